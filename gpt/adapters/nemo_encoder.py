@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gpt.adapters.import_peft import checked_table
-from gpt.adapters.prompt_encoders import (
+from gpt.adapters.prompt_encoder_networks import (
     SPLIT_DIMENSIONS,
     encoder_kind,
     expected_shapes,
@@ -104,7 +104,7 @@ class SavedEncoder:
     def _read_shard(
         self, state: Mapping[str, Any], root: str, layout: _EncoderLayout
     ) -> dict[str, Tensor]:
-        """Return one rank's tensors under the names of `gpt.adapters.prompt_encoders`."""
+        """Return one rank's tensors under the names of `gpt.adapters.prompt_encoder_networks`."""
         weights = {}
         for prefix in layout.prefixes:
             for name, value in state.items():

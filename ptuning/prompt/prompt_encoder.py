@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt.adapters.prompt_encoders import (
+from gpt.adapters.prompt_encoder_networks import (
     SPLIT_DIMENSIONS,
     EncoderKind,
     LstmDropout,
@@ -105,7 +105,7 @@ class PromptEncoder(nn.Module):
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The network's tensors, keyed by their names in `gpt.adapters.prompt_encoders`."""
+        """The network's tensors, keyed by their names in `gpt.adapters.prompt_encoder_networks`."""
         return {
             name.removeprefix(NETWORK_PREFIX): parameter
             for name, parameter in self.named_parameters()

@@ -2,8 +2,8 @@
 
 Adapters in the directory itself are shared: visible to every tenant. A subfolder belongs to the
 tenant of the same name, and its adapters hide shared adapters of the same name. Another tenant's
-adapter is reported as unknown, like a name that does not exist. `serving.adapters.directory` scans
-the folders.
+adapter is reported as unknown, like a name that does not exist.
+`serving.adapters.directory_scan` scans the folders.
 """
 
 import logging
@@ -14,7 +14,7 @@ from pathlib import Path
 from gpt.adapters.adapter_file import Adapter, AdapterName, parse_name
 from gpt.adapters.card import NAME_PATTERN
 from gpt.errors import ConfigError
-from serving.adapters.directory import AdapterDirectory, LoadedAdapter
+from serving.adapters.directory_scan import AdapterDirectory, LoadedAdapter
 from serving.request import UnknownAdapterError
 
 __all__ = ["AdapterRegistry", "LoadedAdapter"]

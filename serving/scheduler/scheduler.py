@@ -38,7 +38,7 @@ from serving.scheduler.chunked_prefill import PrefillTokenBudget, chunk_end
 from serving.scheduler.live_sequences import LiveSequences
 from serving.scheduler.resource_allocator import AdmissionResult, ResourceAllocator
 from serving.scheduler.sequence import Sequence
-from serving.scheduler.step_message import StepMessageBuilder
+from serving.scheduler.step_message_builder import StepMessageBuilder
 from serving.scheduler.submission_limits import SubmissionLimits
 from serving.scheduler.waiting_queue import TenantFairness, WaitingQueue
 

@@ -25,7 +25,7 @@ from gpt.adapters.golden_examples import (
 from gpt.errors import AdapterError, RequestError
 from gpt.generation.completions import NEW_TOKENS_DEFAULT
 from gpt.tokenizers.tokenizer import Tokenizer
-from serving.adapters.directory import LoadedAdapter
+from serving.adapters.directory_scan import LoadedAdapter
 from serving.adapters.registry import AdapterRegistry
 from serving.admission.admission import PRIORITY_MAX, Admission
 from serving.config import AdapterConfig, LimitsConfig, SchedulerConfig

@@ -27,7 +27,7 @@ from gpt.model.loading import check_dtype, parse_device
 from gpt.parallel.mesh import Mesh
 from gpt.tokenizers.chat_template import ChatTemplate, find_template
 from serving.adapters.registry import AdapterRegistry
-from serving.adapters.store import AdapterStore
+from serving.adapters.version_updates import AdapterStore
 from serving.admission.admission import Admission
 from serving.admission.chat_prompt import ChatPromptRenderer
 from serving.config import ServerConfig

@@ -2,8 +2,8 @@
 
 A caller can see the adapters of its tenant and the shared adapters. It can change the adapters of
 its tenant.
-`serving.adapters.store` validates changes and makes them durable; this module translates messages,
-and runs file I/O in threads.
+`serving.adapters.version_updates` validates changes and makes them durable; this module translates
+messages, and runs file I/O in threads.
 """
 
 import asyncio

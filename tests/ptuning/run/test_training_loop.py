@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import gpt
 from clients.client import Options
 from gpt.adapters.adapter_file import open_adapter
-from gpt.adapters.prompt_encoders import run_encoder
+from gpt.adapters.prompt_encoder_networks import run_encoder
 from gpt.checkpoint.digest import identify
 from gpt.errors import ConfigError
 from gpt.formats.registry import open_checkpoint

@@ -26,7 +26,7 @@ from serving.adapters.directory_layout import (
     write_alias,
 )
 from serving.adapters.registry import AdapterRegistry
-from serving.adapters.store import UNLOADED_KEEP_S, AdapterStore
+from serving.adapters.version_updates import UNLOADED_KEEP_S, AdapterStore
 from serving.config import AdapterConfig
 from serving.engine_core.adapter_cache import AdapterCache, AdapterReadResult
 from serving.frontend.call import to_call_failure

@@ -4,7 +4,7 @@ from gpt.sampling_params import SamplingParams
 from serving.messages import PrefixKVWrite, SlotInit, Submission
 from serving.scheduler.resource_allocator import ResourceUpdates
 from serving.scheduler.sequence import Sequence
-from serving.scheduler.step_message import StepMessageBuilder
+from serving.scheduler.step_message_builder import StepMessageBuilder
 from tests.support.fake_ranks import VOCAB_SIZE, make_adapter_ref, text_ids, virtual_ids
 
 
