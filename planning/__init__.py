@@ -1,5 +1,5 @@
 """Planning: cost estimates and best configurations for training and serving a model.
 
-`gpt`, `serving` and `ptuning` do not import this package. Estimates are arithmetic and do not
-import torch; only calibration and measurement run a model.
+Only `bench` imports this package. Predictions are computed without torch and without running a
+model; only `planning.measurement` (`preamble plan calibrate` and `--measure`) runs a model.
 """

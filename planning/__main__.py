@@ -1,8 +1,13 @@
 """The `preamble plan` command: runs a subcommand and prints its result as text or JSON.
 
 Each subcommand (estimate, train, serve, calibrate, validate, plot) is a module that parses its
-arguments and returns a `CommandResult`, which this module prints. Results go to stdout, progress
-and warnings to stderr. Exit codes: 0 success, 1 failure or no plan fits, 2 wrong arguments.
+arguments and returns a `CommandResult`, which this module prints. Results go to stdout; progress,
+warnings and errors go to stderr.
+
+Exit codes:
+- 0: success.
+- 1: an error; no candidate fits; or an error of `validate` exceeds its target.
+- 2: invalid arguments.
 """
 
 import argparse
@@ -29,7 +34,7 @@ COMMANDS = {
     "estimate": Command("estimate", "estimate memory and speed of one configuration"),
     "train": Command("train", "find the fastest configuration to train a model or an adapter"),
     "serve": Command("serve", "find the best configuration to serve a model within limits"),
-    "calibrate": Command("calibrate", "measure the speed of this machine, to plan for it"),
+    "calibrate": Command("calibrate", "measure step times on this machine, for its plans"),
     "validate": Command("validate", "compare predictions with every published table"),
     "plot": Command("plot", "redraw a plan's plots from its candidates.csv"),
 }
@@ -45,8 +50,10 @@ def main(argv: list[str]) -> int:
         print("\n".join([USAGE, "", *lines]), file=sys.stdout if command_args else sys.stderr)
         return 0 if command_args else 2
     if command_args[0] not in COMMANDS:
-        close = difflib.get_close_matches(command_args[0], COMMANDS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"choose one of: {', '.join(COMMANDS)}"
+        matches = difflib.get_close_matches(command_args[0], COMMANDS, n=1)
+        hint = f"choose one of: {', '.join(COMMANDS)}"
+        if matches:
+            hint = f"did you mean {matches[0]!r}?"
         print(f"preamble plan: unknown command {command_args[0]!r}; {hint}", file=sys.stderr)
         return 2
     command: Any = importlib.import_module(f"planning.cli.{COMMANDS[command_args[0]].module}")
@@ -65,7 +72,7 @@ def main(argv: list[str]) -> int:
 
 def _log_to_stderr(line: str) -> None:
     """Print a line to stderr, if stderr is open."""
-    if sys.stderr is not None:  # print(file=None) would write to stdout, among the results.
+    if sys.stderr is not None:  # With file=None, `print` would write to stdout.
         with suppress(OSError):
             print(line, file=sys.stderr, flush=True)
 

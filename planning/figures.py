@@ -1,7 +1,8 @@
 """Figures of a plan: formats labels, numbers with units and memory ledgers; groups rejections.
 
-A figure is a named number, such as `itl_ms_p95`: the name ends with the unit, optionally followed
-by a statistic. All output modules take their labels from this module, so tables and plots agree.
+A figure is a named number of a candidate. The name states the unit and the statistic: `itl_ms_p95`
+is a 95th percentile in milliseconds, `tokens_per_s` is a rate, `mfu` is a fraction, and `gpus` is a
+count. All output modules format figures with this module, so tables and plots agree.
 """
 
 import math
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 from planning.memory_ledger import MemoryLedger
 from planning.plan import Plan, Row
 
+# The values of `Row.feasibility` with which a candidate can run.
 ACCEPTABLE = ("best", "fits", "tight")
-HEADLINE_MAX = 6  # Number of figures in the one-line summary of a candidate.
+HEADLINE_MAX = 6  # Maximum number of figures in the one-line summary of a candidate.
 LEDGER_PARTS = ("weights", "gradients", "optimizer", "activations", "kv", "workspace")
 
 _STATISTICS = ("mean", "max", "p50", "p90", "p95", "p99")
@@ -31,14 +33,14 @@ class FigureName:
     """The parts of a figure's name."""
 
     stem: str
-    unit: str  # "ms", "s", "bytes", "share", or "" for a plain number.
-    per_suffix: str  # Text that follows the stem in the label, such as /s or /GPU.
-    statistic: str
+    unit: str  # "ms", "s", "bytes", "share" (a fraction), or "": a count or a rate.
+    per_suffix: str  # The denominators of a rate, as they follow the stem in the label: /s/GPU.
+    statistic: str  # "p95" or "mean", for example; "": none.
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """Rejected candidates whose reasons are equal except for the numbers in them."""
+    """A group of rejected or failed candidates whose reasons differ only in numbers."""
 
     count: int
     reason: str  # The reason of the first candidate.
@@ -55,32 +57,29 @@ def parse_figure_name(figure: str) -> FigureName:
     unit_name = ""
     if name_parts[-1] in _SHARE_WORDS:
         unit_name = "share"
-        name_parts = (
-            name_parts[:-1]
-            if name_parts[-1] in ("share", "fraction") and len(name_parts) > 1
-            else name_parts
-        )
+        if name_parts[-1] in ("share", "fraction") and len(name_parts) > 1:
+            name_parts = name_parts[:-1]
     elif name_parts[-1] in ("ms", "s", "bytes") and not per_suffix:
         unit_name = name_parts[-1]
-        name_parts = name_parts[:-1] if len(name_parts) > 1 else name_parts
+        if len(name_parts) > 1:
+            name_parts = name_parts[:-1]
     return FigureName(
-        " ".join(_DISPLAY_WORDS.get(name_part, name_part) for name_part in name_parts),
-        unit_name,
-        per_suffix,
-        statistic,
+        stem=" ".join(_DISPLAY_WORDS.get(name_part, name_part) for name_part in name_parts),
+        unit=unit_name,
+        per_suffix=per_suffix,
+        statistic=statistic,
     )
 
 
 def label(figure: str) -> str:
-    """Return a figure's label, such as ITL p95 for the figure `itl_ms_p95`."""
-    parsed = parse_figure_name(figure)
-    return f"{parsed.stem}{parsed.per_suffix}" + (
-        f" {parsed.statistic}" if parsed.statistic else ""
-    )
+    """Return a figure's label, such as "ITL p95" for the figure `itl_ms_p95`."""
+    figure_name = parse_figure_name(figure)
+    text = f"{figure_name.stem}{figure_name.per_suffix}"
+    return f"{text} {figure_name.statistic}" if figure_name.statistic else text
 
 
 def format_figure(figure: str, value: float) -> str:
-    """Format a value, with its unit unless the label contains the unit."""
+    """Format the value of a figure. The unit of a rate is omitted, since the label contains it."""
     if not math.isfinite(value):
         return "–"
     match parse_figure_name(figure).unit:
@@ -96,7 +95,7 @@ def format_figure(figure: str, value: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """Format three significant digits without trailing zeros, or all digits of a whole number."""
+    """Format three significant digits without trailing zeros, but at least the whole part."""
     if not math.isfinite(value):
         return "–"
     if abs(value) >= 99.95 or value == int(value):
@@ -110,10 +109,15 @@ def _format_three_digits(value: float) -> str:
 
 
 def format_compact(value: float) -> str:
-    """Format a plain number in few characters, for an axis: 20k, 1.5M."""
-    for power, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= power:
-            return f"{value / (1e3 if letter == 'k' else power):.4g}{letter}"
+    """Format a number without a unit in few characters, such as 9000, 20k and 1.5M."""
+    for value_min, divisor, letter in (
+        (1e12, 1e12, "T"),
+        (1e9, 1e9, "G"),
+        (1e6, 1e6, "M"),
+        (1e4, 1e3, "k"),
+    ):
+        if abs(value) >= value_min:
+            return f"{value / divisor:.4g}{letter}"
     return f"{value:.4g}"
 
 
@@ -123,7 +127,7 @@ def format_tick(figure: str, value: float) -> str:
 
 
 def format_bytes(value: float) -> str:
-    """Format bytes in decimal units, as specification sheets do."""
+    """Format bytes in decimal units (1 GB = 1e9 bytes), as specification sheets do."""
     for power, letter in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(value) >= power:
             return f"{format_number(value / power)} {letter}"
@@ -141,12 +145,11 @@ def _format_duration(seconds: float) -> str:
 
 
 def escape_unprintable(text: str) -> str:
-    """Replace unprintable characters, which could control a terminal, by escape sequences."""
+    """Replace unprintable characters, which could control a terminal, with escape sequences."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def format_setting(value: object) -> str:
-    """Format the value of a setting."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
@@ -159,7 +162,10 @@ def setting_label(setting: str) -> str:
 
 
 def row_figure(row: Row, figure: str) -> float | None:
-    """Return the measured value, else the predicted value; None if there is no finite value."""
+    """Return the measured value of a figure, or the predicted value if it was not measured.
+
+    Return None if the value is missing or not finite.
+    """
     value = row.measured.get(figure, row.figures.get(figure))
     return value if value is not None and math.isfinite(value) else None
 
@@ -167,7 +173,10 @@ def row_figure(row: Row, figure: str) -> float | None:
 def format_row_figure(
     row: Row, figure: str, predicted_template: str = " measured ({} predicted)"
 ) -> str:
-    """Format a figure for a sentence; if it was measured, add the predicted value."""
+    """Format a figure for a sentence.
+
+    After a measured value, add the predicted value, formatted with `predicted_template`.
+    """
     value = row_figure(row, figure)
     if value is None:
         return "–"
@@ -180,17 +189,16 @@ def format_row_figure(
 
 def format_table_figure(row: Row, figure: str) -> str:
     """Format a figure for a table cell, which is empty if the row does not have the figure."""
-    return (
-        ""
-        if row_figure(row, figure) is None
-        else format_row_figure(row, figure, " measured, {} predicted")
-    )
+    if row_figure(row, figure) is None:
+        return ""
+    return format_row_figure(row, figure, " measured, {} predicted")
 
 
 def ordered_figures(plan: Plan, rows: Sequence[Row] = ()) -> list[str]:
-    """Return the names of the figures in `rows`, or in all rows of the plan if `rows` is empty.
+    """Return the names of the figures that have a value in `rows`.
 
-    The figures of the axes come first, then the others in the order of the rows.
+    If `rows` is empty, all rows of the plan are used. The figures of the axes come first, then the
+    other figures in the order of the rows.
     """
     selected_rows = rows or plan.rows
     figures = dict.fromkeys((plan.y.figure, plan.x.figure))
@@ -202,7 +210,7 @@ def ordered_figures(plan: Plan, rows: Sequence[Row] = ()) -> list[str]:
 
 
 def headline(plan: Plan, row: Row) -> list[str]:
-    """Return the main figures of a candidate as texts: `tokens/s 2,140`, `ITL p95 38 ms`."""
+    """Return the main figures of a candidate as texts, such as "tokens/s 2,140"."""
     figures = ordered_figures(plan, [row])[:HEADLINE_MAX]
     return [f"{label(figure)} {format_row_figure(row, figure)}" for figure in figures]
 
@@ -216,18 +224,21 @@ def format_settings(row: Row) -> list[str]:
 def format_ledger(memory: MemoryLedger) -> str:
     """Return a ledger as text, such as "67.2 GB of 85.9 GB: weights 20.3 GB, ..."."""
     parts = {name: int(getattr(memory, name)) for name in LEDGER_PARTS}
-    items = ", ".join(
+    part_texts = ", ".join(
         f"{setting_label(name)} {format_bytes(part_bytes)}"
         for name, part_bytes in parts.items()
         if part_bytes
     )
     return f"{format_bytes(memory.total)} of {format_bytes(memory.capacity)}" + (
-        f": {items}" if items else ""
+        f": {part_texts}" if part_texts else ""
     )
 
 
 def rejections(rows: Sequence[Row], feasibility: str = "rejected") -> list[Rejection]:
-    """Group rejected rows by reason, ignoring numbers in the reasons; largest groups first."""
+    """Group the rows with this feasibility by reason; the largest groups come first.
+
+    Reasons that differ only in numbers count as equal.
+    """
     rows_by_reason: dict[str, list[Row]] = {}
     for row in rows:
         if row.feasibility == feasibility:

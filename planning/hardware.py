@@ -1,8 +1,7 @@
 """Hardware specifications: GPU data sheets (Device) and a Cluster of GPUs in nodes.
 
-The numbers are the peak values of the specification sheets. The modules that predict time decide
-which fraction of a peak a program reaches. The error for an unknown GPU name suggests the nearest
-known name.
+The numbers are the peak values of the specification sheets. The fractions of the peaks that a
+program reaches are in `planning.training.efficiency` and `planning.inference.step_pricing`.
 """
 
 from collections.abc import Mapping
@@ -48,6 +47,7 @@ class Cluster:
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
+        # Name, 16-bit FLOP/s, memory bytes, then bytes/s of memory, link and network, FP8 FLOP/s.
         Device("a100-40g", 312e12, 40_000_000_000, 1.555e12, 300e9, 25e9),
         Device("a100-80g", 312e12, 80 * GIB, 2.039e12, 300e9, 25e9),
         Device("h100", 989e12, 80 * GIB, 3.35e12, 450e9, 50e9, 1978e12),
@@ -67,7 +67,10 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def find_device(name: str) -> Device:
-    """Look up a GPU by name. Case is ignored; `_` and spaces mean the same as `-`."""
+    """Look up a GPU by name; case is ignored, and `_` and spaces mean the same as `-`.
+
+    The error for an unknown name suggests the nearest valid name.
+    """
     normalized_name = name.lower().replace("_", "-").replace(" ", "-")
     normalized_name = DEVICE_ALIASES.get(normalized_name, normalized_name)
     if normalized_name not in DEVICES:

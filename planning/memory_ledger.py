@@ -1,8 +1,8 @@
-"""Memory ledger of one GPU: weights, KV cache, activations and so on, and whether they fit.
+"""Memory ledger of one GPU: bytes of weights, KV cache, activations and so on, and a verdict.
 
-The estimate leaves a reserve, because allocators fragment and libraries allocate memory that no
-formula counts: a plan fits if it needs at most 0.90 of the memory, is tight up to 0.97, and is
-rejected above that.
+A plan leaves some memory free, because allocators fragment and libraries allocate memory that no
+formula counts. By default a plan fits if it needs at most 0.90 of the memory, is tight up to 0.97,
+and is rejected above 0.97.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ TIGHT_SHARE = 0.97
 
 
 def tight_share(memory_fraction: float) -> float:
-    """Return the largest share of the memory that a tight plan may use with `memory_fraction`.
+    """Return the largest share of the memory that a tight plan may use.
 
-    A `memory_fraction` below the default is a strict limit.
+    The share is TIGHT_SHARE, but a `memory_fraction` below the default (FITS_SHARE) is a strict
+    limit of tight plans too.
     """
     return TIGHT_SHARE if memory_fraction >= FITS_SHARE else memory_fraction
 
@@ -31,15 +32,17 @@ class MemoryLedger:
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0  # Training: activations of stage 0, which stores the most micro-batches.
-    kv: int = 0
+    kv: int = 0  # The KV cache.
     workspace: int = 0  # CUDA context, communication buffers, temporary tensors.
 
     @property
     def total(self) -> int:
-        parts = self.weights + self.gradients + self.optimizer
-        return parts + self.activations + self.kv + self.workspace
+        training_state = self.weights + self.gradients + self.optimizer
+        return training_state + self.activations + self.kv + self.workspace
 
     @property
     def verdict(self) -> Verdict:
         share = self.total / self.capacity
-        return "fits" if share <= FITS_SHARE else "tight" if share <= TIGHT_SHARE else "over"
+        if share <= FITS_SHARE:
+            return "fits"
+        return "tight" if share <= TIGHT_SHARE else "over"

@@ -1,7 +1,6 @@
 """Model presets: GPTConfigs of GPT-3 and LLaMA sizes by name, for plans without a checkpoint.
 
-The presets are the GPT-3 sizes that Megatron and NeMo train, and the LLaMA sizes that occur in
-published tables. This module reads no files.
+The GPT-3 presets are the sizes of the published Megatron and NeMo runs. This module reads no files.
 """
 
 from collections.abc import Mapping
@@ -25,7 +24,14 @@ LLAMA_FIELDS: Mapping[str, object] = {
 
 
 def _gpt3(layers: int, hidden: int, heads: int) -> GPTConfig:
-    return GPTConfig(layers, hidden, heads, 51200, 2048, dtype="bfloat16")
+    return GPTConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        vocab_size=51200,
+        max_position_embeddings=2048,
+        dtype="bfloat16",
+    )
 
 
 def _llama(layers: int, hidden: int, heads: int, groups: int, **sizes: int) -> GPTConfig:
@@ -62,9 +68,9 @@ def presets() -> Mapping[str, GPTConfig]:
 
 
 def preset(name: str) -> GPTConfig | None:
-    """Look up a preset by name, in any case; a GPT-3 preset also by its size, such as 175B.
+    """Return the preset with this name in any case, or None if no preset has the name.
 
-    Return None if there is no such preset.
+    A GPT-3 preset can also be named by its size, such as 175B.
     """
     normalized_name = name.lower().replace("_", "-").replace(" ", "-").replace("gpt-3", "gpt3")
     configs = presets()
@@ -74,6 +80,7 @@ def preset(name: str) -> GPTConfig | None:
 
 
 def find_preset(name: str) -> GPTConfig:
+    """Return the preset with this name; raise ConfigError if no preset has the name."""
     config = preset(name)
     if config is None:
         sizes = [

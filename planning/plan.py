@@ -1,7 +1,8 @@
 """Plan data structures: the request, the ranked candidates with figures, and the settings file.
 
-The searches create plans; the output modules need only this module to print, draw and write them.
-Each candidate states the source of its figures and their error bar.
+`planning.training.plan` and `planning.inference.plan` create plans. The output modules print, draw
+and write a plan without access to the search. A candidate's `Confidence` states the source of its
+figures and their error bar.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ from planning.memory_ledger import MemoryLedger
 # The source of figures. spec-sheet: specification sheets, and constants fitted to published tables.
 # calibrated: microbenchmarks on this machine. measured: a run of the configuration.
 Source = Literal["spec-sheet", "calibrated", "measured"]
+# best: the recommended candidate. tight: fits, but leaves little memory. rejected: needs too much
+# memory, violates a limit, or is invalid. failed: crashed or timed out when it was measured.
 Feasibility = Literal["best", "fits", "tight", "rejected", "failed"]
 SettingValue = str | int | float
 
@@ -25,7 +28,7 @@ SETTINGS_FILES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Confidence:
-    """The source of predicted figures and their error bar: an `error` of 0.09 means ±9 %."""
+    """The source of figures and their error bar: an `error` of 0.09 means ±9 %."""
 
     source: Source
     error: float
@@ -42,13 +45,14 @@ class Row:
     name: str  # Short name for display, such as TP4 PP1 x2.
     feasibility: Feasibility
     settings: Mapping[str, SettingValue]
-    # Predicted figures, keyed by their names; a name ends with its unit.
+    # Predicted figures by name; `planning.figures` describes the names.
     figures: Mapping[str, float] = field(default_factory=dict)
-    measured: Mapping[str, float] = field(default_factory=dict)  # Measured figures, by name.
-    reason: str = ""  # Why the candidate was rejected or failed; otherwise a remark.
+    measured: Mapping[str, float] = field(default_factory=dict)  # Measured figures by name.
+    reason: str = ""  # Why the candidate was rejected or failed; for a tight one, a remark.
     confidence: Confidence | None = None
     group: str = ""  # The curve in a plot that the row belongs to, such as "8 GPUs".
-    memory: MemoryLedger | None = None  # Of the device that needs the most memory; None: unknown.
+    # The ledger of the device that needs the most memory; None: unknown.
+    memory: MemoryLedger | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Axis:
     figure: str  # A key of `Row.figures`.
     label: str
     better: Literal["low", "high"]
-    limit: float | None = None  # The requested limit minus its margin, drawn as a line in plots.
+    limit: float | None = None  # The requested limit minus its margin, drawn as a line; None: none.
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,10 @@ class Plan:
     rows: Sequence[Row]  # Best first.
     x: Axis
     y: Axis
-    binding: Sequence[str] = ()  # The limits that prevent a better candidate.
-    why_not: Sequence[str] = ()  # Why other candidates are worse than the best.
-    # If no candidate fits, changes with which one would fit; otherwise, remarks on the best.
+    binding: Sequence[str] = ()  # Sentences on the limits that prevent a better candidate.
+    why_not: Sequence[str] = ()  # Sentences on why other candidates are worse than the best.
+    # If no candidate fits, changes with which a candidate would fit; otherwise, remarks on the best
+    # candidate.
     advice: Sequence[str] = ()
     command: str = ""  # Shell command that starts the best candidate.
     settings_yaml: str = ""  # The settings file for `preamble tune` or `preamble serve --config`.

@@ -1,7 +1,7 @@
 """The `preamble plan calibrate` command: measure engine step times on this machine into a file.
 
-Of all plan commands, only this one and `--measure` run a model. Modules that import torch are
-therefore imported inside functions.
+This command and `--measure` run a model; the other plan commands do not. The import of this module
+must not load torch, so modules that import torch are imported inside functions.
 """
 
 import argparse
@@ -18,14 +18,14 @@ EXAMPLES = """
   preamble plan calibrate checkpoints/my-model --output calibration.yaml
   preamble plan calibrate --dtype bfloat16
 """
-SHOWN_ROWS = (1, 8, 64, 512)
+SHOWN_ROWS = (1, 8, 64, 512)  # Numbers of rows (new tokens) of the steps in the summary.
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = make_command_parser(
         "calibrate",
-        "Measure the engine's step times on this machine, in one to three minutes: with small "
-        "random models of several widths, and with MODEL.",
+        "Measure the engine's step times on this machine with random models of several widths, and "
+        "with MODEL if it is given. This takes one to three minutes.",
         EXAMPLES,
     )
     add = parser.add_argument
@@ -33,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a checkpoint to measure as well, which makes plans for this model most accurate",
+        help="a checkpoint to measure as well; plans for this model are then most accurate",
     )
     add("--device", default="cpu", help="cpu or cuda (default: cpu)")
     add(
@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="S",
         type=float,
         default=8.0,
-        help="seconds of measurement for each model (default: 8)",
+        help="seconds in which the steps of each model are timed (default: 8)",
     )
     add(
         "--output",
@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace, log: Callable[[str], None]) -> CommandResult:
     if not 0 < args.seconds < float("inf"):
-        raise ConfigError(f"--seconds is {args.seconds}; it must be more than 0")
+        raise ConfigError(f"--seconds is {args.seconds}; it must be more than 0, and finite")
     path = Path(args.output)
     if path.is_dir():
         raise ConfigError(f"--output is {path}, a directory; name a file in it")
@@ -83,8 +83,12 @@ def run(args: argparse.Namespace, log: Callable[[str], None]) -> CommandResult:
 
 
 def summary_lines(calibration: Calibration) -> list[str]:
-    """Return the calibration as lines of text."""
-    heads = "".join(f"{f'{rows} rows' if rows > 1 else '1 row':>10}" for rows in SHOWN_ROWS)
+    """Return the calibration as lines of text.
+
+    The step times are those of one sequence that samples one token, without attention to a context.
+    """
+    column_names = ["1 row" if rows == 1 else f"{rows} rows" for rows in SHOWN_ROWS]
+    heads = "".join(f"{column_name:>10}" for column_name in column_names)
     lines = [
         f"{calibration.device}, {calibration.threads} threads, "
         f"{calibration.memory_bytes / 1e9:.1f} GB: {calibration.flops / 1e9:,.0f} GFLOP/s, "

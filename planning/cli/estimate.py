@@ -1,8 +1,8 @@
 """The `preamble plan estimate` command: memory, step time and FLOPs of one configuration.
 
 The command estimates a training step, a static batch of inference (`--infer`), or a Preamble server
-under a load (`--infer --continuous`). It does not search for a configuration and does not run a
-model. The JSON keys are stable.
+under a load (`--continuous`). It does not search for a configuration and does not run a model. The
+JSON keys are stable.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         type=int,
         default=0,
-        help="layers of a stage to recompute, with --recompute block",
+        help="number of layers that each stage recomputes, required by --recompute block",
     )
     train("--sequence-parallel", action="store_true", help="use sequence parallelism")
     add_training_flags(train)
@@ -104,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     infer(
         "--infer",
         action="store_true",
-        help="estimate a static batch, as FasterTransformer runs it, instead of training",
+        help="estimate a static batch, as FasterTransformer runs it, instead of a training step",
     )
     infer(
         "--batch",
@@ -116,7 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
     infer(
         "--continuous",
         action="store_true",
-        help="with --infer: estimate a Preamble server with continuous batching",
+        help="estimate a Preamble server with continuous batching, instead of a static batch",
     )
     infer(
         "--running-requests-max",
@@ -136,7 +136,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--kv-tokens",
         metavar="N",
         type=int,
-        help="number of tokens in the KV cache (default: as many as fit in memory)",
+        help="size of each replica's KV cache in tokens (default: the size that a server chooses)",
     )
     infer(
         "--kv-dtype",
@@ -157,20 +157,20 @@ def run(args: argparse.Namespace, log: Callable[[str], None]) -> CommandResult:
     return _estimate_training(args, specification, model)
 
 
-# ------------------------------------------------------------------------------------ training
-
-
-def _check_flags(args: argparse.Namespace, *names: str) -> None:
+def _check_positive_flags(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         if getattr(args, name) < 1:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} is {getattr(args, name)}; it must be at least 1")
 
 
+# ------------------------------------------------------------------------------------ training
+
+
 def _estimate_training(
     args: argparse.Namespace, specification: Specification, model: GPTConfig
 ) -> CommandResult:
-    _check_flags(args, "tp", "pp", "vpp", "micro_batch")
+    _check_positive_flags(args, "tp", "pp", "vpp", "micro_batch")
     if args.recompute_layers and args.recompute != "block":
         raise ConfigError(
             f"--recompute-layers is {args.recompute_layers}, and --recompute is {args.recompute}; "
@@ -179,14 +179,14 @@ def _estimate_training(
     dp = args.dp if args.dp is not None else 1
     cluster = specification.hardware.cluster(args.tp * args.pp * max(1, dp))
     split = TrainingSplit(
-        args.tp,
-        args.pp,
-        _dp_size(args, cluster),
-        args.vpp,
-        args.micro_batch,
-        args.recompute,
-        args.recompute_layers,
-        args.sequence_parallel,
+        tp=args.tp,
+        pp=args.pp,
+        dp=_dp_size(args, cluster),
+        vpp=args.vpp,
+        micro_batch=args.micro_batch,
+        recompute=args.recompute,
+        recompute_layers=args.recompute_layers,
+        sequence_parallel=args.sequence_parallel,
     )
     job = specification.training_job(model, split.dp * split.micro_batch)
     check_split(job, split, cluster)
@@ -246,7 +246,7 @@ def memory_values(memory: MemoryLedger) -> Mapping[str, object]:
             "total": memory.total,
             "capacity": memory.capacity,
         },
-        # A tight configuration usually runs, so it counts as fitting.
+        # A configuration with the verdict "tight" usually runs, so it counts as fitting.
         "fits": memory.verdict != "over",
         "verdict": memory.verdict,
     }
@@ -303,7 +303,7 @@ def _format_share(name: str, seconds: float, total_seconds: float) -> str:
 def _estimate_inference(
     args: argparse.Namespace, specification: Specification, model: GPTConfig
 ) -> CommandResult:
-    _check_flags(args, "tp", "pp", "batch")
+    _check_positive_flags(args, "tp", "pp", "batch")
     workload = specification.workload
     if workload.input_tokens is None or workload.output_tokens is None:
         raise ConfigError(
@@ -314,13 +314,13 @@ def _estimate_inference(
         return _estimate_server(args, specification, model)
     cluster = specification.hardware.cluster(args.tp * args.pp)
     job = StaticJob(
-        model,
-        _require_integer("--input-tokens", workload.input_tokens),
-        _require_integer("--output-tokens", workload.output_tokens),
-        args.batch,
-        specification.dtype or "float16",
-        args.tp,
-        args.pp,
+        model=model,
+        input_tokens=_require_integer("--input-tokens", workload.input_tokens),
+        output_tokens=_require_integer("--output-tokens", workload.output_tokens),
+        batch=args.batch,
+        dtype=specification.dtype or "float16",
+        tp=args.tp,
+        pp=args.pp,
     )
     estimate = estimate_static(job, cluster)
     return CommandResult(_static_text(job, cluster, estimate), static_values(job, estimate))
@@ -358,7 +358,7 @@ def _static_text(job: StaticJob, cluster: Cluster, estimate: StaticEstimate) -> 
         (
             "batch",
             f"{job.batch:,} request{'s' * (job.batch > 1)} of {job.input_tokens:,} tokens, "
-            f"{job.output_tokens:,} new ones each",
+            f"{job.output_tokens:,} new tokens each",
         ),
         ("on", f"{cluster.device.name}: TP{job.tp} PP{job.pp}{replicas_note}"),
         (
@@ -403,12 +403,12 @@ def _estimate_server(
             f"set --gpus {ranks}, or a smaller --tp or --pp"
         )
     split = ServingSplit(
-        args.tp,
-        args.pp,
-        cluster.gpus // ranks,
-        args.running_requests_max,
-        args.step_tokens_max,
-        args.kv_tokens,
+        tp=args.tp,
+        pp=args.pp,
+        replicas=cluster.gpus // ranks,
+        running_requests_max=args.running_requests_max,
+        step_tokens_max=args.step_tokens_max,
+        kv_tokens=args.kv_tokens,
         kv_dtype=args.kv_dtype,
     )
     if not has_load(specification):
@@ -453,7 +453,7 @@ def _serving_text(
     kv_line = ("KV cache", f"{estimate.kv_tokens:,} tokens")
     memory = memory_lines(estimate.memory, None)
     if not math.isfinite(estimate.request_ms.p95):
-        overload_text = "none: the memory does not hold one request"
+        overload_text = "none: the weights and one request do not fit in memory"
         if math.isfinite(estimate.utilization):
             overload_text = (
                 f"overloaded: {format_number(estimate.requests_per_s)} requests/s at most, and "
@@ -497,8 +497,8 @@ def memory_lines(memory: MemoryLedger, confidence: Confidence | None) -> list[tu
         "fragmentation and libraries",
         "over": "it does not fit",
     }[memory.verdict]
-    bar = f"   [{confidence}]" if confidence is not None else ""
-    return [("memory", f"{format_ledger(memory)}{bar}"), ("verdict", verdict)]
+    confidence_text = f"   [{confidence}]" if confidence is not None else ""
+    return [("memory", f"{format_ledger(memory)}{confidence_text}"), ("verdict", verdict)]
 
 
 def format_parameters(count: int) -> str:

@@ -1,8 +1,9 @@
 """Command-line flags shared by the `preamble plan` subcommands.
 
-A flag has the same name and meaning in every subcommand. A flag that is not set is None; then the
-value comes from the specification file, or else from the default. The destination of a flag is the
-name of a specification field. This module only defines the flags and parses their values.
+A shared flag has the same name and meaning in every subcommand. The destination of a flag is the
+name of the specification field that it sets; `FLAG_OF_FIELD` in `planning.cli.specification` lists
+the exceptions. A flag that is not set is None: its field has the value of the specification file,
+or else its default. This module only defines the flags and parses their values.
 """
 
 import argparse
@@ -40,17 +41,17 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("a model without a checkpoint")
     add = group.add_argument
-    add("--model", dest="model_flag", metavar="MODEL", help="the same as the first argument")
+    add("--model", dest="model_flag", metavar="MODEL", help="the same as the argument MODEL")
     add("--layers", metavar="N", type=int, help="number of transformer layers")
     add("--hidden", metavar="N", type=int, help="hidden size")
-    add("--heads", metavar="N", type=int, help="attention heads")
-    add("--kv-heads", metavar="N", type=int, help="heads of keys and values (default: --heads)")
+    add("--heads", metavar="N", type=int, help="number of attention heads")
+    add("--kv-heads", metavar="N", type=int, help="number of KV heads (default: --heads)")
     add("--ffn", metavar="N", type=int, help="hidden size of the MLP (default: 4 x hidden)")
     add(
         "--seq",
         metavar="N",
         type=int,
-        help="sequence length (default: the model's context length, or 2048)",
+        help="sequence length (default: the model's context length; with --layers, 2048)",
     )
     add("--vocab", metavar="N", type=int, help="vocabulary size (default: 51200)")
     add(
@@ -61,8 +62,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--dtype",
-        help="float32, bfloat16 or float16; also fp8 for training, int8 for a static "
-        "batch (default: bfloat16; for a static batch float16)",
+        help="dtype of the weights: bfloat16 or float16; also float32 for inference, fp8 for "
+        "training and static batches, int8 and int4 for static batches (default: bfloat16 for "
+        "training, float16 for a static batch, the dtype of MODEL for a server)",
     )
 
 
@@ -75,7 +77,7 @@ def add_hardware_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--calibration",
         metavar="F",
-        help="plan for this machine, with the file that `preamble plan calibrate` wrote",
+        help="file that `preamble plan calibrate` wrote on this machine, to plan for this machine",
     )
 
 
@@ -97,14 +99,16 @@ def add_training_flags(add: AddArgument) -> None:
         action=argparse.BooleanOptionalAction,
         default=None,
         help="shard the optimizer state across data-parallel replicas (default: on; on A100 only "
-        "if the state does not fit otherwise)",
+        "if the unsharded training state does not fit on a GPU)",
     )
 
 
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("workload").add_argument
     for figure, text_kind in (("input", "prompt"), ("output", "completion")):
-        add(f"--{figure}-tokens", metavar="N", type=float, help=f"mean {text_kind} length")
+        add(
+            f"--{figure}-tokens", metavar="N", type=float, help=f"mean {text_kind} length in tokens"
+        )
         add(
             f"--{figure}-tokens-p95",
             metavar="N",
@@ -122,7 +126,7 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
         "--adapters",
         metavar="N",
         type=int,
-        help="number of adapters that the requests use in turn (default: 0)",
+        help="number of adapters that the requests alternate between (default: 0, the model alone)",
     )
     add_virtual_tokens(add)
 
@@ -133,12 +137,12 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "--measure",
         metavar="N",
         type=int,
-        help="run the N best candidates briefly, and compare them with their predictions",
+        help="run the N best candidates for a short time, and choose the best by measured figures",
     )
     add(
         "--output",
         metavar="DIR",
-        help="folder to write the plan to: all candidates, the settings file, a report and plots",
+        help="folder for the files of the plan: candidates, settings, report and plots",
     )
 
 
@@ -147,7 +151,7 @@ def add_virtual_tokens(add: AddArgument) -> None:
 
 
 def parse_int_list(text: str) -> tuple[int, ...]:
-    """Parse the values of a search axis: 1,2,4."""
+    """Parse the values of a search axis, such as 1,2,4."""
     try:
         return tuple(int(number_text) for number_text in text.split(","))
     except ValueError:

@@ -22,14 +22,18 @@ class CommandResult:
 
 
 def render_plan(plan: Plan, args: argparse.Namespace) -> CommandResult:
-    """Render a plan, and write it to --output if given. The exit code is 1 if nothing fits."""
+    """Render a plan, and write its files if --output is set.
+
+    The exit code is 1 if no candidate fits.
+    """
     from planning.output.plan_writer import plan_record, with_settings_path, write_plan
     from planning.output.terminal import render_text
 
     if not args.output:
         text = render_text(with_settings_path(plan, Path("DIR")))
         if plan.settings_yaml:
-            text += "\nto write this file, all candidates, a report and plots, give --output DIR"
+            text += "\nto write the settings file, all candidates, a report and plots, give "
+            text += "--output DIR"
     else:
         written = write_plan(plan, Path(args.output))
         plan = written.plan
@@ -37,7 +41,6 @@ def render_plan(plan: Plan, args: argparse.Namespace) -> CommandResult:
     values = plan_record(plan)
     rows = values["rows"]
     assert isinstance(rows, list)
-    # JSON contains only the best rows; the --output folder contains all rows.
-    return CommandResult(
-        text, values | {"rows": rows[:JSON_ROWS_MAX]}, 0 if plan.best is not None else 1
-    )
+    # The printed JSON has only the best rows; candidates.csv in the --output folder has all rows.
+    exit_code = 0 if plan.best is not None else 1
+    return CommandResult(text, values | {"rows": rows[:JSON_ROWS_MAX]}, exit_code)

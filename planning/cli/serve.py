@@ -41,15 +41,17 @@ EXAMPLES = """
 """
 # The default workload: a page of text as prompt, a paragraph as completion.
 DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 512.0, 128.0
-# Other common names of the objectives.
+# Further names of objectives that a specification may use.
 OBJECTIVE_ALIASES = {"throughput_per_gpu": "throughput", "tokens_per_s": "throughput"}
+ENGINE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = make_command_parser(
         "serve",
         "Find the TP and PP sizes, the batch size, the KV cache size and the number of replicas "
-        "that serve a model best within limits: for throughput, latency, or the fewest GPUs.",
+        "that serve a model best within limits. The objective is throughput, latency, or the "
+        "fewest GPUs.",
         EXAMPLES,
     )
     add_model_flags(parser)
@@ -61,20 +63,25 @@ def make_parser() -> argparse.ArgumentParser:
         ("itl", "inter-token latency"),
         ("request", "duration of a request"),
     ):
-        limits(f"--{figure}-ms-p50", metavar="X", type=float, help=f"median {meaning}, in ms")
-        limits(f"--{figure}-ms-p95", metavar="X", type=float, help=f"95th percentile {meaning}")
+        for percentile, percentile_text in (("p50", "median"), ("p95", "95th percentile")):
+            limits(
+                f"--{figure}-ms-{percentile}",
+                metavar="X",
+                type=float,
+                help=f"maximum {percentile_text} of the {meaning}, in ms",
+            )
     limits(
         "--min-tokens-per-s",
         metavar="X",
         type=float,
-        help="minimum of generated tokens per second of all replicas together",
+        help="minimum number of generated tokens per second, summed over all replicas",
     )
     limits("--max-gpus", metavar="N", type=int, help="maximum number of GPUs (default: all)")
     limits(
         "--memory-fraction",
         metavar="X",
         type=float,
-        help="fraction of each GPU's memory to use (default: 0.9)",
+        help="maximum fraction of each GPU's memory to use (default: 0.9)",
     )
     limits(
         "--margin-latency",
@@ -86,13 +93,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--margin-memory",
         metavar="X",
         type=float,
-        help="safety margin, as a fraction of the memory (default: 0.05)",
+        help="safety margin, as a fraction of --memory-fraction (default: 0.05)",
     )
     parser.add_argument(
         "--objective",
         metavar="NAME",
-        help="goal of the optimization within the limits: "
-        f"{', '.join(OBJECTIVES)} (default: throughput, per GPU)",
+        help=f"objective within the limits: {', '.join(OBJECTIVES)} (default: throughput, which "
+        "is tokens/s per GPU)",
     )
     add_plan_flags(parser)
     add_shared_flags(parser)
@@ -103,13 +110,13 @@ def run(args: argparse.Namespace, log: Callable[[str], None]) -> CommandResult:
     specification = Specification.read(args.spec, vars(args))
     model, path = specification.model.config(), specification.model.checkpoint_path
     requirements = Requirements(
-        model,
-        serving_dtype(specification, model),
-        make_workload(specification),
-        make_limits(specification),
-        specification.hardware.cluster(),
-        specification.hardware.machine_calibration,
-        parse_objective(specification),
+        model=model,
+        dtype=serving_dtype(specification, model),
+        workload=make_workload(specification),
+        limits=make_limits(specification),
+        cluster=specification.hardware.cluster(),
+        calibration=specification.hardware.machine_calibration,
+        objective=parse_objective(specification),
         saturate=not has_load(specification),
     )
     plan = plan_serving(requirements, path or "MODEL")
@@ -151,10 +158,11 @@ def parse_objective(specification: Specification) -> Objective:
 
 
 def serving_dtype(specification: Specification, model: GPTConfig) -> str:
-    """Return the dtype of the engine.
+    """Return the dtype of the engine, from the first of these sources:
 
-    It is the requested dtype, else the first dtype of `quality` that the engine supports, else the
-    dtype of the model.
+    - `dtype` of the specification.
+    - The first dtype in `quality` that the engine supports.
+    - The dtype of the model.
     """
     allowed = [
         DTYPE_ALIASES.get(dtype_name, dtype_name)
@@ -174,11 +182,11 @@ def serving_dtype(specification: Specification, model: GPTConfig) -> str:
     return dtype
 
 
-ENGINE_DTYPES = ("bfloat16", "float16", "float32")
-
-
 def has_load(specification: Specification) -> bool:
-    """Return whether the specification gives a load; without a load, candidates run saturated."""
+    """Return whether the specification sets a load.
+
+    Without a load, each candidate is planned for saturation (`Requirements.saturate`).
+    """
     return (
         specification.workload.request_rate is not None
         or specification.workload.concurrency is not None
@@ -188,14 +196,17 @@ def has_load(specification: Specification) -> bool:
 def make_workload(specification: Specification) -> Workload:
     section = specification.workload
     return Workload(
-        _length_distribution(section.input_tokens, section.input_tokens_p95, DEFAULT_INPUT_TOKENS),
-        _length_distribution(
+        input_tokens=_length_distribution(
+            section.input_tokens, section.input_tokens_p95, DEFAULT_INPUT_TOKENS
+        ),
+        output_tokens=_length_distribution(
             section.output_tokens, section.output_tokens_p95, DEFAULT_OUTPUT_TOKENS
         ),
-        section.request_rate,
-        section.concurrency if has_load(specification) else 1,
-        section.adapters,
-        section.virtual_tokens,
+        request_rate=section.request_rate,
+        # Without a load, 1 is a valid placeholder: saturated candidates set their own concurrency.
+        concurrency=section.concurrency if has_load(specification) else 1,
+        adapters=section.adapters,
+        virtual_tokens=section.virtual_tokens,
     )
 
 
@@ -208,17 +219,13 @@ def _length_distribution(
 
 def make_limits(specification: Specification) -> ServiceLimits:
     constraints = asdict(specification.constraints)
-    names = {
-        **{name: name for name in constraints if name.endswith(("_p50", "_p95"))},
-        "min_tokens_per_s": "tokens_per_s_min",
-        "max_gpus": "gpus_max",
-        "memory_fraction": "memory_fraction",
-    }
-    values = {
-        limit_name: constraints[constraint_name] for constraint_name, limit_name in names.items()
-    }
-    values |= {
+    limits = {name: limit for name, limit in constraints.items() if name.endswith(("_p50", "_p95"))}
+    limits |= {
+        "tokens_per_s_min": constraints["min_tokens_per_s"],
+        "gpus_max": constraints["max_gpus"],
+        "memory_fraction": constraints["memory_fraction"],
         "latency_margin": specification.margins.latency,
         "memory_margin": specification.margins.memory,
     }
-    return ServiceLimits(**{name: value for name, value in values.items() if value is not None})
+    # A limit that is not set has the default of ServiceLimits.
+    return ServiceLimits(**{name: limit for name, limit in limits.items() if limit is not None})

@@ -1,7 +1,8 @@
 """Plan specification: YAML sections merged with flags, converted to a model config and a cluster.
 
-Each section is a dataclass, and a flag has the name of the field that it sets. The sections convert
-the name or path of a model to its config, and the name of a GPU to a cluster.
+Each section is a dataclass. A flag has the name of the field that it sets, except for the flags in
+`FLAG_OF_FIELD`. The sections convert the name or path of a model to its config, and the name of a
+GPU to a cluster.
 """
 
 import os.path
@@ -21,7 +22,7 @@ from planning.training.estimate import TrainingJob
 
 DEFAULT_VOCAB_SIZE = 51200  # GPT-2's vocabulary, padded as in the tables of the Megatron papers.
 DEFAULT_SEQUENCE = 2048
-COUNT_MAX = 10**9  # Upper bound of every count; a larger count is a typing error.
+COUNT_MAX = 10**9  # Upper bound of whole numbers; a larger number is probably a typing error.
 COUNT_SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 # Common short names of dtypes.
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
@@ -39,7 +40,9 @@ class ModelSection:
     kv_heads: int | None = None
     ffn: int | None = None
     vocab: int | None = None
-    seq: int | None = None  # Sequence length; if only sizes are given, also the context length.
+    # Sequence length. It is also the context length of a model that is given by sizes only, and of
+    # a preset whose context length is smaller.
+    seq: int | None = None
     gated: bool | None = None  # Whether the model has the LLaMA architecture instead of GPT-3's.
 
     def __post_init__(self) -> None:
@@ -47,7 +50,7 @@ class ModelSection:
 
     @property
     def checkpoint_path(self) -> str | None:
-        """`path` if it is a path, or None if it is the name of a preset."""
+        """`path` if it is the path of a checkpoint; None: the model is a preset, or only sizes."""
         if self.path is None:
             return None
         looks_like_path = "/" in self.path or self.path.startswith((".", "~"))
@@ -76,11 +79,10 @@ class ModelSection:
             )
         if self.seq is not None and self.seq > preset_config.max_position_embeddings:
             overrides["max_position_embeddings"] = self.seq
-        return (
-            replace(preset_config, **self._reset_derived(overrides, preset_config), **overrides)
-            if overrides
-            else preset_config
-        )
+        if not overrides:
+            return preset_config
+        reset_fields = self._reset_derived_fields(overrides, preset_config)
+        return replace(preset_config, **reset_fields, **overrides)
 
     def _sizes(self) -> dict[str, Any]:
         return {
@@ -102,8 +104,13 @@ class ModelSection:
         ]
 
     @staticmethod
-    def _reset_derived(overrides: Mapping[str, Any], preset_config: GPTConfig) -> dict[str, Any]:
-        """Return default values for the preset's fields that depend on overridden sizes."""
+    def _reset_derived_fields(
+        overrides: Mapping[str, Any], preset_config: GPTConfig
+    ) -> dict[str, Any]:
+        """Return the preset's fields that depend on overridden sizes, with the value 0 or ().
+
+        GPTConfig derives a field with this value from the sizes.
+        """
         reset_fields: dict[str, Any] = {}
         heads = overrides.get("num_attention_heads", preset_config.num_attention_heads)
         hidden = overrides.get("hidden_size", preset_config.hidden_size)
@@ -149,8 +156,8 @@ class ModelSection:
             and config.has_learned_positions
         ):
             raise ConfigError(
-                f"--seq is {self.seq}, and the model has {positions_max} learned positions; set "
-                f"--seq to at most {positions_max}"
+                f"--seq is {self.seq}, but the model has only {positions_max} learned positions; "
+                f"set --seq to at most {positions_max}"
             )
         return self.seq
 
@@ -173,19 +180,19 @@ class HardwareSection:
         _check_positive(self)
 
     def cluster(self, gpus: int | None = None) -> Cluster:
-        """Return the cluster, by default with `gpus` GPUs.
+        """Return the cluster.
 
-        If no GPU name is given, the cluster is the calibrated machine.
+        `gpus` is the number of GPUs if the section does not set it. Without a GPU name, the device
+        is the calibrated machine, and its number is 1 by default.
         """
         calibration = self.machine_calibration
         if self.gpu is None and calibration is not None:
-            return self._make_cluster(
-                calibration.as_cluster().device, calibration.as_cluster().gpus
-            )
+            machine = calibration.as_cluster()
+            return self._make_cluster(machine.device, machine.gpus)
         if self.gpu is None:
             raise ConfigError(
-                f"no GPU is given; set --gpu to one of: {', '.join(DEVICES)}; to plan for this "
-                "machine, give --calibration with the file that `preamble plan calibrate` wrote"
+                f"no GPU is given; set --gpu to one of: {', '.join(DEVICES)}; or, to plan for this "
+                "machine, set --calibration to the file that `preamble plan calibrate` wrote"
             )
         return self._make_cluster(find_device(self.gpu), gpus)
 
@@ -199,19 +206,19 @@ class HardwareSection:
         if self.gpus is not None and node_gpus is not None and node_gpus != self.gpus:
             raise ConfigError(
                 f"{self.nodes} nodes of {self.gpus_per_node} GPUs are {node_gpus}, not "
-                f"{self.gpus}; remove --gpus or --nodes"
+                f"{self.gpus} GPUs; remove --gpus or --nodes"
             )
-        count = self.gpus or node_gpus or gpus
-        if count is None:
+        gpu_count = self.gpus or node_gpus or gpus
+        if gpu_count is None:
             raise ConfigError("the number of GPUs is not given; set --gpus N or --nodes N")
-        return Cluster(device, count, self.gpus_per_node)
+        return Cluster(device, gpu_count, self.gpus_per_node)
 
 
 @dataclass(frozen=True)
 class WorkloadSection:
     """The load of a server.
 
-    If no 95th percentile of a length is given, all requests have the mean length.
+    If the 95th percentile of a length is None, all requests have the mean length.
     """
 
     input_tokens: float | None = None
@@ -219,9 +226,9 @@ class WorkloadSection:
     output_tokens: float | None = None
     output_tokens_p95: float | None = None
     request_rate: float | None = None  # Requests per second.
-    concurrency: int | None = None
+    concurrency: int | None = None  # Constant number of requests at once.
     adapters: int = 0
-    virtual_tokens: int = 0
+    virtual_tokens: int = 0  # Number of virtual tokens of each adapter.
 
     def __post_init__(self) -> None:
         _check_positive(self, zero_allowed=("adapters", "virtual_tokens"))
@@ -280,9 +287,8 @@ class TrainingSection:
     tokens: float | None = None  # Number of tokens of the whole training run.
     trainable: str | None = None
     train_virtual_tokens: int | None = None  # Number of virtual tokens of the trained adapter.
-    # For both settings, None means the default of the GPU.
-    flash: bool | None = None
-    distributed_optimizer: bool | None = None
+    flash: bool | None = None  # None: the default of the GPU.
+    distributed_optimizer: bool | None = None  # None: the default of the GPU.
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -317,19 +323,23 @@ class Specification:
         """Return the training job; `default_batch` is used if no global batch is specified."""
         section = self.training
         return TrainingJob(
-            model,
-            self.model.sequence_length(model),
-            section.global_batch or default_batch,
-            "adapter" if section.trainable == "adapter" else "all",
-            section.train_virtual_tokens or 0,
-            self.dtype or "bfloat16",
-            section.flash,
-            section.distributed_optimizer,
+            model=model,
+            sequence=self.model.sequence_length(model),
+            global_batch=section.global_batch or default_batch,
+            trainable="adapter" if section.trainable == "adapter" else "all",
+            virtual_tokens=section.train_virtual_tokens or 0,
+            dtype=self.dtype or "bfloat16",
+            flash=section.flash,
+            distributed_optimizer=section.distributed_optimizer,
         )
 
     @classmethod
     def read(cls, path: str | None, flags: Mapping[str, Any]) -> Self:
-        """Merge a file, if given, with flags. A flag has the name of a field of any section."""
+        """Read the YAML file `path`, if it is not None, and replace its values by the flags.
+
+        `flags` maps the names of flags to values. Flags without a field in a section are ignored,
+        and None means that the flag is not set.
+        """
         record = read_yaml(Path(path)) if path else {}
         source = path or "the flags"
         for key in record:
@@ -347,14 +357,11 @@ class Specification:
         sections: dict[str, Any] = {}
         for name, kind in SECTIONS.items():
             values = _flatten_section(record.get(name), name, source)
-            flag_values = {
-                section_field.name: set_flags[
-                    FLAG_OF_FIELD.get((name, section_field.name), section_field.name)
-                ]
-                for section_field in fields(kind)
-                if FLAG_OF_FIELD.get((name, section_field.name), section_field.name) in set_flags
-            }
-            sections[name] = parse_settings(kind, {**values, **flag_values}, f"{source}: {name}")
+            for section_field in fields(kind):
+                flag = FLAG_OF_FIELD.get((name, section_field.name), section_field.name)
+                if flag in set_flags:
+                    values[section_field.name] = set_flags[flag]
+            sections[name] = parse_settings(kind, values, f"{source}: {name}")
         for name in ("objective", "dtype"):
             value = set_flags.get(name, record.get(name))
             if value is not None and not isinstance(value, str):
@@ -371,7 +378,7 @@ SECTIONS: Mapping[str, Any] = {
     "margins": MarginsSection,
     "training": TrainingSection,
 }
-# Flags whose name differs from the name of the field.
+# The flag of each (section, field) whose flag has another name than the field.
 FLAG_OF_FIELD = {
     ("model", "path"): "model",
     ("margins", "latency"): "margin_latency",
@@ -380,39 +387,43 @@ FLAG_OF_FIELD = {
 }
 
 
-def _flatten_section(value: object, name: str, source: str) -> dict[str, Any]:
-    """Flatten a section: a length {mean, p95} is split into two keys, `key` and `key_p95`."""
-    if value is None:
+def _flatten_section(section: object, name: str, source: str) -> dict[str, Any]:
+    """Convert a section of the YAML file to the fields of its dataclass.
+
+    A length {mean: 600, p95: 1500} becomes two fields, such as `input_tokens` and
+    `input_tokens_p95`.
+    """
+    if section is None:
         return {}
-    if name == "model" and isinstance(value, str):
-        return {"path": value}
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+    if name == "model" and isinstance(section, str):
+        return {"path": section}
+    if not isinstance(section, dict) or not all(isinstance(key, str) for key in section):
         raise ConfigError(
-            f"{source}: {name} is {short_repr(value)}; it must be a mapping of keys to values"
+            f"{source}: {name} is {short_repr(section)}; it must be a mapping of keys to values"
         )
-    flat: dict[str, Any] = {}
-    for key, entry in value.items():
+    field_values: dict[str, Any] = {}
+    for key, entry in section.items():
         if name == "workload" and isinstance(entry, dict):
-            unknown = [unknown_key for unknown_key in entry if unknown_key not in ("mean", "p95")]
-            if unknown or "mean" not in entry:
+            unknown_keys = set(entry) - {"mean", "p95"}
+            if unknown_keys or "mean" not in entry:
                 raise ConfigError(
                     f"{source}: {name}: {key} is {short_repr(entry)}; it must be a number, or a "
                     "mapping with mean and optionally p95"
                 )
-            flat[key] = entry["mean"]
+            field_values[key] = entry["mean"]
             if "p95" in entry:
-                flat[f"{key}_p95"] = entry["p95"]
+                field_values[f"{key}_p95"] = entry["p95"]
         elif (name, key) == ("training", "virtual_tokens"):
-            flat["train_virtual_tokens"] = entry
+            field_values["train_virtual_tokens"] = entry
         elif (name, key) == ("training", "tokens") and isinstance(entry, str):
-            flat[key] = parse_count(entry)
+            field_values[key] = parse_count(entry)
         else:
-            flat[key] = entry
-    return flat
+            field_values[key] = entry
+    return field_values
 
 
 def parse_count(text: str) -> float:
-    """Parse a number of tokens: 300B, 1.5T, 3e11 or 300_000_000_000."""
+    """Parse a number of tokens, such as 300B, 1.5T, 3e11 or 300_000_000_000."""
     digits = text.strip().lower()
     factor = COUNT_SUFFIXES.get(digits[-1:], 1.0)
     try:
@@ -438,7 +449,7 @@ def check_heads(hidden: int, heads: int, groups: int | None) -> None:
 
 
 def nearest_divisors(number: int, divisor: int) -> str:
-    """Return the divisors of `number` nearest to `divisor`, below and above, as text."""
+    """Return the divisors of `number` just below and just above `divisor`, as text."""
     below = max((n for n in divisors(number) if n <= divisor), default=1)
     above = min((n for n in divisors(number) if n >= divisor), default=number)
     return str(below) if below == above else f"{below} and {above}"
@@ -451,16 +462,15 @@ def _read_config(path: str) -> GPTConfig:
 
 
 def _check_positive(section: Any, zero_allowed: tuple[str, ...] = ()) -> None:
+    """Raise ConfigError if a number in the section is not positive, or is too large."""
     for section_field in fields(section):
         value = getattr(section, section_field.name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        is_valid = value >= 0 if section_field.name in zero_allowed else value > 0
+        name = section_field.name.removeprefix("train_")  # The key in the file.
+        is_valid = value >= 0 if name in zero_allowed else value > 0
         if not is_valid or value == float("inf"):
-            bound = "0 or more" if section_field.name in zero_allowed else "more than 0"
-            name = section_field.name.removeprefix("train_")
+            bound = "0 or more" if name in zero_allowed else "more than 0"
             raise ConfigError(f"{name} is {value:g}; it must be {bound}, and finite")
         if value > COUNT_MAX and isinstance(value, int):
-            raise ConfigError(
-                f"{section_field.name} is {value:,}; it must be at most {COUNT_MAX:,}"
-            )
+            raise ConfigError(f"{name} is {value:,}; it must be at most {COUNT_MAX:,}")

@@ -1,8 +1,8 @@
 """The `preamble plan train` command: find the fastest training configuration on given GPUs.
 
-The command converts the specification to a training job, for all parameters or for an adapter;
-`planning.training.plan` creates the plan. With `--tune CONFIG`, the plan contains a copy of the
-settings file CONFIG in which only the split is changed.
+The command converts the specification to a training job, for all parameters or for an adapter, from
+which `planning.training.plan` creates the plan. With `--tune CONFIG`, the plan contains a copy of
+the settings file CONFIG in which only the split is changed.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     job(
         "--tune",
         metavar="CONFIG",
-        help="a settings file of `preamble tune`, to find the best split for its run",
+        help="settings file of `preamble tune`; find the best split for its run",
     )
     job(
         "--tokens",
@@ -69,7 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_training_flags(job)
     add_virtual_tokens(job)
     axes = parser.add_argument_group(
-        "search space; a LIST is 1,2,4 (default: all values)"
+        "search space; LIST is a list of values such as 1,2,4 (default: all values)"
     ).add_argument
     for name, meaning in (
         ("tp", "tensor-parallel sizes"),
@@ -82,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--recompute",
         metavar="LIST",
         type=_parse_recompute_list,
-        help="activation checkpointing to try: none, selective, block, full",
+        help="modes of activation checkpointing to try: none, selective, block, full",
     )
     axes(
         "--sequence-parallel",
@@ -91,13 +91,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="try only configurations with (or without) sequence parallelism (default: both)",
     )
     axes(
-        "--allow-internode-tp", action="store_true", help="try tensor parallelism across nodes too"
+        "--allow-internode-tp", action="store_true", help="also try tensor parallelism across nodes"
     )
     axes(
         "--memory-fraction",
         metavar="X",
         type=float,
-        help="fraction of each GPU's memory to use (default: 0.9)",
+        help="maximum fraction of each GPU's memory to use (default: 0.9)",
     )
     add_plan_flags(parser)
     add_shared_flags(parser)
@@ -105,13 +105,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _parse_recompute_list(text: str) -> tuple[str, ...]:
-    kinds = tuple(text.split(","))
-    for kind in kinds:
-        if kind not in ("none", "selective", "block", "full"):
+    modes = tuple(text.split(","))
+    for mode in modes:
+        if mode not in ("none", "selective", "block", "full"):
             raise argparse.ArgumentTypeError(
-                f"unknown {kind!r}; choose from: none, selective, block, full"
+                f"unknown mode {mode!r}; choose from: none, selective, block, full"
             )
-    return kinds
+    return modes
 
 
 def run(args: argparse.Namespace, log: Callable[[str], None]) -> CommandResult:
@@ -132,6 +132,7 @@ def run(args: argparse.Namespace, log: Callable[[str], None]) -> CommandResult:
     return render_plan(plan, args)
 
 
+# Flags of the search space, which are not fields of the specification.
 _SEARCH_FLAGS = ("tp", "pp", "vpp", "micro_batch", "recompute", "sequence_parallel")
 
 
@@ -140,17 +141,17 @@ def _search_space(args: argparse.Namespace, specification: Specification) -> Sea
         for value in getattr(args, flag) or ():
             if value < 1:
                 raise ConfigError(f"--{flag.replace('_', '-')} has {value}; it must be at least 1")
-    fraction = specification.constraints.memory_fraction
-    return SearchSpace(
-        args.tp or (),
-        args.pp or (),
-        args.vpp or (),
-        args.micro_batch or (),
-        args.recompute or (),
-        args.sequence_parallel,
-        args.allow_internode_tp,
-        *(() if fraction is None else (fraction,)),
+    space = SearchSpace(
+        tp=args.tp or (),
+        pp=args.pp or (),
+        vpp=args.vpp or (),
+        micro_batch=args.micro_batch or (),
+        recompute=args.recompute or (),
+        sequence_parallel=args.sequence_parallel,
+        internode_tp=args.allow_internode_tp,
     )
+    memory_fraction = specification.constraints.memory_fraction
+    return space if memory_fraction is None else replace(space, memory_fraction=memory_fraction)
 
 
 def training_task(
@@ -172,7 +173,7 @@ def _tuning_task(
 ) -> tuple[TrainingJob, Cluster, str]:
     """Return the training task of a `preamble tune` settings file.
 
-    Only the GPUs, the sequence length and the dtype come from flags.
+    Only the GPUs, the sequence length and the dtype come from the specification.
     """
     section = specification.training
     if specification.model.path is not None or specification.model.layers is not None:

@@ -1,7 +1,7 @@
-"""Calibration file: measured step costs of reference and user models on one machine, as YAML.
+"""Calibration file: measured step costs of several models on one machine, as YAML.
 
-A calibration contains the step costs of a user's model and of reference models of several sizes.
-`planning.inference.step_pricing` interpolates the step costs of other models from these costs. The
+The models are reference models of several sizes and, if requested, a model of the user.
+`planning.inference.step_pricing` interpolates the step costs of other models from their costs. The
 file records the date, the device and the software versions of the measurement. The module does not
 import torch.
 """
@@ -34,8 +34,8 @@ class ModelShape:
 
     layers: int
     hidden: int
-    # Number of weights that one token uses, summed over all layers. Of a MoE layer's experts, only
-    # the token's experts count.
+    # Number of weights that one token uses, summed over all layers. A MoE layer counts only the
+    # experts of the token.
     layer_weights: int
     vocab: int
     kv_width: int  # Width of the keys of one layer; the values have the same width.
@@ -48,14 +48,14 @@ class ModelShape:
         attention = h * (2 * queries + 2 * keys)
         matrices = 3 if config.gated else 2
         moe_layers = sum(config.moe_layers)
-        active = config.moe_router_topk * config.moe_ffn_hidden_size
-        active += config.moe_shared_expert_intermediate_size
+        moe_ffn_width = config.moe_router_topk * config.moe_ffn_hidden_size
+        moe_ffn_width += config.moe_shared_expert_intermediate_size
         dense_layers = config.num_layers - moe_layers
-        widths = dense_layers * config.ffn_hidden_size + moe_layers * active
+        ffn_width_sum = dense_layers * config.ffn_hidden_size + moe_layers * moe_ffn_width
         return cls(
             layers=config.num_layers,
             hidden=h,
-            layer_weights=config.num_layers * attention + matrices * h * widths,
+            layer_weights=config.num_layers * attention + matrices * h * ffn_width_sum,
             vocab=config.vocab_size,
             kv_width=keys,
             query_width=queries,
@@ -82,12 +82,13 @@ class Calibration:
     device: str  # Name for display.
     kind: str  # "cpu" or "cuda".
     memory_bytes: int  # Memory of the device; for a CPU, memory of the machine.
-    flops: float  # FLOP/s of the largest matrix product that was timed.
-    bandwidth_bytes: float  # Bytes per second at which weights are read.
+    flops: float  # Highest FLOP/s that the layers of a model reached, in its largest timed step.
+    # Highest speed at which a model read its weights in a step of one token, in bytes per second.
+    bandwidth_bytes: float
     threads: int = 1
     versions: Mapping[str, str] = field(default_factory=dict)
-    request_s: float = 0.0  # Total server overhead of a request before and after the engine.
-    request_token_s: float = 0.0  # Additional server overhead per prompt token.
+    request_s: float = 0.0  # Seconds that a request spends in the server outside of the engine.
+    request_token_s: float = 0.0  # Additional seconds outside of the engine per prompt token.
     error: float = 0.15  # Relative error of predictions for a model that was measured.
     models: tuple[MeasuredModel, ...] = ()
 
@@ -102,10 +103,16 @@ class Calibration:
 
     def as_cluster(self) -> Cluster:
         """Return this machine as a cluster of one device."""
-        name = "this-cpu" if self.kind == "cpu" else "this-gpu"
-        speeds = self.flops, self.memory_bytes, self.bandwidth_bytes
-        # Ranks on one CPU communicate through memory.
-        return Cluster(Device(name, *speeds, self.bandwidth_bytes, self.bandwidth_bytes), 1, 1)
+        device = Device(
+            name="this-cpu" if self.kind == "cpu" else "this-gpu",
+            flops=self.flops,
+            memory_bytes=self.memory_bytes,
+            memory_bytes_per_s=self.bandwidth_bytes,
+            # Links are not measured. Ranks on one CPU communicate through its memory.
+            link_bytes_per_s=self.bandwidth_bytes,
+            network_bytes_per_s=self.bandwidth_bytes,
+        )
+        return Cluster(device, gpus=1, gpus_per_node=1)
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -127,12 +134,15 @@ def read_calibration(path: Path) -> Calibration:
     measured = tuple(_parse_model(model_record, source) for model_record in models)
     versions = record.pop("versions", {})
     if not isinstance(versions, dict):
-        raise ConfigError(f"{source}: versions must be a mapping of names to versions")
-    # All other keys are fields of the dataclass.
-    flat: dict[str, Any] = {**record, "models": measured, "versions": versions}
-    if isinstance(flat.get("memory_bytes"), float):
-        flat["memory_bytes"] = int(flat["memory_bytes"])
-    return parse_settings(Calibration, flat, source)
+        raise ConfigError(
+            f"{source}: versions must be a mapping of names to versions; write it again: preamble "
+            "plan calibrate"
+        )
+    # The keys that are still in `record` are fields of Calibration.
+    settings: dict[str, Any] = {**record, "models": measured, "versions": versions}
+    if isinstance(settings.get("memory_bytes"), float):
+        settings["memory_bytes"] = int(settings["memory_bytes"])
+    return parse_settings(Calibration, settings, source)
 
 
 def _parse_model(record: Mapping[str, Any], source: str) -> MeasuredModel:
@@ -173,7 +183,6 @@ def _parse_curve(value: object, name: str, source: str) -> PiecewiseLinear:
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
-    """Write the file atomically."""
     record = {"format": FORMAT_VERSION, **asdict(calibration)}
     record["versions"] = dict(calibration.versions)
     record["models"] = [_model_record(model) for model in calibration.models]

@@ -1,9 +1,10 @@
 """Serving estimate: time to first token, inter-token latency and throughput of a configuration.
 
 The requests of the workload are simulated by the scheduler's rules, with step durations from the
-step cost model; latencies are computed from the simulated times as a load generator does. Queueing
-is simulated too, except for concurrency above the simulated maximum (`_with_queue`). The module
-does not import torch, and runs no server.
+step cost model. Latencies are computed from the simulated times as a load generator computes them
+from measured times. Queueing is simulated too, but requests above the maximum of simulated
+concurrency only add waiting time (`_with_queue`). The module does not import torch, and runs no
+server.
 """
 
 import math
@@ -39,13 +40,14 @@ from serving.memory_budget import (
 
 # Limits of the number of simulated requests, which must suffice for percentiles and a steady load.
 SIMULATED_REQUESTS_MIN, SIMULATED_REQUESTS_MAX = 160, 3000
-SIMULATED_CONCURRENCY_MAX = 1000  # Further concurrent requests are added as queueing time.
-# Replaces SIMULATED_REQUESTS_MIN with several pipeline stages. It is smaller, because each step is
-# then simulated separately, which takes longer.
+# Maximum concurrency that is simulated, unless 2 * running_requests_max is larger.
+SIMULATED_CONCURRENCY_MAX = 1000
+# The value of SIMULATED_REQUESTS_MIN for several pipeline stages. It is smaller, because then each
+# step is simulated separately, which takes longer.
 PIPELINE_REQUESTS_MIN = 60
 WARMUP_FRACTION = 0.25  # Fraction of the requests that arrive before the load counts as steady.
 # If more than this fraction of the arriving requests does not finish in the simulated time, the
-# load is not steady yet or the server is overloaded. `estimate` then measures the capacity.
+# load is not steady yet or the server is overloaded. The capacity then decides which is true.
 BACKLOG_GROWTH_MAX = 0.05
 # GPU memory of a process without tensors: the CUDA context and buffers of libraries.
 CUDA_CONTEXT_BYTES = 1 << 30
@@ -64,7 +66,8 @@ class LengthDistribution:
     def __post_init__(self) -> None:
         if not 1 <= self.mean < float("inf"):
             raise ConfigError(
-                f"the mean number of input or output tokens is {self.mean}; it must be at least 1"
+                f"the mean number of input or output tokens is {self.mean}; it must be at least 1, "
+                "and finite"
             )
         if not self.mean <= self.p95 <= P95_OVER_MEAN_MAX * self.mean:
             raise ConfigError(
@@ -76,33 +79,33 @@ class LengthDistribution:
     def sample_lengths(self, count: int, seed: int) -> list[int]:
         """Return `count` lengths in random order.
 
-        They are quantiles of the lognormal distribution with this mean and p95.
+        The lengths are quantiles of the lognormal distribution with this mean and p95.
         """
-        above = NormalDist().inv_cdf(0.95)
-        sigma = above - math.sqrt(max(0.0, above**2 - 2 * math.log(self.p95 / self.mean)))
+        # From mean = exp(mu + sigma^2 / 2) and p95 = exp(mu + z * sigma), where z is the normal
+        # quantile of 0.95: sigma^2 - 2 z sigma + 2 ln(p95 / mean) = 0.
+        z = NormalDist().inv_cdf(0.95)
+        sigma = z - math.sqrt(max(0.0, z**2 - 2 * math.log(self.p95 / self.mean)))
         mu = math.log(self.mean) - sigma**2 / 2
         normal_quantiles = [NormalDist().inv_cdf((index + 0.5) / count) for index in range(count)]
-        values = [math.exp(mu + sigma * variate) for variate in normal_quantiles]
-        # The tail beyond the last quantile is missing; the scale compensates for it.
-        scale = self.mean * count / sum(values)
-        lengths = [max(1, round(length * scale)) for length in values]
+        quantiles = [math.exp(mu + sigma * variate) for variate in normal_quantiles]
+        # The quantiles lack the tail of the distribution; the scale restores the mean.
+        scale = self.mean * count / sum(quantiles)
+        lengths = [max(1, round(quantile * scale)) for quantile in quantiles]
         random.Random(seed).shuffle(lengths)
         return lengths
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The requests of a load. Either `request_rate` or `concurrency` is set.
-
-    `request_rate` is the rate per second of a Poisson process.
-    """
+    """The requests of a load. Either `request_rate` or `concurrency` is set."""
 
     input_tokens: LengthDistribution
     output_tokens: LengthDistribution
-    request_rate: float | None
-    concurrency: int | None
+    request_rate: float | None  # Open loop: requests per second, arriving as a Poisson process.
+    concurrency: int | None  # Closed loop: number of clients with one request at a time.
     adapters: int = 0
-    virtual_tokens: int = 0  # Virtual tokens at the start of each prompt, usually cached.
+    # Number of virtual tokens at the start of each prompt, usually in the prefix cache.
+    virtual_tokens: int = 0
 
     def __post_init__(self) -> None:
         if (self.request_rate is None) == (self.concurrency is None):
@@ -126,7 +129,8 @@ class ServingSplit:
     replicas: int = 1
     running_requests_max: int = 64
     step_tokens_max: int = 512
-    kv_tokens: int | None = None  # KV cache tokens per replica; None: as many as fit in memory.
+    # Size of a replica's KV cache in tokens; None: the default of the server (`kv_token_capacity`).
+    kv_tokens: int | None = None
     prefill_stall_ms_max: float = 15.0
     kv_dtype: str = "auto"  # "auto" or "fp8"; affects the memory, but not the step time.
 
@@ -153,7 +157,7 @@ class Percentiles:
 
     @classmethod
     def from_weighted(cls, values: Sequence[tuple[float, int]]) -> "Percentiles":
-        """Return the mean and the percentiles of (value, weight) pairs."""
+        """Return the mean and the percentiles of (value, weight) pairs; all are 0 without pairs."""
         ordered = sorted(values)
         count = sum(weight for _, weight in ordered)
         if not count:
@@ -179,8 +183,8 @@ class ServingEstimate:
     """The predicted figures of a configuration under a workload.
 
     Rates are totals over all replicas. `memory` is the ledger of the device that needs the most
-    memory. Under overload, `utilization` is at least 1, TTFT and request time are infinite, and ITL
-    is the ITL of the running requests.
+    memory. Under overload, `utilization` is at least 1, TTFT and request time are infinite, and the
+    other figures are those of the simulated part of the load.
     """
 
     ttft_ms: Percentiles
@@ -190,9 +194,9 @@ class ServingEstimate:
     requests_per_s: float
     concurrency: float  # Mean number of requests in the system.
     # Fraction of time in which steps run. Under overload: request rate divided by capacity.
-    # Infinite if the weights or one request do not fit in memory.
+    # Infinite: the memory is too small for the weights or for one request.
     utilization: float
-    kv_tokens: int  # Capacity of each replica's KV cache in tokens.
+    kv_tokens: int  # Size of each replica's KV cache in tokens.
     memory: MemoryLedger
     confidence: Confidence
     steps: int = 0  # Number of simulated steps.
@@ -210,8 +214,8 @@ def estimate_serving(
 ) -> ServingEstimate:
     """Predict the figures of a server under a workload.
 
-    Step costs come from the calibration or, if it is None, from the specification sheet. If one
-    request does not fit in memory, all latencies are infinite.
+    Step costs come from the calibration or, if it is None, from the specification sheet. If the
+    weights or one request do not fit in memory, all latencies are infinite.
     """
     prices = price_steps(model, dtype, split.tp, split.pp, cluster, calibration)
     on_cpu = calibration is not None and calibration.kind == "cpu"
@@ -246,15 +250,16 @@ def estimate_serving(
 def serving_memory(
     model: GPTConfig, dtype: str, split: ServingSplit, cluster: Cluster, *, on_cpu: bool = False
 ) -> tuple[MemoryLedger, int]:
-    """Return the memory ledger of the fullest device and a replica's number of KV cache tokens."""
+    """Return the memory ledger of the fullest device, and a replica's KV cache size in tokens."""
     ranks = _cached_rank_costs(model, split.tp, split.pp, dtype, split.kv_dtype)
     capacity = cluster.device.memory_bytes
+    # On a CPU, all ranks of all replicas share the memory of the machine.
     ranks_per_device = split.tp * split.pp * split.replicas if on_cpu else 1
     workspace = _workspace_bytes(model, dtype, split, on_cpu=on_cpu)
     kv_tokens = split.kv_tokens
     if kv_tokens is None:
         kv_tokens = kv_token_capacity(model, dtype, split, cluster, on_cpu=on_cpu)
-        if on_cpu:  # Running requests use no more tokens; more would only extend the prefix cache.
+        if on_cpu:  # Further tokens would only extend the prefix cache.
             tokens_max = running_kv_tokens_max(
                 split.running_requests_max, model.max_position_embeddings, KV_BLOCK_TOKENS
             )
@@ -272,7 +277,7 @@ def serving_memory(
 def kv_token_capacity(
     model: GPTConfig, dtype: str, split: ServingSplit, cluster: Cluster, *, on_cpu: bool = False
 ) -> int:
-    """Return the number of KV cache tokens that a server allocates by default."""
+    """Return the KV cache size in tokens that fills the server's default share of the memory."""
     ranks_per_device = split.tp * split.pp * split.replicas if on_cpu else 1
     memory_bytes = cluster.device.memory_bytes // ranks_per_device
     workspace = _workspace_bytes(model, dtype, split, on_cpu=on_cpu)
@@ -280,13 +285,15 @@ def kv_token_capacity(
     for rank in _cached_rank_costs(model, split.tp, split.pp, dtype, split.kv_dtype):
         if not rank.kv_bytes_per_token:
             continue
-        # A server takes a fixed share (0.9 on a device, 0.25 on a CPU) of the memory that is free
-        # after loading. The planner knows only the total memory. On a device it takes the share of
-        # the total, and subtracts weights and workspace in full, because a plan fits if all parts
-        # together need at most the share. The KV cache of a real server is therefore larger: on a
-        # device by a tenth of the weights, CUDA context and communication buffers (20B parameters
-        # on 80 GB: server 35,920 tokens, plan 32,432), on a CPU by a quarter of the workspace (1.3B
-        # parameters on 64 GiB: server 84,000 tokens, plan 83,472).
+        # A server takes a fixed share (GPU: 0.9, CPU: 0.25) of the memory that is free after
+        # loading. The planner does not know the free memory. It plans a smaller KV cache:
+        # - GPU: the share of the total memory, minus weights and workspace, because a plan fits if
+        #   all parts together need at most the share. The server's KV cache is larger by a tenth of
+        #   the weights, CUDA context and communication buffers (20B parameters on 80 GB: server
+        #   35,920 tokens, plan 32,432).
+        # - CPU: the share of the total memory without weights and workspace. The server's KV cache
+        #   is larger by a quarter of the workspace (1.3B parameters on 64 GiB: server 84,000
+        #   tokens, plan 83,472).
         kv_bytes = kv_cache_bytes(memory_bytes, rank.weight_bytes + workspace, on_cpu=on_cpu)
         layout = KVBlockLayout(KV_BLOCK_TOKENS, rank.kv_bytes_per_token)
         token_capacities.append(layout.token_capacity(layout.blocks_within(kv_bytes)))
@@ -297,19 +304,20 @@ def kv_token_capacity(
 def _cached_rank_costs(
     model: GPTConfig, tp: int, pp: int, dtype: str, kv_dtype: str
 ) -> list[RankCost]:
-    """Return `rank_costs`, cached because a search needs the same values thousands of times."""
+    """Return `rank_costs`. A search needs the same costs thousands of times."""
     return rank_costs(model, tp, pp, dtype=dtype, kv_dtype=kv_dtype)
 
 
 def _workspace_bytes(model: GPTConfig, dtype: str, split: ServingSplit, *, on_cpu: bool) -> int:
     """Return a rank's bytes other than weights and KV cache, as the memory ledger counts them.
 
-    Unlike the bytes that a server reserves, they include the adapter rows and, on a GPU, the CUDA
-    context and communication buffers. A server need not reserve the context and the buffers,
-    because the free memory that it measures already excludes them. The bytes do not include CUDA
-    graphs and the rows of speculative decoding, which the planner does not model. With a small
-    model, the KV cache of a real server is therefore smaller (1.3B parameters on 80 GB: server
-    371,968 tokens, plan 372,176).
+    They differ from the bytes that a server reserves:
+    - They include the adapter rows.
+    - On a GPU they include the CUDA context and communication buffers. The free memory that a
+      server measures already excludes these.
+    - They exclude CUDA graphs and the rows of speculative decoding, which the planner does not
+      model. With a small model, the server's KV cache is therefore smaller (1.3B parameters on
+      80 GB: server 371,968 tokens, plan 372,176).
     """
     total_bytes = workspace_bytes(
         model,
@@ -320,9 +328,8 @@ def _workspace_bytes(model: GPTConfig, dtype: str, split: ServingSplit, *, on_cp
     )
     if on_cpu:
         return total_bytes
-    return (
-        total_bytes + CUDA_CONTEXT_BYTES + (PROCESS_GROUP_BYTES if split.tp * split.pp > 1 else 0)
-    )
+    communication_bytes = PROCESS_GROUP_BYTES if split.tp * split.pp > 1 else 0
+    return total_bytes + CUDA_CONTEXT_BYTES + communication_bytes
 
 
 @dataclass(frozen=True)
@@ -355,7 +362,7 @@ class _LoadEstimator:
             >= (1 - BACKLOG_GROWTH_MAX) * self._replica_request_rate * self.split.replicas
         ):
             return estimate
-        # The load has not become steady yet, or the server is overloaded.
+        # The simulated load is not steady yet, or the server is overloaded.
         capacity = self._requests_per_s_max()
         utilization = self._replica_request_rate / capacity
         if utilization < 1:
@@ -369,15 +376,16 @@ class _LoadEstimator:
         )
 
     def _requests_per_s_max(self) -> float:
-        """Return the requests per second of one replica whose queue is never empty."""
+        """Return the capacity of one replica: its requests per second with a full queue."""
         concurrency = 2 * self.rules.running_requests_max
         simulation_result = make_simulation(self.prices.steps, self.rules).run_closed_loop(
             self._make_requests(1, concurrency), concurrency, 0.0
         )
-        since, until = _steady_window(simulation_result, concurrency)
-        return sum(since < request.end_s <= until for request in simulation_result.requests) / max(
-            until - since, 1e-9
+        start_s, end_s = _steady_window(simulation_result, concurrency)
+        finished_count = sum(
+            start_s < request.end_s <= end_s for request in simulation_result.requests
         )
+        return finished_count / max(end_s - start_s, 1e-9)
 
     def _summarize(
         self,
@@ -386,26 +394,33 @@ class _LoadEstimator:
         memory: MemoryLedger,
         confidence: Confidence,
     ) -> ServingEstimate:
-        since, until = _steady_window(simulation_result, concurrency)
-        span, replicas = max(until - since, 1e-9), self.split.replicas
-        arrived = [
-            request for request in simulation_result.requests if since <= request.arrival_s <= until
+        """Return the figures of the time in which the load is steady.
+
+        `concurrency` is 0 for an open loop.
+        """
+        start_s, end_s = _steady_window(simulation_result, concurrency)
+        window_s, replicas = max(end_s - start_s, 1e-9), self.split.replicas
+        arrivals = [
+            request
+            for request in simulation_result.requests
+            if start_s <= request.arrival_s <= end_s
         ]
         gaps = [
             (gap, count)
-            for gap, count, when in simulation_result.token_gaps
-            if since < when <= until
+            for gap, count, gap_end_s in simulation_result.token_gaps
+            if start_s < gap_end_s <= end_s
         ]
         finished_count = sum(
-            since < request.end_s <= until for request in simulation_result.requests
+            start_s < request.end_s <= end_s for request in simulation_result.requests
         )
         first_token_count = sum(
-            since < request.first_token_s <= until for request in simulation_result.requests
+            start_s < request.first_token_s <= end_s for request in simulation_result.requests
         )
+        # The time in the window that each request spends in the system, summed over the requests.
         in_system_s = sum(
             max(
                 0.0,
-                min(request.end_s + self.prices.request_s, until) - max(request.arrival_s, since),
+                min(request.end_s + self.prices.request_s, end_s) - max(request.arrival_s, start_s),
             )
             for request in simulation_result.requests
         )
@@ -413,16 +428,18 @@ class _LoadEstimator:
             ttft_ms=Percentiles.from_weighted(
                 [
                     (self._client_latency_ms(request, request.first_token_s), 1)
-                    for request in arrived
+                    for request in arrivals
                 ]
             ),
             itl_ms=Percentiles.from_weighted([(1e3 * gap, count) for gap, count in gaps]),
             request_ms=Percentiles.from_weighted(
-                [(self._client_latency_ms(request, request.end_s), 1) for request in arrived]
+                [(self._client_latency_ms(request, request.end_s), 1) for request in arrivals]
             ),
-            tokens_per_s=replicas * (sum(count for _, count in gaps) + first_token_count) / span,
-            requests_per_s=replicas * finished_count / span,
-            concurrency=replicas * in_system_s / span,
+            tokens_per_s=replicas
+            * (sum(count for _, count in gaps) + first_token_count)
+            / window_s,
+            requests_per_s=replicas * finished_count / window_s,
+            concurrency=replicas * in_system_s / window_s,
             utilization=simulation_result.busy_s
             / max(request.end_s for request in simulation_result.requests),
             kv_tokens=self.rules.kv_tokens,
@@ -436,12 +453,12 @@ class _LoadEstimator:
     def _client_latency_ms(self, request: SimulatedRequest, until_s: float) -> float:
         """Return the milliseconds from the request's arrival to `until_s`, as a client sees them.
 
-        They include the overhead of the server outside of the engine.
+        The latency includes the overhead of the server outside of the engine.
         """
-        transit_s = self.prices.request_s + self.prices.request_token_s * (
+        overhead_s = self.prices.request_s + self.prices.request_token_s * (
             request.prompt_tokens - request.cached_tokens
         )
-        return 1e3 * (until_s - request.arrival_s + transit_s)
+        return 1e3 * (until_s - request.arrival_s + overhead_s)
 
     @property
     def _replica_request_rate(self) -> float:
@@ -453,11 +470,12 @@ class _LoadEstimator:
         assert self.workload.concurrency is not None
         return max(1, round(self.workload.concurrency / self.split.replicas))
 
-    def _make_requests(self, times: int, concurrency: int = 0) -> list[SimulatedRequest]:
+    def _make_requests(self, count_factor: int, concurrency: int = 0) -> list[SimulatedRequest]:
         """Return the requests to simulate.
 
-        There are about five times the requests that are in the system at once, within the limits,
-        multiplied by `times`. `concurrency` is 0 for an open loop.
+        Their number is `count_factor` times 5 * `concurrency`, where 5 * `concurrency` is first
+        limited to SIMULATED_REQUESTS_MIN and SIMULATED_REQUESTS_MAX. For an open loop,
+        `concurrency` is 0, which stands for the expected concurrency.
         """
         workload = self.workload
         requests_min = (
@@ -468,7 +486,7 @@ class _LoadEstimator:
                 SIMULATED_REQUESTS_MAX,
                 max(requests_min, 5 * (concurrency or self._expected_concurrency)),
             )
-            * times
+            * count_factor
         )
         prompts = workload.input_tokens.sample_lengths(count, 1)
         outputs = workload.output_tokens.sample_lengths(count, 2)
@@ -478,6 +496,8 @@ class _LoadEstimator:
             cached_tokens = 0
         arrivals = [0.0] * count
         if workload.concurrency is None:
+            # The gaps between arrivals are quantiles of the exponential distribution, in random
+            # order.
             gaps = [
                 -math.log(1 - (index + 0.5) / count) / self._replica_request_rate
                 for index in range(count)
@@ -496,7 +516,11 @@ class _LoadEstimator:
 
     @property
     def _expected_concurrency(self) -> float:
-        """The approximate number of requests in the system of one replica at once."""
+        """The approximate number of requests that are in one replica at once.
+
+        For an open loop it is the request rate times the duration of a request (Little's law), with
+        the steps of a full batch.
+        """
         if self.workload.concurrency is not None:
             return self._replica_concurrency
         workload, batch = self.workload, self.rules.running_requests_max
@@ -506,11 +530,11 @@ class _LoadEstimator:
         return self._replica_request_rate * output * self.rules.pipeline_stages * step_s
 
 
-def _with_queue(estimate: ServingEstimate, waiting: int) -> ServingEstimate:
-    """Add to the latencies the queueing time behind `waiting` requests that were not simulated."""
-    if not waiting or not estimate.requests_per_s:
+def _with_queue(estimate: ServingEstimate, queued_requests: int) -> ServingEstimate:
+    """Add the waiting time in a queue of `queued_requests` that were not simulated."""
+    if not queued_requests or not estimate.requests_per_s:
         return estimate
-    wait_ms = 1e3 * waiting / estimate.requests_per_s
+    wait_ms = 1e3 * queued_requests / estimate.requests_per_s
     ttft, request = (
         Percentiles(
             percentiles.mean + wait_ms, percentiles.p50 + wait_ms, percentiles.p95 + wait_ms
@@ -518,16 +542,17 @@ def _with_queue(estimate: ServingEstimate, waiting: int) -> ServingEstimate:
         for percentiles in (estimate.ttft_ms, estimate.request_ms)
     )
     return replace(
-        estimate, ttft_ms=ttft, request_ms=request, concurrency=estimate.concurrency + waiting
+        estimate,
+        ttft_ms=ttft,
+        request_ms=request,
+        concurrency=estimate.concurrency + queued_requests,
     )
 
 
 def _steady_window(simulation_result: SimulationResult, concurrency: int) -> tuple[float, float]:
-    """Return the start and the end of the time in which the load is steady.
+    """Return the start and the end of the time in which the load is steady, in seconds.
 
-    It ends with the last arrival.
-
-    `concurrency` is 0 for an open loop.
+    The end is the last arrival. `concurrency` is 0 for an open loop.
     """
     arrivals = sorted(request.arrival_s for request in simulation_result.requests)
     warmup_count = int(WARMUP_FRACTION * len(arrivals))

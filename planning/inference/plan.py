@@ -1,8 +1,9 @@
 """Serving plan: turns a search result into rows, explanations, a command and serve_config.yaml.
 
 `preamble serve --config` accepts serve_config.yaml unchanged. If no candidate fits, the plan
-explains the first obstacle: weights, KV cache, latency, then throughput. The search itself is in
-`planning.inference.search`. The module does not import torch.
+explains the obstacle: the memory for weights or KV cache, the request rate, or the limits of
+latency and throughput. The search itself is in `planning.inference.search`. The module does not
+import torch.
 """
 
 import math
@@ -24,8 +25,8 @@ from planning.inference.service_levels import LATENCIES, LimitCheck, Objective
 from planning.plan import SETTINGS_FILES, Axis, Plan, Row, SettingValue
 from serving.memory_budget import ADAPTER_ROWS_MAX
 
-ALTERNATIVES_MAX = 5
-GROUPS_MAX = 6
+ALTERNATIVES_MAX = 5  # Maximum number of TP/PP splits that `Plan.why_not` compares with the best.
+GROUPS_MAX = 6  # Maximum number of curves in a plot with one curve per number of GPUs.
 SETTINGS_FILE = SETTINGS_FILES["serving"]
 OBJECTIVE_TEXTS: Mapping[Objective, str] = {
     "throughput": "the most tokens per second per GPU",
@@ -35,17 +36,19 @@ OBJECTIVE_TEXTS: Mapping[Objective, str] = {
 
 
 def plan_serving(requirements: Requirements, path: str = "MODEL") -> Plan:
-    """Search for the best configuration and explain the result.
+    """Search for the best configuration, and return the plan with explanations.
 
     `path` is the model's path in the settings file.
     """
     search = search_serving(requirements)
+    x, y = _axes(requirements)
     plan = Plan(
-        "serving",
-        list(_request_lines(requirements, path)),
-        OBJECTIVE_TEXTS[requirements.objective],
-        _rows(search),
-        *_axes(requirements),
+        title="serving",
+        request=list(_request_lines(requirements, path)),
+        objective=OBJECTIVE_TEXTS[requirements.objective],
+        rows=_rows(search),
+        x=x,
+        y=y,
         why_not=list(_alternative_lines(search)),
         advice=list(_advice(search)),
     )
@@ -53,7 +56,10 @@ def plan_serving(requirements: Requirements, path: str = "MODEL") -> Plan:
 
 
 def finalize_plan(plan: Plan, requirements: Requirements, path: str) -> Plan:
-    """Add the binding limits, the command and the settings file of the best row."""
+    """Return the plan with the binding limits, the command and the settings file of its best row.
+
+    Without a best row, these fields are empty.
+    """
     best = plan.best
     if best is None:
         return replace(plan, binding=[], command="", settings_yaml="")
@@ -85,9 +91,9 @@ def server_settings(row: Row, requirements: Requirements, path: str) -> dict[str
         "dtype": requirements.dtype,
         **server_fields,
     }
-    rows = requirements.workload.adapters * requirements.workload.virtual_tokens
-    if rows > ADAPTER_ROWS_MAX:
-        settings["adapter_rows_max"] = rows
+    adapter_rows = requirements.workload.adapters * requirements.workload.virtual_tokens
+    if adapter_rows > ADAPTER_ROWS_MAX:  # The default of the server is too small.
+        settings["adapter_rows_max"] = adapter_rows
     return settings
 
 
@@ -95,7 +101,11 @@ def server_settings(row: Row, requirements: Requirements, path: str) -> dict[str
 
 
 def split_name(split: ServingSplit, *, tp_pp_only: bool = False) -> str:
-    """Return the name of a split for display, such as TP4 PP1 x2 batch 64 steps 512/15 ms."""
+    """Return the name of a split for display, such as TP4 PP1 x2 batch 64 steps 512/15 ms.
+
+    In this example there are 2 replicas, `running_requests_max` is 64, `step_tokens_max` is 512,
+    and `prefill_stall_ms_max` is 15.
+    """
     name_parts = [f"TP{split.tp}", f"PP{split.pp}"]
     if tp_pp_only:
         return " ".join(name_parts)
@@ -111,9 +121,10 @@ def split_name(split: ServingSplit, *, tp_pp_only: bool = False) -> str:
 
 
 def _rows(search: ServingSearchResult) -> list[Row]:
-    """Return the rows of a plan, grouped for plots by number of GPUs.
+    """Return the rows of a plan, each with its group in plots.
 
-    If that gives too many groups, the rows are grouped by GPUs per replica.
+    A group has one number of GPUs. If there are more than GROUPS_MAX such groups, a group has one
+    number of GPUs per replica.
     """
     gpu_counts = {
         candidate.split.gpus
@@ -148,10 +159,10 @@ def _row(requirements: Requirements, candidate: ServingCandidate, *, by_replica_
         settings["kv_tokens_max"] = split.kv_tokens
     figures = {name: value for name, value in candidate.figures.items() if math.isfinite(value)}
     return Row(
-        split_name(split, tp_pp_only=candidate.covers_tp_pp),
-        candidate.feasibility,
-        settings,
-        figures,
+        name=split_name(split, tp_pp_only=candidate.covers_tp_pp),
+        feasibility=candidate.feasibility,
+        settings=settings,
+        figures=figures,
         reason=candidate.reason,
         confidence=estimate.confidence if estimate is not None else None,
         group=_group(requirements, split, by_replica_size=by_replica_size),
@@ -160,11 +171,16 @@ def _row(requirements: Requirements, candidate: ServingCandidate, *, by_replica_
 
 
 def _axes(requirements: Requirements) -> tuple[Axis, Axis]:
-    """Return the axes of a plot: the most important latency, and the throughput per GPU."""
+    """Return the axes of a plot: x is a latency, y is the throughput per GPU.
+
+    The latency is the first one that has a limit, or else depends on the objective.
+    """
     default_figure = "request_ms_p95" if requirements.objective == "latency" else "itl_ms_p95"
-    ranked = ("itl_ms_p95", "request_ms_p95", "ttft_ms_p95")
-    limited = [name for name in ranked if getattr(requirements.limits, name) is not None]
-    figure = limited[0] if limited else default_figure
+    latencies = ("itl_ms_p95", "request_ms_p95", "ttft_ms_p95")
+    limited_latencies = [
+        name for name in latencies if getattr(requirements.limits, name) is not None
+    ]
+    figure = limited_latencies[0] if limited_latencies else default_figure
     x = Axis(figure, label(figure), "low", requirements.limits.limit_with_margin(figure))
     return x, Axis("tokens_per_s_per_gpu", label("tokens_per_s_per_gpu"), "high")
 
@@ -178,32 +194,29 @@ def _request_lines(requirements: Requirements, path: str) -> Iterator[str]:
     cluster = requirements.cluster
     hardware_text = "this CPU" if requirements.on_cpu else f"{cluster.gpus} x {cluster.device.name}"
     yield f"{path} in {requirements.dtype}, on {hardware_text}"
-    lengths = [
-        f"{direction} {format_number(length_distribution.mean)} tokens"
-        + (
-            f" (p95 {format_number(length_distribution.p95)})"
-            if length_distribution.p95 > length_distribution.mean
-            else ""
-        )
-        for direction, length_distribution in (
-            ("input", workload.input_tokens),
-            ("output", workload.output_tokens),
-        )
-    ]
+    load_texts = []
+    for direction, lengths in (
+        ("input", workload.input_tokens),
+        ("output", workload.output_tokens),
+    ):
+        p95_text = f" (p95 {format_number(lengths.p95)})" if lengths.p95 > lengths.mean else ""
+        load_texts.append(f"{direction} {format_number(lengths.mean)} tokens{p95_text}")
     if workload.adapters:
-        lengths.append(f"{workload.adapters} adapters of {workload.virtual_tokens} virtual tokens")
+        load_texts.append(
+            f"{workload.adapters} adapters of {workload.virtual_tokens} virtual tokens"
+        )
     if requirements.saturate:
-        load_text = "saturated: as many requests at once as can run"
+        load_texts.append("saturated: each replica runs its maximum number of requests")
     elif workload.request_rate is not None:
-        load_text = f"{workload.request_rate:g} requests/s"
+        load_texts.append(f"{workload.request_rate:g} requests/s")
     else:
-        load_text = f"{workload.concurrency} requests at once"
-    yield ", ".join([*lengths, load_text])
-    limit_texts = [
-        f"{label(name)} {format_figure(name, limit)}"
-        for name in LATENCIES
-        if (limit := getattr(limits, name)) is not None
-    ]
+        load_texts.append(f"{workload.concurrency} requests at once")
+    yield ", ".join(load_texts)
+    limit_texts = []
+    for name in LATENCIES:
+        limit = getattr(limits, name)
+        if limit is not None:
+            limit_texts.append(f"{label(name)} {format_figure(name, limit)}")
     if limits.tokens_per_s_min is not None:
         limit_texts.append(f"at least {format_number(limits.tokens_per_s_min)} tokens/s")
     if limits.gpus_max is not None:
@@ -214,7 +227,7 @@ def _request_lines(requirements: Requirements, path: str) -> Iterator[str]:
 
 
 def _figure_comments(best: Row) -> Iterator[str]:
-    measured = bool(best.measured)
+    source = "measured" if best.measured else "predicted"
     figures = {**best.figures, **best.measured}
     shown_figures = ("tokens_per_s", "itl_ms_p95", "ttft_ms_p95", "request_ms_p95", "memory_bytes")
     figure_texts = [
@@ -222,13 +235,16 @@ def _figure_comments(best: Row) -> Iterator[str]:
         for name in shown_figures
         if name in figures
     ]
-    yield f"{'measured' if measured else 'predicted'}: {', '.join(figure_texts)}"
+    yield f"{source}: {', '.join(figure_texts)}"
     if best.confidence is not None:
         yield f"[{best.confidence}]"
 
 
 def _binding(best: Row, requirements: Requirements) -> Iterator[str]:
-    """Yield each limit with its slack, smallest first, and the KV cache if it limits the batch."""
+    """Yield each limit with its slack, smallest slack first.
+
+    Also yield the size of the KV cache if it holds fewer than two batches.
+    """
     figures = {**best.figures, **best.measured}
     checks = sorted(requirements.limits.check_figures(figures), key=lambda check: check.slack)
     for check in checks:
@@ -243,13 +259,12 @@ def _binding(best: Row, requirements: Requirements) -> Iterator[str]:
         )
     elif not checks:
         yield (
-            "no limit is set, and the KV cache is large enough for more requests at once than the "
-            "workload has or the objective prefers"
+            "no limit is set, and the KV cache holds at least twice the requests that run at once"
         )
 
 
 def _alternative_lines(search: ServingSearchResult) -> Iterator[str]:
-    """Yield the best candidate of each other TP/PP split, and why this candidate is worse."""
+    """Yield the best candidate of each other TP/PP split, and why it is worse than the best."""
     best = search.best
     if best is None:
         return
@@ -290,13 +305,13 @@ def _disadvantage(
 
 
 def _advice(search: ServingSearchResult) -> Iterator[str]:
-    """Yield the first obstacle, and changes with which a candidate would fit.
+    """If no candidate fits, yield the obstacle, and changes with which a candidate would fit.
 
-    If a candidate fits, yield only a warning, if the memory of the best candidate is tight.
+    If a candidate fits, the only advice is a warning about tight memory.
     """
     if search.best is not None:
         if search.best.memory is not None and search.best.memory.verdict != "fits":
-            yield "memory is tight: run the plan once (--measure) before you rely on it"
+            yield "memory is tight: run the best candidates (--measure) before you rely on the plan"
         return
     simulated = [candidate for candidate in search.alternatives if candidate.estimate is not None]
     if not simulated:
@@ -309,21 +324,23 @@ def _advice(search: ServingSearchResult) -> Iterator[str]:
 def _memory_advice(search: ServingSearchResult) -> Iterator[str]:
     """Yield advice if no split has memory for the weights, or for the KV cache of one request."""
     requirements = search.requirements
-    weights = [candidate for candidate in search.alternatives if "weights take" in candidate.reason]
+    weights_too_large = [
+        candidate for candidate in search.alternatives if "weights take" in candidate.reason
+    ]
     smallest_split = _smallest_fitting_split(requirements)
-    if len(weights) == len(search.alternatives):
-        largest = weights[-1] if weights else None
-        if largest is not None:
-            yield f"{split_name(largest.split, tp_pp_only=True)}: {largest.reason}"
+    if len(weights_too_large) == len(search.alternatives):
+        if weights_too_large:
+            last = weights_too_large[-1]
+            yield f"{split_name(last.split, tp_pp_only=True)}: {last.reason}"
     else:
-        largest_split = max(
-            (candidate for candidate in search.alternatives if candidate not in weights),
+        largest_candidate = max(
+            (candidate for candidate in search.alternatives if candidate not in weights_too_large),
             key=lambda candidate: candidate.split.tp * candidate.split.pp,
         )
-        largest_name = split_name(largest_split.split, tp_pp_only=True)
-        yield f"{largest_name}: {largest_split.reason}; shorter requests would fit"
+        name = split_name(largest_candidate.split, tp_pp_only=True)
+        yield f"{name}: {largest_candidate.reason}; shorter requests would fit"
     if smallest_split is None:
-        yield "no split of this model over such GPUs fits; use GPUs with more memory"
+        yield "no TP/PP split of this model fits on GPUs of this type; use GPUs with more memory"
     else:
         tp, pp = smallest_split
         yield (
@@ -333,7 +350,10 @@ def _memory_advice(search: ServingSearchResult) -> Iterator[str]:
 
 
 def _smallest_fitting_split(requirements: Requirements) -> tuple[int, int] | None:
-    """Return the smallest TP and PP that fit the weights and one request, on any number of GPUs."""
+    """Return the TP and PP sizes with the fewest GPUs that fit the weights and one request.
+
+    The number of available GPUs is ignored.
+    """
     node, layers = requirements.cluster.gpus_per_node, requirements.model.num_layers
     for tp, pp in tp_pp_splits(requirements.model, node, node * layers, layers):
         split = ServingSplit(tp, pp, 1, 1, kv_tokens=requirements.request_tokens_p95)
@@ -385,12 +405,12 @@ def _unreachable_limit_text(
     requirements: Requirements, check: LimitCheck, candidate: ServingCandidate
 ) -> str:
     assert candidate.estimate is not None
-    limit = check.value / (1 - requirements.limits.latency_margin)
+    possible_limit = check.value / (1 - requirements.limits.latency_margin)
     text = (
         f"the lowest {label(check.figure)} is {format_figure(check.figure, check.value)} "
         f"({split_name(candidate.split)}), and the limit minus its margin is "
         f"{format_figure(check.figure, check.limit)}; a limit of "
-        f"{format_figure(check.figure, math.ceil(limit))} is possible"
+        f"{format_figure(check.figure, math.ceil(possible_limit))} is possible"
     )
     if check.figure.startswith("itl") and candidate.memory is not None:
         read_ms = 1e3 * candidate.memory.weights / requirements.cluster.device.memory_bytes_per_s
@@ -409,6 +429,6 @@ def _replicas_needed(
     yield (
         f"at most {format_number(check.value)} tokens/s are possible "
         f"({split_name(candidate.split)}), and the limit is at least "
-        f"{format_number(check.limit)}: that needs {replicas} replicas, {gpus} GPUs, and "
-        f"proportionally more requests; {requirements.gpus} GPUs may be used"
+        f"{format_number(check.limit)}; this limit needs {replicas} replicas with {gpus} GPUs and "
+        f"proportionally more requests, but only {requirements.gpus} GPUs may be used"
     )

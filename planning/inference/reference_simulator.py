@@ -1,9 +1,9 @@
 """Reference simulator of continuous batching, for tests; the planner uses `simulator`.
 
-It runs the server's scheduler on a simulated clock, with predicted step durations. The simulator in
-`planning.inference.simulator` implements the same rules a second time: it simulates many decode
-steps at once, and is therefore several times faster. A test runs random workloads through both. The
-reference has no prefix cache, so requests have no cached tokens.
+The reference runs the server's scheduler on a simulated clock, with predicted step durations.
+`planning.inference.simulator` implements the rules of the scheduler again, and is several times
+faster. A test runs random workloads through both simulators. The reference has no prefix cache, so
+requests must not have cached tokens.
 """
 
 from collections import deque
@@ -32,8 +32,8 @@ def simulate_with_scheduler(
 ) -> SimulationResult:
     """Simulate requests with the server's scheduler; `requests` are not modified.
 
-    With `concurrency` 0, the requests arrive at their `arrival_s` and are sorted by it. Otherwise
-    `concurrency` clients send the next request `think_s` after a response.
+    Open loop (`concurrency` 0): the requests arrive at their `arrival_s`, and must be sorted by it.
+    Closed loop: each of `concurrency` clients sends its next request `think_s` after a response.
     """
     simulation = _SchedulerSimulation(step_costs, rules, think_s if concurrency else None)
     return simulation.run([replace(request) for request in requests], concurrency)
@@ -41,16 +41,16 @@ def simulate_with_scheduler(
 
 @dataclass(frozen=True)
 class _LaunchedStep:
-    """A step that passes through the pipeline stages, with its future outcome."""
+    """A step that passes through the pipeline stages."""
 
-    outcome: Outcome
+    outcome: Outcome  # Committed to the scheduler at `end_s`.
     end_s: float
 
 
 class _SchedulerSimulation:
     """Runs the scheduler's steps on simulated pipeline stages, with a simulated clock.
 
-    An instance runs once.
+    `run` can be called once.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class _SchedulerSimulation:
     ) -> None:
         self._step_costs = step_costs
         self._rules = rules
-        self._think_s = think_s  # None: an open loop.
+        self._think_s = think_s  # None: open loop.
         self._scheduler = make_scheduler(rules)
         self._now = 0.0
         self._arrivals: deque[SimulatedRequest] = deque()

@@ -1,7 +1,7 @@
 """Serving requirements (workload, limits, hardware, objective) and KV-cache memory capacity.
 
-The capacity is computed from bytes, with the memory ledger that all plans use, before any
-simulation. The search is in `planning.inference.search`. The module does not import torch.
+The capacity is computed from the memory ledger, without a simulation. The search is in
+`planning.inference.search`. The module does not import torch.
 """
 
 import math
@@ -25,7 +25,7 @@ from serving.memory_budget import KV_BLOCK_TOKENS
 
 @dataclass(frozen=True)
 class PrefillPreset:
-    """A pair of values for the two settings that limit the prefill tokens of a step."""
+    """Values of the two server settings that limit the prefill tokens of a step."""
 
     step_tokens_max: int
     prefill_stall_ms_max: float
@@ -39,10 +39,10 @@ DEFAULT_PREFILL_PRESET = PREFILL_PRESETS[1]
 
 @dataclass(frozen=True)
 class Requirements:
-    """What the planner must satisfy: model, workload, limits, hardware and objective.
+    """The input of a serving plan: model, workload, limits, hardware and objective.
 
     With `saturate`, the concurrency of each candidate is its `running_requests_max` times its
-    number of replicas; the load of `workload` is not used.
+    number of replicas; `request_rate` and `concurrency` of `workload` are ignored.
     """
 
     model: GPTConfig
@@ -68,16 +68,17 @@ class Requirements:
             raise ConfigError(
                 f"a request has up to {self.request_tokens_p95} tokens (virtual tokens and the "
                 "95th percentiles of input and output), and the model's context length is "
-                f"{context}; reduce the lengths to at most {context} together"
+                f"{context}; reduce the lengths until their sum is at most {context}"
             )
 
     @property
     def gpus(self) -> int:
+        """Maximum number of GPUs of a candidate."""
         return min(self.cluster.gpus, self.limits.gpus_max or self.cluster.gpus)
 
     @property
     def request_tokens_p95(self) -> int:
-        """Number of tokens of a long request: virtual tokens, and the p95 of input and output."""
+        """Number of tokens of a long request: virtual tokens + p95 of input + p95 of output."""
         workload = self.workload
         return math.ceil(
             workload.virtual_tokens + workload.input_tokens.p95 + workload.output_tokens.p95
@@ -85,7 +86,7 @@ class Requirements:
 
     @property
     def request_tokens_mean(self) -> int:
-        """Number of tokens of an average request when the request finishes."""
+        """Number of tokens of a finished request of average length."""
         workload = self.workload
         return math.ceil(
             workload.virtual_tokens + workload.input_tokens.mean + workload.output_tokens.mean
@@ -105,10 +106,7 @@ class Requirements:
         return self.workload.request_rate is None
 
     def workload_for(self, running_requests_max: int, replicas: int) -> Workload:
-        """Return the workload to simulate for a candidate.
-
-        With `saturate`, its concurrency is `running_requests_max` * `replicas`.
-        """
+        """Return the workload to simulate for a candidate with these settings."""
         if not self.saturate:
             return self.workload
         return replace(
@@ -123,8 +121,8 @@ class MemoryCapacity:
     kv_tokens: int  # Number of tokens in the KV cache.
     running_requests_max: int  # Number of requests of average length that fit in the KV cache.
     feasibility: Feasibility = "fits"
-    memory: MemoryLedger | None = None  # Set only if not even one request fits.
-    reason: str = ""
+    memory: MemoryLedger | None = None  # Set if the split is rejected.
+    reason: str = ""  # Why the split is rejected; "": it fits or is tight.
 
 
 def memory_capacity(
@@ -132,15 +130,15 @@ def memory_capacity(
 ) -> MemoryCapacity:
     """Return the KV cache capacity of a replica.
 
-    A memory share above the usable share (feasibility "tight") is tried only if one request does
-    not fit within the usable share.
+    The KV cache fills the usable share of the memory (`fits`). If this share is too small for one
+    request, the KV cache fills the share of tight plans (`tight`). If that is too small, the split
+    is rejected.
     """
     split = ServingSplit(tp, pp, 1, batch, max(batch, preset.step_tokens_max))
     limits = requirements.limits
-    tight_fraction = tight_share(limits.memory_fraction)
     memory_shares: tuple[tuple[float, Feasibility], ...] = (
         (limits.usable_memory_share, "fits"),
-        (tight_fraction, "tight"),
+        (tight_share(limits.memory_fraction), "tight"),
     )
     kv_tokens = 0
     for share, feasibility in memory_shares:
@@ -157,8 +155,7 @@ def memory_capacity(
         on_cpu=requirements.on_cpu,
     )
     usable_bytes = limits.usable_memory_share * memory.capacity
-    fixed = memory.weights + memory.workspace
-    if fixed > usable_bytes:
+    if memory.weights + memory.workspace > usable_bytes:
         reason = (
             f"weights take {memory.weights / 1e9:.1f} GB and a step's workspace takes "
             f"{memory.workspace / 1e9:.1f} GB, but only {usable_bytes / 1e9:.1f} GB per GPU are "
@@ -173,33 +170,32 @@ def memory_capacity(
 
 
 def _kv_tokens_within(requirements: Requirements, split: ServingSplit, share: float) -> int:
-    """Return the largest number of KV cache tokens for which `share` of a device's memory suffices.
+    """Return the size in tokens of the largest KV cache that fits in `share` of the memory.
 
-    It is rounded down to whole blocks, and applies to the device that needs the most memory.
+    The size is a whole number of blocks. The device that needs the most memory limits it.
     """
 
-    def ledger_with(tokens: int) -> tuple[MemoryLedger, int]:
-        sized_split = replace(split, kv_tokens=tokens)
-        return serving_memory(
+    def ledger_with(tokens: int) -> MemoryLedger:
+        ledger, _ = serving_memory(
             requirements.model,
             requirements.dtype,
-            sized_split,
+            replace(split, kv_tokens=tokens),
             requirements.cluster,
             on_cpu=requirements.on_cpu,
         )
+        return ledger
 
-    empty, _ = ledger_with(0)
-    usable_bytes = share * empty.capacity
+    empty_ledger = ledger_with(0)
+    usable_bytes = share * empty_ledger.capacity
     # The empty ledger contains one KV block: block 0, which no sequence uses.
-    bytes_per_token = max(1.0, empty.kv / KV_BLOCK_TOKENS)
-    tokens = int(max(0.0, usable_bytes - empty.total) / bytes_per_token)
+    bytes_per_token = max(1.0, empty_ledger.kv / KV_BLOCK_TOKENS)
+    tokens = int(max(0.0, usable_bytes - empty_ledger.total) / bytes_per_token)
     # With the KV cache included, another device may need the most memory.
-    full_ledger, _ = ledger_with(tokens)
+    full_ledger = ledger_with(tokens)
     excess_bytes = max(0.0, full_ledger.total - usable_bytes)
-    tokens = max(
-        0, tokens - math.ceil(excess_bytes / max(1.0, full_ledger.kv / (tokens + KV_BLOCK_TOKENS)))
-    )
-    if requirements.on_cpu:  # On a CPU, the server's default KV cache is the upper bound.
+    bytes_per_token = max(1.0, full_ledger.kv / (tokens + KV_BLOCK_TOKENS))
+    tokens = max(0, tokens - math.ceil(excess_bytes / bytes_per_token))
+    if requirements.on_cpu:  # The server's default size leaves memory for other processes.
         tokens = min(
             tokens,
             kv_token_capacity(
@@ -210,13 +206,13 @@ def _kv_tokens_within(requirements: Requirements, split: ServingSplit, share: fl
 
 
 def kv_tokens_needed(requirements: Requirements, capacity: MemoryCapacity, batch: int) -> int:
-    """Return the number of KV cache tokens to configure.
+    """Return the size in tokens of the KV cache to configure.
 
-    On a GPU this is the capacity. On a CPU, whose memory has other uses, it is only the number that
-    `batch` requests need.
+    On a GPU it is the capacity. On a CPU, whose memory has other uses, it is at most the size that
+    `batch` long requests need.
     """
     if not requirements.on_cpu:
         return capacity.kv_tokens
-    # Each request fills whole blocks, and one more block to grow into.
-    blocks = -(-requirements.request_tokens_p95 // KV_BLOCK_TOKENS) + 1
-    return min(capacity.kv_tokens, batch * blocks * KV_BLOCK_TOKENS)
+    # Each running request needs one more block to grow into.
+    blocks_per_request = -(-requirements.request_tokens_p95 // KV_BLOCK_TOKENS) + 1
+    return min(capacity.kv_tokens, batch * blocks_per_request * KV_BLOCK_TOKENS)

@@ -1,8 +1,8 @@
 """Saved plans: stores planned settings of this machine, which `preamble serve --profile` reads.
 
-A plan is saved only if it was calibrated or measured on this machine, and only if its objective is
-the name of a profile. The file contains no model path: `preamble serve` applies the settings to any
-model of the same shape.
+A plan is saved if it was calibrated or measured on this machine, and if its objective is the name
+of a profile. The file contains no model path: `preamble serve` applies the settings to any model of
+the same shape.
 """
 
 from contextlib import suppress
@@ -30,9 +30,10 @@ def is_for_this_machine(plan: Plan, requirements: Requirements) -> bool:
 
 
 def save_plan(plan: Plan, requirements: Requirements) -> Path | None:
-    """Save a plan for this machine and return the path of the file.
+    """Save the settings of the best candidate, and return the path of the file.
 
-    Return None if the plan is for another machine or not for a profile, or if the write fails.
+    Return None without a file in these cases: no candidate fits; the objective is not a profile;
+    the plan is for another machine; the write fails.
     """
     best = plan.best
     if (
@@ -41,7 +42,7 @@ def save_plan(plan: Plan, requirements: Requirements) -> Path | None:
         or not is_for_this_machine(plan, requirements)
     ):
         return None
-    values = {name: value for name, value in best.settings.items() if name in PLANNED_SETTINGS}
+    settings = {name: value for name, value in best.settings.items() if name in PLANNED_SETTINGS}
     path = plan_file(
         requirements.model, requirements.dtype, requirements.device, requirements.objective
     )
@@ -49,7 +50,7 @@ def save_plan(plan: Plan, requirements: Requirements) -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_atomic(
             path,
-            (settings_header(best) + yaml.safe_dump(values, sort_keys=False)).encode(),
+            (settings_header(best) + yaml.safe_dump(settings, sort_keys=False)).encode(),
             durable=False,
         )
     return None

@@ -1,9 +1,10 @@
 """Serving search: tries splits, batch sizes, prefill presets and replicas; picks the best.
 
-A candidate that does not fit in memory is rejected without simulation. The others are simulated by
-`planning.inference.estimate`: first a coarse grid, then the neighbours of the best candidates. The
-objective selects the best of the candidates that satisfy the limits with their margins. Each
-rejected candidate has a reason. The module does not import torch.
+A candidate that does not fit in memory is rejected without simulation. The other candidates are
+simulated by `planning.inference.estimate`: the whole grid if it is small, else a coarse grid and
+then the neighbors of the best candidates. The objective selects the best of the candidates that
+satisfy the limits with their margins. Each rejected candidate has a reason. The module does not
+import torch.
 """
 
 import math
@@ -37,14 +38,16 @@ from serving.memory_budget import KV_BLOCK_TOKENS
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 COARSE_BATCH_SIZES = (1, 4, 16, 64, 256)
 STAGES_MAX = 16
-STAGE_COUNTS_PER_TP = 2  # Number of PP sizes to try per TP size: the smallest that fit.
+STAGE_COUNTS_PER_TP = 2  # Number of PP sizes to try per TP size: the smallest sizes that fit.
 # The only batch sizes to try for splits with more stages than the memory requires
-# (`_is_deep_pipeline`), which are rarely the best and slow to simulate.
+# (`_is_deep_pipeline`). Such splits are rarely the best, and are slow to simulate.
 SPARSE_BATCH_SIZES = (16, 64)
 # Candidates within this fraction of the best count as equal; the simplest of them is selected.
 TIE_FRACTION = 0.02
-EXHAUSTIVE_SPLITS_MAX = 3  # Up to this many splits, all batch sizes and presets are tried.
-REFINED_CANDIDATES_MAX = 3  # With more splits, the neighbours of this many candidates are tried.
+# If there are at most this many combinations of TP, PP and replicas, all batch sizes and presets
+# are tried. Otherwise the neighbors of REFINED_CANDIDATES_MAX candidates are tried.
+EXHAUSTIVE_SPLITS_MAX = 3
+REFINED_CANDIDATES_MAX = 3
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class ServingCandidate:
     reason: str = ""
     memory: MemoryLedger | None = None
     covers_tp_pp: bool = False  # Whether it represents all candidates with the same tp and pp.
-    # If the candidate is rejected for lack of GPUs, the number that the request rate needs; else 0.
+    # The number of GPUs that the request rate needs, if it exceeds the available number; else 0.
     gpus_needed: int = 0
     figures: Mapping[str, float] = field(default_factory=dict)
 
@@ -82,7 +85,8 @@ def serving_figures(
     requests_per_s, tokens_per_s = estimate.requests_per_s, estimate.tokens_per_s
     concurrency = estimate.concurrency
     if workload.request_rate is not None and math.isfinite(estimate.request_ms.mean):
-        # All arriving requests are answered, but only a sample of them is simulated.
+        # All arriving requests are answered, so the rates follow from the workload. The simulated
+        # rates are less accurate, because the simulated requests are a sample.
         requests_per_s = workload.request_rate
         tokens_per_s = requests_per_s * workload.output_tokens.mean
         concurrency = requests_per_s * estimate.request_ms.mean / 1000
@@ -129,13 +133,15 @@ class _ServingSearch:
     _deep_pipelines: set[tuple[int, int]] = field(default_factory=set)
 
     def run_search(self) -> ServingSearchResult:
-        requirements, capacities = self.requirements, dict[tuple[int, int], MemoryCapacity]()
+        requirements = self.requirements
+        capacities: dict[tuple[int, int], MemoryCapacity] = {}
         for tp, pp in tp_pp_splits(
             requirements.model, requirements.cluster.gpus_per_node, requirements.gpus
         ):
             # Only the smallest PP sizes that fit are tried: more stages do not make a request
             # faster, and the second size already allows a larger batch.
-            if sum(parallel_sizes[0] == tp for parallel_sizes in capacities) == STAGE_COUNTS_PER_TP:
+            stage_counts_tried = sum(tp_size == tp for tp_size, _ in capacities)
+            if stage_counts_tried == STAGE_COUNTS_PER_TP:
                 continue
             capacity = memory_capacity(requirements, tp, pp, 1, DEFAULT_PREFILL_PRESET)
             if capacity.kv_tokens:
@@ -148,28 +154,18 @@ class _ServingSearch:
         self._deep_pipelines = {
             tp_pp for tp_pp in capacities if self._is_deep_pipeline(tp_pp, capacities)
         }
-        pairs = [
-            (parallel_sizes, replicas)
-            for parallel_sizes in capacities
-            for replicas in self._replica_counts(*parallel_sizes)
+        combinations = [
+            (tp_pp, replicas) for tp_pp in capacities for replicas in self._replica_counts(*tp_pp)
         ]
-        is_exhaustive = len(pairs) <= EXHAUSTIVE_SPLITS_MAX
-        for tp_pp, replicas in pairs:
+        is_exhaustive = len(combinations) <= EXHAUSTIVE_SPLITS_MAX
+        presets = PREFILL_PRESETS if is_exhaustive else [DEFAULT_PREFILL_PRESET]
+        for tp_pp, replicas in combinations:
             self._reject_oversized_batch(tp_pp, replicas, capacities[tp_pp])
-            grid = (
-                SPARSE_BATCH_SIZES
-                if tp_pp in self._deep_pipelines
-                else BATCH_SIZES
-                if is_exhaustive
-                else COARSE_BATCH_SIZES
-            )
+            grid: Sequence[int] = BATCH_SIZES if is_exhaustive else COARSE_BATCH_SIZES
+            if tp_pp in self._deep_pipelines:
+                grid = SPARSE_BATCH_SIZES
             batches = self._batch_sizes(capacities[tp_pp], replicas, grid)
-            self._try_batches(
-                tp_pp,
-                replicas,
-                batches,
-                PREFILL_PRESETS if is_exhaustive else (DEFAULT_PREFILL_PRESET,),
-            )
+            self._try_batches(tp_pp, replicas, batches, presets)
         if not is_exhaustive:
             for candidate in self._best_by_split():
                 split = candidate.split
@@ -182,25 +178,26 @@ class _ServingSearch:
     def _is_deep_pipeline(
         tp_pp: tuple[int, int], capacities: Mapping[tuple[int, int], MemoryCapacity]
     ) -> bool:
-        """Return whether a split with fewer stages would fit in memory too.
+        """Return whether a split has more stages than the memory requires.
 
-        That is a split with the same TP size and fewer stages, or any split with one stage.
+        This is true if a split with the same TP size and fewer stages fits in memory, or if the
+        split has several stages and any split with one stage fits in memory.
         """
         tp, pp = tp_pp
         fits_single_stage = any(stages == 1 for _, stages in capacities)
-        return pp > min(stages for ranks, stages in capacities if ranks == tp) or (
-            pp > 1 and fits_single_stage
-        )
+        stages_min = min(stages for tp_size, stages in capacities if tp_size == tp)
+        return pp > stages_min or (pp > 1 and fits_single_stage)
 
     def _replica_counts(self, tp: int, pp: int) -> list[int]:
         """Return the numbers of replicas to try; 0: the number follows from the request rate."""
-        requirements, replicas_max = self.requirements, self.requirements.gpus // (tp * pp)
+        requirements = self.requirements
+        replicas_max = requirements.gpus // (tp * pp)
         if requirements.workload.request_rate is not None:
-            return [0]  # The number depends on the batch size, too: see `_try_batch`.
+            return [0]  # `_try_batch` chooses the number for each batch size.
         if requirements.saturate:
-            return (
-                replica_counts(replicas_max) if requirements.objective == "gpus" else [replicas_max]
-            )
+            if requirements.objective == "gpus":
+                return replica_counts(replicas_max)
+            return [replicas_max]
         if (tp, pp) in self._deep_pipelines:
             return [max(1, min(replicas_max, requirements.workload.concurrency or 1))]
         assert requirements.workload.concurrency is not None
@@ -209,33 +206,34 @@ class _ServingSearch:
     def _batch_sizes(
         self, capacity: MemoryCapacity, replicas: int, grid: Sequence[int]
     ) -> list[int]:
-        """Return the batch sizes of the grid that are useful, and the largest useful batch size.
+        """Return the largest useful batch size, after the smaller batch sizes of the grid.
 
-        A batch size is useful up to the capacity of the KV cache and, unless the plan saturates the
-        server, up to the concurrency of a replica.
+        The largest useful batch size is the smallest of these numbers: the requests that fit in the
+        KV cache; the last size of the grid; and, if the load does not saturate the server, the
+        concurrency of a replica.
         """
         concurrency = self.requirements.workload.concurrency
-        needed = capacity.running_requests_max
+        useful_max = capacity.running_requests_max
         if concurrency is not None and not self.requirements.saturate:
-            needed = min(needed, -(-concurrency // max(1, replicas)))
-        batch_sizes = [batch for batch in grid if batch < needed]
-        return [*batch_sizes, min(needed, grid[-1])]
+            useful_max = min(useful_max, -(-concurrency // max(1, replicas)))
+        batch_sizes = [batch for batch in grid if batch < useful_max]
+        return [*batch_sizes, min(useful_max, grid[-1])]
 
     def _reject_oversized_batch(
         self, tp_pp: tuple[int, int], replicas: int, capacity: MemoryCapacity
     ) -> None:
-        """Add a rejected candidate for the first batch size that does not fit in memory."""
-        batch = next(
-            (
-                batch_size
-                for batch_size in BATCH_SIZES
-                if batch_size > capacity.running_requests_max
-            ),
-            None,
-        )
-        if batch is not None and batch in self._batch_sizes(
-            replace(capacity, running_requests_max=batch), replicas, BATCH_SIZES
-        ):
+        """Add a rejected candidate for the smallest batch size that does not fit in memory.
+
+        Add none if the load does not need this batch size.
+        """
+        oversized_batches = [
+            batch_size for batch_size in BATCH_SIZES if batch_size > capacity.running_requests_max
+        ]
+        if not oversized_batches:
+            return
+        batch = oversized_batches[0]
+        larger_capacity = replace(capacity, running_requests_max=batch)
+        if batch in self._batch_sizes(larger_capacity, replicas, BATCH_SIZES):
             split = ServingSplit(
                 *tp_pp, max(1, replicas), batch, max(batch, DEFAULT_PREFILL_PRESET.step_tokens_max)
             )
@@ -247,7 +245,7 @@ class _ServingSearch:
             self.candidates[split] = ServingCandidate(split, "rejected", None, reason)
 
     def _best_by_split(self) -> list[ServingCandidate]:
-        """Return the best candidate of each split, for the best splits only.
+        """Return the best candidate of each of the REFINED_CANDIDATES_MAX best splits.
 
         If no candidate satisfies the limits, the candidates nearest to the limits are the best.
         """
@@ -261,11 +259,12 @@ class _ServingSearch:
     def _refine_candidate(self, candidate: ServingCandidate, capacity: MemoryCapacity) -> None:
         """Try batch sizes near the candidate's, with each prefill preset."""
         split = candidate.split
-        reach = 2 if split.pp > 1 else 4
-        low, high = split.running_requests_max // reach, split.running_requests_max * reach
+        factor = 2 if split.pp > 1 else 4  # Pipelines are slow to simulate.
+        batch_min = split.running_requests_max // factor
+        batch_max = split.running_requests_max * factor
         batches = self._batch_sizes(capacity, split.replicas, BATCH_SIZES)
         replicas = 0 if self.requirements.workload.request_rate is not None else split.replicas
-        nearby_batches = [batch for batch in batches if low <= batch <= high]
+        nearby_batches = [batch for batch in batches if batch_min <= batch <= batch_max]
         self._try_batches((split.tp, split.pp), replicas, nearby_batches, PREFILL_PRESETS)
 
     def _try_batches(
@@ -277,7 +276,8 @@ class _ServingSearch:
     ) -> None:
         """Try increasing batch sizes with each preset.
 
-        The last one is the first that is more than twice the number of requests in the system.
+        Unless the load saturates the server, stop after a batch size that is more than twice the
+        number of requests in a replica, because larger batch sizes have no effect.
         """
         for preset in presets:
             for batch in batches:
@@ -298,11 +298,12 @@ class _ServingSearch:
     ) -> ServingCandidate | None:
         """Try a batch size with one or more numbers of replicas.
 
-        Return the last candidate, or None if the batch does not fit in memory. `replicas` 0: try
-        numbers from the fewest replicas that answer the request rate.
+        `replicas` 0: try increasing numbers, beginning with the fewest replicas that answer the
+        request rate. Return the last candidate, or None if the batch does not fit in memory.
         """
-        requirements, (tp, pp) = self.requirements, tp_pp
-        # Each running request needs one token of a step.
+        requirements = self.requirements
+        tp, pp = tp_pp
+        # A step must have a token for each running request.
         step_tokens = max(preset.step_tokens_max, -(-batch // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS)
         capacity = memory_capacity(
             requirements, tp, pp, batch, PrefillPreset(step_tokens, preset.prefill_stall_ms_max)
@@ -318,14 +319,14 @@ class _ServingSearch:
         if replicas_min > replicas_max:
             rejected_split = replace(split, replicas=max(1, replicas_max))
             requests_per_s = self._replica_requests_per_s(split)
+            gpus_needed = replicas_min * tp * pp
             reason = (
                 f"a replica answers at most {requests_per_s:.3g} requests/s, so "
                 f"{requirements.workload.request_rate:g} requests/s need {replicas_min} replicas "
-                f"with {replicas_min * tp * pp} GPUs, but only {requirements.gpus} may be used"
+                f"with {gpus_needed} GPUs, but only {requirements.gpus} may be used"
             )
-            needed = replicas_min * tp * pp
             candidate = ServingCandidate(
-                rejected_split, "rejected", None, reason, gpus_needed=needed
+                rejected_split, "rejected", None, reason, gpus_needed=gpus_needed
             )
             self.candidates[rejected_split] = candidate
             return candidate
@@ -337,10 +338,13 @@ class _ServingSearch:
         for count in replica_counts_tried:
             candidate = self._evaluate_cached(replace(split, replicas=count), capacity)
             request_ms = candidate.figures.get("request_ms_p95", math.inf)
-            gain, last_request_ms = last_request_ms - request_ms, request_ms
-            # For the objective "latency", stop when one more step shortens requests by less than
-            # TIE_FRACTION: more replicas help only while requests wait for each other.
-            is_fast_enough = requirements.objective != "latency" or gain < TIE_FRACTION * request_ms
+            gain_ms = last_request_ms - request_ms
+            last_request_ms = request_ms
+            # More replicas shorten requests only while requests wait for each other. The objective
+            # "latency" needs more replicas until they shorten requests by less than TIE_FRACTION.
+            is_fast_enough = (
+                requirements.objective != "latency" or gain_ms < TIE_FRACTION * request_ms
+            )
             if candidate.feasibility != "rejected" and is_fast_enough:
                 break
         return candidate
@@ -360,7 +364,7 @@ class _ServingSearch:
             requirements.cluster,
             requirements.calibration,
         )
-        # `memory_capacity` may say that a request fits although the estimate says that it does not.
+        # The estimate may reject a KV cache that `memory_capacity` accepts.
         if math.isinf(estimate.utilization):
             reason = f"the KV cache holds only {estimate.kv_tokens} tokens"
             return ServingCandidate(split, "rejected", None, reason, estimate.memory)
@@ -378,17 +382,13 @@ class _ServingSearch:
         return self.requirements.workload_for(split.running_requests_max, split.replicas)
 
     def _replicas_needed_min(self, split: ServingSplit) -> int:
-        """Return the fewest replicas that answer the request rate.
-
-        Their utilization is at most UTILIZATION_MAX.
-        """
-        assert self.requirements.workload.request_rate is not None
-        capacity = self._replica_requests_per_s(split)
-        if capacity <= 0:
-            return self.requirements.gpus + 1
-        return max(
-            1, math.ceil(self.requirements.workload.request_rate / (UTILIZATION_MAX * capacity))
-        )
+        """Return the fewest replicas that answer the request rate at UTILIZATION_MAX."""
+        request_rate = self.requirements.workload.request_rate
+        assert request_rate is not None
+        requests_per_s_max = self._replica_requests_per_s(split)
+        if requests_per_s_max <= 0:
+            return self.requirements.gpus + 1  # No available number of replicas is enough.
+        return max(1, math.ceil(request_rate / (UTILIZATION_MAX * requests_per_s_max)))
 
     def _replica_requests_per_s(self, split: ServingSplit) -> float:
         """Return the requests per second of one saturated replica."""
@@ -425,15 +425,15 @@ class _ServingSearch:
 
     def _sort_key(self, candidate: ServingCandidate) -> tuple[int, float, float]:
         """Return the sort key: feasibility, then the violation of limits, then the objective."""
-        rank = ("rejected", "tight", "fits").index(candidate.feasibility)
-        if candidate.estimate is None:
-            return rank - 1, 0.0, 0.0
+        feasibility_rank = ("rejected", "tight", "fits").index(candidate.feasibility)
+        if candidate.estimate is None:  # The candidate has no figures.
+            return feasibility_rank - 1, 0.0, 0.0
         figures = candidate.figures
         # Among candidates that violate a limit, the candidate with the smallest violation is best.
         slack = min(
             [check.slack for check in self.requirements.limits.check_figures(figures)], default=0.0
         )
-        return rank, min(0.0, slack), self._score(candidate)
+        return feasibility_rank, min(0.0, slack), self._score(candidate)
 
     def _score(self, candidate: ServingCandidate) -> float:
         return score(
@@ -449,19 +449,20 @@ class _ServingSearch:
         if prefers_fewest_gpus and requirements.objective != "latency":
             fewest = min(candidate.split.gpus for candidate in feasible)
             feasible = [candidate for candidate in feasible if candidate.split.gpus == fewest]
-            return self._cheapest_near_minimum(
+            return self._simplest_near_minimum(
                 feasible, lambda candidate: candidate.figures["request_ms_p95"]
             )
-        return self._cheapest_near_minimum(
+        return self._simplest_near_minimum(
             feasible,
             lambda candidate: (
                 -score(requirements.objective, requirements.workload, candidate.figures)
             ),
         )
 
-    def _cheapest_near_minimum(
+    def _simplest_near_minimum(
         self, candidates: Sequence[ServingCandidate], metric: Callable[[ServingCandidate], float]
     ) -> ServingCandidate:
+        """Return the simplest candidate whose metric is within TIE_FRACTION of the minimum."""
         metric_min = min(map(metric, candidates))
         near_minimum = [
             candidate
@@ -469,18 +470,18 @@ class _ServingSearch:
             if metric(candidate) <= metric_min + TIE_FRACTION * abs(metric_min)
         ]
 
-        def simplicity(candidate: ServingCandidate) -> tuple[float, ...]:
+        def complexity(candidate: ServingCandidate) -> tuple[float, ...]:
             split, ledger = candidate.split, candidate.memory
-            total = ledger.total if ledger is not None else 0
+            total_bytes = ledger.total if ledger is not None else 0
             # In a closed loop the smaller batch size is simpler. In an open loop the larger one is
             # preferred, because it costs nothing.
             batch = split.running_requests_max * (1 if self.requirements.is_closed_loop else -1)
-            return split.gpus, split.tp * split.pp, batch, total, metric(candidate)
+            return split.gpus, split.tp * split.pp, batch, total_bytes, metric(candidate)
 
-        return min(near_minimum, key=simplicity)
+        return min(near_minimum, key=complexity)
 
 
 def replica_counts(replicas_max: int) -> list[int]:
-    """Return 1, 2, 4, ... and `replicas_max`."""
+    """Return the powers of two up to `replicas_max`, and `replicas_max`; [] if it is 0."""
     powers = [1 << exponent for exponent in range(replicas_max.bit_length())]
     return sorted({*(count for count in powers if count <= replicas_max), replicas_max} - {0})

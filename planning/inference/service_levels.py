@@ -1,8 +1,8 @@
 """Service-level objectives (SLOs): latency and throughput limits with margins, and the score.
 
 Predicted and measured figures are checked in the same way. A margin is subtracted from each latency
-limit, because if a prediction equals the limit, the real latency exceeds the limit half of the
-time. Contradictory limits raise an error. The search is in `planning.inference.search`.
+limit, because the real latency is above its prediction half of the time. Contradictory limits raise
+an error. The search is in `planning.inference.search`.
 """
 
 import math
@@ -16,8 +16,8 @@ from planning.inference.estimate import Workload
 from planning.memory_ledger import FITS_SHARE
 
 Objective = Literal["throughput", "latency", "gpus"]
-# In this order: the most tokens per second per GPU, the shortest request, and the fewest GPUs that
-# satisfy the limits.
+# throughput: the most tokens per second per GPU. latency: the shortest request. gpus: the fewest
+# GPUs that satisfy the limits.
 OBJECTIVES: tuple[Objective, ...] = ("throughput", "latency", "gpus")
 LATENCIES = (
     "ttft_ms_p50",
@@ -47,8 +47,8 @@ class ServiceLimits:
     tokens_per_s_min: float | None = None  # Minimum total of all replicas.
     gpus_max: int | None = None
     memory_fraction: float = FITS_SHARE  # The usable fraction of a device's memory.
-    latency_margin: float = 0.10
-    memory_margin: float = 0.05
+    latency_margin: float = 0.10  # Fraction of each latency limit.
+    memory_margin: float = 0.05  # Fraction of `memory_fraction`.
 
     def __post_init__(self) -> None:
         for name in (*LATENCIES, "tokens_per_s_min", "gpus_max"):
@@ -57,30 +57,28 @@ class ServiceLimits:
                 raise ConfigError(f"{name} is {value:g}; it must be more than 0, and finite")
         if not 0 < self.memory_fraction <= 1:
             raise ConfigError(
-                f"memory_fraction is {self.memory_fraction:g}; it must be more than 0, at most 1"
+                f"memory_fraction is {self.memory_fraction:g}; it must be more than 0 and at most 1"
             )
         for name in ("latency_margin", "memory_margin"):
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ConfigError(f"{name} is {value:g}; it must be at least 0 and less than 1")
-        for first, request_limit in (
-            ("ttft_ms_p50", "request_ms_p50"),
-            ("ttft_ms_p95", "request_ms_p95"),
-        ):
-            self._check_order(first, request_limit)
+        for percentile in ("p50", "p95"):
+            self._check_order(f"ttft_ms_{percentile}", f"request_ms_{percentile}")
         for figure in ("ttft_ms", "itl_ms", "request_ms"):
             self._check_order(f"{figure}_p50", f"{figure}_p95")
 
     def _check_order(self, smaller: str, larger: str) -> None:
         """Raise ConfigError if the limit of `smaller` is above the limit of `larger`.
 
-        The figure `smaller` is never above the figure `larger`, so its limit would have no effect.
+        The figure `smaller` is never above the figure `larger`. A limit of `smaller` above the
+        limit of `larger` would therefore have no effect.
         """
         low, high = getattr(self, smaller), getattr(self, larger)
         if low is not None and high is not None and low > high:
             raise ConfigError(
-                f"{smaller} is {low:g} and has no effect, since {larger} is {high:g}; set "
-                f"{smaller} to at most {high:g}"
+                f"the limit {smaller} is {low:g} and has no effect, since the limit {larger} is "
+                f"{high:g}; set {smaller} to at most {high:g}"
             )
 
     def check_workload(self, workload: Workload) -> None:
@@ -92,25 +90,23 @@ class ServiceLimits:
                 raise ConfigError(
                     f"tokens_per_s_min is {tokens_per_s_min:g}, but {rate:g} requests/s of "
                     f"{workload.output_tokens.mean:g} tokens are only {tokens_per_s_max:g} "
-                    "tokens/s; set at most that, or a request_rate of "
-                    f"{tokens_per_s_min / workload.output_tokens.mean:.3g} or more"
+                    f"tokens/s; set tokens_per_s_min to at most {tokens_per_s_max:g}, or "
+                    "request_rate to at least "
+                    f"{tokens_per_s_min / workload.output_tokens.mean:.3g}"
                 )
 
     @property
     def usable_memory_share(self) -> float:
-        """The fraction of a device's memory that a plan may fill.
-
-        It is `memory_fraction` minus the margin.
-        """
+        """The fraction of a device's memory that a plan may fill, reduced by the margin."""
         return self.memory_fraction * (1 - self.memory_margin)
 
     def limit_with_margin(self, name: str) -> float | None:
-        """Return the limit of a latency minus its margin; None if there is no limit."""
+        """Return the limit of a latency minus its margin; None: no limit."""
         limit: float | None = getattr(self, name)
         return None if limit is None else limit * (1 - self.latency_margin)
 
     def check_figures(self, figures: Mapping[str, float]) -> "Iterator[LimitCheck]":
-        """Compare each limit with its figure. A missing figure violates its limit.
+        """Yield the comparison of each limit with its figure. A missing figure violates its limit.
 
         Latency limits are reduced by their margin. The throughput limit has no margin.
         """
@@ -125,14 +121,11 @@ class ServiceLimits:
 
 @dataclass(frozen=True)
 class LimitCheck:
-    """The comparison of a figure with its limit.
-
-    The margin is already subtracted from the limit of a latency.
-    """
+    """The comparison of a figure with its limit."""
 
     figure: str
     value: float
-    limit: float
+    limit: float  # For a latency, the requested limit minus its margin.
     is_maximum: bool  # True: an upper limit; False: a lower limit.
 
     @property
@@ -150,11 +143,11 @@ class LimitCheck:
 
 
 def violated_limit(limits: ServiceLimits, workload: Workload, figures: Mapping[str, float]) -> str:
-    """Describe the limit that the figures violate most; return "" if they satisfy all limits."""
+    """Describe overload, or else the limit that the figures violate most; "": neither."""
     rate = workload.request_rate
-    answered = figures.get("requests_per_s", 0.0)
-    if rate is not None and answered < ANSWERED_FRACTION_MIN * rate:
-        return f"answers only {answered:.3g} of {rate:g} requests/s"
+    requests_per_s = figures.get("requests_per_s", 0.0)
+    if rate is not None and requests_per_s < ANSWERED_FRACTION_MIN * rate:
+        return f"answers only {requests_per_s:.3g} of {rate:g} requests/s"
     tightest = min(limits.check_figures(figures), key=lambda check: check.slack, default=None)
     return str(tightest) if tightest is not None and tightest.slack < 0 else ""
 
@@ -162,13 +155,14 @@ def violated_limit(limits: ServiceLimits, workload: Workload, figures: Mapping[s
 def score(objective: Objective, workload: Workload, figures: Mapping[str, float]) -> float:
     """Return the score for an objective; higher is better.
 
-    With a fixed request rate, all candidates generate the same tokens. Then fewer GPUs score
-    higher and, with the same number of GPUs, shorter requests score higher.
+    With a fixed request rate, all candidates generate the same number of tokens per second. Then
+    fewer GPUs score higher and, with the same number of GPUs, shorter requests score higher.
     """
     request_ms = figures["request_ms_p95"]
     if objective == "latency":
         return -request_ms
     if objective == "gpus" or workload.request_rate is not None:
         per_gpu, total = figures["tokens_per_s_per_gpu"], figures["tokens_per_s"]
+        # per_gpu / total is 1 / GPUs. The second term is too small to outweigh a GPU.
         return per_gpu / max(total, 1e-9) - 1e-12 * min(request_ms, 1e9)
     return figures["tokens_per_s_per_gpu"]

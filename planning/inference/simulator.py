@@ -1,9 +1,9 @@
 """Continuous-batching simulator that the planner uses: replays requests on a simulated clock.
 
 The simulator has the rules of `serving/scheduler/scheduler.py` for requests of one class and one
-tenant; a test compares it with `planning.inference.reference_simulator`, which runs the scheduler.
-Step durations come from the step cost model. Consecutive steps that only decode are simulated
-together, so thousands of requests take milliseconds.
+tenant. A test compares it with `planning.inference.reference_simulator`, which runs the scheduler.
+Step durations come from the step cost model. With one pipeline stage, consecutive steps that only
+decode are simulated together, so thousands of requests take milliseconds.
 """
 
 from abc import ABC, abstractmethod
@@ -17,30 +17,30 @@ from planning.inference.step_cost import StepCostModel
 from serving.memory_budget import KV_BLOCK_TOKENS
 from serving.scheduler.chunked_prefill import PrefillTokenBudget, chunk_end
 
-# `PrefillCostModel` weights old steps down, by a decay per step. After this many equal steps the
-# weight of all older steps is 5 %, so further equal steps are not recorded.
+# `PrefillCostModel` reduces the weight of old steps with each recorded step. After this many equal
+# steps the weight of all older steps is 5 %, so further equal steps are not recorded.
 PREFILL_COST_STEPS_MAX = 150
-# A simulation stops after this many steps if at least one request has finished by then.
+# A simulation stops after this number of steps, but not before a request has finished.
 STEPS_MAX, PIPELINE_STEPS_MAX = 2_000_000, 100_000
 
 
 @dataclass(slots=True)
 class SimulatedRequest:
-    """One request. Times are engine times, without the overhead of the front end."""
+    """One request and its simulated times in seconds, without the overhead of the front end."""
 
     number: int
     arrival_s: float
     prompt_tokens: int  # Including cached tokens.
     output_tokens: int
     cached_tokens: int = 0  # Prompt tokens that are in the prefix cache.
-    first_token_s: float = -1.0
+    first_token_s: float = -1.0  # Negative: no token yet.
     end_s: float = -1.0
     last_token_s: float = -1.0  # Time of the most recent token.
     generated_tokens: int = 0
     # Number of tokens whose prefill is planned or done, cached tokens included.
     prefilled_tokens: int = 0
-    # `prefilled_tokens` when the prefill is complete: the prompt tokens and, after a preemption,
-    # also the tokens generated before it.
+    # Number of tokens to prefill, cached tokens included: the prompt and, after a preemption, the
+    # tokens that were generated before the preemption.
     prefill_target: int = 0
 
 
@@ -50,30 +50,29 @@ class SchedulerRules:
 
     running_requests_max: int
     step_tokens_max: int
-    prefill_stall_s: float
-    kv_tokens: int
+    prefill_stall_s: float  # The server's `prefill_stall_ms_max`, in seconds.
+    kv_tokens: int  # Size of the KV cache in tokens.
     pipeline_stages: int = 1
     block_tokens: int = KV_BLOCK_TOKENS
 
 
 @dataclass
 class SimulationResult:
-    """The finished requests and the counters of a simulation.
-
-    A token gap is (seconds between two tokens, number of tokens with that gap, end time).
-    """
+    """The finished requests and the counters of a simulation."""
 
     requests: list[SimulatedRequest] = field(default_factory=list)
+    # Each token gap is (seconds since the previous token, number of tokens with this gap, time in
+    # seconds).
     token_gaps: list[tuple[float, int, float]] = field(default_factory=list)
-    busy_s: float = 0.0
+    busy_s: float = 0.0  # Sum of the durations of all steps.
     steps: int = 0
-    tokens: int = 0
+    tokens: int = 0  # Number of tokens that the steps compute, prompt tokens included.
     preemptions: int = 0
 
 
 @dataclass
 class PrefillChunks:
-    """The prefill part of a step."""
+    """The prefill chunks of a step."""
 
     tokens: int = 0
     attention_pairs: int = 0
@@ -91,22 +90,24 @@ def make_simulation(step_costs: StepCostModel, rules: SchedulerRules) -> "Simula
 
 
 class Simulation(ABC):
-    """The simulation of one replica. An instance runs once."""
+    """The simulation of one replica. One of its `run_` methods can be called once."""
 
     def __init__(self, step_costs: StepCostModel, rules: SchedulerRules) -> None:
         self._step_costs = step_costs
         self._rules = rules
         self._stall_budget = PrefillTokenBudget(rules.prefill_stall_s, rules.block_tokens)
         self._now = 0.0
-        # Requests that have not arrived yet, and requests in the queue; both sorted by arrival.
+        # Requests that have not arrived yet, sorted by arrival.
         self._arrivals: deque[SimulatedRequest] = deque()
+        # The queue: (arrival, number, request), sorted.
         self._waiting: list[tuple[float, int, SimulatedRequest]] = []
         # Running requests whose prefill is not completely planned yet.
         self._prefilling: list[SimulatedRequest] = []
-        # KV cache tokens of all running requests, with the complete prompts of `_prefilling`.
+        # KV cache tokens of all running requests. The prompts in `_prefilling` count completely.
         self._kv_tokens = 0
-        # Closed loop: requests that no client has sent yet, and the pause between two requests.
+        # Closed loop: requests that no client has sent yet.
         self._unsent: deque[SimulatedRequest] = deque()
+        # Closed loop: seconds between a response and the client's next request; None: open loop.
         self._think_s: float | None = None
         self.simulation_result = SimulationResult()
 
@@ -131,7 +132,7 @@ class Simulation(ABC):
 
     @abstractmethod
     def _run(self) -> None:
-        """Run until all requests have arrived and finished, or until the limit of steps."""
+        """Run until all requests have finished, or until the maximum number of steps."""
 
     def _enqueue_arrivals(self) -> None:
         while self._arrivals and self._arrivals[0].arrival_s <= self._now:
@@ -144,10 +145,10 @@ class Simulation(ABC):
         insort(self._waiting, (request.arrival_s, request.number, request))
 
     def _prefill_budget(self, token_budget: int, decoding: int) -> int:
-        """Return the limit of prefill tokens in a step with `token_budget` tokens left.
+        """Return the maximum number of prefill tokens in a step.
 
-        `decoding`: the number of requests that decode. If it is not 0, the limit also bounds how
-        long the prefill may delay the next tokens of these requests.
+        `token_budget`: the number of tokens that the step can still compute. `decoding`: the number
+        of requests that decode; if it is more than 0, the stall limit also bounds the prefill.
         """
         if not decoding:
             return token_budget
@@ -158,19 +159,18 @@ class Simulation(ABC):
         """Admit waiting requests in order of arrival until tokens, slots or memory run out."""
         rules, block_tokens = self._rules, self._rules.block_tokens
         tokens_pending = sum(
-            prefilling.prefill_target - prefilling.prefilled_tokens
-            for prefilling in self._prefilling
+            request.prefill_target - request.prefilled_tokens for request in self._prefilling
         )
         while (
             self._waiting and token_budget > tokens_pending and running < rules.running_requests_max
         ):
             request = self._waiting[0][2]
-            # Each running request needs one more block to grow into.
-            if (
-                running
-                and self._kv_tokens + request.prefill_target + block_tokens * (running + 1)
-                > rules.kv_tokens
-            ):
+            # Each running request needs one more block to grow into. A request that runs alone is
+            # always admitted.
+            kv_tokens_needed = (
+                self._kv_tokens + request.prefill_target + block_tokens * (running + 1)
+            )
+            if running and kv_tokens_needed > rules.kv_tokens:
                 return
             self._waiting.pop(0)
             self._prefilling.append(request)
@@ -208,6 +208,7 @@ class Simulation(ABC):
 
     def _finish_request(self, request: SimulatedRequest) -> None:
         request.end_s = self._now
+        # The keys and values of the last token are not computed.
         self._kv_tokens -= request.prompt_tokens + request.output_tokens - 1
         self.simulation_result.requests.append(request)
         if self._think_s is not None and self._unsent:
@@ -216,18 +217,16 @@ class Simulation(ABC):
             self._arrivals.append(next_request)
 
     def _is_kv_exhausted(self, decoding: int) -> bool:
-        """Return whether the KV cache is too full for all decoding requests to grow.
+        """Return whether the KV cache is too full for the next tokens of all decoding requests.
 
-        `_kv_tokens` does not count the empty part of last blocks: half a block per request on
-        average.
+        The last block of a request is half empty on average, which `_kv_tokens` does not count. A
+        request that decodes alone can always grow.
         """
-        block_tokens = self._rules.block_tokens
-        return (
-            decoding > 1 and self._kv_tokens + decoding * block_tokens // 2 >= self._rules.kv_tokens
-        )
+        kv_tokens_used = self._kv_tokens + decoding * self._rules.block_tokens // 2
+        return decoding > 1 and kv_tokens_used >= self._rules.kv_tokens
 
     def _requeue_preempted(self, request: SimulatedRequest) -> None:
-        """Put a preempted request back into the queue; all of its tokens are computed again."""
+        """Put a preempted request back into the queue; all its tokens will be computed again."""
         self._kv_tokens -= request.prompt_tokens + request.generated_tokens - 1
         request.prefilled_tokens = 0
         request.prefill_target = request.prompt_tokens + request.generated_tokens
@@ -238,14 +237,15 @@ class Simulation(ABC):
 class SingleStageSimulation(Simulation):
     """Simulation without pipeline parallelism.
 
-    Each step generates one token for each decoding request, so the step in which a request finishes
-    is known when its decoding starts.
+    Each step generates one token for each decoding request. The step in which a request finishes is
+    therefore known when its decoding starts.
     """
 
     def __init__(self, step_costs: StepCostModel, rules: SchedulerRules) -> None:
         super().__init__(step_costs, rules)
         self._step_index = 0  # Number of steps so far.
-        # Heap of decoding requests, ordered by the step that generates their last token.
+        # Heap of decoding requests: (index of the step that generates the last token, number,
+        # request).
         self._decode_heap: list[tuple[int, int, SimulatedRequest]] = []
         self._context_tokens = 0  # Context tokens of all decoding requests.
 
@@ -295,28 +295,28 @@ class SingleStageSimulation(Simulation):
     def _run_decode_steps(self) -> None:
         """Simulate decode steps together, up to the next event.
 
-        The events are: a request finishes, a request arrives, the memory is full.
+        The events are: a request finishes, a request arrives, the KV cache is full.
         """
         count, step_costs = len(self._decode_heap), self._step_costs
+        # The duration of the first step, and the increase of the duration from step to step.
         first_s = step_costs.step_seconds(count, count, self._context_tokens + count, 0, count)
         growth_s = step_costs.context_s * count
         kv_tokens_free = (
             self._rules.kv_tokens - self._kv_tokens - count * self._rules.block_tokens // 2
         )
-        steps_taken = max(
-            1, min(self._decode_heap[0][0] - self._step_index, kv_tokens_free // count)
-        )
+        steps_to_finish = self._decode_heap[0][0] - self._step_index
+        steps = max(1, min(steps_to_finish, kv_tokens_free // count))
         if self._arrivals:
-            until_s = self._arrivals[0].arrival_s - self._now
-            steps_taken = max(
-                1, min(steps_taken, int(until_s / (first_s + growth_s * steps_taken / 2)))
-            )
-        seconds = steps_taken * first_s + growth_s * steps_taken * (steps_taken - 1) / 2
-        self._advance_clock(seconds, steps_taken)
-        for _ in range(min(steps_taken, PREFILL_COST_STEPS_MAX)):
-            self._stall_budget.record_step(0, seconds / steps_taken)
+            until_arrival_s = self._arrivals[0].arrival_s - self._now
+            mean_step_s = first_s + growth_s * steps / 2
+            steps = max(1, min(steps, int(until_arrival_s / mean_step_s)))
+        seconds = steps * first_s + growth_s * steps * (steps - 1) / 2
+        self._advance_clock(seconds, steps)
+        for _ in range(min(steps, PREFILL_COST_STEPS_MAX)):
+            self._stall_budget.record_step(0, seconds / steps)
 
     def _advance_clock(self, seconds: float, steps: int) -> None:
+        """Count `steps` steps, which take `seconds` in total, for all decoding requests."""
         count, simulation_result = len(self._decode_heap), self.simulation_result
         self._now += seconds
         self._step_index += steps
@@ -335,10 +335,10 @@ class SingleStageSimulation(Simulation):
 
     def _preempt_latest(self) -> None:
         """Preempt the decoding request that arrived last."""
-        last = max(self._decode_heap, key=lambda heap_entry: heap_entry[2].arrival_s)
-        self._decode_heap.remove(last)
+        latest_entry = max(self._decode_heap, key=lambda heap_entry: heap_entry[2].arrival_s)
+        self._decode_heap.remove(latest_entry)
         heapify(self._decode_heap)
-        finish_step, _, request = last
+        finish_step, _, request = latest_entry
         request.generated_tokens = request.output_tokens - (finish_step - self._step_index)
         self._context_tokens -= request.prompt_tokens + request.generated_tokens - 1
         self._requeue_preempted(request)
@@ -349,7 +349,8 @@ class _InFlightStep:
     """A step that passes through the pipeline stages."""
 
     end_s: float
-    last_stage_s: float  # Duration of the step as measured on the last stage.
+    # Seconds from the launch, or from the end of the last stage's previous step, to `end_s`.
+    last_stage_s: float
     decoding: list[SimulatedRequest]
     chunks: PrefillChunks
 
@@ -409,11 +410,12 @@ class PipelineSimulation(Simulation):
             chunks.attention_pairs,
             len(decoding) + chunks.chunk_count,
         )
-        end_s, last = self._now, max(self._now, self._stage_free_s[-1])
+        end_s = self._now
+        last_stage_start_s = max(self._now, self._stage_free_s[-1])
         for stage, stage_free_s in enumerate(self._stage_free_s):
             end_s = self._stage_free_s[stage] = max(end_s, stage_free_s) + seconds
         self._kv_tokens += len(decoding)
-        self._in_flight.append(_InFlightStep(end_s, end_s - last, decoding, chunks))
+        self._in_flight.append(_InFlightStep(end_s, end_s - last_stage_start_s, decoding, chunks))
         self.simulation_result.steps += 1
         self.simulation_result.tokens += rows
         self.simulation_result.busy_s += seconds
@@ -423,10 +425,9 @@ class PipelineSimulation(Simulation):
         step = self._in_flight.popleft()
         self._now = max(self._now, step.end_s)
         self._stall_budget.record_step(step.chunks.tokens, step.last_stage_s)
-        gaps = [self._now - request.last_token_s for request in step.decoding]
-        equal_gaps = groupby(sorted(gaps))
+        gaps = sorted(self._now - request.last_token_s for request in step.decoding)
         self.simulation_result.token_gaps += [
-            (gap, len(list(equal_gap_group)), self._now) for gap, equal_gap_group in equal_gaps
+            (gap, len(list(equal_gaps)), self._now) for gap, equal_gaps in groupby(gaps)
         ]
         for request in step.decoding:
             request.generated_tokens += 1
@@ -436,10 +437,10 @@ class PipelineSimulation(Simulation):
             self._complete_prefill(request)
             self._continue_or_finish(request)
         while self._ready and self._is_kv_exhausted(self._decoding_count):
-            last = max(self._ready, key=lambda request: request.arrival_s)
-            self._ready.remove(last)
+            latest_request = max(self._ready, key=lambda request: request.arrival_s)
+            self._ready.remove(latest_request)
             self._decoding_count -= 1
-            self._requeue_preempted(last)
+            self._requeue_preempted(latest_request)
 
     def _continue_or_finish(self, request: SimulatedRequest) -> None:
         if request.generated_tokens == request.output_tokens:

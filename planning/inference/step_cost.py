@@ -1,8 +1,8 @@
 """Step cost model: the duration of one engine step by its tokens, samples, context and sequences.
 
-The cost model consists of curves and slopes for one GPT in one TP/PP split on one device. They are
-measured or derived from a specification sheet; the simulator does not distinguish these cases. The
-module does not import torch.
+The cost model consists of curves and slopes for one GPT in one TP/PP split on one device. Their
+source is a measurement or a specification sheet; the simulator does not distinguish the sources.
+The module does not import torch.
 """
 
 from bisect import bisect_right
@@ -22,12 +22,11 @@ class PiecewiseLinear:
 
     def interpolate(self, x: float) -> float:
         points = self.points
-        if len(points) == 1:
+        if len(points) == 1 or x <= points[0][0]:
             return points[0][1]
-        index = min(max(1, bisect_right(points, (x, float("inf")))), len(points) - 1)
+        # The index of the first point to the right of x; for the last segment, of its end.
+        index = min(bisect_right(points, (x, float("inf"))), len(points) - 1)
         (left, low), (right, high) = points[index - 1], points[index]
-        if x <= points[0][0]:
-            return points[0][1]
         return low + (x - left) * (high - low) / (right - left)
 
     def scaled_by(self, factor: float) -> "PiecewiseLinear":
@@ -43,8 +42,7 @@ class PiecewiseLinear:
 class StepCostModel:
     """Costs in seconds of the parts of a step on the slowest pipeline stage."""
 
-    # Cost of the layers by the number of new tokens: all matrix products, projections included, but
-    # not the attention to the context.
+    # Cost of the layers by the number of new tokens, without the attention to the context.
     rows: PiecewiseLinear
     draws: PiecewiseLinear  # Cost of the LM head and sampling, by the number of sampled tokens.
     context_s: float  # Cost per context token that a decoding sequence attends to.

@@ -1,9 +1,8 @@
 """Step pricing: the step cost model of a GPT, from calibration, interpolation or a spec sheet.
 
-Each source yields a `StepCostModel` and an error bar. The cost of a model that was not measured is
-interpolated between the measured models. Each part of a step is interpolated over the model size
-that its time is proportional to, such as the number of weights of a layer. The module does not
-import torch.
+Each source yields a `StepCostModel` and an error bar. The costs of a model that was not measured
+are interpolated between measured models. Each part of a step is interpolated over the size that
+determines its time, such as the number of weights of a layer. The module does not import torch.
 """
 
 from bisect import bisect_left
@@ -18,25 +17,28 @@ from planning.inference.calibration_file import Calibration, ModelShape
 from planning.inference.step_cost import PiecewiseLinear, StepCostModel
 from planning.plan import Confidence
 
-# Estimates for the engine on a GPU without calibration: the reached fractions of the specification
-# sheet's speeds, the time of a layer's kernel launches, and the fixed costs of a step and of a
-# request.
+# Estimates for the engine on a GPU without calibration: the fractions of the specification sheet's
+# speeds that the engine reaches, the time of a layer's kernel launches, and the fixed costs of a
+# step, of a sequence in a step, and of a request.
 MATMUL_EFFICIENCY = 0.70
 MEMORY_READ_EFFICIENCY = 0.75
 ATTENTION_EFFICIENCY = 0.50  # Low, because keys and values are gathered block by block.
 LAYER_LAUNCH_S = 200e-6
 STEP_OVERHEAD_S = 1.5e-3
+SEQUENCE_OVERHEAD_S = 10e-6
 REQUEST_OVERHEAD_S = 4e-3
-# Bytes of memory traffic of one layer per element of the hidden state, in a 16-bit dtype. The
-# traffic of the matrix products is not included.
+# Bytes of memory traffic of one layer per element of the hidden state, in a 16-bit dtype, without
+# the traffic of the matrix products.
 ELEMENTWISE_BYTES = 40
+# Latency of an all-reduce by the number of ranks in a node; the last one is for other numbers.
 ALL_REDUCE_LATENCY_S = {1: 0.0, 2: 15e-6, 4: 20e-6}
 ALL_REDUCE_LATENCY_MAX_S = 28e-6
-LINK_EFFICIENCY = 0.6  # The fraction of the link bandwidth that is reached.
+LINK_EFFICIENCY = 0.6  # The fraction of the link bandwidth that an all-reduce reaches.
+# Numbers of rows (new tokens of a step) at which the curves of a specification sheet are computed.
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 
-# Relative errors of costs from a specification sheet, of interpolated costs, and of costs far
-# outside of the measurements (size, dtype or number of ranks).
+# Relative errors of costs from a specification sheet, of interpolated costs, and of costs for a
+# size, dtype or number of ranks that is far from the measurements.
 SPEC_ERROR = 0.35
 SCALED_ERROR = 0.20
 FAR_ERROR = 0.35
@@ -49,9 +51,9 @@ CPU_ALL_REDUCE_S = 150e-6
 @dataclass(frozen=True)
 class StepPrices:
     steps: StepCostModel
-    request_s: float
+    request_s: float  # Seconds that a request spends in the server outside of the engine.
     confidence: Confidence
-    request_token_s: float = 0.0  # Additional overhead per prompt token.
+    request_token_s: float = 0.0  # Additional seconds outside of the engine per prompt token.
 
 
 def price_steps(
@@ -62,6 +64,11 @@ def price_steps(
     cluster: Cluster,
     calibration: Calibration | None,
 ) -> StepPrices:
+    """Return the costs of a model's steps and requests, and their error bar.
+
+    The source is the first of these that is available: the measurement of this model; interpolation
+    between the measured models of the calibration; without a calibration, the specification sheet.
+    """
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype is {dtype!r}; {suggest_nearest(dtype, DTYPE_BYTES)}")
     if calibration is None:
@@ -70,25 +77,19 @@ def price_steps(
             steps, REQUEST_OVERHEAD_S, Confidence("spec-sheet", SPEC_ERROR, "nothing was measured")
         )
     shape = ModelShape.from_config(model)
+    key = shape, dtype, tp, pp
     for model_costs in calibration.models:
-        if (model_costs.shape, model_costs.dtype, model_costs.tp, model_costs.pp) == (
-            shape,
-            dtype,
-            tp,
-            pp,
-        ):
+        if (model_costs.shape, model_costs.dtype, model_costs.tp, model_costs.pp) == key:
             confidence = Confidence("calibrated", calibration.error)
             return StepPrices(
                 model_costs.steps, calibration.request_s, confidence, calibration.request_token_s
             )
     steps, error, note = _interpolate_models(shape, dtype, calibration)
-    # The note says "one rank", although `_interpolate_models` may use models that were measured on
-    # several ranks if there are no others.
     if tp * pp > 1:
-        steps, error = (
-            _divide_over_ranks(steps, model, tp, pp, cluster, calibration),
-            max(error, FAR_ERROR),
-        )
+        steps = _divide_over_ranks(steps, model, tp, pp, cluster, calibration)
+        error = max(error, FAR_ERROR)
+        # If all models were measured on several ranks, `_interpolate_models` uses those; the note
+        # still says "one rank".
         note = f"measured on one rank, not on {tp * pp}"
     confidence = Confidence("calibrated", error, note)
     return StepPrices(steps, calibration.request_s, confidence, calibration.request_token_s)
@@ -100,102 +101,83 @@ def price_steps(
 def _interpolate_models(
     shape: ModelShape, dtype: str, calibration: Calibration
 ) -> tuple[StepCostModel, float, str]:
-    """Interpolate each part of a step between measured models; return costs, error and note."""
-    similar = [
-        similar_model
-        for similar_model in calibration.models
-        if similar_model.dtype == dtype and similar_model.tp * similar_model.pp == 1
-    ]
+    """Interpolate each part of a step between measured models; return costs, error and note.
+
+    Models on one rank and in this dtype are preferred. Costs in another dtype are multiplied by the
+    ratio of the bytes per weight.
+    """
+    single_rank_models = [model for model in calibration.models if model.tp * model.pp == 1]
+    models = [model for model in single_rank_models if model.dtype == dtype]
     error = SCALED_ERROR
     note = "interpolated from models of other sizes"
-    factor = 1.0
-    if not similar:
-        similar = [
-            similar_model
-            for similar_model in calibration.models
-            if similar_model.tp * similar_model.pp == 1
-        ] or list(calibration.models)
-        similar = [
-            similar_model for similar_model in similar if similar_model.dtype == similar[0].dtype
-        ]
-        factor = DTYPE_BYTES[dtype] / DTYPE_BYTES[similar[0].dtype]
-        error, note = FAR_ERROR, f"measured in {similar[0].dtype}, not in {dtype}"
-    exact = next((similar_model for similar_model in similar if similar_model.shape == shape), None)
-    if exact is not None:
-        return (
-            _scale_step_costs(exact.steps, factor),
-            calibration.error if factor == 1.0 else error,
-            note,
-        )
-    sizes = sorted(_layer_size(similar_model.shape) for similar_model in similar)
+    dtype_factor = 1.0
+    if not models:
+        models = single_rank_models or list(calibration.models)
+        measured_dtype = models[0].dtype
+        models = [model for model in models if model.dtype == measured_dtype]
+        dtype_factor = DTYPE_BYTES[dtype] / DTYPE_BYTES[measured_dtype]
+        error, note = FAR_ERROR, f"measured in {measured_dtype}, not in {dtype}"
+    same_shape = next((model for model in models if model.shape == shape), None)
+    if same_shape is not None:
+        steps = _scale_step_costs(same_shape.steps, dtype_factor)
+        return steps, calibration.error if dtype_factor == 1.0 else error, note
+    sizes = sorted(_layer_size(model.shape) for model in models)
     if not sizes[0] / NEAR_FACTOR <= _layer_size(shape) <= sizes[-1] * NEAR_FACTOR:
         error, note = FAR_ERROR, "far outside of the measured model sizes"
     nearest_model = min(
-        similar,
-        key=lambda similar_model: abs(_layer_size(similar_model.shape) - _layer_size(shape)),
+        models, key=lambda model: abs(_layer_size(model.shape) - _layer_size(shape))
     )
+    layer_curves = [
+        (_layer_size(model.shape), model.steps.rows.scaled_by(1 / model.shape.layers))
+        for model in models
+    ]
     steps = StepCostModel(
-        rows=_interpolate_curve(
-            [
-                (
-                    _layer_size(similar_model.shape),
-                    similar_model.steps.rows.scaled_by(1 / similar_model.shape.layers),
-                )
-                for similar_model in similar
-            ],
-            _layer_size(shape),
-        ).scaled_by(shape.layers),
+        rows=_interpolate_curve(layer_curves, _layer_size(shape)).scaled_by(shape.layers),
         draws=_interpolate_curve(
-            [
-                (_head_size(similar_model.shape), similar_model.steps.draws)
-                for similar_model in similar
-            ],
-            _head_size(shape),
+            [(_head_size(model.shape), model.steps.draws) for model in models], _head_size(shape)
         ),
         context_s=_interpolate_slope(
-            [
-                (_context_size(similar_model.shape), similar_model.steps.context_s)
-                for similar_model in similar
-            ],
+            [(_context_size(model.shape), model.steps.context_s) for model in models],
             _context_size(shape),
         ),
         pair_s=_interpolate_slope(
-            [
-                (_pair_size(similar_model.shape), similar_model.steps.pair_s)
-                for similar_model in similar
-            ],
+            [(_pair_size(model.shape), model.steps.pair_s) for model in models],
             _pair_size(shape),
         ),
         sequence_s=nearest_model.steps.sequence_s,
         step_s=nearest_model.steps.step_s,
     )
-    return _scale_step_costs(steps, factor), error, note
+    return _scale_step_costs(steps, dtype_factor), error, note
 
 
 def _layer_size(shape: ModelShape) -> float:
-    """Return the number of weights of one layer, which the time of the layer is proportional to."""
+    """Return the number of weights of one layer, which determines `StepCostModel.rows`."""
     return shape.layer_weights / shape.layers
 
 
 def _head_size(shape: ModelShape) -> float:
+    """Return the number of weights of the LM head, which determines `StepCostModel.draws`."""
     return float(shape.vocab * shape.hidden)
 
 
 def _context_size(shape: ModelShape) -> float:
+    """Return the width of keys and queries of all layers, which determines `context_s`."""
     return float(shape.layers * (shape.kv_width + shape.query_width))
 
 
 def _pair_size(shape: ModelShape) -> float:
+    """Return the width of the queries of all layers, which determines `pair_s`."""
     return float(shape.layers * shape.query_width)
 
 
 def _interpolate_curve(
     points: Sequence[tuple[float, PiecewiseLinear]], size: float
 ) -> PiecewiseLinear:
-    """Interpolate between the curves of the two neighbouring sizes.
+    """Interpolate between the curves of the next smaller and the next larger size.
 
     Above the largest size, or if there is only one size, the curve is proportional to the size.
-    Below the smallest size, the two smallest curves are extrapolated to at least 0.
+    Below the smallest size, the curves of the two smallest sizes are extrapolated; negative values
+    become 0.
     """
     curve_by_size = dict(sorted(points, key=lambda point: point[0]))
     sizes = list(curve_by_size)
@@ -239,24 +221,27 @@ def _divide_over_ranks(
 
     Ranks on one CPU share its cores, so they only add the cost of all-reduces.
     """
-    share = 1 / (tp * pp) if calibration.kind == "cuda" else 1.0
+    on_gpu = calibration.kind == "cuda"
+    share = 1 / (tp * pp) if on_gpu else 1.0
     layers = -(-model.num_layers // pp)
-    if calibration.kind == "cuda":
+    if on_gpu:
         all_reduce_points = [(rows, _all_reduce_s(model, rows, tp, cluster)) for rows in ROW_COUNTS]
-    else:
+    elif tp > 1:
         row_bytes = model.hidden_size * DTYPE_BYTES[model.dtype]
-        cpu_all_reduce_points = [
+        all_reduce_points = [
             (rows, CPU_ALL_REDUCE_S + rows * row_bytes / calibration.bandwidth_bytes)
             for rows in ROW_COUNTS
         ]
-        all_reduce_points = cpu_all_reduce_points if tp > 1 else [(1, 0.0)]
+    else:
+        all_reduce_points = [(1, 0.0)]
+    # Each layer has two all-reduces.
     all_reduce_cost = PiecewiseLinear(
         tuple((float(rows), 2 * layers * seconds) for rows, seconds in all_reduce_points)
     )
     return replace(
         steps,
         rows=PiecewiseLinear.sum_curves([steps.rows.scaled_by(share), all_reduce_cost]),
-        draws=steps.draws.scaled_by(1 / tp if calibration.kind == "cuda" else 1.0),
+        draws=steps.draws.scaled_by(1 / tp if on_gpu else 1.0),
         context_s=steps.context_s * share,
         pair_s=steps.pair_s * share,
     )
@@ -270,7 +255,7 @@ def steps_from_spec_sheet(
 ) -> StepCostModel:
     """Return the step costs of the stage with the most layers.
 
-    A matmul takes its compute time or its memory time, whichever is longer.
+    The time of a matmul is the maximum of its compute time and its memory time (roofline).
     """
     device, dtype_bytes = cluster.device, DTYPE_BYTES[dtype]
     shape = ModelShape.from_config(model)
@@ -286,14 +271,13 @@ def steps_from_spec_sheet(
         seconds += (
             ELEMENTWISE_BYTES * rows * model.hidden_size * layers * dtype_bytes / 2 / bandwidth
         )
-        return max(seconds, LAYER_LAUNCH_S * layers) + 2 * layers * _all_reduce_s(
-            model, rows, tp, cluster
-        )
+        all_reduces_s = 2 * layers * _all_reduce_s(model, rows, tp, cluster)
+        return max(seconds, LAYER_LAUNCH_S * layers) + all_reduces_s
 
-    head = shape.vocab * shape.hidden / tp
+    head_weights = shape.vocab * shape.hidden / tp
 
     def head_s(rows: int) -> float:
-        return max(2 * rows * head / flops, head * dtype_bytes / bandwidth)
+        return max(2 * rows * head_weights / flops, head_weights * dtype_bytes / bandwidth)
 
     kv_bytes_per_token = (
         2 * layers * max(1, model.num_query_groups // tp) * model.kv_channels * dtype_bytes
@@ -304,15 +288,15 @@ def steps_from_spec_sheet(
         draws=PiecewiseLinear(tuple((float(rows), head_s(rows)) for rows in ROW_COUNTS)),
         context_s=kv_bytes_per_token / (device.memory_bytes_per_s * ATTENTION_EFFICIENCY),
         pair_s=pair_flops / (device.flops * ATTENTION_EFFICIENCY),
-        sequence_s=10e-6,
+        sequence_s=SEQUENCE_OVERHEAD_S,
         step_s=STEP_OVERHEAD_S,
     )
 
 
 def _all_reduce_s(model: GPTConfig, rows: int, tp: int, cluster: Cluster) -> float:
-    """Return the seconds of a ring all-reduce of hidden states.
+    """Return the seconds of a ring all-reduce of the hidden states of `rows` tokens.
 
-    If the ranks are on several nodes, the time of the network is added.
+    If the ranks are on several nodes, the time of an all-reduce between the nodes is added.
     """
     if tp == 1:
         return 0.0

@@ -1,9 +1,9 @@
 """Calibration: times the steps of reference models and a user's model, and a server's overhead.
 
-Reference models of several widths stand for models that are not timed. The server overhead is the
-difference between the latencies of a real server under a small load and the durations of the
-server's steps. The overhead is fitted as a time per step, per sequence, per request and per prompt
-token.
+The costs of models that are not timed are interpolated between reference models of several widths.
+The server overhead is the difference between the latencies of a real server under a small load and
+the durations of its steps. It is fitted as a time per step, per sequence, per request and per
+prompt token.
 """
 
 import platform
@@ -47,7 +47,8 @@ VOCAB_SIZE, CONTEXT_TOKENS = 32000, 1024
 CONCURRENCIES = (1, 4, 16, 32)
 PROMPT_TOKENS = 32
 NEW_TOKENS = 48
-NEW_TOKENS_SLOW = 8
+NEW_TOKENS_SLOW = 8  # For a model with which NEW_TOKENS would take longer than LOAD_TARGET_S_MAX.
+# The load that measures the overhead per prompt token.
 LONG_PROMPT_TOKENS, LONG_PROMPT_REQUESTS = 256, 8
 LOAD_TARGET_S_MAX = 20.0  # A load that would take longer is reduced or left out.
 # Number of first requests per client that are not counted, because memory and caches are cold.
@@ -58,30 +59,28 @@ START_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class ServerOverhead:
-    """The time that a server adds per step, sequence in a step, request and prompt token."""
+    """The seconds that a server adds to the engine's step times."""
 
-    step_s: float
-    sequence_s: float
-    request_s: float
-    prompt_token_s: float  # Additional time per prompt token of a request.
+    step_s: float  # Per step.
+    sequence_s: float  # Per sequence in a step.
+    request_s: float  # Per request.
+    prompt_token_s: float  # Additionally per prompt token of a request.
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """Options of a calibration. `seconds` is the measuring time per model, without its loading."""
-
-    model: Path | None = None
+    model: Path | None = None  # A checkpoint to measure in addition to the reference models.
     device: str = "cpu"
     # None: the checkpoint's dtype; without a checkpoint bfloat16, and on a CPU also float32.
     dtype: str | None = None
-    seconds: float = 8.0
+    seconds: float = 8.0  # Measuring time per model, without loading the model.
     # Hidden size, layers and heads of each model; None: REFERENCE_MODELS of the device.
     reference_models: Sequence[tuple[int, int, int]] | None = None
     measure_server: bool = True
 
 
 def calibrate(options: CalibrationOptions, log: LogFunction) -> Calibration:
-    """Calibrate this machine, in one to three minutes unless the user's model is large."""
+    """Calibrate this machine. This takes one to three minutes, with a large model longer."""
     check_dtype(options.dtype)
     device = parse_device(options.device)
     set_thread_count(RankPosition(0, 1, 0, 1), respect_environment=True)
@@ -129,17 +128,14 @@ def _time_user_model(options: CalibrationOptions, model: Path, log: LogFunction)
 def _time_reference_models(
     options: CalibrationOptions, kind: str, user_model: TimedModel | None, log: LogFunction
 ) -> Iterator[TimedModel]:
-    dtypes = (
-        [options.dtype or user_model.measured.dtype]
-        if user_model
-        else [options.dtype or "bfloat16"]
-    )
-    if user_model is None and options.dtype is None:
+    if options.dtype is not None:
+        dtypes = [options.dtype]
+    elif user_model is not None:
+        dtypes = [user_model.measured.dtype]
+    else:
         dtypes = ["bfloat16", "float32"] if kind == "cpu" else ["bfloat16"]
     for dtype in dtypes:
-        for sizes in (
-            REFERENCE_MODELS[kind] if options.reference_models is None else options.reference_models
-        ):
+        for sizes in _reference_sizes(options, kind):
             config = reference_config(sizes)
             name = f"{config.num_layers} x {config.hidden_size}"
             log(f"{name}, {dtype}: timing steps")
@@ -147,6 +143,13 @@ def _time_reference_models(
             yield time_model(
                 checkpoint, device=options.device, dtype=dtype, seconds=options.seconds, name=name
             )
+
+
+def _reference_sizes(options: CalibrationOptions, kind: str) -> Sequence[tuple[int, int, int]]:
+    """Return hidden size, layers and heads of the reference models."""
+    if options.reference_models is not None:
+        return options.reference_models
+    return REFERENCE_MODELS[kind]
 
 
 def reference_config(sizes: tuple[int, int, int]) -> GPTConfig:
@@ -166,22 +169,19 @@ def reference_config(sizes: tuple[int, int, int]) -> GPTConfig:
 def _reference_overhead(
     options: CalibrationOptions, timed_models: Sequence[TimedModel], log: LogFunction
 ) -> ServerOverhead | None:
-    """Return the overhead of a server with one reference model, for all reference models."""
-    model_sizes = (
-        REFERENCE_MODELS[parse_device(options.device).type]
-        if options.reference_models is None
-        else options.reference_models
-    )
+    """Measure the server overhead with one reference model; it is used for all of them."""
+    model_sizes = _reference_sizes(options, parse_device(options.device).type)
     # The model has a medium size, because with small models the overhead exceeds the step times.
     index = len(model_sizes) // 2
-    sizes, middle_model = model_sizes[index], timed_models[index].measured
-    with random_checkpoint(reference_config(sizes).with_fields(dtype=middle_model.dtype)) as model:
+    middle_model = timed_models[index].measured
+    config = reference_config(model_sizes[index]).with_fields(dtype=middle_model.dtype)
+    with random_checkpoint(config) as model:
         return _measure_overhead(model, options, middle_model, log)
 
 
 @contextmanager
 def random_checkpoint(config: GPTConfig) -> Iterator[Path]:
-    """Write random weights to disk for the `with` block.
+    """Write a checkpoint with random weights; it is removed at the end of the `with` block.
 
     The checkpoint has no tokenizer, so no end-of-text token ends a completion early.
     """
@@ -193,6 +193,7 @@ def random_checkpoint(config: GPTConfig) -> Iterator[Path]:
 def _measure_overhead(
     model: Path, options: CalibrationOptions, measured: MeasuredModel, log: LogFunction
 ) -> ServerOverhead | None:
+    """Return the overhead of a server with this model; None: it could not be measured."""
     log(f"{measured.name or model.name}: timing a server under a small load")
     server_settings = {"device": options.device, "dtype": measured.dtype, "prove": False}
     try:
@@ -201,17 +202,14 @@ def _measure_overhead(
                 concurrency: _run_load(address, concurrency, requests, new_tokens)
                 for concurrency, requests, new_tokens in load_sizes(measured.steps)
             }
-            is_slow = (
-                LONG_PROMPT_REQUESTS * measured.steps.rows.interpolate(LONG_PROMPT_TOKENS)
-                > LOAD_TARGET_S_MAX
-            )
-            long_prompt_report = (
-                None
-                if is_slow
-                else _run_load(address, 1, LONG_PROMPT_REQUESTS, 2, LONG_PROMPT_TOKENS)
-            )
+            long_prompt_report = None
+            prefill_s = measured.steps.rows.interpolate(LONG_PROMPT_TOKENS)
+            if LONG_PROMPT_REQUESTS * prefill_s <= LOAD_TARGET_S_MAX:
+                long_prompt_report = _run_load(
+                    address, 1, LONG_PROMPT_REQUESTS, 2, LONG_PROMPT_TOKENS
+                )
     except (PreambleError, LoadError) as error:
-        # The calibration is still useful without the overhead, whose fields are then 0.
+        # The calibration is also useful with an overhead of 0.
         log(f"the server overhead could not be measured: {error}")
         return None
     return fit_overhead(measured.steps, reports, long_prompt_report)
@@ -235,12 +233,12 @@ def load_sizes(step_costs: StepCostModel) -> Iterator[tuple[int, int, int]]:
     """
     for concurrency in CONCURRENCIES:
         step_s = step_costs.step_seconds(concurrency, concurrency, 0, 0, concurrency)
-        rounds = max(2, 6 // concurrency)
-        new_tokens = (
-            NEW_TOKENS if rounds * NEW_TOKENS * step_s < LOAD_TARGET_S_MAX else NEW_TOKENS_SLOW
-        )
-        if concurrency == 1 or rounds * new_tokens * step_s < LOAD_TARGET_S_MAX:
-            yield concurrency, rounds * concurrency, new_tokens
+        requests_per_client = max(2, 6 // concurrency)
+        new_tokens = NEW_TOKENS
+        if requests_per_client * new_tokens * step_s >= LOAD_TARGET_S_MAX:
+            new_tokens = NEW_TOKENS_SLOW
+        if concurrency == 1 or requests_per_client * new_tokens * step_s < LOAD_TARGET_S_MAX:
+            yield concurrency, requests_per_client * concurrency, new_tokens
 
 
 def _run_load(
@@ -264,46 +262,52 @@ def fit_overhead(
 ) -> ServerOverhead | None:
     """Fit the overhead to the differences of measured latencies and step durations.
 
-    Return None if a load has no inter-token latency.
+    `reports` are keyed by concurrency. Return None if a load has no inter-token latency.
     """
-    points = []
+    points = []  # (concurrency, seconds that the server adds to a step, weight).
     for concurrency, report in reports.items():
         if report.itl_ms is None:
             return None
         context = concurrency * (PROMPT_TOKENS + NEW_TOKENS / 2)
         decode_step_s = step_costs.step_seconds(concurrency, concurrency, context, 0, concurrency)
         extra_s = max(0.0, report.itl_ms.p50 / 1e3 - decode_step_s)
-        # Step durations have a relative error, so points are weighted by their inverse variance.
+        # The error of a step's duration is proportional to the duration, so the weight of a point
+        # is its inverse variance, 1 / duration^2.
         points.append((float(concurrency), extra_s, decode_step_s**-2))
     step_s, sequence_s = _fit_line(points)
 
-    def overhead_s(report: LoadReport, prompt: int) -> float:
+    def request_overhead_s(report: LoadReport, prompt: int) -> float:
         """Return the time to first token minus the duration of its step."""
         if report.ttft_ms is None:
             return 0.0
         prefill_step_s = step_costs.step_seconds(prompt, 1, 0, prompt * (prompt + 1) // 2, 1)
         return report.ttft_ms.p50 / 1e3 - prefill_step_s - step_s - sequence_s
 
-    request_s = overhead_s(reports[min(reports)], PROMPT_TOKENS)
+    request_s = request_overhead_s(reports[min(reports)], PROMPT_TOKENS)
     if long_prompt_report is None:
         return ServerOverhead(step_s, sequence_s, max(0.0, request_s), 0.0)
-    extra_s = overhead_s(long_prompt_report, LONG_PROMPT_TOKENS) - request_s
-    token_s = max(0.0, extra_s / (LONG_PROMPT_TOKENS - PROMPT_TOKENS))
-    request_s = max(0.0, request_s - PROMPT_TOKENS * token_s)
-    return ServerOverhead(step_s, sequence_s, request_s, token_s)
+    long_prompt_extra_s = request_overhead_s(long_prompt_report, LONG_PROMPT_TOKENS) - request_s
+    prompt_token_s = max(0.0, long_prompt_extra_s / (LONG_PROMPT_TOKENS - PROMPT_TOKENS))
+    request_s = max(0.0, request_s - PROMPT_TOKENS * prompt_token_s)
+    return ServerOverhead(step_s, sequence_s, request_s, prompt_token_s)
 
 
 def _fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Fit a line to weighted points; return its intercept and slope, both at least 0."""
+    """Fit a line to (x, y, weight) points; return its intercept and slope, both at least 0."""
     weight_sum = sum(weight for _, _, weight in points)
-    x, y = (sum(point[axis] * point[2] for point in points) / weight_sum for axis in (0, 1))
-    spread = sum(weight * (a - x) ** 2 for a, _, weight in points)
-    slope = sum(weight * (a - x) * (b - y) for a, b, weight in points) / spread if spread else 0.0
-    slope = max(0.0, slope)
-    if y - slope * x >= 0:
-        return y - slope * x, slope
-    squares = sum(weight * a * a for a, _, weight in points)
-    return 0.0, sum(weight * a * b for a, b, weight in points) / squares
+    mean_x = sum(x * weight for x, _, weight in points) / weight_sum
+    mean_y = sum(y * weight for _, y, weight in points) / weight_sum
+    variance = sum(weight * (x - mean_x) ** 2 for x, _, weight in points)
+    slope = 0.0
+    if variance:
+        covariance = sum(weight * (x - mean_x) * (y - mean_y) for x, y, weight in points)
+        slope = max(0.0, covariance / variance)
+    intercept = mean_y - slope * mean_x
+    if intercept >= 0:
+        return intercept, slope
+    # The best line with an intercept of at least 0 goes through the origin.
+    squares = sum(weight * x * x for x, _, weight in points)
+    return 0.0, sum(weight * x * y for x, y, weight in points) / squares
 
 
 def _add_overhead(model_costs: MeasuredModel, overhead: ServerOverhead | None) -> MeasuredModel:

@@ -1,8 +1,8 @@
 """Child commands: run `preamble` subcommands as processes with time-outs and failure reasons.
 
-A child process never outlives its parent. Its stderr goes to a log file, from which the failure
-reason is read. `run_server` yields the address of a running server; the stdout of other commands is
-read until they end.
+A child process ends with its parent. Its stderr goes to a log file, from which the failure reason
+is read. `run_server` yields the address of a running server; the stdout of other commands is read
+until they end.
 """
 
 import re
@@ -17,7 +17,7 @@ from gpt.child_processes import ChildProcess, module_command, read_log_tail
 from gpt.errors import PreambleError
 
 STOP_TIMEOUT_S = 30.0  # Time for a server to shut down before it is killed.
-# Patterns of the log lines of failed allocations, and of failed `preamble` commands.
+# Log lines of a failed allocation, and the error line of a failed `preamble` command.
 OUT_OF_MEMORY_LINE = re.compile(r"^.*(?:out of memory|OutOfMemory|Cannot allocate).*$", re.M | re.I)
 OWN_ERROR_LINE = re.compile(r"^preamble \w+: (?!warning)(.+)$", re.M)
 
@@ -27,7 +27,7 @@ class ChildError(PreambleError):
 
 
 class ChildCommand:
-    """A running command. `module_args` is a module name and its arguments."""
+    """A running Python module. `module_args` are the name of the module and its arguments."""
 
     def __init__(self, module_args: Sequence[str | Path], log: Path, stdin_text: str = "") -> None:
         self._log = log
@@ -64,20 +64,20 @@ class ChildCommand:
     def failure_reason(self) -> str:
         """Return why the command failed or is failing, from its log and exit code."""
         text = read_log_tail(self._log)
-        memory = OUT_OF_MEMORY_LINE.findall(text)
-        if memory:
-            return f"out of memory: {memory[-1].strip()[:200]}"
-        own_lines = OWN_ERROR_LINE.findall(text)
-        if own_lines:
-            return str(own_lines[-1])[:400]
+        allocation_errors = OUT_OF_MEMORY_LINE.findall(text)
+        if allocation_errors:
+            return f"out of memory: {allocation_errors[-1].strip()[:200]}"
+        command_errors = OWN_ERROR_LINE.findall(text)
+        if command_errors:
+            return str(command_errors[-1])[:400]
         code = self.process.poll()
         if code is not None and code < 0:
             name = signal.Signals(-code).name
-            likely = ", probably by the kernel's OOM killer" if -code == signal.SIGKILL else ""
-            return f"the process was killed by {name}{likely}"
-        last = text.strip().rpartition("\n")[2][:200]
+            oom_note = ", probably by the kernel's OOM killer" if -code == signal.SIGKILL else ""
+            return f"the process was killed by {name}{oom_note}"
+        last_line = text.strip().rpartition("\n")[2][:200]
         reason = f"the process ended with exit code {code}"
-        return f"{reason}: {last}" if last else reason
+        return f"{reason}: {last_line}" if last_line else reason
 
 
 @contextmanager

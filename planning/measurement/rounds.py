@@ -1,9 +1,10 @@
-"""Measurement rounds: runs a plan's top candidates, corrects the predictions of the others, ranks.
+"""Measurement rounds: runs a plan's best candidates, and ranks all candidates by the results.
 
-Later rounds run the best candidates again for longer. Each result is written to a journal
-immediately, so that the same command continues after an interruption. A candidate that crashes,
-runs out of memory or times out becomes a failed row with the reason of the failure. A `Trial` runs
-one candidate and scores the candidate's figures.
+Later rounds run the best candidates again for longer. The predictions of candidates that did not
+run are corrected by the measured errors. Each result is written to a journal immediately, so that
+the same command continues after an interruption. A candidate that crashes, runs out of memory or
+times out becomes a failed row with the reason of the failure. A `Trial` runs one candidate and
+scores its figures.
 """
 
 import json
@@ -20,14 +21,15 @@ from planning.plan import Confidence, Feasibility, Plan, Row
 
 JOURNAL_NAME, JOURNAL_VERSION = "measured.jsonl", 1
 DEFAULT_FOLDER = "preamble-plan"  # The default folder for results.
-LATER_ROUND_SIZES = (4, 2)  # The number of candidates in the second and in the third round.
-# After this many results, the prediction errors decide whether another candidate can be the best.
+# Maximum number of candidates in the second and in the third round.
+LATER_ROUND_SIZES = (4, 2)
+# Number of results from which on the first round may end early (`_cannot_win`).
 RESULTS_MIN = 3
 SINGLE_RUN_ERROR = 0.05  # Assumed relative error of a candidate that was run only once.
 
 
 class TrialError(PreambleError):
-    """A candidate crashed or exceeded its time-out; the message is the reason."""
+    """The run of a candidate failed or exceeded its time-out; the message is the reason."""
 
 
 class Trial(Protocol):
@@ -40,7 +42,7 @@ class Trial(Protocol):
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """The model, machine and load that results are valid for; other results are discarded."""
+        """The model, machine and load. Results of a journal with another identity are discarded."""
         ...
 
     def run(self, row: Row, effort: int, folder: Path) -> Mapping[str, float]:
@@ -52,42 +54,46 @@ class Trial(Protocol):
         ...
 
     def violated_limit(self, figures: Mapping[str, float]) -> str:
-        """Describe the limit that the figures violate; return "" if they satisfy all limits."""
+        """Describe the limit that the figures violate most; "": they satisfy all limits."""
         ...
 
     def finalize_plan(self, plan: Plan, best: Row | None) -> Plan:
-        """Return the plan with the settings file and the command of the best row."""
+        """Return the plan with the settings file and the command of the row `best`."""
         ...
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a candidate in one round: figures, or the reason of a failure."""
+    """The result of a candidate in one round."""
 
-    figures: Mapping[str, float] = field(default_factory=dict)
-    failure: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)  # Empty after a failure.
+    failure: str = ""  # The reason of a failure; "": the run succeeded.
 
 
 class Journal:
-    """A file of results, one JSON line each; it includes results of an interrupted run."""
+    """The results of all runs, in memory and in a file that survives an interruption.
+
+    The first line of the file is the identity of the trial. Each further line is a result, as JSON.
+    """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], log: Callable[[str], None]):
         self._path = folder / JOURNAL_NAME
         self._results: dict[str, TrialResult] = {}
-        # Converted to JSON and back, so that it can equal the first line of the file.
+        # The conversion to JSON and back turns tuples into lists, as in the file.
         head = json.loads(json.dumps({"version": JOURNAL_VERSION, **identity}))
-        lines = _read_journal(self._path)
-        if lines and lines[0] == head:
-            for line in lines[1:]:
-                self._results[_result_key(line["settings"], line["effort"])] = TrialResult(
-                    line.get("figures", {}), line.get("failure", "")
+        records = _read_journal(self._path)
+        if records and records[0] == head:
+            for record in records[1:]:
+                key = _result_key(record["settings"], record["effort"])
+                self._results[key] = TrialResult(
+                    record.get("figures", {}), record.get("failure", "")
                 )
             log(f"continuing with {len(self._results)} results from {self._path}")
             return
-        if lines:
+        if records:
             log(
-                f"{self._path} has results of another model, machine, load or version; discarding "
-                "them and starting again"
+                f"{self._path} has results of another model, machine, load or version; these "
+                "results are discarded, starting again"
             )
         self._write_record(head, "w")
 
@@ -115,19 +121,23 @@ class Journal:
 
 
 def _read_journal(path: Path) -> list[dict[str, Any]]:
-    """Read the complete lines, and truncate a last incomplete line, which a kill can leave."""
+    """Return the records of the complete lines; an incomplete last line is removed from the file.
+
+    The process may have been killed while it wrote that line. An invalid file gives one empty
+    record, which equals no identity.
+    """
     try:
-        text = path.read_bytes()
+        content = path.read_bytes()
     except OSError:
         return []
-    complete_lines = text[: text.rfind(b"\n") + 1]
-    if len(complete_lines) < len(text):
+    complete_lines = content[: content.rfind(b"\n") + 1]
+    if len(complete_lines) < len(content):
         os.truncate(path, len(complete_lines))
     try:
         records = [json.loads(line) for line in complete_lines.splitlines()]
     except ValueError:
         return [{}]
-    return records if all(isinstance(line, dict) for line in records) else [{}]
+    return records if all(isinstance(record, dict) for record in records) else [{}]
 
 
 def _result_key(settings: Mapping[str, Any], effort: int) -> str:
@@ -141,13 +151,16 @@ def _settings_key(row: Row) -> str:
 def measure_plan(
     plan: Plan, trial: Trial, folder: Path, top: int, log: Callable[[str], None]
 ) -> Plan:
-    """Measure the best `top` candidates, and return the plan with their figures, re-ranked."""
+    """Measure up to `top` candidates, and return the plan ranked by the measured figures.
+
+    `folder` is the folder of the journal and of the runs.
+    """
     if top < 1:
         raise ConfigError(f"--measure is {top}; set the number of candidates to run, at least 1")
     rounds = _MeasurementRounds(plan, trial, Journal(folder, trial.identity, log), folder, log)
-    effort, *longer = trial.efforts
-    ranked_rows = rounds.run_first_round(effort, top)
-    for rows_max, effort in zip(LATER_ROUND_SIZES, longer, strict=False):
+    first_effort, *later_efforts = trial.efforts
+    ranked_rows = rounds.run_first_round(first_effort, top)
+    for rows_max, effort in zip(LATER_ROUND_SIZES, later_efforts, strict=False):
         if len(ranked_rows) > 1:
             ranked_rows = rounds.run_next_round(effort, ranked_rows[:rows_max])
     return rounds.make_plan()
@@ -162,13 +175,14 @@ class _MeasurementRounds:
     journal: Journal
     folder: Path
     log: Callable[[str], None]
+    # The results of each row that has run, one per round, keyed by `_settings_key`.
     results: dict[str, list[TrialResult]] = field(default_factory=dict)
 
     def run_first_round(self, effort: int, rows_max: int) -> list[Row]:
         """Run up to `rows_max` candidates and rank them.
 
-        The next candidate is always the most promising one according to the results so far. The
-        round ends early if no other candidate can be the best.
+        The next candidate is the one with the best predictions, corrected by the results so far.
+        The round ends early if no other candidate can be the best.
         """
         pool = {_settings_key(row): row for row in self.plan.rows if self._is_runnable(row)}
         measured_rows: list[Row] = []
@@ -180,11 +194,8 @@ class _MeasurementRounds:
                 break
             del pool[_settings_key(row)]
             measured_rows.append(row)
-            self._run(
-                row,
-                effort,
-                f"{len(measured_rows)} of {min(rows_max, len(measured_rows) + len(pool))}",
-            )
+            runs_max = min(rows_max, len(measured_rows) + len(pool))
+            self._run(row, effort, f"{len(measured_rows)} of {runs_max}")
         return self._rank_rows(measured_rows)
 
     def run_next_round(self, effort: int, rows: Sequence[Row]) -> list[Row]:
@@ -196,15 +207,16 @@ class _MeasurementRounds:
     def _is_runnable(self, row: Row) -> bool:
         """Return whether a row can run.
 
-        A row can run if it fits in memory, even if it is rejected because it is predicted to
-        violate a limit: the prediction may be wrong.
+        A row that fits in memory can run. A row that was rejected because its figures violate a
+        limit can run too, because the prediction may be wrong.
         """
-        is_simulated = row.feasibility == "rejected" and bool(row.figures)
-        return row.feasibility in ACCEPTABLE or (
-            is_simulated and bool(self.trial.violated_limit(row.figures))
-        )
+        if row.feasibility in ACCEPTABLE:
+            return True
+        is_rejected_with_figures = row.feasibility == "rejected" and bool(row.figures)
+        return is_rejected_with_figures and bool(self.trial.violated_limit(row.figures))
 
     def _run(self, row: Row, effort: int, progress: str) -> None:
+        """Add the result of a row to `results`, from the journal or from a run."""
         result = self.journal.get_result(row, effort)
         cached_note = " (from the journal)" if result is not None else ""
         self.log(f"{progress}: {row.name}{cached_note}")
@@ -231,10 +243,10 @@ class _MeasurementRounds:
     # ------------------------------------------------------------------------------- expectations
 
     def _finished_results(self) -> list[tuple[Row, TrialResult]]:
-        """Return each row that has run with its last result, except rows that failed."""
+        """Return the rows whose last run succeeded, each with the result of this run."""
         rows = {_settings_key(row): row for row in self.plan.rows}
-        last = [(rows[name], results[-1]) for name, results in self.results.items()]
-        return [(row, result) for row, result in last if not result.failure]
+        last_results = [(rows[key], results[-1]) for key, results in self.results.items()]
+        return [(row, result) for row, result in last_results if not result.failure]
 
     def _correction_factors(self) -> dict[str, float]:
         """Return the median ratio of measured to predicted values of each figure."""
@@ -258,26 +270,26 @@ class _MeasurementRounds:
         )
 
     def _cannot_win(self, row: Row, factors: Mapping[str, float]) -> bool:
-        """Return whether a row would not be the best even with the largest prediction error so far.
+        """Return whether the largest likely score of a row is below the best measured score.
 
-        The error of a single run is added to the prediction error. The answer is False before there
-        are RESULTS_MIN results.
+        The largest likely score is the corrected prediction, plus the largest prediction error so
+        far, plus the error of a single run. Return False if there are fewer than RESULTS_MIN
+        results, or if no result satisfies the limits.
         """
         finished, score = self._finished_results(), self.trial.score
         valid_scores = [
-            score(trial_result.figures)
-            for _, trial_result in finished
-            if not self.trial.violated_limit(trial_result.figures)
+            score(result.figures)
+            for _, result in finished
+            if not self.trial.violated_limit(result.figures)
         ]
         if len(finished) < RESULTS_MIN or not valid_scores:
             return False
-        gains = [
+        prediction_errors = [
             score(result.figures) - score(correct_figures(measured_row, factors))
             for measured_row, result in finished
         ]
-        score_margin = max(0.0, *gains) + SINGLE_RUN_ERROR * max(
-            abs(valid_score) for valid_score in valid_scores
-        )
+        single_run_error = SINGLE_RUN_ERROR * max(abs(valid_score) for valid_score in valid_scores)
+        score_margin = max(0.0, *prediction_errors) + single_run_error
         return score(correct_figures(row, factors)) + score_margin < max(valid_scores)
 
     # ------------------------------------------------------------------------------------- ranking
@@ -288,15 +300,16 @@ class _MeasurementRounds:
             for row, result in self._finished_results()
             if not self.trial.violated_limit(result.figures)
         }
-        # Only candidates that ran in the most rounds can win, because later rounds are longer.
-        rounds_max = max((len(self.results[name]) for name in valid_results), default=0)
-        finals = [name for name in valid_results if len(self.results[name]) == rounds_max]
-        winner = max(
-            finals, key=lambda name: self.trial.score(valid_results[name].figures), default=None
+        # Only candidates that ran in the most rounds can be the best, because later rounds are
+        # longer.
+        rounds_max = max((len(self.results[key]) for key in valid_results), default=0)
+        finalists = [key for key in valid_results if len(self.results[key]) == rounds_max]
+        best_key = max(
+            finalists, key=lambda key: self.trial.score(valid_results[key].figures), default=None
         )
         factors = self._correction_factors()
         rows = [
-            self._measured_row(row, factors, best=_settings_key(row) == winner)
+            self._measured_row(row, factors, is_best=_settings_key(row) == best_key)
             for row in self.plan.rows
         ]
         rows.sort(key=self._sort_rank)
@@ -310,25 +323,29 @@ class _MeasurementRounds:
             return 4
         if row.feasibility == "best":
             return 0
-        return 1 if row.measured else 2 if row.feasibility == "fits" else 3
+        if row.measured:
+            return 1
+        return 2 if row.feasibility == "fits" else 3
 
-    def _measured_row(self, row: Row, factors: Mapping[str, float], *, best: bool) -> Row:
+    def _measured_row(self, row: Row, factors: Mapping[str, float], *, is_best: bool) -> Row:
+        """Return a row with its measured figures; a row that has not run, with corrected ones."""
         results = self.results.get(_settings_key(row), ())
         if not results:
             return self._corrected_row(row, factors)
-        failure = next((run_result.failure for run_result in results if run_result.failure), "")
+        failure = next((result.failure for result in results if result.failure), "")
         if failure:
             return replace(row, feasibility="failed", reason=failure)
         figures = results[-1].figures
-        scores = [self.trial.score(run_result.figures) for run_result in results]
-        mean_score = abs(sum(scores) / len(scores)) or 1.0
-        error = (
-            (max(scores) - min(scores)) / 2 / mean_score if len(scores) > 1 else SINGLE_RUN_ERROR
-        )
+        scores = [self.trial.score(result.figures) for result in results]
+        error = SINGLE_RUN_ERROR
+        if len(scores) > 1:
+            mean_score = abs(sum(scores) / len(scores)) or 1.0
+            error = (max(scores) - min(scores)) / 2 / mean_score
         violation = self.trial.violated_limit(figures)
+        feasibility: Feasibility = "rejected" if violation else "fits"
         return replace(
             row,
-            feasibility="best" if best else "rejected" if violation else "fits",
+            feasibility="best" if is_best else feasibility,
             reason=f"measured: {violation}" if violation else "",
             measured=figures,
             confidence=Confidence("measured", max(0.01, error)),
@@ -344,14 +361,10 @@ class _MeasurementRounds:
         figures = correct_figures(row, factors)
         violation = self.trial.violated_limit(figures)
         feasibility: Feasibility = "tight" if row.feasibility == "tight" else "fits"
-        note = (
-            f"corrected by {len(self._finished_results())} measured candidates" if factors else ""
-        )
-        confidence = (
-            replace(row.confidence, note=note or row.confidence.note)
-            if row.confidence is not None
-            else None
-        )
+        confidence = row.confidence
+        if confidence is not None and factors:
+            note = f"corrected by {len(self._finished_results())} measured candidates"
+            confidence = replace(confidence, note=note)
         return replace(
             row,
             feasibility="rejected" if violation else feasibility,
@@ -362,7 +375,8 @@ class _MeasurementRounds:
 
     def _advice(self, best: Row | None) -> list[str]:
         """Return lines on the prediction error, and advice if no candidate satisfies the limits."""
-        axis, lines = self.plan.y, list[str]()
+        axis = self.plan.y
+        lines: list[str] = []
         ratios = [
             result.figures[axis.figure] / row.figures[axis.figure]
             for row, result in self._finished_results()

@@ -1,8 +1,8 @@
 """Serving trial: runs a candidate's server under the planned load and measures its figures.
 
-Requests have the planned lengths. Their prompts share no prefix except the virtual tokens of their
-adapters. Only one replica runs, with its share of the load; the measured rates are multiplied by
-the number of replicas.
+Requests have the planned lengths. Their prompts are random, so only the virtual tokens of an
+adapter are a common prefix. One replica runs, with its share of the load; the measured rates are
+multiplied by the number of replicas.
 """
 
 import hashlib
@@ -28,16 +28,16 @@ from planning.plan import Plan, Row
 from serving.profiles import describe_machine
 
 DATASET_LINES_MAX = 20_000
-REQUESTS_PER_CALLER_MIN = 4  # Fewer requests per client do not reach a steady state.
-LOAD_S_MAX = 600.0
+REQUESTS_PER_CLIENT_MIN = 4  # With fewer requests per client, the load does not become steady.
+LOAD_S_MAX = 600.0  # Upper bound of the duration of a load.
 REQUEST_TIMEOUT_S_MIN = 60.0  # Lower bound of the time-out of a request.
 RATES = ("tokens_per_s", "requests_per_s")
-# Standard deviation of the rows of random adapters; embeddings have a similar one.
+# Standard deviation of the rows of random adapters, similar to the rows of an embedding.
 ADAPTER_ROW_STD = 0.02
 
 
 def check_machine(requirements: Requirements) -> None:
-    """Raise ConfigError if the plan is for GPUs, not calibrated, and this machine has none."""
+    """Raise ConfigError if the plan is for GPUs without a calibration and there is no GPU."""
     import torch
 
     if (
@@ -46,18 +46,18 @@ def check_machine(requirements: Requirements) -> None:
         and not torch.cuda.is_available()
     ):
         raise ConfigError(
-            "--measure runs candidates on this machine, which has no CUDA device; calibrate the "
-            "CPU (preamble plan calibrate) and plan with --calibration"
+            "--measure runs candidates on this machine, which has no CUDA device; run `preamble "
+            "plan calibrate`, and set --calibration to its file"
         )
 
 
 @dataclass(frozen=True)
 class ServingTrial:
-    """Trials of a serving plan. `efforts` are the seconds of load in each round."""
+    """Trials of a serving plan."""
 
     requirements: Requirements
     checkpoint: Path
-    efforts: Sequence[int] = (10, 30, 60)
+    efforts: Sequence[int] = (10, 30, 60)  # Seconds of load in each round.
     start_timeout_s: float = 1800.0
 
     @cached_property
@@ -80,7 +80,7 @@ class ServingTrial:
 
     @property
     def _nominal_workload(self) -> Workload:
-        """A workload for `score` and `violated_limit`, which use only its request rate."""
+        """The workload for `score` and `violated_limit`, which use only its request rate."""
         return self.requirements.workload_for(1, 1)
 
     def finalize_plan(self, plan: Plan, best: Row | None) -> Plan:
@@ -103,27 +103,27 @@ class ServingTrial:
         return {**replica_figures, **total_rates, "tokens_per_s_per_gpu": per_gpu}
 
     def _measure_replica(self, row: Row, effort_s: float, run_folder: Path) -> dict[str, float]:
-        job = self._load_job(row, effort_s, run_folder)
+        load_job = self._load_job(row, effort_s, run_folder)
         settings = server_settings(row, self.requirements, str(self.checkpoint))
         if self.requirements.workload.adapters:
             settings["adapters"] = str(self._write_adapters(run_folder))
-        file = run_folder / "serve.yaml"
-        file.write_text(yaml.safe_dump(settings))
-        server_args: list[str | Path] = ["--config", file, "--no-page"]
+        settings_file = run_folder / "serve.yaml"
+        settings_file.write_text(yaml.safe_dump(settings))
+        server_args: list[str | Path] = ["--config", settings_file, "--no-page"]
         with run_server(server_args, run_folder / "serve.log", self.start_timeout_s) as (
             server_command,
             address,
         ):
-            load_job = json.dumps({**job, "address": address})
+            job_text = json.dumps({**load_job, "address": address})
             with run_child(
-                ["planning.measurement.steady_load"], run_folder / "load.log", load_job
+                ["planning.measurement.steady_load"], run_folder / "load.log", job_text
             ) as load_command:
                 try:
                     load_output = load_command.read_output(
-                        job["duration_s"] + job["timeout_s"] + REQUEST_TIMEOUT_S_MIN
+                        load_job["duration_s"] + load_job["timeout_s"] + REQUEST_TIMEOUT_S_MIN
                     )
                 except ChildError as error:
-                    # If the server failed, its log has a better reason than the load generator's.
+                    # If the server failed, its log has the reason of the failure.
                     server_reason = server_command.failure_reason()
                     server_failed = (
                         server_command.process.poll() is not None
@@ -140,39 +140,46 @@ class ServingTrial:
             int(row.settings["running_requests_max"]), replicas
         )
         request_s = row.figures.get("request_ms_p95", 0.0) / 1000
-        seconds = min(LOAD_S_MAX, max(effort_s, REQUESTS_PER_CALLER_MIN * request_s))
-        expected = row.figures.get("requests_per_s", 0.0) / replicas * seconds
+        duration_s = min(LOAD_S_MAX, max(effort_s, REQUESTS_PER_CLIENT_MIN * request_s))
+        expected_requests = row.figures.get("requests_per_s", 0.0) / replicas * duration_s
         concurrency = None
         if workload.concurrency is not None:
             concurrency = max(1, round(workload.concurrency / replicas))
-        count = min(DATASET_LINES_MAX, 3 * math.ceil(expected) + 8 * (concurrency or 8))
+        # Enough prompts for a server that is three times as fast as predicted.
+        prompt_count = min(
+            DATASET_LINES_MAX, 3 * math.ceil(expected_requests) + 8 * (concurrency or 8)
+        )
         return {
-            "dataset": str(self._write_dataset(count, run_folder)),
+            "dataset": str(self._write_dataset(prompt_count, run_folder)),
             "rate": None if workload.request_rate is None else workload.request_rate / replicas,
             "concurrency": concurrency,
-            "duration_s": seconds,
+            "duration_s": duration_s,
             "timeout_s": max(REQUEST_TIMEOUT_S_MIN, 10 * request_s),
         }
 
     def _write_dataset(self, count: int, run_folder: Path) -> Path:
-        """Write random prompts. The seeds are the same for all candidates."""
+        """Write random prompts, with the same seeds for all candidates."""
         workload, rng = self.requirements.workload, random.Random(0)
         context = self.requirements.model.max_position_embeddings
         inputs = workload.input_tokens.sample_lengths(count, 11)
         outputs = workload.output_tokens.sample_lengths(count, 12)
-        file = run_folder / "prompts.jsonl"
-        with file.open("w") as dataset_file:
-            for number, (prompt, new_tokens) in enumerate(zip(inputs, outputs, strict=True)):
+        dataset_path = run_folder / "prompts.jsonl"
+        with dataset_path.open("w") as dataset_file:
+            for number, (prompt_tokens, new_tokens) in enumerate(zip(inputs, outputs, strict=True)):
+                # Samples may exceed the context length.
                 new_tokens = min(new_tokens, max(1, context // 2))
-                length = max(1, min(prompt, context - workload.virtual_tokens - new_tokens))
+                tokens_max = context - workload.virtual_tokens - new_tokens
+                prompt_tokens = max(1, min(prompt_tokens, tokens_max))
                 line: dict[str, Any] = {
-                    "prompt": rng.choices(range(self.requirements.model.vocab_size), k=length),
+                    "prompt": rng.choices(
+                        range(self.requirements.model.vocab_size), k=prompt_tokens
+                    ),
                     "new_tokens": new_tokens,
                 }
                 if workload.adapters:
                     line["adapter"] = f"plan-{number % workload.adapters}"
                 dataset_file.write(json.dumps(line) + "\n")
-        return file
+        return dataset_path
 
     def _write_adapters(self, run_folder: Path) -> Path:
         """Write the planned number of adapters, with random rows."""

@@ -1,9 +1,10 @@
 """Steady-state load: runs a load and reports its latency and throughput in the steady window.
 
-`python -m planning.measurement.steady_load` reads the load from stdin, and sends and times requests
-as `preamble bench` does. The steady window excludes the start, when all clients arrive at once, and
-the end, when some clients have finished. Short loads are therefore comparable with each other and
-with predictions. The module does not import torch.
+`python -m planning.measurement.steady_load` reads the load as JSON from stdin, sends and times its
+requests as `preamble bench` does, and prints the figures as JSON. The steady window excludes the
+start, when all clients arrive at once, and the end, when some clients have finished. The figures of
+short loads are therefore comparable with each other and with predictions. The module does not
+import torch.
 """
 
 import json
@@ -25,7 +26,7 @@ from clients.load.generator import (
     run_load,
 )
 
-FAILED_FRACTION_MAX = 0.01  # If more requests fail, the figures are not meaningful.
+FAILED_FRACTION_MAX = 0.01  # If a larger fraction of the requests fails, the load has failed.
 
 
 @dataclass(frozen=True)
@@ -38,29 +39,38 @@ class SteadyWindow:
 
     @classmethod
     def from_run(cls, load_run: LoadRun, concurrency: int | None) -> "SteadyWindow":
-        """Find the steady window. `concurrency` is the number of clients, or None: an open loop."""
-        until = max(request.due_s for request in load_run.calls)
-        ends = sorted(request.ended_s for request in load_run.calls)
-        # In a closed loop, `concurrency` requests have ended at this time, and later requests start
-        # one by one. In an open loop, the first tenth of the run is excluded.
-        steady_s = ends[min(concurrency, len(ends)) - 1] if concurrency else until / 10
-        if steady_s > until / 2:
-            return cls(load_run, 0.0, max(ends))  # The run is too short: use all of it.
-        return cls(load_run, steady_s, until)
+        """Find the steady window. `concurrency` is the number of clients; None: open loop.
+
+        The window ends with the last start of a request. If the window were shorter than half of
+        that time, it is the whole run.
+        """
+        last_due_s = max(request.due_s for request in load_run.calls)
+        end_times = sorted(request.ended_s for request in load_run.calls)
+        if concurrency:
+            # After the first `concurrency` requests have ended, the clients do not start requests
+            # together.
+            steady_s = end_times[min(concurrency, len(end_times)) - 1]
+        else:
+            steady_s = last_due_s / 10
+        if steady_s > last_due_s / 2:
+            return cls(load_run, 0.0, max(end_times))
+        return cls(load_run, steady_s, last_due_s)
 
     def measured_figures(self) -> dict[str, float]:
+        """Return the figures of the window, named as in a plan."""
         succeeded = [request for request in self.run.calls if request.ok]
         due_in_window = [
             request for request in succeeded if self.start_s <= request.due_s <= self.end_s
         ] or succeeded
-        span = max(self.end_s - self.start_s, 1e-9)
-        messages = [
+        window_s = max(self.end_s - self.start_s, 1e-9)
+        token_counts = [
             count
             for request in succeeded
             for when, count in request.messages
             if self.start_s < when <= self.end_s
         ]
         finished_count = sum(self.start_s < request.ended_s <= self.end_s for request in succeeded)
+        # A message with several tokens counts as equal gaps between these tokens.
         gaps = [
             gap / count
             for request in succeeded
@@ -71,8 +81,8 @@ class SteadyWindow:
             for _ in range(count)
         ]
         return {
-            "tokens_per_s": sum(messages) / span,
-            "requests_per_s": finished_count / span,
+            "tokens_per_s": sum(token_counts) / window_s,
+            "requests_per_s": finished_count / window_s,
             **_summary_figures(
                 "ttft_ms",
                 [request.ttft_s for request in due_in_window if request.ttft_s is not None],
@@ -85,11 +95,11 @@ class SteadyWindow:
 def _summary_figures(name: str, seconds: Sequence[float]) -> dict[str, float]:
     if not seconds:
         return {}
-    values = [1e3 * duration_s for duration_s in seconds]
+    milliseconds = [1e3 * duration_s for duration_s in seconds]
     return {
-        f"{name}_mean": math.fsum(values) / len(values),
-        f"{name}_p50": quantile(values, 0.5),
-        f"{name}_p95": quantile(values, 0.95),
+        f"{name}_mean": math.fsum(milliseconds) / len(milliseconds),
+        f"{name}_p50": quantile(milliseconds, 0.5),
+        f"{name}_p95": quantile(milliseconds, 0.95),
     }
 
 
@@ -100,7 +110,7 @@ def run_job(job: dict[str, Any]) -> dict[str, float]:
     work = LoadSpec(
         rate=job["rate"],
         concurrency=concurrency or 1,
-        requests_max=len(dataset),  # A repeated prompt would be in the prefix cache.
+        requests_max=len(dataset),  # Each prompt once; a repeated one would be in the prefix cache.
         duration_s=job["duration_s"],
         warmup_requests=0,  # The steady window excludes the start.
         prompt_length=LengthSampler("fixed", 1, 1),

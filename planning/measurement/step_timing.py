@@ -1,9 +1,9 @@
 """Step timing: times the engine's decode and prefill steps and fits a step cost model to them.
 
 The engine's model runner runs decode batches of many sizes, with short and long contexts, and
-prefill chunks. Each round times all shapes once, so that a slow moment of the machine affects all
-shapes. The median over the rounds is the time of a shape. The cost of a part of a step is computed
-from the difference between two shapes.
+prefill chunks. Each of these shapes is timed once per round, so that a slow moment of the machine
+affects all shapes. The time of a shape is the median over the rounds. The cost of a part of a step
+is computed from the difference between two shapes.
 """
 
 import time
@@ -35,10 +35,10 @@ SHORT_CONTEXT_TOKENS, LONG_CONTEXT_TOKENS = 32, 512  # Context lengths of decodi
 LONG_CONTEXT_BATCH_SIZES = (1, 4, 16)
 ROUNDS_MIN, ROUNDS_MAX = 3, 200
 WARMUP_ROUNDS = 2
-# Shapes with steps that take more than this fraction of the measuring time are not timed.
+# A shape is not timed if one step takes more than this fraction of the measuring time.
 STEP_TIME_FRACTION_MAX = 1 / 12
 KV_BYTES_MAX = 2 << 30  # Limit of a step's KV cache, because large models leave little memory.
-# Lower bound of a part of a step, which may be too small to measure.
+# Lower bound of the points of a curve, since a measured difference may be negative.
 STEP_PART_S_MIN = 1e-9
 
 
@@ -48,7 +48,7 @@ class StepShape:
 
     sequences: int
     tokens: int  # Number of new tokens per sequence.
-    context: int  # Number of context tokens per sequence.
+    context: int  # Number of tokens per sequence that are in the KV cache before the step.
     samples: bool  # Whether the step samples a token for each sequence.
 
     @property
@@ -117,12 +117,10 @@ def time_model(
 
 
 def step_shapes(config: GPTConfig) -> list[StepShape]:
-    """Return the shapes that the context length and KV_BYTES_MAX allow, by number of rows."""
+    """Return the shapes within the context length and KV_BYTES_MAX, sorted by number of rows."""
     context = config.max_position_embeddings
-    short_context, long_context = (
-        min(SHORT_CONTEXT_TOKENS, context // 4),
-        min(LONG_CONTEXT_TOKENS, context - 1),
-    )
+    short_context = min(SHORT_CONTEXT_TOKENS, context // 4)
+    long_context = min(LONG_CONTEXT_TOKENS, context - 1)
     shapes = [
         StepShape(count, 1, short_context, samples)
         for count in DECODE_BATCH_SIZES
@@ -131,8 +129,10 @@ def step_shapes(config: GPTConfig) -> list[StepShape]:
     shapes += [StepShape(count, 1, long_context, True) for count in LONG_CONTEXT_BATCH_SIZES]
     chunk_sizes = [tokens for tokens in CHUNK_SIZES if tokens <= context]
     shapes += [StepShape(1, tokens, 0, False) for tokens in chunk_sizes]
-    late = [tokens for tokens in chunk_sizes if tokens + long_context <= context and tokens >= 64]
-    shapes += [StepShape(1, tokens, long_context, False) for tokens in late[:2]]
+    late_chunk_sizes = [
+        tokens for tokens in chunk_sizes if tokens + long_context <= context and tokens >= 64
+    ]
+    shapes += [StepShape(1, tokens, long_context, False) for tokens in late_chunk_sizes[:2]]
     kv_token_bytes = kv_bytes_per_token(config, config.num_layers)
     kv_bytes = {
         step_shape: step_shape.sequences
@@ -141,12 +141,12 @@ def step_shapes(config: GPTConfig) -> list[StepShape]:
         * kv_token_bytes
         for step_shape in shapes
     }
-    small = [
+    allowed_shapes = [
         step_shape
         for step_shape in kv_bytes
         if kv_bytes[step_shape] <= KV_BYTES_MAX or step_shape.rows == 1
     ]
-    return sorted(small, key=lambda step_shape: (step_shape.rows, step_shape))
+    return sorted(allowed_shapes, key=lambda step_shape: (step_shape.rows, step_shape))
 
 
 def _blocks_per_sequence(step_shape: StepShape) -> int:
@@ -156,13 +156,14 @@ def _blocks_per_sequence(step_shape: StepShape) -> int:
 def _time_rounds(
     runner: ModelRunner, shapes: list[StepShape], seconds: float, clock: Callable[[], float]
 ) -> dict[StepShape, float]:
+    """Return the median seconds of each shape; shapes that are too slow are left out."""
     timings: dict[StepShape, list[float]] = {}
     start = clock()
     for step_shape in shapes:
         # The first step touches new memory, so the faster of two steps is taken.
         step_s = min(_time_step(runner, step_shape, clock) for _ in range(2))
         if step_s > STEP_TIME_FRACTION_MAX * seconds and step_shape.rows > 1:
-            break  # The remaining shapes have at least the same number of rows.
+            break  # The remaining shapes have at least as many rows.
         timings[step_shape] = []
     for round_index in range(WARMUP_ROUNDS + ROUNDS_MAX):
         if round_index >= WARMUP_ROUNDS + ROUNDS_MIN and clock() - start > seconds:
@@ -177,15 +178,15 @@ def _time_rounds(
 def _time_step(runner: ModelRunner, step_shape: StepShape, clock: Callable[[], float]) -> float:
     """Return the seconds of one step.
 
-    A step without tokens sets the block tables before it.
+    Before the timed step, a step without tokens sets the slots and the block tables.
     """
     count, blocks = step_shape.sequences, _blocks_per_sequence(step_shape)
     tables = [
         BlockTableUpdate(slot, 0, list(range(1 + slot * blocks, 1 + (slot + 1) * blocks)))
         for slot in range(count)
     ]
-    begins = [SlotInit(slot, SamplingParams(), [0], []) for slot in range(count)]
-    runner.run_step(Step(0, slot_inits=begins, block_table_updates=tables))
+    slot_inits = [SlotInit(slot, SamplingParams(), [0], []) for slot in range(count)]
+    runner.run_step(Step(0, slot_inits=slot_inits, block_table_updates=tables))
     step = Step(
         0,
         slots=list(range(count)),
@@ -196,7 +197,7 @@ def _time_step(runner: ModelRunner, step_shape: StepShape, clock: Callable[[], f
         prompt_score_counts=[0] * count,
     )
     if step_shape.rows <= max(DECODE_BATCH_SIZES):
-        # In a server decode steps follow each other, so the step is timed with warm caches.
+        # Decode steps of a server follow each other, so the step is timed with warm caches.
         runner.run_step(step)
     start = clock()
     runner.run_step(step)
@@ -223,6 +224,7 @@ def fit_step_costs(timings: Mapping[StepShape, float]) -> StepCostModel:
     context_s = _context_s(timings)
     pair_s = _pair_s(timings)
 
+    # The next two functions subtract the attention from the time of a step.
     def decode_s(count: int) -> float:
         step_shape = decode_shapes[count]
         return timings[step_shape] - context_s * count * (step_shape.context + 1)
@@ -230,9 +232,10 @@ def fit_step_costs(timings: Mapping[StepShape, float]) -> StepCostModel:
     def chunk_s(tokens: int) -> float:
         return timings[chunk_shapes[tokens]] - pair_s * tokens * (tokens + 1) / 2
 
+    # A decode step of n sequences and a prefill chunk of n tokens differ in n - 1 sequences.
     shared_sizes = sorted(set(decode_shapes) & set(chunk_shapes))
-    extra_s = [(decode_s(count) - chunk_s(count)) / (count - 1) for count in shared_sizes]
-    sequence_s = max(0.0, median(extra_s)) if extra_s else 0.0
+    sequence_costs = [(decode_s(count) - chunk_s(count)) / (count - 1) for count in shared_sizes]
+    sequence_s = max(0.0, median(sequence_costs)) if sequence_costs else 0.0
     rows = {count: decode_s(count) - sequence_s * count for count in decode_shapes}
     rows |= {tokens: chunk_s(tokens) - sequence_s for tokens in chunk_shapes}
     sampling_shapes = {
@@ -250,11 +253,12 @@ def fit_step_costs(timings: Mapping[StepShape, float]) -> StepCostModel:
         context_s=context_s,
         pair_s=pair_s,
         sequence_s=sequence_s,
-        step_s=0.0,
+        step_s=0.0,  # `rows` contains the cost per step.
     )
 
 
 def _short_context(timings: Mapping[StepShape, float]) -> int:
+    """Return the shortest context of the decode shapes."""
     return min(step_shape.context for step_shape in timings if step_shape.tokens == 1)
 
 
@@ -283,6 +287,7 @@ def _context_s(timings: Mapping[StepShape, float]) -> float:
 
 
 def _pair_s(timings: Mapping[StepShape, float]) -> float:
+    """Return the seconds per attention pair, fitted to prefill chunks with and without context."""
     first_chunk_shapes = {
         step_shape.tokens: step_shape
         for step_shape in timings
@@ -303,12 +308,16 @@ def _pair_s(timings: Mapping[StepShape, float]) -> float:
 
 
 def _fit_slope(pairs: list[tuple[int, float]]) -> float:
+    """Return the slope of the least-squares line through the origin, at least 0."""
     squares = sum(x * x for x, _ in pairs)
     return max(0.0, sum(x * y for x, y in pairs) / squares) if squares else 0.0
 
 
 def _monotone_curve(points: Mapping[int, float]) -> PiecewiseLinear:
-    """Return an isotonic regression: points that decrease are replaced by the mean of their run."""
+    """Return the isotonic regression of the points.
+
+    Neighboring points whose values decrease form a run, and get the mean value of the run.
+    """
     runs: list[tuple[float, list[int]]] = []
     for x, y in sorted(points.items()):
         level, merged_xs = max(STEP_PART_S_MIN, y), [x]

@@ -1,8 +1,8 @@
 """Hardware efficiency of training per GPU, fitted to published runs of Megatron-LM and NeMo.
 
-Most constants are measurements of the hardware or counts from the programs. The constants marked as
-fitted are computed and printed by `python -m planning.published.fit_training`. A GPU without
-published runs uses the constants of the most similar GPU, with a wider error bar.
+`python -m planning.published.fit_training` computes and prints the constants that are marked as
+fitted. The other constants are measurements of the hardware or counts from the programs. A GPU
+without published runs uses the constants of a similar GPU, with a wider error bar.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ class Software:
     name: str
     efficiency: Efficiency
     error: float
-    error_fp8: float
-    note: str = ""
+    error_fp8: float  # 0: the GPU does not support fp8.
+    note: str = ""  # A remark on the error bar.
 
 
 # Megatron-LM of 2021 and 2022 and NeMo of 2022 and 2023, on A100: unfused attention; collectives
@@ -74,9 +74,10 @@ _MEGATRON_2021 = "Megatron-LM and NeMo of 2021 to 2023"
 _MEGATRON_CORE_2024 = "Megatron-Core of 2024"
 _BORROWED_NOTE = "no published run of this GPU; the H100's constants with this GPU's matmul speeds"
 
-# The ratios are measured. They are medians of the fraction of the peak speed that matmuls of size
-# 4096 and more reach, in 16 bits and in fp8: H100 0.80 and 0.53, H200 0.77 and 0.60, L40S 0.62 and
-# 0.50, B200 0.69 and 0.48. The L40S has PCIe links with 5 GB/s among four GPUs.
+# The H100's matmul speeds are multiplied by measured ratios, such as 0.77 / 0.80. The numbers are
+# medians of the fraction of the peak speed that matmuls of size 4096 and more reach, in 16 bits and
+# in fp8: H100 0.80 and 0.53, H200 0.77 and 0.60, L40S 0.62 and 0.50, B200 0.69 and 0.48. The L40S
+# has PCIe links with 5 GB/s among four GPUs.
 SOFTWARE: Mapping[str, Software] = {
     "a100-40g": Software(_MEGATRON_2021, A100, 0.09, 0.0, "fitted on the 80 GB card"),
     "a100-80g": Software(_MEGATRON_2021, A100, 0.06, 0.0),
@@ -116,5 +117,5 @@ SOFTWARE: Mapping[str, Software] = {
 
 def software_of_device(device: Device) -> Software:
     """Return the software of a GPU; for an unknown GPU the H100's, with a wide error bar."""
-    unknown = Software(_MEGATRON_CORE_2024, H100, 0.30, 0.35, _BORROWED_NOTE)
-    return SOFTWARE.get(device.name, unknown)
+    default_software = Software(_MEGATRON_CORE_2024, H100, 0.30, 0.35, _BORROWED_NOTE)
+    return SOFTWARE.get(device.name, default_software)

@@ -1,9 +1,8 @@
 """Training estimate: step time by parts, pipeline bubble, MFU, communication and memory.
 
-A step consists of the micro-batches of the slowest stage, the pipeline bubble, and the parts that
-occur once per step: the gradient reduction and the optimizer. If a configuration cannot run, the
-error names the nearest configuration that can run. `planning.training.search` chooses the best
-split.
+A step consists of the micro-batches of the slowest stage, the pipeline bubble, the gradient
+reduction and the optimizer. If a split cannot run, the error names the nearest valid values.
+`planning.training.search` chooses the best split.
 """
 
 from collections.abc import Mapping
@@ -49,8 +48,8 @@ ENCODER_WIDTH = 2048
 DTYPES = ("bfloat16", "float16", "fp8")
 # Relative error of the memory formulas, due to allocators and libraries.
 MEMORY_ERROR = 0.08
-# The range of published runs. For each bound that a run exceeds, the error bar is multiplied by
-# EXTRAPOLATION_FACTOR.
+# The range of published runs. For each bound that a configuration exceeds, the error bar of its
+# time is multiplied by EXTRAPOLATION_FACTOR.
 PUBLISHED_SEQUENCE_MAX = 4096
 PUBLISHED_GPUS_MAX = 6144
 PUBLISHED_HIDDEN_MIN = 2048
@@ -66,8 +65,8 @@ class TrainingJob:
     virtual_tokens: int = 0
     dtype: str = "bfloat16"  # fp8 applies to the layers' matmuls only, if the GPU supports it.
     flash: bool | None = None  # Whether attention is fused; None: the value of `Efficiency.flash`.
-    # Whether the optimizer state is sharded over the replicas. None: it is sharded if
-    # `Efficiency.flash` is set, or if the full state does not fit on a GPU.
+    # Whether the optimizer state is sharded over the replicas. None: True for the software of 2024,
+    # whose `Efficiency.flash` is True; otherwise True if the full state does not fit on a GPU.
     distributed_optimizer: bool | None = None
 
     @property
@@ -101,7 +100,8 @@ class TrainingSplit:
 @dataclass(frozen=True)
 class TrainingEstimate:
     parameters: int
-    flops_per_iteration: float  # Executed by all GPUs; attention is counted without causal mask.
+    # FLOPs that all GPUs execute in a step. Attention is counted as if there was no causal mask.
+    flops_per_iteration: float
     model_flops: float  # `flops_per_iteration` without recomputation.
     iteration_s: float
     seconds: Mapping[str, float]  # Seconds of each part of a step; their sum is `iteration_s`.
@@ -110,7 +110,7 @@ class TrainingEstimate:
     hfu: float
     bubble_fraction: float  # Idle time divided by ideal compute time.
     tokens_per_s: float
-    sent_bytes: Mapping[str, float]  # Bytes that a GPU of stage 0 sends in a step, by purpose.
+    sent_bytes: Mapping[str, float]  # Bytes that a GPU of stage 0 sends in a step, by parallelism.
     memory: MemoryLedger
     time_confidence: Confidence
     memory_confidence: Confidence
@@ -126,25 +126,27 @@ def estimate_training(
     check_split(job, split, cluster)
     software_stack = software_stack or software_of_device(cluster.device)
     work = _layer_work(job, split, cluster, software_stack)
-    ledger, distributed = _memory(job, split, cluster, work)
-    seconds = _step_parts_s(job, split, work, distributed)
+    ledger, is_optimizer_sharded = _memory(job, split, cluster, work)
+    seconds = _step_parts_s(job, split, work, is_optimizer_sharded=is_optimizer_sharded)
     iteration_s = sum(seconds.values())
     flops = forward_flops(job.model, job.global_batch, job.sequence)
     model_flops = step_flops(flops, job.trainable)
-    share = _recomputed_share(job, split)
-    executed_flops = model_flops + recompute_flops(flops, split.recompute, job.trainable, share)
+    recomputed_share = _recomputed_share(job, split)
+    executed_flops = model_flops + recompute_flops(
+        flops, split.recompute, job.trainable, recomputed_share
+    )
     device = cluster.device
-    peak = device.flops_fp8 if job.dtype == "fp8" else device.flops
-    per_gpu = executed_flops / iteration_s / split.gpus
+    peak_flops_per_s = device.flops_fp8 if job.dtype == "fp8" else device.flops
+    flops_per_s_per_gpu = executed_flops / iteration_s / split.gpus
     return TrainingEstimate(
         parameters=parameter_count(job.model),
         flops_per_iteration=executed_flops,
         model_flops=model_flops,
         iteration_s=iteration_s,
         seconds=seconds,
-        tflops_per_gpu=per_gpu / 1e12,
-        mfu=model_flops / iteration_s / split.gpus / peak,
-        hfu=per_gpu / peak,
+        tflops_per_gpu=flops_per_s_per_gpu / 1e12,
+        mfu=model_flops / iteration_s / split.gpus / peak_flops_per_s,
+        hfu=flops_per_s_per_gpu / peak_flops_per_s,
         bubble_fraction=(split.pp - 1) / (split.vpp * split.micro_batches(job)),
         tokens_per_s=job.global_batch * job.sequence / iteration_s,
         sent_bytes=_sent_bytes(job, split, work),
@@ -196,16 +198,19 @@ def _layer_work(
 
 
 def _step_parts_s(
-    job: TrainingJob, split: TrainingSplit, work: LayerWork, distributed: bool
+    job: TrainingJob, split: TrainingSplit, work: LayerWork, *, is_optimizer_sharded: bool
 ) -> Mapping[str, float]:
+    """Return the seconds of each part of a step."""
     forward_pass, backward_pass = forward(work), backward(work)
     recompute_s = _recompute_s(job, split, forward_pass)
     micro_batches = split.micro_batches(job)
     layers = -(-job.model.num_layers // split.pp)
+    # Number of times that a micro-batch passes a layer of the stage, forward and backward.
     passes = micro_batches * layers
     stage_s = layers * (forward_pass.total + backward_pass.total + recompute_s)
     rank_parameters = stage_parameters(job.model, split.tp, split.pp, 0)
-    learning = rank_parameters if job.trainable == "all" else job.adapter_parameters
+    trained_parameters = rank_parameters if job.trainable == "all" else job.adapter_parameters
+    optimizer_shards = split.dp if is_optimizer_sharded else 1
     seconds = {
         "products": passes * (forward_pass.matmuls + backward_pass.matmuls),
         "attention": passes * (forward_pass.attention + backward_pass.attention),
@@ -216,18 +221,18 @@ def _step_parts_s(
         "bubble": (split.pp - 1) / split.vpp * stage_s,
         "pipeline": micro_batches * split.vpp * stage_send_s(work) if split.pp > 1 else 0.0,
         "data_parallel": data_parallel_s(work, split.dp, rank_parameters),
-        "optimizer": optimizer_s(work, learning / (split.dp if distributed else 1)),
+        "optimizer": optimizer_s(work, trained_parameters / optimizer_shards),
     }
     seconds["waiting"] = straggler_share(work) * sum(seconds.values())
     return seconds
 
 
 def _sent_bytes(job: TrainingJob, split: TrainingSplit, work: LayerWork) -> Mapping[str, float]:
-    activation_layout = TrainingSetup(split.tp, work.sequence_parallel, work.flash, job.trainable)
-    sent_elements_by_kind = communication_volume(
+    setup = TrainingSetup(split.tp, work.sequence_parallel, work.flash, job.trainable)
+    sent_elements = communication_volume(
         job.model,
         work.tokens,
-        activation_layout,
+        setup,
         dp=split.dp,
         pp=split.pp,
         vpp=split.vpp,
@@ -235,25 +240,22 @@ def _sent_bytes(job: TrainingJob, split: TrainingSplit, work: LayerWork) -> Mapp
     )
     micro_batches = split.micro_batches(job)
     layers = -(-job.model.num_layers // split.pp)
-    gradient_bytes = work.efficiency.gradient_bytes
+    gradient_elements = sent_elements.data_parallel + sent_elements.embedding
+    # Hidden states have two bytes per element.
     return {
-        "tensor_parallel": 2
-        * micro_batches
-        * layers
-        * sent_elements_by_kind.tensor_parallel_per_layer,
-        "pipeline": 2 * micro_batches * sent_elements_by_kind.pipeline_per_boundary,
-        "data_parallel": gradient_bytes
-        * (sent_elements_by_kind.data_parallel + sent_elements_by_kind.embedding),
+        "tensor_parallel": 2 * micro_batches * layers * sent_elements.tensor_parallel_per_layer,
+        "pipeline": 2 * micro_batches * sent_elements.pipeline_per_boundary,
+        "data_parallel": work.efficiency.gradient_bytes * gradient_elements,
     }
 
 
 def _memory(
     job: TrainingJob, split: TrainingSplit, cluster: Cluster, work: LayerWork
 ) -> tuple[MemoryLedger, bool]:
-    """Return the memory ledger, and whether the optimizer is distributed."""
-    distributed = job.distributed_optimizer
-    if distributed is None:
-        distributed = work.efficiency.flash or not _states_fit(job, split, cluster)
+    """Return the memory ledger, and whether the optimizer state is sharded."""
+    is_optimizer_sharded = job.distributed_optimizer
+    if is_optimizer_sharded is None:
+        is_optimizer_sharded = work.efficiency.flash or not _states_fit(job, split, cluster)
     rank_workload = RankWorkload(
         config=job.model,
         sequence=job.sequence,
@@ -267,10 +269,10 @@ def _memory(
             split.tp, split.sequence_parallel, work.flash, job.trainable
         ),
         adapter_parameters=job.adapter_parameters,
-        optimizer_shards=split.dp if distributed else 1,
+        optimizer_shards=split.dp if is_optimizer_sharded else 1,
         dtype=job.dtype,
     )
-    return training_memory(rank_workload, cluster.device), distributed
+    return training_memory(rank_workload, cluster.device), is_optimizer_sharded
 
 
 def _states_fit(job: TrainingJob, split: TrainingSplit, cluster: Cluster) -> bool:
@@ -290,6 +292,7 @@ def _time_confidence(
 ) -> Confidence:
     error = software_stack.error_fp8 if job.dtype == "fp8" else software_stack.error
     notes = [f"for {software_stack.name}", software_stack.note]
+    # Each entry is a condition without published runs, and its description for the note.
     extrapolations = [
         (split.vpp > 1 and software_stack.efficiency.flash, "a known number of chunks on this GPU"),
         (job.sequence > PUBLISHED_SEQUENCE_MAX, f"sequences over {PUBLISHED_SEQUENCE_MAX} tokens"),
@@ -299,6 +302,7 @@ def _time_confidence(
             f"a hidden size under {PUBLISHED_HIDDEN_MIN}",
         ),
         (any(job.model.moe_layers), "MoE layers"),
+        # The published runs of adapters are of the H100; without fp8 the GPU is an A100.
         (job.trainable == "adapter" and not software_stack.error_fp8, "frozen weights on this GPU"),
     ]
     for applies, description in extrapolations:
@@ -309,27 +313,27 @@ def _time_confidence(
 
 
 def check_split(job: TrainingJob, split: TrainingSplit, cluster: Cluster) -> None:
-    """Raise a ConfigError that names the nearest valid values if the split cannot run."""
+    """Raise ConfigError if the split cannot run. The error names the nearest valid values."""
     _check_job(job, cluster)
     _check_numbers(split)
     gpt.parallel.weight_sharding.check_split(job.model, split.tp, split.pp)
     if split.gpus != cluster.gpus:
         nearest_gpus = split.tp * split.pp * max(1, cluster.gpus // (split.tp * split.pp))
         raise ConfigError(
-            f"tp {split.tp} x pp {split.pp} x dp {split.dp} is {split.gpus} GPUs, and there are "
-            f"{cluster.gpus}; the nearest number of GPUs for this tp and pp is {nearest_gpus}"
+            f"tp {split.tp} x pp {split.pp} x dp {split.dp} is {split.gpus} GPUs, but there are "
+            f"{cluster.gpus} GPUs; the nearest number of GPUs for this tp and pp is {nearest_gpus}"
         )
-    share = split.dp * split.micro_batch
-    if job.global_batch % share:
+    batch_unit = split.dp * split.micro_batch
+    if job.global_batch % batch_unit:
         raise ConfigError(
             f"global batch {job.global_batch} is not a multiple of dp {split.dp} x micro-batch "
             f"{split.micro_batch}; the nearest multiple is "
-            f"{_nearest_multiple(job.global_batch, share)}"
+            f"{_nearest_multiple(job.global_batch, batch_unit)}"
         )
     if split.sequence_parallel and job.sequence % split.tp:
         raise ConfigError(
             f"sequence parallelism needs a sequence length that is a multiple of tp {split.tp}, "
-            f"and it is {job.sequence}; the nearest multiple is "
+            f"but the sequence length is {job.sequence}; the nearest multiple is "
             f"{_nearest_multiple(job.sequence, split.tp)}"
         )
     _check_chunks(job, split)
@@ -348,13 +352,14 @@ def _check_job(job: TrainingJob, cluster: Cluster) -> None:
     model = job.model
     if model.has_learned_positions and job.sequence > model.max_position_embeddings:
         raise ConfigError(
-            f"sequence is {job.sequence} tokens, and the model has "
-            f"{model.max_position_embeddings} learned positions; set it to at most that"
+            f"sequence is {job.sequence} tokens, but the model has "
+            f"{model.max_position_embeddings} learned positions; set sequence to at most "
+            f"{model.max_position_embeddings}"
         )
     if not 0 <= job.virtual_tokens < job.sequence:
         raise ConfigError(
-            f"there are {job.virtual_tokens} virtual tokens in sequences of {job.sequence}; set "
-            f"from 0 to {job.sequence - 1} of them"
+            f"there are {job.virtual_tokens} virtual tokens in sequences of {job.sequence} tokens; "
+            f"set a number of virtual tokens from 0 to {job.sequence - 1}"
         )
     if job.dtype not in DTYPES:
         raise ConfigError(
@@ -381,16 +386,15 @@ def _check_chunks(job: TrainingJob, split: TrainingSplit) -> None:
         )
     layers, micro_batches = job.model.num_layers, split.micro_batches(job)
     if layers % (split.pp * split.vpp):
-        works = divisors(layers // gcd(layers, split.pp)) if layers % split.pp else []
-        works = works or divisors(layers // split.pp)
+        vpp_choices = divisors(layers // gcd(layers, split.pp))
         raise ConfigError(
             f"{layers} layers are not a multiple of pp {split.pp} x vpp {split.vpp}; "
-            f"vpp can be {', '.join(map(str, works))}"
+            f"vpp can be {', '.join(map(str, vpp_choices))}"
         )
     if micro_batches % split.pp:
         raise ConfigError(
             f"the interleaved schedule needs a number of micro-batches that is a multiple of pp "
-            f"{split.pp}, and there are {micro_batches}; set vpp to 1, or the global batch to "
+            f"{split.pp}, but there are {micro_batches}; set vpp to 1, or the global batch to "
             f"{_nearest_multiple(job.global_batch, split.pp * split.dp * split.micro_batch)}"
         )
 
@@ -399,6 +403,6 @@ def _check_block(job: TrainingJob, split: TrainingSplit) -> None:
     layers = -(-job.model.num_layers // split.pp)
     if split.recompute == "block" and not 1 <= split.recompute_layers <= layers:
         raise ConfigError(
-            f"recompute block is set for {split.recompute_layers} layers of a stage, and a stage "
-            f"has {layers}; it must be from 1 to {layers}"
+            f"recompute block is set for {split.recompute_layers} layers of a stage, but a stage "
+            f"has {layers} layers; it must be from 1 to {layers}"
         )

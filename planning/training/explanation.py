@@ -1,16 +1,14 @@
 """Explanations of a training plan: binding limits, alternatives, and changes that would fit.
 
 The explanations also describe the placement over nodes, the memory that recomputation saves, and
-the duration of a whole run. All sentences use figures of candidates that were predicted in the same
-way.
+the duration of a whole run.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gpt.costs.training import RecomputeMode
-from planning.figures import format_bytes, format_ledger, format_number
-from planning.figures import format_figure as format_figure
+from planning.figures import format_bytes, format_figure, format_ledger, format_number
 from planning.hardware import DEVICES, Cluster, divisors
 from planning.memory_ledger import FITS_SHARE
 from planning.training.estimate import (
@@ -39,8 +37,9 @@ def request_lines(
     job: TrainingJob, cluster: Cluster, space: SearchSpace, name: str, tokens: float | None
 ) -> list[str]:
     virtual_text = f" of {job.virtual_tokens} virtual tokens" if job.virtual_tokens else ""
-    frozen = f"an adapter{virtual_text} of a frozen model"
-    trained_part = "all parameters" if job.trainable == "all" else frozen
+    trained_part = f"an adapter{virtual_text} of a frozen model"
+    if job.trainable == "all":
+        trained_part = "all parameters"
     per_node = min(cluster.gpus, cluster.gpus_per_node)
     lines = [
         f"train {trained_part}: {name}, {job.model.num_layers} layers, "
@@ -69,7 +68,7 @@ def binding_lines(search: TrainingSearchResult) -> list[str]:
         and not candidate.covers_tp_pp
     ]
     lines = []
-    if faster:
+    if faster:  # These candidates are faster, but need too much memory.
         fastest = min(faster, key=lambda candidate: candidate.iteration_s)
         assert fastest.estimate is not None
         gain = 100 * (1 - fastest.iteration_s / best.iteration_s)
@@ -78,11 +77,12 @@ def binding_lines(search: TrainingSearchResult) -> list[str]:
             f"{format_bytes(fastest.estimate.memory.total)} of {format_bytes(memory.capacity)}"
         )
     if best.estimate.bubble_fraction > BUBBLE_FRACTION_MIN:
-        micros = best.split.micro_batches(search.job)
+        micro_batches = best.split.micro_batches(search.job)
+        plural_suffix = "es" if micro_batches > 1 else ""
         lines.append(
             f"pipeline: the bubble is {100 * best.estimate.bubble_fraction:.0f} %, with "
-            f"{best.split.pp} stages and {micros} micro-batch{'es' if micros > 1 else ''}; a "
-            "larger global batch makes it smaller"
+            f"{best.split.pp} stages and {micro_batches} micro-batch{plural_suffix}; a larger "
+            "global batch makes the bubble smaller"
         )
     part_name, seconds = max(best.estimate.seconds.items(), key=lambda pair: pair[1])
     lines.append(
@@ -92,28 +92,30 @@ def binding_lines(search: TrainingSearchResult) -> list[str]:
 
 
 def alternative_lines(search: TrainingSearchResult) -> list[str]:
-    """Return a line on each neighbouring value of each setting of the best candidate.
+    """Return the lines on other values of the settings of the best candidate.
 
-    The line compares the fastest candidate with this value with the best candidate.
+    For each setting, each line is on a neighboring value, and compares the fastest candidate with
+    that value to the best candidate.
     """
     best = search.best
     assert best is not None
     split = best.split
+    # Each entry is the label of a setting, a function that reads the setting, and the other values.
     axis_choices: list[tuple[str, Callable[[TrainingSplit], object], list[object]]] = [
         (
             "TP",
             lambda candidate_split: candidate_split.tp,
-            _neighbour_values(search, "tp", split.tp),
+            _neighboring_values(search, "tp", split.tp),
         ),
         (
             "PP",
             lambda candidate_split: candidate_split.pp,
-            _neighbour_values(search, "pp", split.pp),
+            _neighboring_values(search, "pp", split.pp),
         ),
         (
             "micro-batch ",
             lambda candidate_split: candidate_split.micro_batch,
-            _neighbour_values(search, "micro_batch", split.micro_batch),
+            _neighboring_values(search, "micro_batch", split.micro_batch),
         ),
         (
             "recompute ",
@@ -131,25 +133,29 @@ def alternative_lines(search: TrainingSearchResult) -> list[str]:
             matching = [
                 candidate for candidate in search.alternatives if axis_of(candidate.split) == value
             ]
-            text = _compared_at_best(search, matching)
+            text = _compare_to_best(search, matching)
             if text:
                 lines.append(f"{label}{'' if value is False else value}: {text}")
     return lines
 
 
-def _neighbour_values(search: TrainingSearchResult, axis: str, value: int) -> list[object]:
-    """Return the nearest tried values below and above `value`."""
-    values = {getattr(candidate.split, axis) for candidate in search.alternatives}
-    below = max((setting for setting in values if setting < value), default=None)
-    above = min((setting for setting in values if setting > value), default=None)
-    return [setting for setting in (below, above) if setting is not None]
+def _neighboring_values(search: TrainingSearchResult, axis: str, value: int) -> list[object]:
+    """Return the next smaller and the next larger value that the search has tried."""
+    tried_values = {getattr(candidate.split, axis) for candidate in search.alternatives}
+    smaller = max((setting for setting in tried_values if setting < value), default=None)
+    larger = min((setting for setting in tried_values if setting > value), default=None)
+    return [setting for setting in (smaller, larger) if setting is not None]
 
 
 def _other_recompute(recompute: str) -> list[object]:
     return [kind for kind in ("none", "selective", "full") if kind != recompute]
 
 
-def _compared_at_best(search: TrainingSearchResult, matching: Sequence[TrainingCandidate]) -> str:
+def _compare_to_best(search: TrainingSearchResult, matching: Sequence[TrainingCandidate]) -> str:
+    """Describe the speed of the fastest matching candidate that fits.
+
+    If none fits, describe the least memory that a matching candidate needs.
+    """
     best = search.best
     assert best is not None
     fitting = [candidate for candidate in matching if candidate.feasibility == "fits"]
@@ -162,10 +168,9 @@ def _compared_at_best(search: TrainingSearchResult, matching: Sequence[TrainingC
     if estimated:
         bytes_min = min(_total_bytes(candidate) for candidate in estimated)
         capacity = search.cluster.device.memory_bytes
-        tight = (
-            " (tight)" if any(candidate.feasibility == "tight" for candidate in estimated) else ""
-        )
-        return f"needs at least {format_bytes(bytes_min)} of {format_bytes(capacity)}{tight}"
+        is_tight = any(candidate.feasibility == "tight" for candidate in estimated)
+        tight_note = " (tight)" if is_tight else ""
+        return f"needs at least {format_bytes(bytes_min)} of {format_bytes(capacity)}{tight_note}"
     return matching[0].reason if matching else ""
 
 
@@ -180,6 +185,10 @@ def _total_bytes(candidate: TrainingCandidate) -> int:
 def advice_lines(
     search: TrainingSearchResult, tokens: float | None, other_search: TrainingSearchResult | None
 ) -> list[str]:
+    """Return remarks on the best candidate.
+
+    `other_search` is the search for the other kind of training: an adapter or all parameters.
+    """
     best, job = search.best, search.job
     assert best is not None and best.estimate is not None
     lines = []
@@ -191,10 +200,10 @@ def advice_lines(
     if other_search is not None:
         lines += frozen_comparison(search, other_search)
     if best.split.gpus < search.cluster.gpus:
-        idle = search.cluster.gpus - best.split.gpus
+        idle_gpus = search.cluster.gpus - best.split.gpus
         lines.append(
-            f"{idle:,} of {search.cluster.gpus:,} GPUs are idle: with a global batch of "
-            f"{job.global_batch:,}, no split that uses more is faster"
+            f"{idle_gpus:,} of {search.cluster.gpus:,} GPUs are idle: with a global batch of "
+            f"{job.global_batch:,}, no split that uses more GPUs is faster"
         )
     return [line for line in lines if line]
 
@@ -213,20 +222,18 @@ def training_days_line(estimate: TrainingEstimate, tokens: float) -> str:
 def layout_line(search: TrainingSearchResult, split: TrainingSplit) -> str:
     """Describe the placement of tensor and pipeline ranks over nodes."""
     cluster, job = search.cluster, search.job
-    link, network_gb = (
-        cluster.device.link_bytes_per_s / 1e9,
-        cluster.device.network_bytes_per_s / 1e9,
-    )
+    link_gb_per_s = cluster.device.link_bytes_per_s / 1e9
+    network_gb_per_s = cluster.device.network_bytes_per_s / 1e9
     text = ""
     if split.tp > cluster.gpus_per_node:
-        text = f"TP{split.tp} crosses nodes, at only {network_gb:.0f} GB/s"
+        text = f"TP{split.tp} crosses nodes, at only {network_gb_per_s:.0f} GB/s"
     elif split.tp > 1:
-        text = f"TP{split.tp} stays inside a node, with links of {link:.0f} GB/s"
+        text = f"TP{split.tp} stays inside a node, with links of {link_gb_per_s:.0f} GB/s"
     if split.pp > 1 and split.tp * split.pp > cluster.gpus_per_node:
         bytes_sent = 2 * split.micro_batch * job.sequence * job.model.hidden_size / split.tp
         text += "; " if text else ""
         text += (
-            f"PP{split.pp} crosses nodes, at {network_gb:.0f} GB/s, where a GPU sends only "
+            f"PP{split.pp} crosses nodes, at {network_gb_per_s:.0f} GB/s, where a GPU sends only "
             f"{format_bytes(bytes_sent)} per micro-batch"
         )
     elif split.pp > 1:
@@ -235,21 +242,28 @@ def layout_line(search: TrainingSearchResult, split: TrainingSplit) -> str:
 
 
 def recompute_savings_line(job: TrainingJob, split: TrainingSplit, cluster: Cluster) -> str:
-    """Describe the memory and time that sequence parallelism and selective recomputation save."""
+    """Describe the memory and time that sequence parallelism and selective recomputation save.
+
+    Without tensor parallelism, the description is empty.
+    """
     if split.tp == 1:
         return ""
-    without_savings = _estimate_with(job, split, cluster, sequence_parallel=False, recompute="none")
+    tp_only = _estimate_with(job, split, cluster, sequence_parallel=False, recompute="none")
     with_both = _estimate_with(job, split, cluster, sequence_parallel=True, recompute="selective")
     full_recompute = _estimate_with(job, split, cluster, sequence_parallel=False, recompute="full")
-    sequence = _estimate_with(job, split, cluster, sequence_parallel=True, recompute="none")
-    reduction = without_savings.memory.activations / max(1, with_both.memory.activations)
+    sequence_parallel_only = _estimate_with(
+        job, split, cluster, sequence_parallel=True, recompute="none"
+    )
+    reduction = tp_only.memory.activations / max(1, with_both.memory.activations)
     subject, best = "sequence parallelism and selective recomputation store", with_both
-    if sequence.memory.activations == with_both.memory.activations:
-        subject, best = "with flash attention, sequence parallelism stores", sequence
+    if sequence_parallel_only.memory.activations == with_both.memory.activations:
+        # Flash attention stores no scores, so selective recomputation saves nothing.
+        subject = "with flash attention, sequence parallelism stores"
+        best = sequence_parallel_only
     gain = 100 * (full_recompute.iteration_s / best.iteration_s - 1)
     text = (
         f"{subject} {format_bytes(best.memory.activations)} of activations, TP alone "
-        f"{format_bytes(without_savings.memory.activations)}: a factor of {reduction:.1f}"
+        f"{format_bytes(tp_only.memory.activations)}: a factor of {reduction:.1f}"
     )
     gpus_per_node = cluster.gpus_per_node
     if split.tp < gpus_per_node and job.model.num_query_groups % gpus_per_node == 0:
@@ -347,29 +361,30 @@ def fit_advice_lines(search: TrainingSearchResult) -> list[str]:
     cluster = search.cluster
     space = search.space
     if space.narrowing_flags:
-        unrestricted = search_training(job, cluster, _unrestricted_space(space))
-        if unrestricted.best is not None:
+        unrestricted_search = search_training(job, cluster, _unrestricted_space(space))
+        if unrestricted_search.best is not None:
             flags = ", ".join(space.narrowing_flags)
-            without = (
+            flags_line = (
                 f"nothing fits with {flags}; without these flags "
-                f"{split_name(unrestricted.best.split)} fits"
+                f"{split_name(unrestricted_search.best.split)} fits"
             )
-            return [without, _binding_memory_line(search)]
+            return [flags_line, _binding_memory_line(search)]
     lines = [_binding_memory_line(search)]
-    larger_cluster = _smallest_fitting_cluster(job, cluster, space)
-    if larger_cluster is not None:
+    larger_cluster_split = _smallest_fitting_split(job, cluster, space)
+    if larger_cluster_split is not None:
         lines.append(
-            f"{larger_cluster[1].cluster.gpus:,} of these GPUs are enough, with {larger_cluster[0]}"
+            f"{larger_cluster_split.gpus:,} of these GPUs are enough, with "
+            f"{split_name(larger_cluster_split)}"
         )
-    larger = _larger_gpu_line(job, cluster, space)
-    if larger:
-        lines.append(larger)
+    larger_gpu_line = _larger_gpu_line(job, cluster, space)
+    if larger_gpu_line:
+        lines.append(larger_gpu_line)
     if job.trainable == "all":
-        frozen = search_training(
+        adapter_search = search_training(
             replace(job, trainable="adapter"), cluster, _unrestricted_space(space)
         )
-        if frozen.best is not None:
-            name = split_name(frozen.best.split)
+        if adapter_search.best is not None:
+            name = split_name(adapter_search.best.split)
             lines.append(f"training only an adapter (--trainable adapter) fits with {name}")
     if job.distributed_optimizer is not True and job.trainable == "all":
         distributed_search = search_training(
@@ -378,7 +393,7 @@ def fit_advice_lines(search: TrainingSearchResult) -> list[str]:
         if distributed_search.best is not None:
             name = split_name(distributed_search.best.split)
             lines.append(f"with --distributed-optimizer {name} fits")
-    if not larger_cluster and not larger and job.sequence > 1024:
+    if larger_cluster_split is None and not larger_gpu_line and job.sequence > 1024:
         lines.append(f"sequences shorter than {job.sequence:,} tokens need less memory")
     return lines
 
@@ -390,16 +405,13 @@ def _binding_memory_line(search: TrainingSearchResult) -> str:
     smallest = min(estimated, key=_total_bytes)
     assert smallest.estimate is not None
     memory = smallest.estimate.memory
-    state = memory.weights + memory.gradients + memory.optimizer
-    problem = (
-        "weights do not fit"
-        if memory.weights > memory.capacity
-        else (
-            "weights, gradients and optimizer do not fit"
-            if state > search.space.memory_fraction * memory.capacity
-            else "activations do not fit, even with full recomputation"
-        )
-    )
+    state_bytes = memory.weights + memory.gradients + memory.optimizer
+    if memory.weights > memory.capacity:
+        problem = "weights do not fit"
+    elif state_bytes > search.space.memory_fraction * memory.capacity:
+        problem = "weights, gradients and optimizer do not fit"
+    else:
+        problem = "activations do not fit, even with full recomputation"
     return f"{problem}: {split_name(smallest.split)} needs {format_ledger(memory)}"
 
 
@@ -407,41 +419,36 @@ def _unrestricted_space(space: SearchSpace) -> SearchSpace:
     return SearchSpace(memory_fraction=space.memory_fraction, internode_tp=space.internode_tp)
 
 
-def _smallest_fitting_cluster(
+def _smallest_fitting_split(
     job: TrainingJob, cluster: Cluster, space: SearchSpace
-) -> tuple[str, TrainingSearchResult] | None:
-    """Find the smallest number of GPUs that fits the job, by doubling and then bisection.
+) -> TrainingSplit | None:
+    """Return the split that fits on the fewest GPUs, more than `cluster` has.
 
-    Return the name of the split and the result of its search.
+    The number of GPUs is found by doubling and then bisection. Above 64 GPUs it is exact to a node.
+    Return None if no split fits on up to GPUS_MAX GPUs.
     """
     low = cluster.gpus
     high = cluster.gpus
-    fitting_search = None
-    while high < GPUS_MAX and fitting_search is None:
+    best: TrainingCandidate | None = None
+    while high < GPUS_MAX and best is None:
         low, high = high, high * 2
-        search = search_training(job, replace(cluster, gpus=high), _unrestricted_space(space))
-        fitting_search = search if search.best is not None else None
-    while fitting_search is not None and high - low > max(
-        1, cluster.gpus_per_node if high > 64 else 1
-    ):
+        best = search_training(job, replace(cluster, gpus=high), _unrestricted_space(space)).best
+    if best is None:
+        return None
+    while high - low > (cluster.gpus_per_node if high > 64 else 1):
         middle = (low + high) // 2
         search = search_training(job, replace(cluster, gpus=middle), _unrestricted_space(space))
         if search.best is not None:
-            high, fitting_search = middle, search
+            high, best = middle, search.best
         else:
             low = middle
-    if fitting_search is None or fitting_search.best is None:
-        return None
-    smallest_search = replace(
-        fitting_search, cluster=replace(cluster, gpus=fitting_search.best.split.gpus)
-    )
-    return split_name(fitting_search.best.split), smallest_search
+    return best.split
 
 
 def _larger_gpu_line(job: TrainingJob, cluster: Cluster, space: SearchSpace) -> str:
-    have = cluster.device.memory_bytes
+    """Return a line on the GPU type with the least memory on which the job fits; "": none."""
     for device in sorted(DEVICES.values(), key=lambda device_choice: device_choice.memory_bytes):
-        if device.memory_bytes > have:
+        if device.memory_bytes > cluster.device.memory_bytes:
             search = search_training(
                 job, replace(cluster, device=device), _unrestricted_space(space)
             )
@@ -454,21 +461,27 @@ def _larger_gpu_line(job: TrainingJob, cluster: Cluster, space: SearchSpace) -> 
 def default_batch(parameters: int, trainable: str, gpus: int) -> int:
     """Return a usual global batch for a model of this size.
 
-    The batch is rounded so that the GPUs can divide it evenly.
+    The batch is rounded to a multiple of the odd factor of `gpus` times a power of two, so that the
+    replicas can divide it evenly.
     """
-    sizes = ((1e9, 256), (4e9, 1024), (300e9, 2048))
-    base = next((batch for parameters_max, batch in sizes if parameters <= parameters_max), 3072)
+    batch_of_size = ((1e9, 256), (4e9, 1024), (300e9, 2048))  # (maximum of parameters, batch).
+    usual_batch = next(
+        (batch for parameters_max, batch in batch_of_size if parameters <= parameters_max), 3072
+    )
     if trainable == "adapter":
-        base = ADAPTER_BATCH
-    odd = gpus
-    while odd % 2 == 0:
-        odd //= 2
-    unit = odd * min(gpus // odd, 256)
+        usual_batch = ADAPTER_BATCH
+    odd_factor = gpus
+    while odd_factor % 2 == 0:
+        odd_factor //= 2
+    unit = odd_factor * min(gpus // odd_factor, 256)
+    # If the unit is larger than the usual batch, a smaller power of two is used.
     fitting_units = [
-        divisor for divisor in divisors(unit) if divisor % odd == 0 and divisor <= base
+        divisor
+        for divisor in divisors(unit)
+        if divisor % odd_factor == 0 and divisor <= usual_batch
     ]
     unit = max(fitting_units, default=unit)
-    return max(1, round(base / unit)) * unit
+    return max(1, round(usual_batch / unit)) * unit
 
 
 def _format_token_count(count: float) -> str:

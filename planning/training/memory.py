@@ -1,9 +1,9 @@
 """Training memory: weights, gradients, optimizer states and activations of the fullest GPU.
 
 The formulas are in `gpt.costs.training` and `gpt.costs.activation_memory`; this module combines
-them for a pipeline stage. As in the literature, "activations" are the stored tensors of the layers
-only. The tensors of the embedding and the LM head, the tensors of a layer during recomputation, and
-the memory of libraries count as workspace.
+them for a pipeline stage. As in the literature, "activations" are only the stored tensors of the
+layers. The workspace consists of the tensors of the embedding and the LM head, the tensors of a
+layer during recomputation, and the memory of libraries.
 """
 
 from dataclasses import dataclass
@@ -33,13 +33,13 @@ class RankWorkload:
     """The quantities that a rank's memory depends on."""
 
     config: GPTConfig
-    sequence: int
-    batch: int
-    micro_batches: int
+    sequence: int  # Number of tokens of a sequence.
+    batch: int  # Number of sequences of a micro-batch.
+    micro_batches: int  # Number of micro-batches of one pipeline in one step.
     pp: int
     vpp: int
     recompute: RecomputeMode
-    recompute_layers: int
+    recompute_layers: int  # Number of recomputed layers per stage, for recompute "block".
     activation_layout: TrainingSetup
     adapter_parameters: int  # Number of trainable parameters of an adapter; 0: no adapter.
     optimizer_shards: int  # Number of ranks over which the optimizer state is sharded.
@@ -55,10 +55,8 @@ def training_memory(workload: RankWorkload, device: Device) -> MemoryLedger:
 
     If the last stage needs more memory in total, the difference is added to the workspace.
     """
-    first, last = (
-        _stage_ledger(workload, device, 0),
-        _stage_ledger(workload, device, workload.pp - 1),
-    )
+    first = _stage_ledger(workload, device, 0)
+    last = _stage_ledger(workload, device, workload.pp - 1)
     last_stage_excess = max(0, last.total - first.total)
     return MemoryLedger(
         capacity=first.capacity,
@@ -82,12 +80,14 @@ def _stage_ledger(workload: RankWorkload, device: Device, stage: int) -> MemoryL
         workload.optimizer_shards,
         workload.dtype,
     )
-    edges = edge_activation_bytes(
+    embedding_bytes, head_bytes = edge_activation_bytes(
         workload.config, workload.batch, workload.sequence, workload.pp, workload.activation_layout
     )
     workspace = CONTEXT_BYTES + _recompute_buffer_bytes(workload)
-    workspace += edges[0] if stage == 0 else 0
-    workspace += edges[1] if stage == workload.pp - 1 else 0
+    if stage == 0:
+        workspace += embedding_bytes
+    if stage == workload.pp - 1:
+        workspace += head_bytes
     return MemoryLedger(
         capacity=device.memory_bytes,
         weights=round(states.weights),
@@ -111,15 +111,15 @@ def _activation_bytes(workload: RankWorkload, stage: int) -> float:
     )
     if workload.recompute != "block":
         return in_flight_layers * _layer_activation_bytes(workload, workload.recompute)
-    share = workload.recompute_layers / -(-layers // workload.pp)
+    recomputed_share = workload.recompute_layers / -(-layers // workload.pp)
     return in_flight_layers * (
-        share * _layer_activation_bytes(workload, "full")
-        + (1 - share) * _layer_activation_bytes(workload, "none")
+        recomputed_share * _layer_activation_bytes(workload, "full")
+        + (1 - recomputed_share) * _layer_activation_bytes(workload, "none")
     )
 
 
 def _recompute_buffer_bytes(workload: RankWorkload) -> float:
-    """Return the bytes of the activations of one layer while the layer is recomputed."""
+    """Return the bytes that the activations of one layer add while the layer is recomputed."""
     match workload.recompute:
         case "none":
             return 0.0

@@ -1,8 +1,8 @@
 """Training plan: turns a search result into rows, explanations and train_config.yaml.
 
 The plan also compares training all parameters with training an adapter. For a `preamble tune` run,
-the plan contains the settings file of the run. `planning.training.search` defines the candidates
-and ranks them.
+the plan contains the settings file of the run. `planning.training.search` defines and ranks the
+candidates.
 """
 
 from dataclasses import replace
@@ -42,7 +42,11 @@ def plan_training(
     tokens: float | None = None,
     tuning: TuningSettings | None = None,
 ) -> Plan:
-    """Search, compare with training an adapter (or all parameters), and explain the result."""
+    """Search for the fastest split, and return the plan with explanations.
+
+    `name` is the name of the model. `tokens` is the number of tokens of the whole run; None:
+    unknown. `tuning` is the settings file of a `preamble tune` run, if the plan is for one.
+    """
     space = space or SearchSpace()
     refusal: Refusal = tuning.refusal_reason if tuning is not None else lambda split: ""
     search = search_training(job, cluster, space, refusal)
@@ -58,19 +62,19 @@ def plan_training(
         return replace(plan, advice=fit_advice_lines(search))
     comparison_space = SearchSpace(internode_tp=space.internode_tp, brief=True)
     other_search = search_training(_other_trainable_job(job), cluster, comparison_space)
-    advice_texts = advice_lines(search, tokens, other_search)
+    advice = advice_lines(search, tokens, other_search)
     if tuning is None:
-        advice_texts.append(f"Megatron-LM flags: {megatron_flags(search)}")
+        advice.append(f"Megatron-LM flags: {megatron_flags(search)}")
     else:
-        advice_texts += _tuning_advice(tuning, job, cluster)
+        advice += _tuning_advice(tuning, job, cluster)
     plan = replace(
-        plan, binding=binding_lines(search), why_not=alternative_lines(search), advice=advice_texts
+        plan, binding=binding_lines(search), why_not=alternative_lines(search), advice=advice
     )
     return plan if tuning is None else finalize_plan(plan, tuning, plan.best)
 
 
 def _other_trainable_job(job: TrainingJob) -> TrainingJob:
-    """Return the same job, but training an adapter instead of all parameters, or vice versa."""
+    """Return the job with the other kind of training: an adapter or all parameters."""
     if job.trainable == "all":
         default_virtual_tokens = min(20, job.sequence - 1)
         return replace(
@@ -87,11 +91,11 @@ def _with_training_days(row: Row, tokens: float | None) -> Row:
 
 
 def _tuning_advice(tuning: TuningSettings, job: TrainingJob, cluster: Cluster) -> list[str]:
-    lines = [f"each example counts as {job.sequence:,} tokens; set their length with --seq"]
+    lines = [f"each example counts as {job.sequence:,} tokens; set another length with --seq"]
     if cluster.device.name not in DEVICES:
         lines.append(
             f"there are no published training runs on {cluster.device.name}: run the best "
-            "candidates (--measure) before you rely on them"
+            "candidates (--measure) before you rely on the plan"
         )
     elif tuning.config.device == "cpu":
         lines.append(
@@ -102,14 +106,17 @@ def _tuning_advice(tuning: TuningSettings, job: TrainingJob, cluster: Cluster) -
 
 
 def finalize_plan(plan: Plan, tuning: TuningSettings, best: Row | None) -> Plan:
-    """Return the plan with the settings file of its best candidate."""
+    """Return the plan with the settings file and the command of the row `best`.
+
+    If it is None, they are empty, and so are the texts on the best candidate.
+    """
     if best is None:
         return replace(plan, settings_yaml="", command="", binding=[], why_not=[])
     tokens_per_s = best.measured.get("tokens_per_s", best.figures.get("tokens_per_s", 0.0))
-    confidence_text = replace(best.confidence, note="") if best.confidence is not None else None
+    short_confidence = replace(best.confidence, note="") if best.confidence is not None else None
     notes = [
         f"preamble plan train --tune {tuning.path}: {best.name}",
-        f"{format_number(tokens_per_s)} tokens/s [{confidence_text}]",
+        f"{format_number(tokens_per_s)} tokens/s [{short_confidence}]",
     ]
     text = tuning.to_yaml(
         split_from_settings(best.settings), [_collapse_whitespace(note) for note in notes]

@@ -1,9 +1,9 @@
 """Training search: tries tensor, pipeline and data parallel splits, micro-batches and recompute.
 
-The cheapest checks come first: divisibility, memory with full recomputation, the candidate's own
-memory, then the candidate's time. Each rejected candidate has a reason; one rejected candidate may
-represent all candidates with the same TP and PP. `planning.training.explanation` describes the
-result in text.
+For each TP and PP size, the split that needs the least memory is checked first. If it does not fit,
+one rejected candidate represents all candidates with these sizes. Otherwise each candidate is
+estimated, and the candidates that fit are ranked by the time of a step. Each rejected candidate has
+a reason. `planning.training.explanation` describes the result in text.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,15 +26,15 @@ RECOMPUTE: tuple[RecomputeMode, ...] = ("none", "selective", "block", "full")
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 # Candidates within this fraction of the fastest count as equal; the simplest of them is selected.
 TIE_FRACTION = 0.02
-FEWER_REPLICAS_TRIED = 40  # Number of fastest candidates for which fewer replicas are tried too.
+FEWER_REPLICAS_TRIED = 40  # Number of fastest candidates that are also tried with fewer replicas.
 
-# Returns the reason why a split cannot be used, or an empty text.
+# Returns the reason why a split must not be used; "": it may be used.
 Refusal = Callable[[TrainingSplit], str]
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The values that a search may try. An empty tuple or None means all values."""
+    """The values that a search tries. An empty tuple or None means all values."""
 
     tp: tuple[int, ...] = ()
     pp: tuple[int, ...] = ()
@@ -44,19 +44,19 @@ class SearchSpace:
     sequence_parallel: bool | None = None
     internode_tp: bool = False  # Whether a TP group may span several nodes.
     memory_fraction: float = FITS_SHARE
-    # Whether only the likely best candidates are tried, for a comparison that prints no rows.
+    # Whether only the likely best candidates are tried, for a search whose rows are not printed.
     brief: bool = False
 
     @property
     def narrowing_flags(self) -> tuple[str, ...]:
         """The command-line flags that restrict the search."""
-        flags = ("tp", "pp", "vpp", "micro_batch", "recompute")
-        flag_names = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(self, flag)]
+        axes = ("tp", "pp", "vpp", "micro_batch", "recompute")
+        flags = [f"--{axis.replace('_', '-')}" for axis in axes if getattr(self, axis)]
         if self.sequence_parallel is not None:
-            flag_names.append(
+            flags.append(
                 "--sequence-parallel" if self.sequence_parallel else "--no-sequence-parallel"
             )
-        return tuple(flag_names)
+        return tuple(flags)
 
     def feasibility_of(self, memory: MemoryLedger) -> Feasibility:
         share = memory.total / memory.capacity
@@ -99,23 +99,19 @@ def search_training(
     job: TrainingJob, cluster: Cluster, space: SearchSpace, refusal: Refusal = lambda split: ""
 ) -> TrainingSearchResult:
     """Search for the fastest split; `refusal` can reject splits for additional reasons."""
-    # An error of the job is raised here; otherwise each candidate would report it as its reason.
+    # Errors of the job are raised here. Otherwise they would become the reason of each candidate.
     check_split(job, TrainingSplit(), replace(cluster, gpus=1))
     candidates = list(_candidates(job, cluster, space, refusal))
     usable_candidates = sorted(
         (candidate for candidate in candidates if candidate.feasibility == "fits"), key=_iteration_s
     )
-    fewer_replicas = (
-        []
-        if space.brief
-        else [
+    if not space.brief:
+        candidates += [
             _evaluate(job, split, cluster, space)
             for candidate in usable_candidates[:FEWER_REPLICAS_TRIED]
             for split in _splits_with_fewer_replicas(job, candidate.split)
             if not refusal(split)
         ]
-    )
-    candidates += fewer_replicas
     for feasibility in ("fits", "tight"):
         usable_candidates = sorted(
             (candidate for candidate in candidates if candidate.feasibility == feasibility),
@@ -146,19 +142,20 @@ def _choose_simplest(candidates: Sequence[TrainingCandidate]) -> TrainingCandida
         if candidate.iteration_s <= candidates[0].iteration_s * (1 + TIE_FRACTION)
     ]
 
-    def simplicity(candidate: TrainingCandidate) -> tuple[float, ...]:
+    def complexity(candidate: TrainingCandidate) -> tuple[float, ...]:
         assert candidate.estimate is not None
         split = candidate.split
-        recompute_cost = RECOMPUTE.index(split.recompute) + split.recompute_layers / 1e6
+        # Ordered by the mode, then by the number of recomputed layers.
+        recompute_rank = RECOMPUTE.index(split.recompute) + split.recompute_layers / 1e6
         return (
             split.tp * split.pp,
-            recompute_cost,
+            recompute_rank,
             split.gpus,
             candidate.estimate.memory.total,
             candidate.iteration_s,
         )
 
-    return min(near_fastest, key=simplicity)
+    return min(near_fastest, key=complexity)
 
 
 def _candidates(
@@ -166,21 +163,24 @@ def _candidates(
 ) -> Iterator[TrainingCandidate]:
     for tp in _tensor_sizes(job, cluster, space):
         for pp in _stage_counts(job, cluster, space, tp):
-            smallest = _smallest_split(job, cluster, space, tp, pp)
-            if isinstance(smallest, TrainingCandidate):
-                yield smallest
+            base = _base_split(job, cluster, space, tp, pp)
+            if isinstance(base, TrainingCandidate):
+                yield base
                 continue
             for micro_batch in _micro_batches(job, space):
                 dp = _replicas_max(job.global_batch, micro_batch, cluster.gpus // (tp * pp))
                 if dp:
-                    split = replace(smallest, dp=dp, micro_batch=micro_batch)
+                    split = replace(base, dp=dp, micro_batch=micro_batch)
                     yield from _candidates_of_batch(job, split, cluster, space, refusal)
 
 
 def _candidates_of_batch(
     job: TrainingJob, split: TrainingSplit, cluster: Cluster, space: SearchSpace, refusal: Refusal
 ) -> Iterator[TrainingCandidate]:
-    """Yield all vpp, sequence-parallel and recompute choices of one tp, pp, dp and micro-batch."""
+    """Yield the candidates with the tp, pp, dp and micro-batch of `split`.
+
+    They differ in vpp, sequence parallelism and recomputation.
+    """
     for vpp in _chunk_counts(job, split, space):
         for sequence_parallel in _sequence_choices(split.tp, space):
             base = replace(split, vpp=vpp, sequence_parallel=sequence_parallel)
@@ -194,6 +194,7 @@ def _candidates_of_batch(
                 if kind != "block" and (not space.recompute or kind in space.recompute)
             ]
             yield from non_block_candidates
+            # If both values of sequence parallelism are tried, "block" is only tried with True.
             is_plain_tp = split.tp > 1 and not sequence_parallel and space.sequence_parallel is None
             if not is_plain_tp and (not space.recompute or "block" in space.recompute):
                 yield from _block_recompute_candidates(
@@ -210,19 +211,21 @@ def _block_recompute_candidates(
 ) -> Iterator[TrainingCandidate]:
     """Yield the candidate with the fewest recomputed layers that fits, found by binary search.
 
-    Yield nothing if a candidate without recomputation of whole layers fits, if a model chunk has
-    fewer than two layers, or if only the recomputation of all layers fits.
+    Yield nothing in these cases:
+    - A candidate that recomputes no whole layers fits.
+    - A model chunk has fewer than two layers.
+    - Only the recomputation of all layers fits.
     """
-    layers = job.model.num_layers // base.pp
-    cheaper = [
-        candidate
+    chunk_layers = job.model.num_layers // base.pp // base.vpp
+    fits_without_layer_recompute = any(
+        candidate.feasibility == "fits"
         for candidate in non_block_candidates
         if candidate.split.recompute in ("none", "selective")
-    ]
-    if any(candidate.feasibility == "fits" for candidate in cheaper) or layers // base.vpp < 2:
+    )
+    if fits_without_layer_recompute or chunk_layers < 2:
         return
     # Bounds of the number of recomputed layers per model chunk: `low` does not fit, `high` may fit.
-    low, high = 0, layers // base.vpp
+    low, high = 0, chunk_layers
     best: TrainingCandidate | None = None
     while high - low > 1:
         middle = (low + high) // 2
@@ -240,7 +243,7 @@ def _evaluate(
     job: TrainingJob, split: TrainingSplit, cluster: Cluster, space: SearchSpace
 ) -> TrainingCandidate:
     try:
-        # The candidate may leave GPUs idle; estimate only the GPUs that it uses.
+        # A candidate may leave GPUs idle. The estimate needs a cluster of the GPUs that it uses.
         estimate = estimate_training(job, split, replace(cluster, gpus=split.gpus))
     except ConfigError as error:
         return TrainingCandidate(split, "rejected", None, str(error))
@@ -253,19 +256,19 @@ def _evaluate(
 def _memory_reason(memory: MemoryLedger, feasibility: Feasibility) -> str:
     if feasibility == "fits":
         return ""
-    share = 100 * memory.total / memory.capacity
-    suffix = "" if feasibility == "rejected" else ": little is left for fragmentation and libraries"
-    return (
-        f"needs {memory.total / 1e9:.1f} of {memory.capacity / 1e9:.1f} GB, {share:.0f} %{suffix}"
-    )
+    percent = 100 * memory.total / memory.capacity
+    text = f"needs {memory.total / 1e9:.1f} of {memory.capacity / 1e9:.1f} GB, {percent:.0f} %"
+    if feasibility == "tight":
+        text += ": little is left for fragmentation and libraries"
+    return text
 
 
-def _smallest_split(
+def _base_split(
     job: TrainingJob, cluster: Cluster, space: SearchSpace, tp: int, pp: int
 ) -> TrainingSplit | TrainingCandidate:
-    """Return a base split with this tp and pp.
+    """Return the split from which all candidates with this tp and pp are made.
 
-    If no split with this tp and pp fits, return a rejected candidate that represents all of them.
+    If none of them fits, return a rejected candidate that represents all of them.
     """
     split = TrainingSplit(
         tp, pp, 1, sequence_parallel=tp > 1 and space.sequence_parallel is not False
@@ -273,16 +276,24 @@ def _smallest_split(
     if tp * pp > cluster.gpus:
         reason = f"one replica needs {tp * pp} GPUs, and there are {cluster.gpus}"
         return TrainingCandidate(split, "rejected", None, reason, covers_tp_pp=True)
-    # With a distributed optimizer, more replicas need less memory each, so try the largest number.
-    batches = [b for b in _micro_batches(job, space) if job.global_batch % b == 0]
+    # With a distributed optimizer, a larger number of replicas needs less memory per GPU, so the
+    # largest number is tried.
+    micro_batches = [
+        micro_batch
+        for micro_batch in _micro_batches(job, space)
+        if job.global_batch % micro_batch == 0
+    ]
     replica_counts = [
-        _replicas_max(job.global_batch, b, cluster.gpus // (tp * pp)) for b in batches
+        _replicas_max(job.global_batch, micro_batch, cluster.gpus // (tp * pp))
+        for micro_batch in micro_batches
     ]
     if not any(replica_counts):
         reason = f"no micro-batch size divides the global batch of {job.global_batch}"
         return TrainingCandidate(split, "rejected", None, reason, covers_tp_pp=True)
-    smallest = replace(split, recompute="full", dp=max(replica_counts), micro_batch=batches[0])
-    candidate = _evaluate(job, smallest, cluster, space)
+    least_memory_split = replace(
+        split, recompute="full", dp=max(replica_counts), micro_batch=micro_batches[0]
+    )
+    candidate = _evaluate(job, least_memory_split, cluster, space)
     if candidate.feasibility == "rejected":
         return replace(candidate, covers_tp_pp=True)
     return split
@@ -293,24 +304,25 @@ def _tensor_sizes(job: TrainingJob, cluster: Cluster, space: SearchSpace) -> lis
         return sorted(set(space.tp))
     gpus_per_node = cluster.gpus_per_node
     heads, groups = job.model.num_attention_heads, job.model.num_query_groups
-    sizes = [t for t in divisors(heads) if t <= cluster.gpus]
     # A TP group lies inside a node only if its size divides the GPUs of a node.
-    placed_sizes = [
-        t
-        for t in sizes
-        if gpus_per_node % t == 0 or (space.internode_tp and t % gpus_per_node == 0)
+    return [
+        tp
+        for tp in divisors(heads)
+        if tp <= cluster.gpus
+        and (gpus_per_node % tp == 0 or (space.internode_tp and tp % gpus_per_node == 0))
+        and (groups % tp == 0 or tp % groups == 0)
     ]
-    return [t for t in placed_sizes if groups % t == 0 or t % groups == 0]
 
 
 def _stage_counts(job: TrainingJob, cluster: Cluster, space: SearchSpace, tp: int) -> list[int]:
     if space.pp:
         return sorted(set(space.pp))
     layers = job.model.num_layers
-    # Powers of two divide most cluster sizes. If they do not divide the number of layers, the sizes
-    # of the stages differ by one layer.
+    # Powers of two divide most cluster sizes. If a power does not divide the number of layers, the
+    # sizes of the stages differ by one layer.
     counts = {*divisors(layers), *(1 << power for power in range(layers.bit_length()))}
-    return sorted(p for p in counts if p <= min(layers, max(1, cluster.gpus // tp)))
+    count_max = min(layers, max(1, cluster.gpus // tp))
+    return sorted(count for count in counts if count <= count_max)
 
 
 def _micro_batches(job: TrainingJob, space: SearchSpace) -> list[int]:
@@ -319,11 +331,13 @@ def _micro_batches(job: TrainingJob, space: SearchSpace) -> list[int]:
 
 
 def _chunk_counts(job: TrainingJob, split: TrainingSplit, space: SearchSpace) -> Sequence[int]:
-    layers, remainder = divmod(job.model.num_layers, split.pp)
     if space.vpp:
         return sorted(set(space.vpp))
+    stage_layers, remainder = divmod(job.model.num_layers, split.pp)
     is_interleavable = split.micro_batches(job) % split.pp == 0
-    return divisors(layers) if split.pp > 1 and not remainder and is_interleavable else [1]
+    if split.pp > 1 and not remainder and is_interleavable:
+        return divisors(stage_layers)
+    return [1]
 
 
 def _sequence_choices(tp: int, space: SearchSpace) -> list[bool]:
@@ -334,7 +348,9 @@ def _sequence_choices(tp: int, space: SearchSpace) -> list[bool]:
     """
     if space.sequence_parallel is not None:
         return [space.sequence_parallel]
-    return [True] * (tp > 1) + [False] * (tp == 1 or not space.brief)
+    if tp == 1:
+        return [False]
+    return [True] if space.brief else [True, False]
 
 
 def _replicas_max(batch: int, micro_batch: int, replicas_limit: int) -> int:
@@ -360,8 +376,8 @@ def _splits_with_fewer_replicas(job: TrainingJob, split: TrainingSplit) -> Itera
 
 
 def plan_rows(search: TrainingSearchResult) -> list[Row]:
-    first = [_row(search, search.best, "best")] if search.best else []
-    return first + [
+    best_rows = [_row(search, search.best, "best")] if search.best else []
+    return best_rows + [
         _row(search, candidate, candidate.feasibility) for candidate in search.alternatives
     ]
 
@@ -369,28 +385,33 @@ def plan_rows(search: TrainingSearchResult) -> list[Row]:
 def _row(
     search: TrainingSearchResult, candidate: TrainingCandidate, feasibility: Feasibility
 ) -> Row:
+    estimate = candidate.estimate
     return Row(
-        split_name(candidate.split, tp_pp_only=candidate.covers_tp_pp),
-        feasibility,
-        split_settings(candidate.split, search.job),
-        training_figures(candidate.estimate) if candidate.estimate else {},
+        name=split_name(candidate.split, tp_pp_only=candidate.covers_tp_pp),
+        feasibility=feasibility,
+        settings=split_settings(candidate.split, search.job),
+        figures=training_figures(estimate) if estimate else {},
         reason=candidate.reason,
-        confidence=candidate.estimate.time_confidence if candidate.estimate else None,
+        confidence=estimate.time_confidence if estimate else None,
         group=f"recompute {candidate.split.recompute}",
-        memory=candidate.estimate.memory if candidate.estimate else None,
+        memory=estimate.memory if estimate else None,
     )
 
 
 def is_optimizer_distributed(estimate: TrainingEstimate) -> bool:
-    """Return whether the optimizer state is sharded.
+    """Return whether the optimizer state of trained weights is sharded.
 
-    An unsharded optimizer state has six times the bytes of the weights.
+    An unsharded optimizer state has at least six times the bytes of the weights: 12 or 16 bytes per
+    parameter instead of 2.
     """
     return estimate.memory.optimizer < 5 * estimate.memory.weights
 
 
 def split_name(split: TrainingSplit, *, tp_pp_only: bool = False) -> str:
-    """Return the name of a split for display, such as TP8 PP4 DP2 b1 v2 SP selective."""
+    """Return the name of a split for display, such as TP8 PP4 DP2 b1 v2 SP selective.
+
+    b is the number of sequences per micro-batch, v is vpp, and SP is sequence parallelism.
+    """
     name_parts = [f"TP{split.tp}", f"PP{split.pp}"]
     if tp_pp_only:
         return " ".join(name_parts)
@@ -422,7 +443,7 @@ def split_settings(split: TrainingSplit, job: TrainingJob) -> Mapping[str, Setti
 
 
 def split_from_settings(settings: Mapping[str, SettingValue]) -> TrainingSplit:
-    """Return the split that `split_settings` has converted to these settings."""
+    """Return the split of these settings; the inverse of `split_settings`."""
     names = [name for name in settings if name not in ("gpus", "global_batch")]
     return TrainingSplit(**{name: settings[name] for name in names})  # type: ignore[arg-type]
 

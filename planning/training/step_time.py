@@ -1,10 +1,12 @@
 """Training step time: matmul, attention, elementwise and collective time of a GPT layer.
 
-Each time is an amount of work divided by the speed of the machine. The work of matmuls is counted
-in tiles, of attention in scores, of elementwise operations in bytes moved, and of collectives in
-the bytes sent in a ring, each for the forward and the backward pass. `Efficiency` contains the
-fractions of the machine's speed that the software reaches; `planning.training.efficiency` has the
-values.
+Each time is an amount of work divided by the speed of the machine. The amounts are:
+- Matmuls and attention: FLOPs. A matmul also loses a part of its last wave of tiles.
+- Unfused attention and elementwise operations: bytes moved in memory.
+- Collectives: bytes sent in a ring.
+
+`Efficiency` contains the fractions of the machine's speed that the software reaches;
+`planning.training.efficiency` has the values.
 """
 
 from dataclasses import dataclass, replace
@@ -14,9 +16,8 @@ from gpt.config import GPTConfig
 from gpt.costs.training import LayerWidths, Trainable, all_reduce_elements, layer_widths
 from planning.hardware import Cluster
 
-# Number of elements of an output tile of a GPU matmul, and of tiles that a GPU computes at once.
-TILE = 256 * 128
-TILES_IN_FLIGHT = 108
+TILE = 256 * 128  # Number of elements of an output tile of a GPU matmul.
+TILES_IN_FLIGHT = 108  # Number of tiles that a GPU computes at once: a wave.
 
 # Bytes that unfused attention moves per score: the first matmul writes the score, softmax and
 # dropout (with its mask) read and write it, and the second matmul reads it. The backward pass does
@@ -25,7 +26,8 @@ SCORE_BYTES = {"forward": 13, "backward": 19}
 # Bytes per element of the hidden state (norms, residuals, dropouts with masks), of the MLP's inner
 # tensor (bias and activation), and of the queries (copies around attention).
 ELEMENT_BYTES = {"forward": (22, 2, 4), "backward": (30, 4, 10)}
-# Fused attention recomputes the scores in the backward pass: five matmuls instead of two.
+# Time of the backward pass of fused attention, relative to the forward pass. The backward pass
+# recomputes the scores, so it has five matmuls instead of two.
 FUSED_BACKWARD = 2.5
 
 
@@ -37,24 +39,25 @@ class Efficiency:
     """
 
     products: float  # Speed of 16-bit matmuls with many tiles.
-    products_fp8: float
-    tail: float  # Fraction of a round of tiles that is lost at the end of a matmul.
+    products_fp8: float  # Speed of fp8 matmuls with many tiles.
+    tail: float  # Fraction of a wave of tiles that is lost at the end of a matmul.
     fused_attention: float  # Speed of the matmuls in fused attention.
     memory: float  # Speed of memory traffic.
     link: float  # Speed of collectives among the GPUs of a node.
     network: float  # Speed of collectives between nodes.
     start_s: float  # Latency of a collective or a message.
     gap_s: float  # Idle time between a layer's kernels, forward; twice as much backward.
-    # Fractions of the communication time that overlaps with computation: of tensor-parallel
-    # collectives in the forward and the backward pass, of pipeline messages, and of gradients.
-    hidden_forward: float
-    hidden_backward: float
-    hidden_pipeline: float
-    hidden_data: float
-    optimizer_bytes: float  # Memory traffic of the optimizer step per parameter.
-    gradient_bytes: float  # Size of a gradient element in the all-reduce.
-    logit_bytes: float  # Memory traffic of cross entropy per logit, forward and backward.
-    straggler_share: float  # Fraction of time added by waiting for the slowest node, per ln(nodes).
+    # Fractions of the communication time that overlaps with computation.
+    hidden_forward: float  # Tensor-parallel collectives in the forward pass.
+    hidden_backward: float  # Tensor-parallel collectives in the backward pass.
+    hidden_pipeline: float  # Messages between pipeline stages.
+    hidden_data: float  # The all-reduce of gradients.
+    optimizer_bytes: float  # Bytes of memory traffic of the optimizer step per parameter.
+    gradient_bytes: float  # Bytes of a gradient element in the all-reduce.
+    # Bytes of memory traffic of cross entropy per logit, forward and backward.
+    logit_bytes: float
+    # Waiting for the slowest node adds this fraction * ln(nodes) to the time of a step.
+    straggler_share: float
     flash: bool  # Whether attention is fused by default.
 
 
@@ -63,8 +66,8 @@ class LayerWork:
     """The work of one layer for one micro-batch, and the hardware and software that run it."""
 
     config: GPTConfig
-    batch: int
-    sequence: int
+    batch: int  # Number of sequences of the micro-batch.
+    sequence: int  # Number of tokens of a sequence.
     tp: int
     sequence_parallel: bool
     trainable: Trainable
@@ -115,15 +118,16 @@ def backward(work: LayerWork) -> LayerPass:
     w, e = layer_widths(work.config), work.efficiency
     linears = _linear_shapes(work, w)
     trains_weights = work.trainable == "all"
-    products = sum(_matmul_s(work, m, k, n) for m, n, k in linears)
+    matmuls_s = sum(_matmul_s(work, m, k, n) for m, n, k in linears)  # Gradients of the inputs.
     if trains_weights:
-        products += sum(_matmul_s(work, k, n, m) for m, n, k in linears)
-    # With sequence parallelism, weight gradients need one more all-gather of the norms' outputs.
-    collective_count = 3 if trains_weights and work.sequence_parallel else 2
+        matmuls_s += sum(_matmul_s(work, k, n, m) for m, n, k in linears)  # Gradients of weights.
+    # With sequence parallelism, weight gradients need the outputs of both norms again. Two
+    # all-gathers take the time of one all-reduce.
+    all_reduce_count = 3 if trains_weights and work.sequence_parallel else 2
     hidden = e.hidden_backward if trains_weights else e.hidden_forward
-    collectives = collective_count * _all_reduce_s(work, work.tokens * w.hidden)
+    collectives = all_reduce_count * _all_reduce_s(work, work.tokens * w.hidden)
     return LayerPass(
-        matmuls=products,
+        matmuls=matmuls_s,
         attention=_attention_s(work, w, backward=True),
         elementwise=_elementwise_s(work, w, backward=True),
         tensor_parallel=collectives * (1 - hidden),
@@ -133,30 +137,27 @@ def backward(work: LayerWork) -> LayerPass:
 def lm_head_s(work: LayerWork) -> float:
     """Return the seconds of LM head and cross entropy, forward and backward, always in 16 bits."""
     h, v = work.config.hidden_size, work.config.vocab_size / work.tp
-    unquantized_work = replace(work, fp8=False)
-    products = _matmul_s(unquantized_work, work.tokens, v, h) + _matmul_s(
-        unquantized_work, work.tokens, h, v
-    )
+    work_16_bits = replace(work, fp8=False)
+    forward_s = _matmul_s(work_16_bits, work.tokens, v, h)
+    matmuls_s = forward_s + _matmul_s(work_16_bits, work.tokens, h, v)
     if work.trainable == "all":
-        products += _matmul_s(unquantized_work, h, v, work.tokens)
-    return products + work.efficiency.logit_bytes * work.tokens * v / work.memory_bytes_per_s
+        matmuls_s += _matmul_s(work_16_bits, h, v, work.tokens)
+    return matmuls_s + work.efficiency.logit_bytes * work.tokens * v / work.memory_bytes_per_s
 
 
 def stage_send_s(work: LayerWork) -> float:
     """Return the seconds to send hidden states to the next stage and their gradients back."""
     e, device = work.efficiency, work.cluster.device
     bytes_sent = 2 * work.tokens * work.config.hidden_size
-    # The pipeline dimension is the outermost dimension of the ranks, so with more than one node a
-    # boundary of two stages is between nodes.
-    is_single_node = work.cluster.nodes == 1
-    bytes_per_s = (
-        device.link_bytes_per_s * e.link
-        if is_single_node
-        else device.network_bytes_per_s * e.network
-    )
+    # The pipeline dimension is the outermost dimension of the ranks. With several nodes, some
+    # neighboring stages are therefore on different nodes, and the slowest message counts.
+    if work.cluster.nodes == 1:
+        bytes_per_s = device.link_bytes_per_s * e.link
+    else:
+        bytes_per_s = device.network_bytes_per_s * e.network
     seconds = e.start_s + bytes_sent / work.tp / bytes_per_s
     if work.tp > 1 and not work.sequence_parallel:
-        # Each tensor rank sends its share; then an all-gather restores the hidden states.
+        # Each tensor rank sends 1 / tp of the hidden states; then an all-gather restores them.
         seconds += e.start_s + bytes_sent / (device.link_bytes_per_s * e.link)
     return 2 * seconds * (1 - e.hidden_pipeline)
 
@@ -187,60 +188,63 @@ def straggler_share(work: LayerWork) -> float:
 
 
 def _linear_shapes(work: LayerWork, w: LayerWidths) -> list[tuple[float, float, float]]:
-    """Return rows, columns and depth of the four forward matmuls of a layer."""
+    """Return (m, n, k) of the four forward matmuls of a layer: output rows, columns and depth."""
     rows, t = work.tokens, work.tp
     return [
-        (rows, (w.queries + 2 * w.keys) / t, w.hidden),
-        (rows, w.hidden, w.queries / t),
+        (rows, (w.queries + 2 * w.keys) / t, w.hidden),  # QKV.
+        (rows, w.hidden, w.queries / t),  # proj.
         (rows, w.fc1 / t, w.hidden),
         (rows, w.hidden, w.fc2 / t),
     ]
 
 
 def _matmul_s(work: LayerWork, m: float, n: float, k: float) -> float:
-    """Return the seconds of a matmul: all operations, and the idle part of the last tile round."""
+    """Return the seconds of a matmul: all operations, and the idle part of the last wave."""
     e, device = work.efficiency, work.cluster.device
-    peak = device.flops_fp8 * e.products_fp8 if work.fp8 else device.flops * e.products
-    return 2 * k * (m * n + e.tail * TILE * TILES_IN_FLIGHT) / peak
+    flops_per_s = device.flops_fp8 * e.products_fp8 if work.fp8 else device.flops * e.products
+    return 2 * k * (m * n + e.tail * TILE * TILES_IN_FLIGHT) / flops_per_s
 
 
 def _attention_s(work: LayerWork, w: LayerWidths, *, backward: bool) -> float:
     e, device = work.efficiency, work.cluster.device
     flops = 4 * work.tokens * work.sequence * w.queries / work.tp
     if work.flash:
-        # Fused attention skips the masked half.
+        # Fused attention skips the masked half of the scores.
         return flops / 2 * (FUSED_BACKWARD if backward else 1) / (device.flops * e.fused_attention)
     scores = work.tokens * work.sequence * w.heads / work.tp
-    moved = SCORE_BYTES["backward" if backward else "forward"] * scores
-    matmul_s = flops * (2 if backward else 1) / (device.flops * e.products)
-    return matmul_s + moved / work.memory_bytes_per_s
+    score_bytes = SCORE_BYTES["backward" if backward else "forward"] * scores
+    matmuls_s = flops * (2 if backward else 1) / (device.flops * e.products)
+    return matmuls_s + score_bytes / work.memory_bytes_per_s
 
 
 def _elementwise_s(work: LayerWork, w: LayerWidths, *, backward: bool) -> float:
-    hidden, mlp_bytes, queries = ELEMENT_BYTES["backward" if backward else "forward"]
-    moved = hidden * w.hidden / (work.tp if work.sequence_parallel else 1)
-    moved += (mlp_bytes * (w.fc1 + w.fc2) + queries * w.queries) / work.tp
-    moved += _fp8_cast_bytes(work, w, backward=backward) / work.tp
-    gaps = work.efficiency.gap_s * (2 if backward else 1)
-    return work.tokens * moved / work.memory_bytes_per_s + gaps
+    direction = "backward" if backward else "forward"
+    hidden_bytes, mlp_bytes, query_bytes = ELEMENT_BYTES[direction]
+    token_bytes = hidden_bytes * w.hidden / (work.tp if work.sequence_parallel else 1)
+    token_bytes += (mlp_bytes * (w.fc1 + w.fc2) + query_bytes * w.queries) / work.tp
+    token_bytes += _fp8_cast_bytes(work, w, backward=backward) / work.tp
+    gaps_s = work.efficiency.gap_s * (2 if backward else 1)
+    return work.tokens * token_bytes / work.memory_bytes_per_s + gaps_s
 
 
 def _fp8_cast_bytes(work: LayerWork, w: LayerWidths, *, backward: bool) -> float:
-    """Return the bytes of the fp8 copies of matmul inputs (backward: of output gradients).
+    """Return the bytes per token of the fp8 copies that are written before matmuls.
 
-    If weights are trained, a transposed copy is written as well.
+    They are copies of the inputs in the forward pass, and of the output gradients in the backward
+    pass. If weights are trained, a transposed copy is written as well.
     """
     if not work.fp8:
         return 0.0
-    inputs = 2 * w.hidden + w.queries + w.fc2
-    results = w.queries + 2 * w.keys + w.fc1 + 2 * w.hidden
-    return (2 if work.trainable == "all" else 1) * (results if backward else inputs)
+    input_width = 2 * w.hidden + w.queries + w.fc2
+    output_width = w.queries + 2 * w.keys + w.fc1 + 2 * w.hidden
+    copies = 2 if work.trainable == "all" else 1
+    return copies * (output_width if backward else input_width)
 
 
 def _all_reduce_s(work: LayerWork, elements: float) -> float:
     """Return the seconds of an all-reduce of 16-bit values over the tensor ranks.
 
-    A reduce-scatter and an all-gather take the same time.
+    A reduce-scatter followed by an all-gather takes the same time.
     """
     if work.tp == 1:
         return 0.0

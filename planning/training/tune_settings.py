@@ -1,8 +1,8 @@
 """Tuning settings: reads a `preamble tune` file as a training job and writes a split into it.
 
-The written file differs from the user's file only in the keys of the split over ranks, so
-`preamble tune` starts the planned run. For settings that `preamble tune` rejects, this module
-raises the same error.
+The written file differs from the user's file only in the keys of the split, so `preamble tune`
+starts the planned run. For settings that `preamble tune` rejects, this module raises the same
+error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,24 +48,27 @@ class TuningSettings:
         return "all" if self.config.method == "full" else "adapter"
 
     def training_job(self, sequence: int | None) -> TrainingJob:
-        """Return the training job. `sequence` None: all examples have the maximum length."""
+        """Return the training job.
+
+        All examples have `sequence` tokens; None: the maximum length.
+        """
         context = self.model.max_position_embeddings
-        longest = min(self.config.tokens_max or context, context)
+        sequence_max = min(self.config.tokens_max or context, context)
         virtual_tokens = sum(task.virtual_tokens for task in self.config.resolved_tasks)
         return TrainingJob(
             self.model,
-            sequence or longest,
+            sequence or sequence_max,
             self.config.batch_examples,
             "all" if self.trainable == "all" else "adapter",
             0 if self.trainable == "all" else virtual_tokens,
-            # fp32, which is meant for CPUs, is planned as if it were bfloat16.
+            # Other dtypes, such as float32 for a CPU, are planned as if they were bfloat16.
             self.config.dtype if self.config.dtype in ("bfloat16", "float16") else "bfloat16",
             flash=True,  # `tune` stores no attention probabilities.
             distributed_optimizer=False,
         )
 
     def refusal_reason(self, split: TrainingSplit) -> str:
-        """Return why `preamble tune` would reject the split; "" if it accepts the split."""
+        """Return why `preamble tune` rejects the split; "": it accepts the split."""
         try:
             self.with_split(split)
         except ConfigError as error:
@@ -89,6 +92,7 @@ class TuningSettings:
             if name in self.record or value != defaults[name]
         }
         record = {**self.record, **changed}
+        # The split sets the micro-batch in examples, so the limit in tokens is removed.
         if record.get("micro_batch_tokens") is None:
             record.pop("micro_batch_tokens", None)
         head = "".join(f"# {line}\n" for line in notes)
@@ -97,7 +101,8 @@ class TuningSettings:
 
 def _split_settings(split: TrainingSplit) -> dict[str, Any]:
     """Return the split as settings of `preamble tune`."""
-    layers = split.recompute_layers // split.vpp if split.recompute == "block" else 1
+    # `preamble tune` counts the recomputed layers per model chunk, TrainingSplit per stage.
+    chunk_layers = split.recompute_layers // split.vpp if split.recompute == "block" else 1
     return {
         "tp": split.tp,
         "pp": split.pp,
@@ -105,7 +110,7 @@ def _split_settings(split: TrainingSplit) -> dict[str, Any]:
         "virtual_stages": split.vpp,
         "sequence_parallel": split.sequence_parallel,
         "recompute": split.recompute,
-        "recompute_layers": max(1, layers),
+        "recompute_layers": max(1, chunk_layers),
         "micro_batch_examples": split.micro_batch,
         "micro_batch_tokens": None,
     }

@@ -244,7 +244,7 @@ def test_invalid_limits_raise_config_error(limits: dict[str, float], message: st
 def test_impossible_workloads_raise_config_error() -> None:
     slow = replace(CHAT, concurrency=None, request_rate=2.0)
     with pytest.raises(
-        ConfigError, match="only 24 tokens/s; set at most that, or a request_rate of 83"
+        ConfigError, match="set tokens_per_s_min to at most 24, or request_rate to at least 83"
     ):
         requirements_for(workload=slow, limits=ServiceLimits(tokens_per_s_min=1000))
     with pytest.raises(ConfigError, match="the model's context length is 2048"):
