@@ -382,7 +382,7 @@ def test_prove_without_a_proof_is_refused(
     write_native_model(tmp_path / "a", DENSE)
     assert preamble.main(["verify", str(tmp_path / "a"), "--prove"]) == 1
     assert (
-        "preamble.proof.safetensors, the file with reference logits that --prove needs"
+        "preamble.proof.safetensors, the file with the reference logits that --prove needs"
         in capsys.readouterr().err
     )
 
