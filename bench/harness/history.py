@@ -22,7 +22,7 @@ GRAY, RED = "#8d897f", "#b3261e"
 COLUMNS = 4
 PANEL_INCHES = (4.2, 2.4)
 DPI = 110
-TICKS_MAX = 6  # Maximum number of runs labelled on the x axis of a panel.
+TICKS_MAX = 6  # Maximum number of runs labeled on the x axis of a panel.
 
 
 @dataclass

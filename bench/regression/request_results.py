@@ -1,9 +1,9 @@
 """Comparison of answers: the same requests to servers and to the Python API of two checkouts.
 
-Rounding depends on the sequences that share a step. Requests are therefore sent one after another,
-and requests of several sequences are not sent to servers with pipeline stages, where the timing
-determines which sequences share a step. The other servers get such a request several times; its
-answers count as equal if both checkouts have an answer in common.
+Rounding depends on the sequences that share a step, and timing can change these sequences. Requests
+are therefore sent one after another. A request of several sequences is not sent to servers with
+pipeline stages. The other servers get such a request several times, and its answers count as equal
+if both checkouts have an answer in common.
 """
 
 import http.client

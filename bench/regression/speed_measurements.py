@@ -177,7 +177,7 @@ rates = {
 }
 print(json.dumps(rates))
 """
-# The dry run imports every module before the measurement. `preamble.main` is the entry point.
+# CONVERT starts with a dry run, so that the measurement does not include imports.
 CONVERT = """
 import json, os, sys, time
 import preamble
@@ -396,7 +396,7 @@ class MeasurementGroup:
     """Rows that one measurement returns together."""
 
     suite: str  # The name that --only takes.
-    part: str  # The name that --parts takes; empty: the suite has no parts.
+    part: str  # The name that --parts takes; empty: the group runs with any --parts.
     measure: Measurement
     rows: Sequence[SpeedRow]
 

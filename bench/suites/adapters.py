@@ -375,7 +375,8 @@ def document_tasks(fixture: EngineFixture, sizes: AdapterSizes, rows: int) -> It
             # The two requests with a long prefill follow decode steps, because a prefill directly
             # after another prefill is slower, by one seventh on some machines.
             prefill = (await _request_times(fixture.engine, build_answers(prefill_text, 1, 1)))[1]
-            # Decodes only: the prefix cache has the prompts except for their last tokens.
+            # This request only decodes, because the prefix cache has its prompts except for their
+            # last tokens.
             first_token, end = await _request_times(
                 fixture.engine, build_answers(cached_text, sizes.new_tokens, sizes.tasks)
             )

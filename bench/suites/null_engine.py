@@ -1,8 +1,8 @@
 """Null engine: a transport that returns fixed tokens, to time the front end alone.
 
-gRPC, protocols, admission, engine and streams are those of a real server, so the CPU time of the
-process is the cost of serving without the model. Every sequence gets one token per step, at a
-steady interval.
+The process has the gRPC server, protocols, admission, engine and streams of a real server. Its CPU
+time is therefore the cost of serving without the model. Every sequence gets one token per step, at
+a steady interval.
 """
 
 import asyncio

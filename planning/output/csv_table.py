@@ -3,8 +3,8 @@
 The header identifies the columns, so a file that a user has edited or sorted can be read:
 
 - Columns between `group` and `source` are settings.
-- Columns between `note` and `reason` are predicted figures; with the prefix `measured_`, measured
-  figures; with the prefix `ledger_`, bytes of the memory ledger.
+- Columns between `note` and `reason` are figures. Without a prefix, they are predicted; with the
+  prefix `measured_`, measured; with the prefix `ledger_`, bytes of the memory ledger.
 """
 
 import csv

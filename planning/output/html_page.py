@@ -45,7 +45,7 @@ BARS_MAX = 8  # Memory bars.
 OVERSIZED_BARS_MAX = 2  # Memory bars of candidates that do not fit.
 # Memory bars count as equal if their parts, rounded to this fraction of the capacity, are equal.
 MEMORY_BAR_STEP = 0.03
-# The scale of the memory bars ends at this multiple of the largest capacity, or before.
+# The scale of the memory bars ends at most at this multiple of the largest capacity.
 MEMORY_BAR_SCALE_MAX = 1.25
 MEMORY_BAR_UNITS = 1000  # Width of the scale in units of the SVG.
 REASONS_MAX = 20  # Rows of the table of rejected candidates, and of failed candidates.
@@ -235,7 +235,7 @@ def _candidate_panel(plan: Plan, row: Row) -> CandidatePanel:
 
 
 def _memory_section(plan: Plan) -> MemorySection | None:
-    """Build different memory bars: of feasible candidates, then of some that do not fit."""
+    """Build different memory bars: first of feasible candidates, then of some that do not fit."""
     ledgers = _distinct_memories([row for row in plan.rows if row.feasibility in ACCEPTABLE])
     oversized_ledgers = _distinct_memories(
         [row for row in plan.rows if row.memory and row.memory.verdict == "over"]

@@ -179,7 +179,7 @@ def _best_mark(plan: Plan, area: PlotArea, best: Row) -> Iterator[Markup]:
     if best.confidence is not None and best.confidence.error > 0:
         value = row_figure(best, plan.y.figure) or 0.0
         low, high = value * (1 - best.confidence.error), value * (1 + best.confidence.error)
-        # The error bar ends at the edge of the plot.
+        # The error bar is cut at the edges of the plot.
         low_y = area.y_at(min(max(low, area.y.low), area.y.high))
         high_y = area.y_at(min(max(high, area.y.low), area.y.high))
         yield Markup('<path class="whisker" d="M{:g} {:g}V{:g}m-4 0h8M{:g} {:g}h8"/>').format(
