@@ -16,13 +16,18 @@ ROOT = Path(__file__).resolve().parent
 
 
 class BuildModules(build_py):
-    """Generates the stubs, copies the modules, then compiles the kernels into the copy."""
+    """Generates the stubs, copies the modules, then compiles the kernels.
+
+    The library is written into the copy; an editable installation has no copy, so the library is
+    written into the source folder.
+    """
 
     def run(self) -> None:
         if _run_script("protos/build.py") != 0:
-            sys.exit("the protos do not compile")
+            sys.exit("protos/build.py failed; correct the errors that it printed")
         super().run()
         package_root = ROOT if self.editable_mode else Path(self.build_lib).resolve()
+        # A failure is not an error: without the library, torch runs the same operations.
         _run_script("gpt/cpu/build.py", str(package_root / "gpt" / "cpu"))
 
 
@@ -42,7 +47,7 @@ class PlatformWheel(bdist_wheel):
 
 
 def _run_script(script: str, *arguments: str) -> int:
-    # A child process: an isolated build cannot import these packages, and must not load torch.
+    # The script runs in a child process, because an isolated build cannot import these packages.
     return subprocess.run([sys.executable, ROOT / script, *arguments], check=False).returncode
 
 

@@ -1,8 +1,8 @@
-"""`python -m bench`: measures every performance target and prints the table of results.
+"""`python -m bench`: measures the performance targets and prints the table of results.
 
-Suites print each result as soon as they have it, and each run is recorded in a file under
-build/bench/, from which `python -m bench graph` plots past runs. Both sides of a comparison run in
-turn, so that noise of the machine affects both. A missed target never fails the command.
+Each result is printed as soon as it is measured. Each run is recorded in a file in build/bench/;
+`python -m bench graph` plots these files. Both sides of a comparison run in turn, so that noise of
+the machine affects both. A missed target does not change the exit code.
 """
 
 import argparse
@@ -35,12 +35,20 @@ def main(argv: list[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("command", nargs="?", choices=["graph"], help="plot past runs and exit")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", default="bfloat16", help="dtype of --only engine")
+    parser.add_argument(
+        "--device", default="cpu", choices=["cpu", "cuda"], help="device to measure (default: cpu)"
+    )
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="dtype of the suite engine (default: bfloat16)"
+    )
     parser.add_argument(
         "--rounds", type=int, help="number of rounds (default: 5; with --against 7)"
     )
-    parser.add_argument("--only", choices=list(catalog.SUITES), help="run one suite")
+    parser.add_argument(
+        "--only",
+        choices=list(catalog.SUITES),
+        help="run one suite (default: all suites of the device, except engine and planning)",
+    )
     parts_help = "; ".join(
         f"{name}: {', '.join(suite.parts)}" for name, suite in catalog.SUITES.items() if suite.parts
     )
@@ -48,24 +56,32 @@ def make_parser() -> argparse.ArgumentParser:
         "--parts",
         nargs="*",
         default=[],
-        help=f"run some parts of the suite of --only. {parts_help}",
+        help=f"with --only: parts of the suite to run (default: all). Parts by suite: {parts_help}",
     )
     parser.add_argument(
-        "--disk", metavar="FOLDER", help="folder in which checkpoints are converted"
+        "--disk",
+        metavar="FOLDER",
+        help="folder for converted checkpoints (default: the system's temporary folder)",
     )
     parser.add_argument(
-        "--peers", nargs="*", help="engines to compare with; see bench/peers_install.sh"
+        "--peers",
+        nargs="*",
+        help="engines of the suite peers (default: all); make peers installs them",
     )
     parser.add_argument(
-        "--requests", nargs="*", type=int, help="numbers of requests of the suite peers or engine"
+        "--requests",
+        nargs="*",
+        type=int,
+        help="numbers of requests: the suite peers runs its workloads with these numbers (default: "
+        "all), the suite engine uses the first number (default: 32)",
     )
     parser.add_argument(
         "--against",
         metavar="CHECKOUT",
-        help="compare the speed of our engine in this checkout and in another one",
+        help="compare the speed of this checkout with another checkout of this repository",
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="with --against: file for the samples and verdicts"
+        "--json", metavar="FILE", help="with --against: write samples and verdicts to this file"
     )
     offline_engine.add_flags(parser)
     return parser
@@ -74,9 +90,15 @@ def make_parser() -> argparse.ArgumentParser:
 def run_bench(
     parser: argparse.ArgumentParser, flags: argparse.Namespace, arguments: list[str]
 ) -> int:
-    parts = catalog.SUITES[flags.only].parts if flags.only else ()
-    if set(flags.parts) - set(parts):
-        parser.error(f"--parts requires --only and takes {', '.join(parts) or 'nothing'}")
+    if flags.parts and not flags.only:
+        parser.error("--parts requires --only")
+    suite_parts = catalog.SUITES[flags.only].parts if flags.only else ()
+    unknown_parts = sorted(set(flags.parts) - set(suite_parts))
+    if unknown_parts:
+        parser.error(
+            f"the suite {flags.only} has no part {', '.join(unknown_parts)}; "
+            f"its parts are: {', '.join(suite_parts) or 'none'}"
+        )
     if flags.rounds is not None and flags.rounds < 1:
         parser.error("--rounds must be at least 1")
     if flags.json and not flags.against:
@@ -89,7 +111,10 @@ def run_bench(
         return against.run_against(flags, lambda line: print(line, flush=True))
     flags.rounds = flags.rounds or ROUNDS
     if (flags.device == "cuda" or flags.only == "gpu") and not torch.cuda.is_available():
-        print("bench: torch sees no CUDA device; without --device cuda the CPU is measured")
+        print(
+            "bench: torch sees no CUDA device; run on a machine with a GPU, or omit --device cuda "
+            "and --only gpu to measure the CPU"
+        )
         return 1
     suites = [flags.only] if flags.only else catalog.default_suites(flags.device)
     record = RunRecord.create(arguments)

@@ -1,7 +1,7 @@
 """`python -m bench --against CHECKOUT`: speed regressions of our engine between two checkouts.
 
-Each round measures the other checkout, this one, and the other again. A row compares the median of
-this checkout with the median of all measurements of the other one.
+Each round measures the other checkout, this checkout, and the other checkout again. A row compares
+the median of this checkout with the median of all measurements of the other checkout.
 """
 
 import argparse
@@ -43,18 +43,18 @@ def measure_rounds(
 ) -> dict[str, Samples]:
     """Return the samples by row name. A group that failed once is not measured again."""
     samples = {row.name: Samples() for group in groups for row in group.rows}
-    failed: set[int] = set()
+    failed_groups: set[int] = set()
     for round_index in range(count):
         for number, group in enumerate(groups):
             for side, checkout in (("before", other), ("this", this), ("after", other)):
-                if number in failed:
+                if number in failed_groups:
                     break
                 started = time.perf_counter()
                 title = f"round {round_index + 1} of {count}, {group.suite} {group.part}".rstrip()
                 try:
                     figures = group.measure(checkout, inputs)
                 except CheckoutError as error:
-                    failed.add(number)
+                    failed_groups.add(number)
                     log(f"{title}: {error}")
                     for row in group.rows:
                         samples[row.name].failure = str(error)[-200:].splitlines()[-1]
@@ -63,8 +63,8 @@ def measure_rounds(
                 for row in group.rows:
                     getattr(samples[row.name], side).append(figures[row.name])
                 seconds = time.perf_counter() - started
-                measured = ", ".join(f"{row.name} {figures[row.name]:,.4g}" for row in group.rows)
-                log(f"{title}, {checkout.name}, {seconds:.0f} s: {measured}")
+                texts = [f"{row.name} {figures[row.name]:,.4g}" for row in group.rows]
+                log(f"{title}, {checkout.name}, {seconds:.0f} s: {', '.join(texts)}")
     return samples
 
 
@@ -108,9 +108,10 @@ def report(this: Checkout, other: Checkout, rows: Sequence[JudgedRow]) -> dict[s
 
 
 def run_against(flags: argparse.Namespace, log: Callable[[str], None]) -> int:
-    """Compare two checkouts; return 1 if a row is slower in this checkout, or fails only in it.
+    """Compare two checkouts and return the exit code.
 
-    Rows with the verdict "unsettled" do not change the exit code.
+    The exit code is 1 if a row is slower in this checkout, or fails in this checkout only. It does
+    not depend on rows with the verdict "unsettled".
     """
     this = this_checkout(ENVIRONMENT)
     other = Checkout.at("other", Path(flags.against), ENVIRONMENT)
@@ -118,7 +119,10 @@ def run_against(flags: argparse.Namespace, log: Callable[[str], None]) -> int:
         raise CheckoutError(f"{flags.against} is this checkout; give the path of another one")
     groups = select_groups(flags.only, flags.parts)
     if not groups:
-        raise CheckoutError(f"--against measures {', '.join(SUITES)}; choose one of these")
+        raise CheckoutError(
+            f"--against has no measurement of --parts {' '.join(flags.parts)}; omit --parts, or "
+            f"select another suite: {', '.join(SUITES)}"
+        )
     count = flags.rounds or ROUNDS
     log(f"this {this.root} ({this.commit}), other {other.root} ({other.commit}), {count} rounds")
     with tempfile.TemporaryDirectory(prefix="bench-", dir=flags.disk) as folder:

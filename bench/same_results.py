@@ -1,8 +1,8 @@
 """`python -m bench.same_results OTHER_CHECKOUT`: regression check for equal results.
 
-It compares the answers to 200 mixed requests, the losses of tuning runs and the bytes of converted
-checkpoints. Both checkouts get the same inputs through interfaces that do not change between
-releases. Exit codes: 0: no difference; 1: a difference; 2: the comparison failed.
+The command compares the answers to 200 mixed requests, the files of tuning runs and the files of
+converted checkpoints. Both checkouts get the same inputs through interfaces that do not change
+between releases. Exit codes: 0: no difference; 1: a difference; 2: the comparison failed.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from bench.regression.request_results import compare_requests
 from bench.regression.tuning_results import compare_tuning
 from gpt.errors import PreambleError
 
-# One thread per checkout: both run at once, and the number of threads changes how sums are rounded.
+# One thread per process: both checkouts run at the same time, and the number of threads changes how
+# sums are rounded.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 PARTS = ("requests", "tuning", "conversions")
-# Fields and files that differ between two runs of one checkout, with the reason. Everything else is
-# compared.
+# Fields and files that are not compared, with the reason.
 NOT_COMPARED: Mapping[str, str] = {
     "`id` of an HTTP answer": "random; it identifies the call in the log",
     "`created` of an HTTP answer": "the time of the call",
@@ -72,8 +72,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.same_results", description=str(__doc__).partition("\n\n")[0]
     )
-    parser.add_argument("other", metavar="OTHER_CHECKOUT", type=Path, help="its root directory")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to compare")
+    parser.add_argument(
+        "other", metavar="OTHER_CHECKOUT", type=Path, help="root of the other checkout"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, help="parts to compare (default: all)"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
@@ -119,7 +123,7 @@ def report(this: Checkout, other: Checkout, rows: Sequence[ComparedRow]) -> dict
 
 
 def _exit_on_sigterm(number: int, frame: object) -> None:
-    """Unwind the stack on SIGTERM, so that child processes are ended as on Ctrl-C."""
+    """Raise SystemExit on SIGTERM, so that child processes are ended, as after Ctrl-C."""
     raise SystemExit(128 + number)
 
 

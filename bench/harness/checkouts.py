@@ -2,7 +2,7 @@
 
 A child process uses the interpreter of its checkout. A comparison of two checkouts uses only the
 interfaces that are equal in both: the command line, the wire protocols and the documented Python
-API. Each child process checks that it imports the modules of its checkout, and it is killed when
+API. Each child process checks that it imports the modules of its checkout. The kernel kills it when
 the parent process ends.
 """
 
@@ -22,10 +22,11 @@ from gpt.child_processes import ChildProcess, read_log_tail
 from gpt.errors import PreambleError
 
 STOP_S = 30.0  # Time that a server gets for an orderly shutdown.
-START_S = 300.0
-ERROR_CHARACTERS = 600
-# Arguments: the parent's process id, the checkout's root, `-m` or `-c`, the module or the source,
-# and the program's own arguments. PR_SET_PDEATHSIG is 1.
+START_S = 300.0  # Default time limit of a command, and of the start of a server.
+ERROR_CHARACTERS = 600  # Characters of standard error in an error message.
+# The program of a child process, which runs a module or source text. The arguments of BOOT are the
+# parent's process id, the checkout's root, `-m` or `-c`, the module or the source text, and the
+# arguments for it. In the call of prctl, 1 is PR_SET_PDEATHSIG.
 BOOT = """
 import ctypes, importlib.util, os, runpy, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -68,26 +69,31 @@ class Checkout:
     @classmethod
     def at(cls, name: str, path: Path, environment: Mapping[str, str] | None = None) -> "Checkout":
         root = path.resolve()
-        for needed in ("preamble.py", "pyproject.toml"):
-            if not (root / needed).is_file():
+        for file_name in ("preamble.py", "pyproject.toml"):
+            if not (root / file_name).is_file():
                 raise CheckoutError(
-                    f"{path} has no {needed}; give the root of a checkout of this repository"
+                    f"{path} has no {file_name}; give the root of a checkout of this repository"
                 )
         return cls(name, root, environment or {})
 
     @property
     def python(self) -> str:
         """Return the checkout's interpreter if it has one, else the interpreter of this process."""
-        own = self.root / ".venv" / "bin" / "python"
-        return str(own) if own.exists() else sys.executable
+        checkout_python = self.root / ".venv" / "bin" / "python"
+        return str(checkout_python) if checkout_python.exists() else sys.executable
 
     @property
     def commit(self) -> str:
-        """Return the short commit id, followed by `+` if there are changed or new files."""
+        """Return the short commit id, with `+` if there are changed or new files.
 
-        def git(*words: str) -> str:
-            line = ["git", "-C", str(self.root), *words]
-            return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
+        Outside of a git checkout, the text is `unknown`.
+        """
+
+        def git(*arguments: str) -> str:
+            command = ["git", "-C", str(self.root), *arguments]
+            return subprocess.run(
+                command, capture_output=True, text=True, check=True
+            ).stdout.strip()
 
         try:
             return git("rev-parse", "--short", "HEAD") + "+" * bool(git("status", "--porcelain"))
@@ -111,11 +117,13 @@ class Checkout:
 
         The program reads `argument` as JSON from standard input.
         """
-        printed = self._output(["-c", source], folder, within_s, json.dumps(argument) + "\n")
+        output = self._output(["-c", source], folder, within_s, json.dumps(argument) + "\n")
         try:
-            result: dict[str, Any] = json.loads(printed.splitlines()[-1])
+            result: dict[str, Any] = json.loads(output.splitlines()[-1])
         except (IndexError, ValueError):
-            raise CheckoutError(f"{self.name}: a measurement printed no JSON") from None
+            raise CheckoutError(
+                f"{self.name}: a measurement printed no JSON in its last line"
+            ) from None
         return result
 
     @contextmanager
@@ -123,12 +131,12 @@ class Checkout:
         self, words: Sequence[str | Path], folder: Path, within_s: float = START_S
     ) -> Iterator[Server]:
         """Run `preamble serve WORDS...` on free ports until the `with` block ends."""
-        line = ["-m", "preamble", "serve", *map(str, words), "--port", "0", "--http-port", "0"]
-        with self.started(line, folder) as (process, log):
-            ready = ""
+        command = ["-m", "preamble", "serve", *map(str, words), "--port", "0", "--http-port", "0"]
+        with self.started(command, folder) as (process, log):
+            ready_line = ""
             with suppress(subprocess.TimeoutExpired):
-                ready = process.read_line(within_s)
-            addresses = dict(re.findall(r"\b(grpc|http)=(\S+)", ready))
+                ready_line = process.read_line(within_s)
+            addresses = dict(re.findall(r"\b(grpc|http)=(\S+)", ready_line))
             if len(addresses) < 2:
                 raise CheckoutError(f"{self.name}: the server did not start: {_tail(log)}")
             yield Server(process.pid, addresses["grpc"], addresses["http"])
@@ -140,7 +148,7 @@ class Checkout:
         """Start a child process; yield it and the file that receives its standard error.
 
         The process is ended at the end of the `with` block. The kernel also kills it when the
-        thread that started it ends, so one thread must start and use a server.
+        thread that started it ends, so one thread must start and use the process.
         """
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(prefix="stderr-", dir=folder)
@@ -162,21 +170,21 @@ class Checkout:
     def _output(self, words: Sequence[str], folder: Path, within_s: float, input_text: str) -> str:
         with self.started(words, folder, bool(input_text)) as (process, log):
             try:
-                printed, _ = process.communicate(input_text or None, timeout=within_s)
+                output, _ = process.communicate(input_text or None, timeout=within_s)
             except subprocess.TimeoutExpired:
                 raise CheckoutError(
-                    f"{self.name}: {_shown(words)} was not done after {within_s:.0f} s"
+                    f"{self.name}: {_describe_command(words)} was not done after {within_s:.0f} s"
                 ) from None
             if process.returncode:
                 raise CheckoutError(
-                    f"{self.name}: {_shown(words)} ended with code {process.returncode}: "
-                    f"{_tail(log)}"
+                    f"{self.name}: {_describe_command(words)} ended with code "
+                    f"{process.returncode}: {_tail(log)}"
                 )
-        return printed
+        return output
 
     def _environment(self) -> dict[str, str]:
         variables = {**os.environ, **self.environment}
-        # The child process must import only modules of its checkout, not modules of this checkout
+        # The child process must import the modules of its checkout, not modules of this checkout
         # from PYTHONPATH, from the working directory or from an installation.
         variables["PYTHONPATH"] = str(self.root)
         variables["PYTHONSAFEPATH"] = "1"
@@ -193,8 +201,8 @@ def this_checkout(environment: Mapping[str, str] | None = None) -> Checkout:
     raise CheckoutError("this process runs an installed package; run it from a checkout instead")
 
 
-def _shown(words: Sequence[str]) -> str:
-    """Return the command line for an error message, without the source text of a program."""
+def _describe_command(words: Sequence[str]) -> str:
+    """Return the command line for an error message, without the source text of a measurement."""
     return " ".join(words[1:8]) if words[0] == "-m" else "a measurement"
 
 

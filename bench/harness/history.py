@@ -1,9 +1,9 @@
 """Benchmark history: `python -m bench graph` plots past runs, one panel per target and per limit.
 
-Each point is the figure of one run, oldest first, one colour per machine. The dashed line is the
-target. A ring marks a figure that counts as met because it is close to the roofline bound of the
-machine. The only input is the JSON files of `bench/harness/record.py`. matplotlib is imported only
-here, inside the function that plots.
+Each point is the figure of one run. Runs are ordered by time, and each machine has a color. The
+dashed line is the target. A ring marks a figure that misses the target, but counts as met because
+it is close to the roofline bound of the machine. The only input is the JSON files of
+`bench/harness/record.py`. matplotlib is optional, so it is imported in the function that plots.
 """
 
 import importlib.util
@@ -17,12 +17,12 @@ from bench.harness.record import RECORD_FOLDER, read_runs
 from bench.harness.targets import TARGETS
 from gpt.errors import ConfigError
 
-COLOURS = ("#0f6b5c", "#b4560b", "#2f62b5", "#8a3f93", "#7a6a00")
-GREY, RED = "#8d897f", "#b3261e"
+COLORS = ("#0f6b5c", "#b4560b", "#2f62b5", "#8a3f93", "#7a6a00")
+GRAY, RED = "#8d897f", "#b3261e"
 COLUMNS = 4
 PANEL_INCHES = (4.2, 2.4)
 DPI = 110
-TICKS_MAX = 6  # Maximum number of runs labelled on the x axis of a panel.
+TICKS_MAX = 6  # Maximum number of runs labeled on the x axis of a panel.
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Panel:
 def build_panels(past_runs: Sequence[Mapping[str, Any]]) -> dict[str, Panel]:
     """Build one panel per row and limit that has a figure in any run.
 
-    Title, unit and target are those of the latest run.
+    A panel has the title, unit and target of the latest run that has the figure.
     """
     panels_by_name: dict[str, Panel] = {}
     for run_index, run in enumerate(past_runs):
@@ -56,8 +56,8 @@ def build_panels(past_runs: Sequence[Mapping[str, Any]]) -> dict[str, Panel]:
             panel.title = row["what"]
             panel.unit = row["unit"]
             panel.threshold = row["target"]
-            bounded = row["verdict"] == "met by the bound"
-            panel.points.setdefault(machine, []).append((run_index, row["value"], bounded))
+            met_by_bound = row["verdict"] == "met by the bound"
+            panel.points.setdefault(machine, []).append((run_index, row["value"], met_by_bound))
     # Limits first, then rows in the order of `TARGETS`; rows without a current target come last.
     order = [*(name for name in panels_by_name if name.startswith("limit/")), *TARGETS]
     return {
@@ -84,9 +84,9 @@ def plot_history(folder: Path = RECORD_FOLDER) -> Path:
     )
     axes: Any = figure.subplots(row_count, COLUMNS, squeeze=False)
     machines = sorted({machine for panel in panels_by_name.values() for machine in panel.points})
-    colours = {machine: COLOURS[index % len(COLOURS)] for index, machine in enumerate(machines)}
+    colors = {machine: COLORS[index % len(COLORS)] for index, machine in enumerate(machines)}
     for axis, (name, panel) in zip(axes.flat, panels_by_name.items(), strict=False):
-        _plot_panel(axis, name, panel, colours)
+        _plot_panel(axis, name, panel, colors)
         axis.set_xlim(-0.5, len(past_runs) - 0.5)
         tick_indices = range(0, len(past_runs), -(-len(past_runs) // TICKS_MAX))
         labels = [
@@ -98,7 +98,7 @@ def plot_history(folder: Path = RECORD_FOLDER) -> Path:
     for axis in axes.flat[len(panels_by_name) :]:
         axis.set_visible(False)
     legend_handles = [
-        axes.flat[0].plot([], [], "o-", color=colours[machine], label=machine)[0]
+        axes.flat[0].plot([], [], "o-", color=colors[machine], label=machine)[0]
         for machine in machines
     ]
     figure.legend(handles=legend_handles, loc="outside lower center", frameon=False, fontsize=8)
@@ -107,21 +107,19 @@ def plot_history(folder: Path = RECORD_FOLDER) -> Path:
     return path
 
 
-def _plot_panel(axis: Any, name: str, panel: Panel, colours: Mapping[str, str]) -> None:
+def _plot_panel(axis: Any, name: str, panel: Panel, colors: Mapping[str, str]) -> None:
     axis.set_title(f"{name}\n{panel.title}", loc="left", fontsize=7)
     axis.set_ylabel(panel.unit, fontsize=7)
     axis.tick_params(axis="y", labelsize=7)
     axis.spines[["top", "right"]].set_visible(False)
     for machine, points in panel.points.items():
-        run_indices, values = (
-            [run_index for run_index, _, _ in points],
-            [value for _, value, _ in points],
-        )
-        axis.plot(run_indices, values, "o-", color=colours[machine], markersize=3, linewidth=1)
-        bounded_points = [(run_index, value) for run_index, value, bounded in points if bounded]
-        if bounded_points:
+        run_indices = [run_index for run_index, _, _ in points]
+        figures = [figure for _, figure, _ in points]
+        axis.plot(run_indices, figures, "o-", color=colors[machine], markersize=3, linewidth=1)
+        ring_points = [(run_index, figure) for run_index, figure, is_ring in points if is_ring]
+        if ring_points:
             axis.plot(
-                *zip(*bounded_points, strict=True), "o", color=GREY, markersize=8, fillstyle="none"
+                *zip(*ring_points, strict=True), "o", color=GRAY, markersize=8, fillstyle="none"
             )
     if panel.threshold is not None:
         axis.axhline(panel.threshold, color=RED, linestyle="--", linewidth=0.8)

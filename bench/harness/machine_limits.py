@@ -2,7 +2,7 @@
 
 The limits are measured on all cores, in the same run as the figures that are compared with them.
 Several methods measure each limit in interleaved rounds; the limit is the median of the fastest
-method. A limit is therefore a lower bound of what the hardware can do.
+method. The hardware may be faster than a limit, because a faster method may exist.
 """
 
 import ctypes
@@ -64,7 +64,7 @@ Methods = dict[str, tuple[float, Callable[[], object]]]
 def measure_limits(
     rounds: int = ROUNDS, sizes: MicrobenchmarkSizes = MicrobenchmarkSizes()
 ) -> MachineLimits:
-    """Measure all limits with all threads of torch; takes a few seconds."""
+    """Measure all limits with all threads of torch, in a few seconds."""
     return MachineLimits(
         _measure_limit("read bandwidth", "B", _read_methods(sizes), rounds),
         _measure_limit("bf16 products", "FLOP", _bf16_matmul_methods(sizes), rounds),
@@ -122,7 +122,7 @@ def _bf16_matmul_methods(sizes: MicrobenchmarkSizes) -> Methods:
     for rows, side in ((sizes.side, sizes.side), (sizes.rows, sizes.cached_side)):
         x = torch.full((rows, side), 0.01, dtype=torch.bfloat16)
         weight = torch.full((side, side), 0.01, dtype=torch.bfloat16)
-        # Repeat small products, so that one timing is long enough for the clock.
+        # Small matmuls are repeated, so that each timing is long enough for the clock.
         repeats = max(1, sizes.side**3 // (rows * side * side))
         operations, shape = 2.0 * repeats * rows * side * side, f"{rows} x {side} x {side}"
         if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():

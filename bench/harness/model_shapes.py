@@ -19,8 +19,8 @@ class ModelShape:
     """A model architecture, described by the arguments of its transformers config."""
 
     title: str
-    model_class: str  # Model class in transformers; it names its own config class.
-    settings: Mapping[str, Any]
+    model_class: str  # Name of the model class in transformers.
+    settings: Mapping[str, Any]  # Arguments of the config class.
 
     def build_random(self, dtype: str, **overrides: float | None) -> Any:
         """Build the transformers model with random weights; `overrides` replace config values."""
@@ -56,7 +56,7 @@ GPT2 = ModelShape(
 )
 # Like current small Llama models: four query heads per KV head, and an untied LM head.
 LLAMA = ModelShape(
-    "a Llama-shaped 350M (24 x 1024, 16 heads, 4 of KV, feed-forward 2816, V 32000)",
+    "Llama-shaped 350M (24 x 1024, 16 heads, 4 KV heads, feed-forward 2816, V 32000)",
     "LlamaForCausalLM",
     {
         "num_hidden_layers": 24,

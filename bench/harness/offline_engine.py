@@ -1,9 +1,9 @@
-"""Offline engine benchmark: throughput, step times, cache hits through the Python API.
+"""Offline engine benchmark: throughput, step times and cache hits through the Python API.
 
-It measures the serving engine without the front end. The model runs in this process, or in rank
-processes if it is split. Prompts are random, and every requested token is generated. The first
-round is a warm-up. Each round has new prompts, so only the configured shared prefix hits the prefix
-cache.
+The benchmark measures the serving engine without the front end. The model runs in this process, or
+in rank processes if it is split. Prompts are random, and every requested token is generated. The
+first round is a warm-up. Each round has new prompts, so only the prefix that the prompts of a round
+share hits the prefix cache.
 """
 
 import argparse
@@ -47,7 +47,7 @@ GPT2_SMALL = GPTConfig(
     max_position_embeddings=GPT2.settings["n_positions"],
     dtype="bfloat16",
 )
-# KV-cache tokens: fixed, so that preemptions do not depend on the memory of the machine.
+# Size of the KV cache in tokens; fixed, so that preemptions do not depend on the machine's memory.
 KV_TOKENS = 1 << 16
 
 
@@ -72,21 +72,39 @@ class StepStats:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this suite; --requests, --rounds, --dtype and --device are shared ones."""
+    """Add the flags that only this suite uses."""
     group = parser.add_argument_group("--only engine")
-    group.add_argument("--model", metavar="PATH", help="default: GPT-2 small, random weights")
     group.add_argument(
-        "--prompt", type=int, default=OfflineWorkload.prompt_tokens, help="tokens per prompt"
-    )
-    group.add_argument("--shared", type=int, default=0, help="prompt tokens that all share")
-    group.add_argument(
-        "--new", type=int, default=OfflineWorkload.new_tokens, help="new tokens per request"
+        "--model", metavar="PATH", help="checkpoint (default: GPT-2 small with random weights)"
     )
     group.add_argument(
-        "--service", choices=get_args(ServiceClass), default=OfflineWorkload.service_class
+        "--prompt",
+        type=int,
+        default=OfflineWorkload.prompt_tokens,
+        help="tokens per prompt (default: %(default)s)",
     )
-    group.add_argument("--tp", type=int, help="tensor-parallel ranks, one process each")
-    group.add_argument("--pp", type=int, help="pipeline stages, one process each")
+    group.add_argument(
+        "--shared",
+        type=int,
+        default=0,
+        help="tokens at the start of the prompts that all prompts share (default: 0)",
+    )
+    group.add_argument(
+        "--new",
+        type=int,
+        default=OfflineWorkload.new_tokens,
+        help="new tokens per request (default: %(default)s)",
+    )
+    group.add_argument(
+        "--service",
+        choices=get_args(ServiceClass),
+        default=OfflineWorkload.service_class,
+        help="service class of the requests (default: %(default)s)",
+    )
+    group.add_argument(
+        "--tp", type=int, help="tensor parallel size (default: 1, or as in --config)"
+    )
+    group.add_argument("--pp", type=int, help="pipeline stages (default: 1, or as in --config)")
     group.add_argument("--config", metavar="F", help="YAML file with server settings")
 
 
@@ -146,6 +164,7 @@ def _open_engine(config: ServerConfig, network: GPTConfig) -> Iterator[tuple[Eng
 def measure_rounds(
     engine: Engine, vocab_size: int, workload: OfflineWorkload, rounds: int
 ) -> Iterator[str]:
+    """Run a warm-up round and the measured rounds; yield a line per figure."""
     rng = random.Random(0)
     round_s: list[float] = []
     step_stats = StepStats()
@@ -171,7 +190,8 @@ def measure_rounds(
     yield f"requests/s         {workload.requests / seconds:10.2f}"
     low, high = min(round_s), max(round_s)
     yield (
-        f"seconds            {seconds:10.2f}  of {len(round_s)} rounds from {low:.2f} to {high:.2f}"
+        f"seconds            {seconds:10.2f}  median of {len(round_s)} rounds, "
+        f"{low:.2f} to {high:.2f}"
     )
     steps = stats_after.steps - stats_before.steps
     ms = [1e3 * quantile(step_stats.step_s, fraction) for fraction in (0.5, 0.9, 0.99, 1.0)]
@@ -189,7 +209,7 @@ def measure_rounds(
     yield f"preemptions        {stats_after.preemptions - stats_before.preemptions:10,}"
     drafted = stats_after.drafted_tokens - stats_before.drafted_tokens
     if drafted:
-        # Random models repeat themselves, which inflates the acceptance of n-gram drafts.
+        # Models with random weights repeat themselves, so they accept many n-gram drafts.
         accepted = stats_after.accepted_tokens - stats_before.accepted_tokens
         decoded = stats_after.made_tokens - stats_before.made_tokens - accepted
         yield (
@@ -237,7 +257,7 @@ def random_ids(rng: random.Random, vocab_size: int, count: int) -> tuple[int, ..
 
 
 def generate_all(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
-    """Generate all requests at once; raise the error of the first that failed."""
+    """Submit all requests at once and return their completions, or raise the first error."""
     completions = engine.generate(requests)
     for completion in completions:
         if completion.error is not None:
@@ -281,7 +301,7 @@ def running_engine(model: GPT, config: ServerConfig) -> Iterator[Engine]:
 
 
 def load_for_serving(checkpoint: Checkpoint, config: ServerConfig) -> GPT:
-    """Load and prepare the model as a serving rank does, unsplit, in this process."""
+    """Load the unsplit model in this process and prepare its weights, as a serving rank does."""
     model = load_worker_model(
         checkpoint,
         Mesh.single(parse_device(config.model_config.device)),

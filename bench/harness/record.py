@@ -31,7 +31,7 @@ SuiteOutput = str | Row | Settings | MeasuredLimit
 
 @dataclass
 class RunRecord:
-    """The record of one run; every output added to it is written to the file at once."""
+    """The record of one run; each added measurement is written to the file at once."""
 
     path: Path
     header: Mapping[str, Any]
@@ -55,6 +55,7 @@ class RunRecord:
         return cls(folder / name, header)
 
     def add(self, output: SuiteOutput) -> None:
+        """Add an output and rewrite the file; a line of text is not recorded."""
         match output:
             case Row():
                 self.rows[output.target.name] = output
@@ -99,22 +100,27 @@ def _row_record(row: Row) -> dict[str, Any]:
     if row.not_run_reason:
         return record | {"missing": row.not_run_reason}
     samples = {
-        side: [x for x in values if math.isfinite(x)] for side, values in row.samples.items()
+        side: [sample for sample in side_samples if math.isfinite(sample)]
+        for side, side_samples in row.samples.items()
     }
-    medians = {side: statistics.median(values) for side, values in samples.items() if values}
-    record |= {
+    medians = {
+        side: statistics.median(side_samples)
+        for side, side_samples in samples.items()
+        if side_samples
+    }
+    return record | {
         "value": nonfinite_to_none(row.value),
         "told": row.summary,
         "medians": medians,
         "samples": samples,
+        "share_of_bound": nonfinite_to_none(row.bound_share),
     }
-    return record | {"share_of_bound": nonfinite_to_none(row.bound_share)}
 
 
 def git_commit() -> str:
-    """Return the short commit id of this checkout, with `+` if files differ from the commit.
+    """Return the short commit id of this checkout, with `+` if there are changed or new files.
 
-    Returns `none` outside a git checkout.
+    Outside of a git checkout, the text is `none`.
     """
     root = Path(__file__).resolve().parents[2]
 
@@ -132,12 +138,12 @@ def describe_machine() -> dict[str, str]:
     """Describe the hardware and software that the benchmark runs on."""
     import torch
 
-    from gpt.cpu.kernels import isa_level as kind
+    from gpt.cpu.kernels import isa_level
 
-    cpus = Path("/proc/cpuinfo")
-    text = cpus.read_text() if cpus.exists() else ""
+    cpu_file = Path("/proc/cpuinfo")
+    cpu_text = cpu_file.read_text() if cpu_file.exists() else ""
     model_names = [
-        line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line
+        line.partition(":")[2].strip() for line in cpu_text.splitlines() if "model name" in line
     ]
     memory_bytes = total_memory_bytes(within_limit=False)
     return {
@@ -148,12 +154,12 @@ def describe_machine() -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
-        "library": kind() or "not built",
+        "library": isa_level() or "not built",
     }
 
 
 def read_runs(folder: Path = RECORD_FOLDER) -> list[dict[str, Any]]:
-    """Read all runs of the folder, oldest first."""
+    """Return the records of all runs in a folder, oldest first."""
     past_runs = []
     for path in sorted(folder.glob("*.json")):
         try:

@@ -1,9 +1,9 @@
 """Roofline model: the least time a pass can take, from its bytes and operations.
 
 A forward pass reads each weight once, and the keys and values of every earlier token. It performs
-two operations (multiply and add) per weight and row. The bound is the larger of two times: bytes at
-the measured memory bandwidth, and operations at the measured matmul throughput. All other work is
-ignored, so no engine quite reaches the bound.
+two operations (multiply and add) per weight and row. The bound is
+    max(bytes / memory bandwidth, operations / matmul throughput)
+with measured limits of the machine. All other work is ignored, so no engine reaches the bound.
 """
 
 import statistics
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from gpt.config import DTYPE_BYTES, GPTConfig
 from gpt.costs.inference import kv_bytes_per_token, parameter_count
 
-# Time of an int8 product relative to bf16: a vector register holds twice as many values.
+# Time of an int8 multiplication relative to bf16: a vector register has twice the number of values.
 INT8_TIME_SHARE = 0.5
 
 
@@ -73,7 +73,7 @@ class RooflineModel:
 
     config: GPTConfig
     bytes_per_weight: float = 0.0  # 0: the bytes of the model's dtype.
-    # Up to this batch size the argmax reads an int8 copy of the LM head.
+    # Up to this batch size, the argmax reads an int8 copy of the LM head. 0: there is no copy.
     int8_head_rows_max: int = 0
 
     @property
@@ -94,9 +94,10 @@ class RooflineModel:
 
     @property
     def last_token_weights(self) -> int:
-        """Return the number of last-layer weights that only each sequence's last token uses.
+        """Return the number of last-layer weights that are used for the last tokens only.
 
-        Every token needs the key and value projections; the other weights only produce the output.
+        Every token needs the key and value projections of the last layer. Its other weights produce
+        the hidden states for the logits, which only the last token of each sequence needs.
         """
         config = self.config
         kv_weights = 2 * config.num_query_groups * config.kv_channels * config.hidden_size

@@ -1,7 +1,7 @@
 """Server process: runs `preamble serve` in a child and reads its CPU time and memory.
 
-The address of the server is read from the first line that it prints. The CPU time and the memory of
-the front end and of its rank processes are read from /proc.
+The CPU time of the front end and of its rank processes, and the memory of the front end, are read
+from /proc.
 """
 
 import os
@@ -19,7 +19,7 @@ from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
 from planning.measurement.child_command import run_server
 
-START_S = 180.0
+START_S = 180.0  # Time limit for the start of a server.
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -43,12 +43,14 @@ class ServerProcess:
 
     @property
     def cpu_time(self) -> CpuTime:
-        ranks = [pid for child in _children(self.pid) for pid in (child, *_children(child))]
+        # The rank processes are among the children and grandchildren of the front end.
+        children = _children(self.pid)
+        ranks = [pid for child in children for pid in (child, *_children(child))]
         return CpuTime(cpu_s(self.pid), sum(map(cpu_s, ranks)))
 
     @property
     def frontend_bytes(self) -> int:
-        """Bytes of anonymous memory of the front-end process."""
+        """Return the bytes of anonymous memory of the front-end process; 0 if unknown."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         match = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
         return int(match[1]) << 10 if match else 0
@@ -85,7 +87,10 @@ def running_server(
 
 @contextmanager
 def saved_random_checkpoint(network: GPTConfig) -> Iterator[Path]:
-    """Save a random model without a tokenizer: prompts are token ids and there is no end token."""
+    """Save a model with random weights and yield its path.
+
+    The model has no tokenizer and no end token; its prompts are token ids.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         write_native(random_init_checkpoint(network, 0), Path(folder) / "model")
         yield Path(folder) / "model"

@@ -1,16 +1,16 @@
 """Performance targets: the published thresholds on speed and size, and their verdicts.
 
-Every row of the result table has a target here. Its name stays the same from run to run, so that
-runs can be compared. A target that compares speeds also counts as met when our figure is close to
-the roofline bound of the machine: beyond that bound no engine can be faster.
+Every row of the result table has a target in this module. The name of a target does not change, so
+that runs can be compared. A row with a roofline bound also counts as met if our figure is close to
+the bound, because no engine can be faster than the bound.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-# A speed ratio also counts as met if our figure is at least this share of the roofline bound, which
-# is computed from the machine limits of the same run.
+# A missed row counts as "met by the bound" if our figure is at least this share of the roofline
+# bound. The bound is computed from the machine limits of the same run.
 BOUND_SHARE_MIN = 0.85
 
 Verdict = Literal["met", "MISSED", "met by the bound", "not run"]
@@ -24,7 +24,7 @@ class Target:
     title: str
     threshold: float
     unit: str
-    is_maximum: bool = False
+    is_maximum: bool = False  # Whether the figure must be at most the threshold, not at least.
     on_request: bool = False  # Measured only if its suite and part are selected explicitly.
 
     @property
@@ -85,11 +85,13 @@ class Settings:
     """The settings of each compared engine."""
 
     title: str
-    sides: Mapping[str, str]
+    sides: Mapping[str, str]  # Maps an engine to its settings as text.
 
     def __str__(self) -> str:
         width = max(map(len, self.sides), default=0)
-        return "\n".join([self.title, *(f"  {name:{width}} {v}" for name, v in self.sides.items())])
+        return "\n".join(
+            [self.title, *(f"  {name:{width}} {text}" for name, text in self.sides.items())]
+        )
 
 
 def measured_row(
@@ -137,7 +139,7 @@ _GPU_TARGETS = (
     _minimum_target("gpu/fp8-decode", 1.4, "x", "5B FP8 + FP8 KV cache, 32 at 640, vs bf16"),
 )
 _SERVING_TARGETS = (
-    _maximum_target("front/share", 5, "%", "front-end CPU time, share of the ranks'"),
+    _maximum_target("front/share", 5, "%", "front-end CPU time, share of rank CPU time"),
     _minimum_target("front/tokens", 20_000, "tokens/s", "streamed tokens per CPU second"),
     _minimum_target("front/profiles-itl", 25, "%", "profile latency, reduction of ITL p95"),
     _minimum_target("front/profiles-tokens", 15, "%", "profile throughput, gain in tokens/s"),
@@ -174,11 +176,11 @@ _TOOL_TARGETS = (
 _ON_REQUEST_TARGETS = (
     _maximum_target("front/first", 3, "ms", "TTFT added by gRPC"),
     _maximum_target("front/refused", 50, "ms", "overload, time to refusal (p99)"),
-    _maximum_target("front/lost", 0, "calls", "overload, accepted calls failed or late"),
+    _maximum_target("front/lost", 0, "calls", "overload, accepted calls that failed"),
     _maximum_target("front/growth", 10, "%", "overload, front-end memory growth"),
     _maximum_target("adapters/mixed-32", 2, "%", "64 adapters of 32 rows in a batch, slowdown"),
     _maximum_target("adapters/first-32", 1, "ms", "warm adapter of 32 rows, added TTFT"),
-    _maximum_target("adapters/cold", 20, "ms", "cold adapter arrives, added ITL p99"),
+    _maximum_target("adapters/cold", 20, "ms", "arrival of a cold adapter, added ITL p99"),
     _maximum_target("adapters/tasks-10", 1.1, "x", "8 tasks of 10 rows, vs one prefill + decodes"),
     _maximum_target("adapters/tasks-20", 1.1, "x", "8 tasks of 20 rows, vs one prefill + decodes"),
 )

@@ -1,10 +1,10 @@
 """Peer comparison: our generation speed compared with other engines, in interleaved rounds.
 
-For `python -m bench --only peers`. All engines load the same checkpoint with random weights. Each
-engine is a process in its own virtual environment (`bench/peers_install.sh`) and receives requests
-through a pipe; only one engine works at a time. Prompts are new in every round, so no prefix cache
-helps. Figures are medians and are compared with the roofline bound of the measured machine limits.
-The rows of an engine that is not installed, or fails, give the reason.
+`python -m bench --only peers` runs this suite. All engines load the same checkpoint with random
+weights. Each engine is a process in its own virtual environment (`bench/peers_install.sh`) and
+receives requests through a pipe; only one engine works at a time. Prompts are new in every round,
+so no prefix cache helps. Figures are medians and are compared with the roofline bound of the
+measured machine limits. If an engine is not installed or fails, its rows give the reason.
 """
 
 import json
@@ -33,30 +33,35 @@ from gpt.formats.registry import open_checkpoint
 
 PEERS_FOLDER = Path("build/peers")
 ENGINE_NAMES = ("vllm", "zentorch", "llama", "transformers", "ctranslate2")
-# OpenMP threads of an engine can spin for a while after a request; wait before the next timing.
+# Pause before each timing, because an engine's OpenMP threads can spin for a while after a request.
 COOLDOWN_SECONDS = 0.3
 STOP_SECONDS = 30.0  # Time that an engine gets to end after SIGTERM.
 
 
 @dataclass(frozen=True)
 class PeerWorkload:
-    """Requests submitted at once. With `decode_only`, the time of the prefill is subtracted."""
+    """Equal requests that are submitted at once."""
 
     requests: int
     prompt_tokens: int
     new_tokens: int
-    decode_only: bool = False
+    decode_only: bool = False  # Whether the time of the prefill is subtracted.
 
     @property
     def name(self) -> str:
-        """The part of the target's name that identifies the workload."""
+        """Return the part of the target's name that identifies the workload."""
         return str(self.requests if self.new_tokens > 1 else self.prompt_tokens)
 
     @property
     def counted_tokens(self) -> int:
-        """Tokens that the speed counts: new tokens, or prompt tokens if only one token is new."""
-        decoded = self.new_tokens - self.decode_only
-        return self.requests * (decoded if self.new_tokens > 1 else self.prompt_tokens)
+        """Return the number of tokens that the speed counts.
+
+        These are the new tokens; with one new token per request, they are the prompt tokens. With
+        `decode_only`, the first new token is not counted, because the prefill computes it.
+        """
+        if self.new_tokens > 1:
+            return self.requests * (self.new_tokens - self.decode_only)
+        return self.requests * self.prompt_tokens
 
     def bound_tokens_per_s(self, model: RooflineModel, peaks: Peaks) -> float:
         """Return the counted tokens per second at the roofline bound."""
@@ -77,7 +82,7 @@ class PeerTable:
 
     name: str
     shape: ModelShape
-    weights: str
+    weights: str  # "bf16" or "int8".
     peers: Sequence[str]
     workloads: Sequence[PeerWorkload]
 
@@ -123,7 +128,8 @@ class EngineProcess:
         self._log = (model.parent / f"{name}.log").open("w+")
         self._process = ChildProcess(
             [python, Path(__file__).with_name("engine_process.py"), name, model, weights],
-            environment=os.environ | _engine_environment(),  # Without this checkout's modules.
+            # An explicit environment: the default would add modules of this checkout.
+            environment=os.environ | _engine_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -221,7 +227,8 @@ def _run_table(
                     table, workload, dict.fromkeys(table.peers, unavailable["ours"])
                 )
             return
-        # Measured with all engines loaded and idle, as during the rounds of another engine.
+        # All engines are loaded and idle during this measurement. During the timing of an engine,
+        # the other engines are loaded and idle, too.
         limits = measure_limits()
         yield from limits.as_tuple
         bytes_per_weight = 1.0 if table.weights == "int8" else 0.0
@@ -254,12 +261,12 @@ class EngineSpeeds:
 
     @property
     def median(self) -> float:
-        """The median, or NaN if the engine failed in every round."""
+        """Return the median, or NaN if the engine failed in every round."""
         return statistics.median(self.samples) if self.samples else math.nan
 
     @property
     def spread(self) -> float:
-        """Half the range between slowest and fastest round, relative to the median."""
+        """Return half of (fastest - slowest round), relative to the median."""
         return (max(self.samples) - min(self.samples)) / 2 / self.median
 
 
@@ -290,10 +297,9 @@ def measure_table(
             name = table.target_name(workload, engine.name)
             if name is None:
                 continue
-            if engine.failure or engines[0].failure:
-                yield not_run_row(
-                    name, f"{engine.name} failed {engine.failure or engines[0].failure}"
-                )
+            failed_engine = engine if engine.failure else engines[0]
+            if failed_engine.failure:
+                yield not_run_row(name, f"{failed_engine.name} failed {failed_engine.failure}")
                 continue
             theirs = speeds_by_engine[engine.name]
             ratio = ours.median / theirs.median
@@ -301,8 +307,9 @@ def measure_table(
             samples = {"ours": ours.samples, engine.name: theirs.samples, "bound": [bound]}
             yield measured_row(name, ratio, summary, bound_share=bound_share, samples=samples)
     yield from (f"{engine.name} failed {engine.failure}" for engine in engines if engine.failure)
-    yield "tokens/s: new tokens, prefill included in the time; prompt tokens if one token is new"
-    yield f"(ours / theirs), +- half the range; {rounds} interleaved rounds; load {_load_average()}"
+    yield "tokens/s counts new tokens, and the time includes prefill; with one new token, it counts"
+    yield "prompt tokens; +-: half of (fastest - slowest round); in parentheses: our speed / theirs"
+    yield f"{rounds} interleaved rounds; load {_load_average()}"
 
 
 def _load_average() -> str:
@@ -319,7 +326,7 @@ def _format_speed(speeds: EngineSpeeds, ours: EngineSpeeds) -> str:
 def time_rounds(
     engines: Sequence[EngineProcess], workload: PeerWorkload, rounds: int, vocab_size: int
 ) -> dict[str, EngineSpeeds]:
-    """Time interleaved rounds after a warm-up round; each round starts with another engine."""
+    """Time interleaved rounds after a warm-up round; the first engine of a round rotates."""
     speeds_by_engine = {engine.name: EngineSpeeds() for engine in engines}
     for round_index in range(rounds + 1):
         prompts = [

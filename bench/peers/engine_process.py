@@ -1,9 +1,10 @@
 """Engine process: runs one engine of the comparison; JSON requests in, timings out.
 
-Runs as `python engine_process.py NAME MODEL WEIGHTS` with the Python of the engine's environment,
-so it imports only that engine; only "ours" imports modules of this repository. WEIGHTS is "bf16" or
-"int8"; an engine that does not support them exits with an error. A request is a line of JSON on
-standard input. Decoding is greedy, and all requested tokens are generated. The response gives the
+The command is `python engine_process.py NAME MODEL WEIGHTS` with the Python of the engine's virtual
+environment. The process imports only the engine NAME; "ours" imports modules of this repository,
+and "llama" imports `bench/peers/llama_cpp_engine.py`. WEIGHTS is "bf16" or "int8"; the process
+exits with an error if the engine is not compared with these weights. A request is a line of JSON on
+standard input. Decoding is greedy, and all requested tokens are generated. The reply gives the
 number of generated tokens and the seconds.
 """
 
@@ -30,7 +31,7 @@ def main() -> None:
     # Remove this folder from the path: its module names could shadow modules of the engine.
     sys.path.pop(0)
     sys.path.append(str(Path(__file__).resolve().parents[2]))
-    # Replies use a copy of standard output; whatever an engine prints goes to standard error.
+    # Replies use a copy of standard output. The output of an engine goes to standard error.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     generate, description = ENGINES[name](model, weights)
@@ -109,7 +110,7 @@ def open_transformers(model: str, weights: str) -> tuple[GenerateFunction, str]:
 
 
 def open_vllm(model: str, weights: str) -> tuple[GenerateFunction, str]:
-    """Open vLLM; it loads the zentorch plugin by itself if that is installed."""
+    """Open vLLM, which loads the zentorch plugin if the plugin is installed."""
     _require_weights("bf16", weights)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -182,7 +183,7 @@ def _require_weights(supported: str, weights: str) -> None:
 def _convert_model(model: str) -> str:
     """Convert a checkpoint to the CTranslate2 format.
 
-    The converter needs a tokenizer, so every token id gets a word of its own.
+    The converter needs a tokenizer, so the checkpoint gets one with the word `tN` for token id N.
     """
     tokenizers: Any = import_module("tokenizers")
     converters: Any = import_module("ctranslate2.converters")

@@ -1,8 +1,8 @@
 """llama.cpp engine: writes a checkpoint as GGUF and generates through llama.cpp's C API.
 
-Runs in the environment of llama.cpp, so it imports numpy, gguf and llama_cpp, but no module of this
-repository. It decodes in batches as the llama.cpp server does: one call computes the next token of
-all sequences.
+The module runs in the virtual environment of llama.cpp: it imports numpy, gguf, safetensors and
+llama_cpp, but no module of this repository. As in the llama.cpp server, one decode call computes
+the next token of all sequences.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ GenerateFunction = Callable[[Prompts, int], int]
 SEQUENCES_MAX = 32
 CONTEXT_TOKENS = 1024
 BATCH_TOKENS = 4096
-# Maps a model type to the transformers config keys of the settings that a GGUF file needs.
+# By model type: maps settings that a GGUF file needs to their keys in the transformers config.
 CONFIG_KEYS: dict[str, dict[str, str]] = {
     "gpt2": {
         "layers": "n_layer",
@@ -68,15 +68,16 @@ def open_engine(model: str, weights: str) -> tuple[GenerateFunction, str]:
         """
         batch.n_tokens = len(tokens)
         for index, (sequence, position, token, needs_logits) in enumerate(tokens):
-            batch.token[index], batch.pos[index], batch.logits[index] = (
-                token,
-                position,
-                needs_logits,
-            )
-            batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
+            batch.token[index] = token
+            batch.pos[index] = position
+            batch.logits[index] = needs_logits
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = sequence
         assert llama_cpp.llama_decode(context, batch) == 0
         best_tokens = []
-        for index in (index for index, row in enumerate(tokens) if row[3]):
+        for index, (_, _, _, needs_logits) in enumerate(tokens):
+            if not needs_logits:
+                continue
             logits = ctypes.cast(
                 llama_cpp.llama_get_logits_ith(context, index), ctypes.POINTER(ctypes.c_float)
             )
@@ -122,7 +123,7 @@ def write_gguf(model: Path, quantization: str) -> Path:
         if gguf_name is None:
             continue
         values = _gguf_layout(name, tensor.float().numpy(), config)
-        # As in llama.cpp's converter: vectors stay in fp32, and so do position embeddings in Q8_0.
+        # As in llama.cpp's converter, vectors stay in fp32; with Q8_0, position embeddings do, too.
         is_unquantized = values.ndim == 1 or (
             quantization == "Q8_0" and "position_embd" in gguf_name
         )

@@ -1,9 +1,9 @@
 """Trainer process: runs one trainer of the comparison; JSON batches in, losses out.
 
-Runs as `python -m bench.peers.peft_process NAME THREADS`, where NAME is "ours" or "peft". It tunes
-a table of virtual tokens in front of a frozen model, with the usual API of its library, on batches
-of token ids. A request is a line of JSON on standard input, and each request has one line of reply.
-Both trainers start with the same table and use the same optimizer.
+The command is `python -m bench.peers.peft_process NAME THREADS`, where NAME is "ours" or "peft".
+The process trains a table of virtual tokens in front of a frozen model, on batches of token ids. A
+request is a line of JSON on standard input, and each request has a reply of one line. Both trainers
+start with the same table and use the same optimizer.
 """
 
 import json
@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 LEARNING_RATE = 1e-3
-Batches = list[
-    list[list[int]]
-]  # Batch, example, token ids; the last ids of an example are the answer.
+# Batches of examples of token ids. The last ids of an example are the answer.
+Batches = list[list[list[int]]]
 
 
 class SoftPromptTrainer(Protocol):
@@ -134,19 +133,16 @@ TRAINERS: dict[str, type[PreambleTrainer] | type[PeftTrainer]] = {
     "ours": PreambleTrainer,
     "peft": PeftTrainer,
 }
+# Imported before the memory of the idle process is read. The optimizer imports torch._dynamo.
 PRELOADED_MODULES = {
-    "ours": (
-        "gpt",
-        "ptuning.training.trainer",
-        "torch._dynamo",
-    ),  # The optimizer imports torch._dynamo.
+    "ours": ("gpt", "ptuning.training.trainer", "torch._dynamo"),
     "peft": ("transformers.models.gpt2.modeling_gpt2", "peft"),
 }
 
 
 def main() -> None:
     name, threads = sys.argv[1], int(sys.argv[2])
-    # Replies use a copy of standard output; whatever a library prints goes to standard error.
+    # Replies use a copy of standard output. The output of a library goes to standard error.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     torch.set_num_threads(threads)

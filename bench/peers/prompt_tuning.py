@@ -1,10 +1,10 @@
 """Prompt-tuning benchmark: training speed, memory and losses compared with Hugging Face PEFT.
 
-For `python -m bench --only tuning`. Both trainers load the same checkpoint, GPT-2 small with random
-weights, each in its own process, and receive the same batches in the same order. Text tokens per
-second are medians of interleaved rounds. CPU time per token is reported as well, because other
-programs on the machine hardly change it. A missed target is reported as a verdict and does not
-change the exit status.
+`python -m bench --only tuning` runs this suite. Each trainer is a process. Both load the same
+checkpoint, GPT-2 small with random weights, and receive the same batches in the same order. Text
+tokens per second are medians of interleaved rounds. CPU time per token is reported as well, because
+other programs on the machine hardly change it. A missed target is reported as a verdict and does
+not change the exit status.
 """
 
 import json
@@ -34,10 +34,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("speed", "memory", "losses")
 # transformers' GPT-2 has dropout by default; our trainer has none in a frozen model.
 NO_DROPOUT: dict[str, float | None] = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-SAMPLE_S = 0.003
-# OpenMP threads can spin for a while after their work; wait before the next timing.
+SAMPLE_S = 0.003  # Interval of memory samples.
+# Pause before each timing, because OpenMP threads can spin for a while after their work.
 COOLDOWN_S = 0.3
-# Batches grouped by length are cut from the sorted examples of this many batches.
+# Number of batches whose examples `length_sorted_batches` sorts by length.
 GROUPED_BATCHES = 50
 
 
@@ -71,8 +71,8 @@ class TuningSizes:
     batch_size: int = 8
     answer_tokens: int = 8  # Tokens at the end of each example that the loss covers.
     rounds: int = 5
-    steps: int = 4  # Per round, if all examples have one length.
-    mixed_steps: int = 8  # Per round with mixed lengths; more, because step times differ.
+    steps: int = 4  # Steps per round if all examples have the same length.
+    mixed_steps: int = 8  # Steps per round with mixed lengths; more, because step times differ.
     memory_steps: int = 3
     losses_steps: int = 6
     threads: int = 2
@@ -101,7 +101,7 @@ class TrainerProcess:
             stdout=subprocess.PIPE,
             stderr=self._log,
         )
-        self._read_reply()  # The process has finished its imports.
+        self._read_reply()  # The process sends an empty reply after its imports.
         self.idle_kib = self.memory_kib()
 
     def load_model(self, model: Path, dtype: str) -> str:
@@ -172,10 +172,13 @@ def run_suite(
         folder = Path(name)
         GPT2.save_random(folder / "model", **NO_DROPOUT | network)
         yield f"GPT-2 small, {sizes.threads} threads each, torch {torch.__version__}"
+        measurements = {
+            "speed": measure_speed,
+            "memory": measure_memory,
+            "losses": measure_losses,
+        }
         for part in parts or PARTS:
-            yield from {"speed": measure_speed, "memory": measure_memory, "losses": measure_losses}[
-                part
-            ](folder, sizes)
+            yield from measurements[part](folder, sizes)
 
 
 @contextmanager
@@ -209,6 +212,7 @@ def time_rounds(
     ours: TrainerProcess, peft: TrainerProcess, case: TuningCase, sizes: TuningSizes
 ) -> Iterator[SuiteOutput]:
     """Time interleaved rounds after a warm-up round."""
+    # Text tokens per second and CPU milliseconds per text token, one pair per round.
     rates_by_side: dict[str, list[tuple[float, float]]] = {}
     rng = random.Random(0)
     steps = sizes.mixed_steps if case.is_mixed else sizes.steps
@@ -251,7 +255,7 @@ def measure_memory(folder: Path, sizes: TuningSizes) -> Iterator[SuiteOutput]:
     """Measure peak memory in a new process per case and trainer, model loading included."""
     for case in sizes.cases:
         batches = random_batches(random.Random(0), case, sizes, sizes.memory_steps)
-        # Lengths are random, and the peak depends on the longest: include the maximum length.
+        # The peak depends on the longest example, so one example has the maximum length.
         batches[0][0] = _random_ids(random.Random(1), case.text_tokens_max, sizes)
         peak_mib = []
         for name in ("ours", "peft"):
@@ -273,7 +277,7 @@ def measure_memory(folder: Path, sizes: TuningSizes) -> Iterator[SuiteOutput]:
 
 
 def measure_losses(folder: Path, sizes: TuningSizes) -> Iterator[SuiteOutput]:
-    """Compare losses step by step in fp32: both trainers must do the same training."""
+    """Compare the losses of each step in fp32; equal losses mean the same training."""
     with start_trainers(folder, sizes, ("ours", "peft")) as trainers:
         for trainer in trainers:
             trainer.load_model(folder / "model", "float32")
@@ -308,8 +312,8 @@ def length_sorted_batches(
 ) -> Batches:
     """Draw batches of examples with similar lengths.
 
-    Many examples are sorted by length and cut into batches; `steps` of these, spread over all
-    lengths, are returned in random order.
+    Many examples are sorted by length and divided into batches. `steps` of these batches, spread
+    over all lengths, are returned in random order.
     """
     examples = [
         example for batch in random_batches(rng, case, sizes, GROUPED_BATCHES) for example in batch
@@ -320,9 +324,9 @@ def length_sorted_batches(
         for start in range(0, len(examples), sizes.batch_size)
     ]
     stride = len(sorted_batches) / steps
-    chosen = [sorted_batches[int((step + rng.random()) * stride)] for step in range(steps)]
-    rng.shuffle(chosen)
-    return chosen
+    batches = [sorted_batches[int((step + rng.random()) * stride)] for step in range(steps)]
+    rng.shuffle(batches)
+    return batches
 
 
 def _random_ids(rng: random.Random, length: int, sizes: TuningSizes) -> list[int]:

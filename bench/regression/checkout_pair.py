@@ -1,7 +1,7 @@
 """Regression comparison: the pair of checkouts, and a row for each result that is compared.
 
-A result is a named sequence of bytes. Rows state whether both checkouts have the same bytes, and
-otherwise the first differing byte.
+A result is a named sequence of bytes. A row states whether both checkouts have the same bytes; if
+not, it describes the first difference.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.harness.checkouts import Checkout
 
-SHOWN_CHARACTERS = 80
+SHOWN_BYTES = 80  # Bytes of each result in the description of a difference.
 
 # Results of one checkout by name.
 Results = Mapping[str, bytes]
@@ -48,15 +48,16 @@ def first_difference(this: bytes, other: bytes) -> str:
     if this == other:
         return ""
     common = min(len(this), len(other))
-    position = next((i for i in range(common) if this[i] != other[i]), common)
+    position = next((index for index in range(common) if this[index] != other[index]), common)
     lengths = "" if len(this) == len(other) else f", {len(this):,} and {len(other):,} bytes"
-    begin = max(0, position - SHOWN_CHARACTERS // 2)
-    this_text, other_text = (repr(part[begin : begin + SHOWN_CHARACTERS]) for part in (this, other))
+    begin = max(0, position - SHOWN_BYTES // 2)
+    this_text = repr(this[begin : begin + SHOWN_BYTES])
+    other_text = repr(other[begin : begin + SHOWN_BYTES])
     return f"from byte {position:,} on{lengths}: this {this_text}, other {other_text}"
 
 
 def read_tree(path: Path) -> Results:
-    """Return the content of every file below a folder by relative path, or of a single file."""
+    """Return the content of a file by its name, or of all files in a folder by relative path."""
     if path.is_file():
         return {path.name: path.read_bytes()}
     files = sorted(file for file in path.rglob("*") if file.is_file())
@@ -64,7 +65,7 @@ def read_tree(path: Path) -> Results:
 
 
 class CheckoutPair:
-    """The two checkouts with a working folder for each; `log` prints a line of progress."""
+    """Two checkouts, each with a working folder; `log` prints a line of progress."""
 
     def __init__(
         self, this: Checkout, other: Checkout, folder: Path, log: Callable[[str], None]
@@ -88,7 +89,7 @@ class CheckoutPair:
         return this, other
 
     def records(self) -> Path:
-        """Return the training records, which are written once for both checkouts."""
+        """Return the file of training records, which is written once for both checkouts."""
         if self._records is None:
             arguments = ["examples.demo.tasks", "--task", "mood", "--count", "24"]
             self._records = self.folder / "records.jsonl"

@@ -15,7 +15,7 @@ from bench.regression.checkout_pair import CheckoutPair, ComparedRow, Results, c
 
 @dataclass(frozen=True)
 class Conversion:
-    """One run of `preamble convert`; `source` names a source checkpoint or an earlier target."""
+    """A run of `preamble convert`; `source` is "demo", "random" or the target of an earlier run."""
 
     source: str
     target: str
@@ -109,8 +109,8 @@ def compare_conversions(pair: CheckoutPair) -> Iterator[ComparedRow]:
     """Compare every file of every target; converted files contain no times."""
     sources = {"demo": pair.model, "random": pair.folder / "random"}
     write_random_checkpoint(sources["random"])
-    # Both checkouts convert the target that the other checkout wrote in an earlier conversion, so
-    # that one difference is reported once.
+    # If the source is an earlier target, both checkouts convert the target of the other checkout.
+    # Otherwise, a difference between earlier targets would be reported again.
     targets = pair.folder_of(pair.other) / "targets"
     for conversion in CONVERSIONS:
         source = sources.get(conversion.source, targets / conversion.source)

@@ -1,7 +1,7 @@
 """Request mix: fixed requests of every kind, which a comparison sends to two checkouts.
 
-The module contains bodies of the HTTP API, messages of the gRPC service and fields of the Python
-API's requests, distributed over dtypes and tensor x pipeline splits. `request_results.py` sends
+The requests are bodies of the HTTP API, messages of the gRPC service and fields of the Python API's
+`Ask`. They are distributed over dtypes and tensor x pipeline splits, and `request_results.py` sends
 them.
 """
 
@@ -21,7 +21,7 @@ from protos.preamble.v1 import generation_pb2 as pb
 
 @dataclass(frozen=True)
 class Setup:
-    """A dtype and a split; both checkouts start one server with it."""
+    """A dtype and a split with which each checkout starts one server."""
 
     dtype: str
     tp: int
@@ -40,7 +40,7 @@ class Setup:
         return [model, "--adapters", adapters, "--config", limits, *dtype, *split]
 
 
-REQUESTS = 200
+REQUESTS = 200  # Number of requests, without the requests to an int8 server.
 SPLITS = ((1, 1), (2, 1), (1, 2), (2, 2))
 SETUPS = (
     *(Setup("float32", *split) for split in SPLITS),
@@ -48,12 +48,12 @@ SETUPS = (
     Setup("float64", 1, 1),
     Setup("float64", 2, 2),
 )
-# Requests to an int8 server, in addition to the 200: not every processor has the instructions.
+# Requests to an int8 server are not counted in REQUESTS, because some CPUs do not support int8.
 INT8 = Setup("int8", 1, 1)
 INT8_CALLS = 16
-# The requests among the 200 that use `serving.open_engine` instead of a server.
+# Number of the REQUESTS that use `serving.open_engine` instead of a server.
 IN_PROCESS = 24
-# The name of the missing instructions, which occurs in the error message of every release.
+# The error message of a server without int8 support contains this text in every release.
 NO_INT8 = "AVX512-VNNI"
 LIMITS = {"kv_tokens_max": 8192, "adapters_poll_s": 0.2, "prove": True}
 SCHEMA = {
@@ -87,8 +87,8 @@ def calls_by_setup(
 ) -> dict[str, list[Call]]:
     """Distribute `count` calls over the setups, each kind of request in turn.
 
-    Equal texts give equal calls. A request of several sequences is not sent to a setup with
-    pipeline stages; it becomes the first request of the next setup without pipeline stages.
+    Equal arguments give equal calls. A request of several sequences is not sent to a setup with
+    pipeline stages; it is among the first requests of the next setup without pipeline stages.
     """
     draw = random.Random(0)
     kinds = itertools.cycle(_KINDS)
@@ -106,7 +106,8 @@ def calls_by_setup(
     return calls
 
 
-# Requests of several sequences. Which sequences share a step in a pipeline depends on timing.
+# Kinds of requests with several sequences. In a pipeline, the timing determines which sequences
+# share a step, and rounding depends on that.
 SEVERAL_SEQUENCES = (
     "several answers",
     "several prompts",

@@ -1,9 +1,9 @@
 """Comparison of answers: the same requests to servers and to the Python API of two checkouts.
 
-Requests are sent one after another: rounding depends on which sequences share a step, and that
-depends on timing. For the same reason, requests of several sequences are not sent to servers with
-pipeline stages. They are sent several times to the other servers, and the checkouts count as equal
-if at least one answer occurs in both.
+Rounding depends on the sequences that share a step, and timing can change these sequences. Requests
+are therefore sent one after another. A request of several sequences is not sent to servers with
+pipeline stages. The other servers get such a request several times, and its answers count as equal
+if both checkouts have an answer in common.
 """
 
 import http.client
@@ -39,7 +39,7 @@ from bench.regression.tuning_results import run_tune, tune_settings
 from protos.preamble.v1 import generation_pb2 as pb
 
 CALL_S = 120.0
-REPEATS = 4  # Number of times that a request of several sequences is sent.
+REPEATS = 4  # A request of several sequences is sent this number of times.
 
 
 def send_call(server: Server, call: Call) -> bytes:
@@ -92,17 +92,17 @@ def _without_random_fields(answer: dict[str, Any]) -> dict[str, Any]:
 
 def _send_grpc(server: Server, call: Call) -> bytes:
     path = f"/preamble.v1.GenerationService/{call.rpc}"
-    kind = getattr(pb, f"{call.rpc}Response")
+    response_class = getattr(pb, f"{call.rpc}Response")
     with grpc.insecure_channel(server.grpc) as channel:
-        invoke: Any = channel.unary_unary(path)  # Without (de)serializers: bytes both ways.
+        # Without a serializer, requests and responses are bytes.
+        invoke: Any = channel.unary_unary(path)
+        invoke_stream: Any = channel.unary_stream(path)
         try:
             if call.rpc == "GenerateStream":
-                pieces: Any = channel.unary_stream(path)
-                pieces = pieces(call.body, timeout=CALL_S)
-                return json.dumps(
-                    _join_pieces([kind.FromString(piece) for piece in pieces])
-                ).encode()
-            reply = kind.FromString(invoke(call.body, timeout=CALL_S))
+                messages = invoke_stream(call.body, timeout=CALL_S)
+                pieces = [response_class.FromString(message) for message in messages]
+                return json.dumps(_join_pieces(pieces)).encode()
+            reply = response_class.FromString(invoke(call.body, timeout=CALL_S))
         except grpc.RpcError as error:
             return json.dumps([str(error.code())]).encode()
     return json.dumps(json_format.MessageToDict(reply), sort_keys=True).encode()
@@ -122,7 +122,8 @@ def _join_pieces(pieces: Sequence[Any]) -> dict[int, dict[str, Any]]:
     return answers
 
 
-# A client of the documented Python API. Standard input has the fields of each `Ask`.
+# A program that uses the documented Python API. It reads the server's config and the fields of each
+# `Ask` from standard input.
 PROGRAM = """
 import json, sys
 import serving
@@ -152,7 +153,7 @@ def compare_requests(pair: CheckoutPair) -> Iterator[ComparedRow]:
 
 
 def _tune_adapters(pair: CheckoutPair) -> Path:
-    """Train two adapters with the other checkout; both checkouts serve them."""
+    """Train two adapters with the other checkout, for the servers of both checkouts."""
     folder = pair.folder / "adapters-run"
     records = pair.records()
     for name, method in (("rows", "mlp"), ("keys", "prefix")):
@@ -200,14 +201,18 @@ def _compare_servers(
 
 
 def _answers(server: Server, call: Call) -> bytes:
-    """Return a JSON list of the different answers to a call."""
+    """Send a call, if necessary several times; return a JSON list of its distinct answers."""
     repeats = REPEATS if call.kind in SEVERAL_SEQUENCES else 1
     answers = {send_call(server, call).decode() for _ in range(repeats)}
     return json.dumps(sorted(answers)).encode()
 
 
 def common_answers(this: Results, other: Results) -> tuple[Results, Results]:
-    """Reduce each list of answers to one answer, which is a common one if there is any."""
+    """Reduce each list of answers to one answer.
+
+    If the lists of both checkouts have a common answer, that is the answer of both; otherwise, each
+    list is reduced to its first answer.
+    """
     this_answers = dict[str, bytes]()
     other_answers = dict[str, bytes]()
     for name in this.keys() & other.keys():
@@ -252,5 +257,5 @@ def _compare_command(pair: CheckoutPair, adapters: Path, text: str) -> Iterator[
 
 
 def _error_count(results: Results) -> int:
-    """Return the number of errors; some requests are invalid on purpose."""
+    """Return the number of answers that are errors; some requests are invalid on purpose."""
     return sum(bool(re.match(rb'\[(4|5|"StatusCode)', answer)) for answer in results.values())

@@ -1,4 +1,4 @@
-"""Speed measurements of one checkout, from start-up to tuning.
+"""Speed measurements of one checkout: start, generation, conversion, front end, adapters, tuning.
 
 Each measurement runs the checkout's own code in new child processes and returns one figure per row.
 Nothing is compared with other engines.
@@ -27,7 +27,8 @@ from gpt.adapters.adapter_file import Card, build_adapter, save_adapter
 
 SAMPLE_S = 0.02  # Interval of memory samples.
 Figures = Mapping[str, float]  # Maps the name of a row to its figure.
-# The settings of the profile `throughput`, written out, so that a saved plan cannot change them.
+# The engine settings of the profile `throughput`, and a fixed size of the KV cache. The profile
+# itself is not used, because a saved plan can replace its settings.
 THROUGHPUT: Mapping[str, Any] = {
     "running_requests_max": 256,
     "queue_requests_max": 4096,
@@ -56,7 +57,7 @@ class InputSizes:
 
 
 class BenchInputs:
-    """Models and files that both checkouts use, each created at its first use."""
+    """Models and files for both checkouts; each is created at its first use."""
 
     def __init__(self, folder: Path, sizes: InputSizes = InputSizes(), seed: int = 0) -> None:
         self.folder = folder
@@ -75,7 +76,7 @@ class BenchInputs:
         return int({**shape.settings, **settings}["vocab_size"])
 
     def split_checkpoint(self) -> Path:
-        """Return the Llama-shaped model as a Megatron checkpoint at TP4 x PP2, to be converted."""
+        """Return the source of the conversions: a Megatron checkpoint at TP4 x PP2."""
         path = self.folder / "split"
         if not path.exists():
             arguments: list[str | Path] = ["preamble", "convert", self.model(LLAMA), path]
@@ -96,7 +97,10 @@ class BenchInputs:
         return path
 
     def records(self, low: int, high: int) -> Path:
-        """Write records whose texts are token ids: the model has no tokenizer."""
+        """Return a file of training records of `low` to `high` tokens.
+
+        The texts are token ids, because the model has no tokenizer.
+        """
         path = self.folder / f"records-{low}-{high}.jsonl"
         if not path.exists():
             draw, vocabulary = random.Random(0), self.vocabulary(GPT2)
@@ -109,7 +113,7 @@ class BenchInputs:
         return path
 
 
-# These programs use the documented Python API only. The first run of each workload is not counted.
+# GENERATE and ADAPTERS use the documented Python API only. Each workload has a warm-up.
 GENERATE = """
 import json, random, sys, time
 import serving
@@ -173,7 +177,7 @@ rates = {
 }
 print(json.dumps(rates))
 """
-# The dry run imports every module before the measurement. `preamble.main` is the entry point.
+# CONVERT starts with a dry run, so that the measurement does not include imports.
 CONVERT = """
 import json, os, sys, time
 import preamble
@@ -189,35 +193,33 @@ print(json.dumps({"code": code, "seconds": time.perf_counter() - started}))
 """
 
 
+BATCH_ROW_NAMES = ("8", "32")  # Names of the rows of several requests.
+
+
 def generation_measurement(shape: ModelShape, weights: str, table: str) -> "Measurement":
     """Return a measurement of our engine on the workloads of one table of the suite `peers`."""
 
     def measure(checkout: Checkout, inputs: BenchInputs) -> Figures:
         sizes = inputs.sizes
-        workloads = (
-            [[f"{table}/1", 1, sizes.prompt_tokens, sizes.new_tokens]] if table != "llama" else []
-        )
-        workloads += [
-            [f"{table}/{n}", n, sizes.prompt_tokens, sizes.new_tokens] for n in sizes.requests
-        ]
-        workloads += [[f"{table}/960", 1, sizes.long_prompt_tokens, 1]] if table == "gpt2" else []
-        config = {"model": str(inputs.model(shape)), **THROUGHPUT}
-        config |= {"weights": weights} if weights != "auto" else {}
+        # A workload is (row name, number of requests, prompt tokens, new tokens). Row names contain
+        # the default numbers of requests, even if a test sends fewer.
+        workloads: list[tuple[str, int, int, int]] = []
+        if table != "llama":
+            workloads.append(("1", 1, sizes.prompt_tokens, sizes.new_tokens))
+        for name, count in zip(BATCH_ROW_NAMES, sizes.requests, strict=True):
+            workloads.append((name, count, sizes.prompt_tokens, sizes.new_tokens))
+        if table == "gpt2":
+            workloads.append(("960", 1, sizes.long_prompt_tokens, 1))
+        config: dict[str, Any] = {"model": str(inputs.model(shape)), **THROUGHPUT}
+        if weights != "auto":
+            config["weights"] = weights
         work = {"config": config, "workloads": workloads, "vocabulary": inputs.vocabulary(shape)}
         figures = checkout.call(
             GENERATE, work | {"seed": inputs.random.randrange(1 << 30)}, inputs.folder
         )
-        # The row names contain the default numbers of requests, even if a test sends fewer.
-        row_names = dict(zip((f"{table}/{n}" for n in sizes.requests), _MANY, strict=True))
-        return {
-            f"peers/{table}/{row_names[name]}" if name in row_names else f"peers/{name}": figure
-            for name, figure in figures.items()
-        }
+        return {f"peers/{table}/{name}": figure for name, figure in figures.items()}
 
     return measure
-
-
-_MANY = ("8", "32")
 
 
 def measure_adapters(checkout: Checkout, inputs: BenchInputs) -> Figures:
@@ -239,7 +241,7 @@ def measure_adapters(checkout: Checkout, inputs: BenchInputs) -> Figures:
 
 
 def measure_startup(checkout: Checkout, inputs: BenchInputs) -> Figures:
-    """Time `preamble serve` from process start to the refusal of a path, and to readiness."""
+    """Time `preamble serve` from process start until it refuses a path, and until it is ready."""
     model = inputs.model(GPT2)
     arguments = ["-m", "preamble", "serve", str(inputs.folder / "absent")]
     started = time.perf_counter()
@@ -267,15 +269,19 @@ def measure_conversion(checkout: Checkout, inputs: BenchInputs) -> Figures:
     peak = 0
     for target, flags in CONVERSION_TARGETS.items():
         with tempfile.TemporaryDirectory(dir=inputs.folder) as folder:
-            line = ["convert", str(source), f"{folder}/target", *flags]
+            arguments = ["convert", str(source), f"{folder}/target", *flags]
             with checkout.started(["-c", CONVERT], Path(folder), with_input=True) as (process, log):
                 assert process.stdin is not None and process.stdout is not None
-                process.stdin.write(json.dumps(line) + "\n")
+                process.stdin.write(json.dumps(arguments) + "\n")
                 process.stdin.flush()
-                while (printed := process.stdout.readline()) not in ("", "idle\n"):
-                    pass  # Skip the conversion plan, which the dry run prints.
-                if not printed:
-                    raise CheckoutError(f"{checkout.name}: {log.read_text()[-300:]}")
+                line = process.stdout.readline()
+                while line not in ("", "idle\n"):  # The dry run prints the conversion plan.
+                    line = process.stdout.readline()
+                if not line:
+                    raise CheckoutError(
+                        f"{checkout.name}: the dry run of convert {' '.join(flags)} failed: "
+                        f"{log.read_text()[-300:]}"
+                    )
                 idle = process_memory_kib(process.pid)
                 drop_page_cache(source)
                 process.stdin.write("\n")
@@ -283,15 +289,15 @@ def measure_conversion(checkout: Checkout, inputs: BenchInputs) -> Figures:
                 while process.poll() is None:
                     peak = max(peak, process_memory_kib(process.pid) - idle)
                     time.sleep(SAMPLE_S)
-                result = json.loads(process.stdout.read().splitlines()[-1])
-            if result["code"] != 0:
+                reply = json.loads(process.stdout.read().splitlines()[-1])
+            if reply["code"] != 0:
                 raise CheckoutError(f"{checkout.name}: convert {' '.join(flags)} failed")
-            figures[f"convert/{target}"] = result["seconds"]
+            figures[f"convert/{target}"] = reply["seconds"]
     return figures | {"convert/memory": peak / 1024}
 
 
 def measure_server(checkout: Checkout, inputs: BenchInputs) -> Figures:
-    """Send a closed-loop load from this process to a server in each of two profiles."""
+    """Send a closed-loop load from this process to a server, once under each profile."""
     sizes = inputs.sizes
     figures = dict[str, float]()
     lengths = LengthSampler("fixed", min(32, sizes.prompt_tokens), min(32, sizes.prompt_tokens))
@@ -313,7 +319,10 @@ def measure_server(checkout: Checkout, inputs: BenchInputs) -> Figures:
             report = LoadReport.from_run(run_load(ServerEndpoint(server.grpc), spec))
             spent = process.cpu_time.since(before)
         if report.ok < report.sent or report.itl_ms is None:
-            raise CheckoutError(f"{checkout.name}: {report.ok} of {report.sent} were answered")
+            raise CheckoutError(
+                f"{checkout.name}: only {report.ok} of {report.sent} requests succeeded with the "
+                f"profile {profile}"
+            )
         if profile == "throughput":
             figures["front/share"] = 1e6 * spent.frontend_s / report.tokens
             figures["front/throughput"] = report.tokens_per_s
@@ -362,7 +371,9 @@ def measure_tuning(checkout: Checkout, inputs: BenchInputs) -> Figures:
                     peak = max(peak, process_memory_kib(process.pid))
                     time.sleep(SAMPLE_S)
                 if process.returncode:
-                    raise CheckoutError(f"{checkout.name}: {log.read_text()[-300:]}")
+                    raise CheckoutError(
+                        f"{checkout.name}: preamble tune failed: {log.read_text()[-300:]}"
+                    )
             (metrics,) = (Path(folder) / "run").rglob("metrics.csv")
             figures[f"tuning/speed-{name}"] = tokens_per_s(metrics.read_text())
             figures[f"tuning/memory-{name}"] = peak / 1024
@@ -370,7 +381,7 @@ def measure_tuning(checkout: Checkout, inputs: BenchInputs) -> Figures:
 
 
 def tokens_per_s(metrics: str) -> float:
-    """Return text tokens per second without the first two steps."""
+    """Return the text tokens per second of a metrics.csv, without the first two steps."""
     head, *lines = (line.split(",") for line in metrics.splitlines())
     rows = [dict(zip(head, line, strict=True)) for line in lines][2:]
     seconds = sum(float(row["seconds"]) for row in rows)
@@ -385,7 +396,7 @@ class MeasurementGroup:
     """Rows that one measurement returns together."""
 
     suite: str  # The name that --only takes.
-    part: str  # The name that --parts takes; empty: the suite has no parts.
+    part: str  # The name that --parts takes; empty: the group runs with any --parts.
     measure: Measurement
     rows: Sequence[SpeedRow]
 

@@ -1,7 +1,8 @@
 """Speed regression verdict: medians of two checkouts, the noise between them, and the rule.
 
-Each round measures the other checkout, this one, and the other again. If the two medians of the
-other checkout differ too much, the machine was not quiet enough and the row is not counted.
+Each round measures the other checkout, this checkout, and the other checkout again. If the two
+medians of the other checkout differ by more than NOISE_MAX, other programs disturbed the
+measurement, and the row has the verdict "unsettled".
 """
 
 import statistics
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 TOLERANCE = 0.03  # The largest slowdown of a median that is accepted.
-NOISE_MAX = 0.05  # The largest difference between the other checkout's two medians.
+NOISE_MAX = 0.05  # The largest accepted difference between the two medians of the other checkout.
 UNSETTLED = "unsettled: measure again at a quieter time"
 
 Verdict = Literal["equal", "faster", "SLOWER", "unsettled", "not run"]
@@ -17,7 +18,7 @@ Verdict = Literal["equal", "faster", "SLOWER", "unsettled", "not run"]
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """A measured quantity. Times and memory are costs: a lower figure is better."""
+    """A measured quantity. For a cost (time or memory), a lower figure is better."""
 
     name: str
     title: str
@@ -30,18 +31,18 @@ class SpeedRow:
 
 @dataclass
 class Samples:
-    """The figures of one row in all rounds; each round measures the other checkout twice."""
+    """The figures of one row in all rounds."""
 
-    before: list[float] = field(default_factory=list)
+    before: list[float] = field(default_factory=list)  # Of the other checkout, measured first.
     this: list[float] = field(default_factory=list)
-    after: list[float] = field(default_factory=list)
-    failure: str = ""  # Why the row was not measured.
-    this_failed: bool = False  # This checkout failed where the other one succeeded.
+    after: list[float] = field(default_factory=list)  # Of the other checkout, measured last.
+    failure: str = ""  # Why the row was not measured; empty: it was measured.
+    this_failed: bool = False  # Whether the failure is a failure of this checkout.
 
 
 @dataclass(frozen=True)
 class JudgedRow:
-    """A row with medians and verdict. `slowdown` is positive where this checkout is worse."""
+    """A row with its medians and verdict."""
 
     row: SpeedRow
     samples: Samples
@@ -49,8 +50,8 @@ class JudgedRow:
     before: float = 0.0
     this: float = 0.0
     after: float = 0.0
-    slowdown: float = 0.0
-    noise: float = 0.0
+    slowdown: float = 0.0  # Relative; positive if this checkout is worse.
+    noise: float = 0.0  # Relative difference between the two medians of the other checkout.
 
     @property
     def failed(self) -> bool:
@@ -73,7 +74,7 @@ TABLE_HEADER = (
 
 
 def judge(row: SpeedRow, samples: Samples) -> JudgedRow:
-    """Compare this checkout's median with the median of all figures of the other one."""
+    """Compare the median of this checkout with the median of all figures of the other checkout."""
     if samples.failure or not (samples.before and samples.this and samples.after):
         return JudgedRow(row, samples, "not run")
     before, this, after = map(statistics.median, (samples.before, samples.this, samples.after))

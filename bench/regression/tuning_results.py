@@ -14,14 +14,15 @@ import yaml
 from bench.harness.checkouts import Checkout, CheckoutError
 from bench.regression.checkout_pair import CheckoutPair, ComparedRow, Results, compare, read_tree
 
-COMMON: Mapping[str, Any] = {
+COMMON_SETTINGS: Mapping[str, Any] = {
     "steps": 6,
     "batch_examples": 4,
     "virtual_tokens": 4,
     "warmup_steps": 2,
 }
-# The date in the JSON text of an adapter's card.
+# The date in an adapter's card, which is JSON text.
 CREATED = re.compile(r'("created": ?)"[^"]*"')
+# Maps the name of a run to its settings besides COMMON_SETTINGS.
 RUNS: Mapping[str, Mapping[str, Any]] = {
     "prompt-tuning": {"method": "prompt-tuning", "validate_every": 3, "golden_examples": 2},
     "p-tuning-mlp": {"method": "mlp", "encoder_hidden": 32},
@@ -36,9 +37,12 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
 
 
 def tune_settings(
-    model: Path, records: Path, name: str, change: Mapping[str, Any]
+    model: Path, records: Path, name: str, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings of a run; output paths are relative, because files may contain them."""
+    """Return the settings of a run.
+
+    Output paths are relative, because written files may contain the paths, and must be equal.
+    """
     paths = {
         "model": str(model),
         "name": name,
@@ -48,7 +52,7 @@ def tune_settings(
         "run": f"runs/{name}",
         "dtype": "float32",
     }
-    settings = {**paths, **COMMON, **change}
+    settings = {**paths, **COMMON_SETTINGS, **overrides}
     if "validate_every" in settings:
         settings |= {"validation": str(records), "validation_examples": 4, "max_new_tokens": 4}
     return settings
@@ -66,8 +70,8 @@ def run_tune(checkout: Checkout, folder: Path, settings: Mapping[str, Any]) -> N
 def compare_tuning(pair: CheckoutPair) -> Iterator[ComparedRow]:
     """Compare every file of every run except report.html, which shows times."""
     records = pair.records()
-    for name, change in RUNS.items():
-        settings = tune_settings(pair.model, records, name, change)
+    for name, overrides in RUNS.items():
+        settings = tune_settings(pair.model, records, name, overrides)
 
         def run_files(
             checkout: Checkout, name: str = name, settings: Mapping[str, Any] = settings
@@ -100,10 +104,11 @@ def without_times(path: str, content: bytes) -> bytes:
 
 
 def _sort_metadata(content: bytes) -> bytes:
-    """Return a safetensors file with its metadata sorted by key, without the date in its card."""
-    (count,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + count])
+    """Return the content of a safetensors file with sorted metadata and without the card's date."""
+    (header_bytes,) = struct.unpack("<Q", content[:8])
+    header_end = 8 + header_bytes
+    header = json.loads(content[8:header_end])
     metadata = {key: header["__metadata__"][key] for key in sorted(header.get("__metadata__", {}))}
     for key, text in metadata.items():
         metadata[key] = CREATED.sub(r"\1", text)
-    return json.dumps([metadata, header | {"__metadata__": None}]).encode() + content[8 + count :]
+    return json.dumps([metadata, header | {"__metadata__": None}]).encode() + content[header_end:]

@@ -2,8 +2,8 @@
 
 Each measurement is compared with the same work without adapters. The model is GPT-2 small with
 random weights. The adapters are random tables with the standard deviation of embedding rows, saved
-as adapter files. The two sides of a comparison alternate, so that noise on the machine affects
-both. Every text is new, so that only the intended prefix hits the prefix cache.
+as adapter files. The two sides of a comparison run in turn, so that noise of the machine affects
+both. Texts are random, so that only the intended prefix hits the prefix cache.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ from serving.request import AnswerSpec, Request
 
 ADAPTER_ROWS = 20
 EMBEDDING_STD = 0.02  # Standard deviation of randomly initialized embedding rows.
-# The context fits a document of 1,000 tokens, an adapter and the new tokens.
+# The maximum context fits a document of 1,000 tokens, an adapter and the new tokens.
 NETWORK = GPT2_SMALL.with_fields(max_position_embeddings=1280)
 CONFIG = ServerConfig("", kv_tokens_max=KV_TOKENS)
 
@@ -62,15 +62,15 @@ class AdapterSizes:
     """Sizes of the workloads; tests use smaller ones."""
 
     adapters: int = 64  # Different adapters in one batch.
-    text_tokens: int = 44  # Prompt tokens after the prefix.
+    text_tokens: int = 44  # Prompt tokens after the adapter or the prefix that replaces it.
     new_tokens: int = 32
     rounds: int = 7
-    pairs: int = 200  # Pairs of requests, with an adapter and with text.
-    streams: int = 32
+    pairs: int = 200  # Pairs of requests: one with an adapter, one with a text prefix.
+    streams: int = 32  # Streams that run when another request arrives.
     # Tokens per stream in the measured window: few enough that one slow step changes the p99.
     window_tokens: int = 64
-    runs: int = 5
-    tasks: int = 8
+    runs: int = 5  # Runs of each kind of arrival.
+    tasks: int = 8  # Adapters that are applied to one document.
     document_tokens: int = 1000
     registered: int = 10_000  # Adapter files in the scanned directory.
 
@@ -104,18 +104,18 @@ class EngineFixture:
         """
         vocab_size = self.network.vocab_size
         prompt = list[int]()
-        rows = None
+        adapter_ref = None
         for part in parts:
             if isinstance(part, AdapterRef):
-                rows = part
+                adapter_ref = part
                 prompt += range(vocab_size, vocab_size + part.row_count)
             else:
                 prompt += part
         return AnswerSpec(
             tuple(prompt),
             SamplingParams(new_tokens),
-            adapter_ref=rows,
-            virtual_tokens=rows.row_count if rows else 0,
+            adapter_ref=adapter_ref,
+            virtual_tokens=adapter_ref.row_count if adapter_ref else 0,
         )
 
 
@@ -124,7 +124,7 @@ PromptPrefix = tuple[int, ...] | AdapterRef
 
 @contextmanager
 def engine_fixture(model: GPT) -> Iterator[EngineFixture]:
-    # Save adapters to memory if possible: waiting for a disk is not part of the measurement.
+    # Adapters are saved in memory if possible, so that no time of a disk is measured.
     memory_folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with (
         tempfile.TemporaryDirectory(prefix="bench-", dir=memory_folder) as folder,
@@ -161,6 +161,7 @@ def _load_average() -> str:
 def mixed_batch(fixture: EngineFixture, sizes: AdapterSizes, rows: int) -> Iterator[SuiteOutput]:
     """Batch requests with a different adapter each; compare with text prefixes of equal length."""
     count = sizes.adapters
+    # Kind 0 is an adapter, and kind 1 is a text.
     prefixes_by_kind: tuple[list[PromptPrefix], list[PromptPrefix]] = (
         [fixture.new_adapter(rows) for _ in range(count)],
         [fixture.new_text(rows) for _ in range(count)],
@@ -173,7 +174,8 @@ def mixed_batch(fixture: EngineFixture, sizes: AdapterSizes, rows: int) -> Itera
     for round_index in range(sizes.rounds + 1):
         texts = [fixture.new_text(sizes.text_tokens) for _ in range(count)]
         seconds, cpu_s = [0.0, 0.0], [0.0, 0.0]
-        for kind in (0, 1) if round_index % 2 else (1, 0):
+        kinds = (0, 1) if round_index % 2 else (1, 0)
+        for kind in kinds:
             requests = [
                 Request((fixture.build_answer(sizes.new_tokens, prefix, text),))
                 for prefix, text in zip(prefixes_by_kind[kind], texts, strict=True)
@@ -223,29 +225,30 @@ def first_token_latency(
         for pair_index in range(sizes.pairs + 5):
             suffix = fixture.new_text(sizes.text_tokens)
             seconds = [0.0, 0.0]
-            for kind in (0, 1) if pair_index % 2 else (1, 0):
+            kinds = (0, 1) if pair_index % 2 else (1, 0)
+            for kind in kinds:
                 seconds[kind] = await first_token_s(
                     fixture.engine, fixture.build_answer(1, (adapter, text)[kind], suffix)
                 )
-            if pair_index >= 5:
+            if pair_index >= 5:  # The first pairs are a warm-up.
                 pairs_s.append((seconds[0], seconds[1]))
 
     asyncio.run(measure())
-    differences = [1e3 * (adapter_time - text_time) for adapter_time, text_time in pairs_s]
-    median = statistics.median(differences)
+    differences_ms = [1e3 * (adapter_s - text_s) for adapter_s, text_s in pairs_s]
+    median = statistics.median(differences_ms)
     adapter_ms, text_ms = (1e3 * statistics.median(times) for times in zip(*pairs_s, strict=True))
-    quarters = f"{quantile(differences, 0.25):+.2f} to {quantile(differences, 0.75):+.2f}"
+    quartiles = f"{quantile(differences_ms, 0.25):+.2f} to {quantile(differences_ms, 0.75):+.2f}"
     yield measured_row(
         "adapters/first" if rows == ADAPTER_ROWS else "adapters/first-32",
         median,
         f"warm adapter of {rows} rows {median:+.2f} ms vs cached text (quartiles "
-        f"{quarters}, {sizes.pairs} pairs; medians {adapter_ms:.1f} and {text_ms:.1f} ms)",
-        samples={"ms": differences},
+        f"{quartiles}, {sizes.pairs} pairs; medians {adapter_ms:.1f} and {text_ms:.1f} ms)",
+        samples={"ms": differences_ms},
     )
 
 
 async def first_token_s(engine: Engine, *answers: AnswerSpec) -> float:
-    """Return the seconds until the first token of a request, after the request has ended."""
+    """Run a request to its end; return the seconds from its submission to its first token."""
     start = time.perf_counter()
     elapsed_s = 0.0
     async for event in engine.submit(Request(answers)):
@@ -278,10 +281,8 @@ def arrival_latency(
                 cpu_p99_ms[kind].append(1e3 * quantile([cpu for _, cpu in gaps], 0.99))
 
     asyncio.run(measure())
-    adapter_increases, text_increases = (
-        _increases(wall_p99_ms, "adapter"),
-        _increases(wall_p99_ms, "text"),
-    )
+    adapter_increases = _increases(wall_p99_ms, "adapter")
+    text_increases = _increases(wall_p99_ms, "text")
     median = statistics.median(adapter_increases)
     yield measured_row(
         "adapters/cold",
@@ -292,12 +293,10 @@ def arrival_latency(
         f"text instead {statistics.median(text_increases):+.1f})",
         samples={"ms": adapter_increases},
     )
-    adapter_increases, text_increases = (
-        _increases(cpu_p99_ms, "adapter"),
-        _increases(cpu_p99_ms, "text"),
-    )
+    adapter_increases = _increases(cpu_p99_ms, "adapter")
+    text_increases = _increases(cpu_p99_ms, "text")
     yield (
-        "the same in CPU time per thread: "
+        "  added ITL p99 in CPU time per thread: "
         f"{statistics.median(adapter_increases):+.1f} ms (runs "
         f"{_format_values(adapter_increases)}; "
         f"without arrival {_format_values(cpu_p99_ms['nothing'])}; "
@@ -320,13 +319,13 @@ def _format_values(values: Sequence[float]) -> str:
 async def _token_gaps(
     fixture: EngineFixture, sizes: AdapterSizes, kind: str, rows: int
 ) -> list[tuple[float, float]]:
-    """Return the inter-token gaps of all streams in the window, as (wall, CPU) seconds.
+    """Return the inter-token latencies of all streams in the window, as (wall, CPU) seconds.
 
-    CPU time depends less on other programs on the machine.
+    CPU time is per thread; other programs on the machine change it less than the wall time.
     """
     gaps: list[tuple[float, float]] = []
     engine = fixture.engine
-    margin = 8
+    margin = 8  # Tokens of each stream before the measured window, and after it.
     threads = torch.get_num_threads()
     is_steady = asyncio.Event()
 
@@ -371,14 +370,13 @@ def document_tasks(fixture: EngineFixture, sizes: AdapterSizes, rows: int) -> It
         )
         # One round takes seconds and is noisy, so this measurement has more rounds.
         for round_index in range(3 * sizes.rounds + 1):
-            prefill_text, new_text = (
-                fixture.new_text(sizes.document_tokens),
-                fixture.new_text(sizes.document_tokens),
-            )
-            # Each of the three requests follows decode steps: a prefill directly after another
-            # prefill is slower, by one seventh on some machines.
+            prefill_text = fixture.new_text(sizes.document_tokens)
+            new_text = fixture.new_text(sizes.document_tokens)
+            # The two requests with a long prefill follow decode steps, because a prefill directly
+            # after another prefill is slower, by one seventh on some machines.
             prefill = (await _request_times(fixture.engine, build_answers(prefill_text, 1, 1)))[1]
-            # The prefix cache has this prompt except for the last token of each task.
+            # This request only decodes, because the prefix cache has its prompts except for their
+            # last tokens.
             first_token, end = await _request_times(
                 fixture.engine, build_answers(cached_text, sizes.new_tokens, sizes.tasks)
             )
@@ -389,17 +387,18 @@ def document_tasks(fixture: EngineFixture, sizes: AdapterSizes, rows: int) -> It
             )[1]
             cached_text = new_text
             if round_index:
-                clocks = [
+                # Wall-clock seconds and CPU seconds of: all tasks, one prefill, the decodes.
+                wall, cpu = (
                     (total[clock], prefill[clock], end[clock] - first_token[clock])
                     for clock in (0, 1)
-                ]
-                wall_ratios.append(clocks[0][0] / sum(clocks[0][1:]))
-                cpu_ratios.append(clocks[1][0] / sum(clocks[1][1:]))
-                stage_times.append(clocks[0])
+                )
+                wall_ratios.append(wall[0] / sum(wall[1:]))
+                cpu_ratios.append(cpu[0] / sum(cpu[1:]))
+                stage_times.append(wall)
 
     asyncio.run(measure())
     ratio = statistics.median(wall_ratios)
-    total_ms, prefill, decodes = (
+    total_ms, prefill_ms, decodes_ms = (
         1e3 * statistics.median(times) for times in zip(*stage_times, strict=True)
     )
     yield measured_row(
@@ -409,7 +408,7 @@ def document_tasks(fixture: EngineFixture, sizes: AdapterSizes, rows: int) -> It
         f"{sizes.new_tokens} new each: "
         f"{ratio:.2f} x one prefill + decodes (from {min(wall_ratios):.2f} to "
         f"{max(wall_ratios):.2f}; "
-        f"{total_ms:.0f} vs {prefill:.0f} + {decodes:.0f} ms; CPU time "
+        f"{total_ms:.0f} vs {prefill_ms:.0f} + {decodes_ms:.0f} ms; CPU time "
         f"{statistics.median(cpu_ratios):.2f} x)",
         samples={"x": wall_ratios},
     )
@@ -446,7 +445,7 @@ def _clocks_since(start: ClockPair) -> ClockPair:
 def compare_answers(sizes: AdapterSizes) -> Iterator[SuiteOutput]:
     """Compare the tokens of batched tasks, sequential tasks and the reference loop.
 
-    In fp64 no rounding difference changes a token.
+    The model computes in fp64, so that rounding differences do not change tokens.
     """
     config = GPTConfig(
         num_layers=3,
@@ -535,6 +534,7 @@ def registry_scan(fixture: EngineFixture, sizes: AdapterSizes, rows: int) -> Ite
                     fixture.engine,
                     fixture.build_answer(1, prefix, fixture.new_text(sizes.text_tokens)),
                 )
+                # The requests of the first three adapters are a warm-up.
                 latencies[kind if key_index >= 3 else "warm-up"].append(seconds + resolve_s)
 
     asyncio.run(measure())
@@ -546,15 +546,15 @@ def registry_scan(fixture: EngineFixture, sizes: AdapterSizes, rows: int) -> Ite
     )
 
 
-# Maps a part to its measurement and to the adapter sizes (virtual tokens) that it runs with.
+# Maps a part to its measurement and to the adapter sizes, in rows, of its runs.
 MEASUREMENTS: dict[
     str, tuple[Callable[[EngineFixture, AdapterSizes, int], Iterator[SuiteOutput]], Sequence[int]]
 ] = {
     "mixed": (mixed_batch, (ADAPTER_ROWS,)),
     "first": (first_token_latency, (ADAPTER_ROWS,)),
     "registry": (registry_scan, (2,)),
-    "mixed-32": (mixed_batch, (2 * 16,)),
-    "first-32": (first_token_latency, (2 * 16,)),
+    "mixed-32": (mixed_batch, (32,)),
+    "first-32": (first_token_latency, (32,)),
     "arrivals": (arrival_latency, (ADAPTER_ROWS,)),
     "tasks": (document_tasks, (10, ADAPTER_ROWS)),
 }

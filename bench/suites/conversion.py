@@ -1,9 +1,9 @@
 """Conversion benchmark: speed and peak memory of `preamble convert`, compared with `cp`.
 
 The source model is generated, 4 GB of bf16 by default. Conversion and `cp` alternate for several
-rounds. Each timing starts with the source dropped from the page cache and ends when the target is
-flushed to the disk. Memory is the peak anonymous and shared memory of the process, minus what it
-has after its imports.
+rounds. Before each timing, the source is dropped from the page cache; a timing ends when the target
+is flushed to the disk. The memory figure is the peak of anonymous and shared memory, minus the
+memory of the process after its imports.
 """
 
 import json
@@ -30,9 +30,9 @@ from gpt.child_processes import ChildProcess
 from gpt.config import GPTConfig
 from gpt.parallel.weight_sharding import parameter_specs
 
-POOL_ELEMENTS = 1 << 27
+POOL_ELEMENTS = 1 << 27  # Size of the pool of random numbers.
 ROUNDS = 5
-SAMPLE_SECONDS = 0.02
+SAMPLE_SECONDS = 0.02  # Interval of memory samples.
 STOP_SECONDS = 10.0  # Time that the child process gets to end after SIGTERM.
 
 # The keys are the row names in bench/harness/targets.py without "convert/".
@@ -42,7 +42,7 @@ CONVERT_FLAGS: dict[str, tuple[str, ...]] = {
     "native": ("--to", "native"),
     "torch-dist": ("--to", "megatron-dist"),
 }
-# Memory budget of a worker: twice the largest tensor plus 300 MB.
+# Memory budget of a conversion: twice the largest tensor plus 300 MB.
 LARGEST_TENSORS_IN_FLIGHT, OVERHEAD_MIB = 2, 300e6 / (1 << 20)
 
 
@@ -74,7 +74,7 @@ def random_source(config: GPTConfig) -> Checkpoint:
     tensors, start = {}, 0
     for name, parameter in parameter_specs(config).items():
         count = torch.Size(parameter.shape).numel()
-        start = (start + 7919) % (POOL_ELEMENTS - count)
+        start = (start + 7919) % (POOL_ELEMENTS - count)  # Different tensors start differently.
         tensors[name] = pool[start : start + count].view(parameter.shape)
     return checkpoint_from_tensors(config, tensors)
 
@@ -145,7 +145,7 @@ def time_conversions(
 
 
 def drop_page_cache(source: Path) -> None:
-    """Flush pending writes of the last round and drop the source from the page cache."""
+    """Flush pending writes, then drop the source from the page cache."""
     os.sync()
     for file in source.rglob("*"):
         if file.is_file():

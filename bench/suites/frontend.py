@@ -1,8 +1,8 @@
 """Front-end benchmark: CPU per token, added latency, service profiles and overload.
 
 Costs are CPU times of processes, which other programs on the machine hardly change. Latencies are
-measured at the client. The CPU time of the load generator is not part of the server's. A missed
-target is reported as a verdict and does not change the exit status.
+measured at the client. The load generator runs in another process than the server, so its CPU time
+is not counted. A missed target is reported as a verdict and does not change the exit status.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from clients.load.report import LoadReport
 from gpt.config import GPTConfig
 from serving.request import Ask
 
-WAIT_S = 120.0
+WAIT_S = 120.0  # Time limit for the start and for the end of the null-engine server.
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _closed_loop(sizes: FrontendSizes, new_tokens: int) -> LoadSpec:
 
 
 def frontend_share(model: Path, sizes: FrontendSizes) -> Iterator[SuiteOutput]:
-    """Compare the CPU time of the front end with that of the ranks, with all streams running."""
+    """Compare the CPU times of front end and ranks while all streams run."""
     settings = {"running_requests_max": sizes.streams, "prove": False}
     with running_server(model, ["--profile", "throughput"], settings) as server:
         run_load(ServerEndpoint(server.address), _closed_loop(sizes, 2))
@@ -192,15 +192,11 @@ def frontend_share(model: Path, sizes: FrontendSizes) -> Iterator[SuiteOutput]:
 def _measure_capacity(server: ServerProcess, sizes: FrontendSizes, new_tokens: int) -> float:
     """Return the requests/s of a closed loop that saturates the server."""
     streams = min(sizes.streams, 64)
-    lengths = (
-        LengthSampler("fixed", sizes.prompt_tokens, sizes.prompt_tokens),
-        LengthSampler("fixed", new_tokens, new_tokens),
-    )
     workload = LoadSpec(
         concurrency=streams,
         requests_max=4 * streams,
-        prompt_length=lengths[0],
-        output_length=lengths[1],
+        prompt_length=LengthSampler("fixed", sizes.prompt_tokens, sizes.prompt_tokens),
+        output_length=LengthSampler("fixed", new_tokens, new_tokens),
     )
     return LoadReport.from_run(run_load(ServerEndpoint(server.address), workload)).requests_per_s
 
@@ -225,7 +221,10 @@ def _steady_tokens_per_s(load_run: LoadRun, sizes: FrontendSizes) -> float:
 
 
 def compare_profiles(model: Path, sizes: FrontendSizes) -> Iterator[SuiteOutput]:
-    """Run the same open-loop load, near the capacity, under both profiles."""
+    """Run the same open-loop load under both profiles.
+
+    The request rate is the capacity that is measured with the profile `throughput`.
+    """
     reports: dict[str, LoadReport] = {}
     tokens_per_s: dict[str, float] = {}
     rate = 0.0
@@ -235,10 +234,8 @@ def compare_profiles(model: Path, sizes: FrontendSizes) -> Iterator[SuiteOutput]
             load_run = run_load(
                 ServerEndpoint(server.address), _open_loop(sizes, rate, sizes.steady_new_tokens)
             )
-            reports[name], tokens_per_s[name] = (
-                LoadReport.from_run(load_run),
-                _steady_tokens_per_s(load_run, sizes),
-            )
+            reports[name] = LoadReport.from_run(load_run)
+            tokens_per_s[name] = _steady_tokens_per_s(load_run, sizes)
     header = "".join(
         f"{column:>10}" for column in ("tokens/s", "itl p50", "p95", "ttft p50", "p95", "refused")
     )
@@ -267,12 +264,12 @@ def compare_profiles(model: Path, sizes: FrontendSizes) -> Iterator[SuiteOutput]
         "front/profiles-tokens",
         100 * tokens_gain,
         f"{100 * tokens_gain:.0f} %, at {rate:.2f} requests/s",
-        samples={name: [rate_measured] for name, rate_measured in tokens_per_s.items()},
+        samples={name: [profile_rate] for name, profile_rate in tokens_per_s.items()},
     )
 
 
 def overload(model: Path, sizes: FrontendSizes) -> Iterator[SuiteOutput]:
-    """Overload the server; refusals must be fast, and accepted requests must succeed."""
+    """Overload the server; refusals should be fast, and accepted requests should succeed."""
     settings = {"queue_requests_max": 128, "prove": False}
     with running_server(model, settings=settings) as server:
         rate = _measure_capacity(server, sizes, sizes.load_new_tokens) * sizes.overload_factor
@@ -290,7 +287,7 @@ def overload_rows(load_run: LoadRun, growth: float) -> list[SuiteOutput]:
     lost_calls = [
         call for call in load_run.calls if not call.ok and call.code != "RESOURCE_EXHAUSTED"
     ]
-    # Measured from the actual send time, so that delays of the generator do not count.
+    # The time starts when the call was sent, so that delays of the generator do not count.
     refusal_s = [
         call.ended_s - call.started_s
         for call in load_run.calls

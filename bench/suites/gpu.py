@@ -1,8 +1,8 @@
 """GPU benchmark: decode and prefill vs device limits and transformers, and FP8 vs bf16.
 
 A memory copy, a large matmul and all generation workloads run in interleaved rounds, so that a
-change of the GPU clocks affects all of them. The model has 5B parameters with random weights, drawn
-on the device. A row that cannot be measured gives the reason. No download is needed.
+change of the GPU clocks affects all of them. The model has 5B random weights, which are drawn on
+the device. A row that cannot be measured gives the reason. No download is needed.
 """
 
 import random
@@ -69,7 +69,7 @@ class GpuSizes:
     @property
     def server_config(self) -> ServerConfig:
         block_tokens = CacheConfig.kv_block_tokens
-        request_tokens_max = max(
+        batch_tokens_max = max(
             self.requests * (self.prompt_tokens + self.new_tokens),
             self.prefill_tokens + self.new_tokens,
         )
@@ -78,13 +78,13 @@ class GpuSizes:
             device=self.device,
             dtype=self.network.dtype,
             running_requests_max=max(self.requests, self.decode_requests),
-            # All prompts of a batch fit in one step, so that later steps only decode.
+            # All prompts of a batch fit in one step, so that all later steps are decode steps.
             step_tokens_max=max(
                 self.requests * self.prompt_tokens,
                 self.decode_requests * self.decode_prompt_tokens,
                 self.prefill_tokens,
             ),
-            kv_tokens_max=request_tokens_max
+            kv_tokens_max=batch_tokens_max
             + (max(self.requests, self.decode_requests) + 1) * 2 * block_tokens,
             prefix_cache=False,
         )
@@ -92,7 +92,7 @@ class GpuSizes:
 
 @dataclass
 class _InterleavedTimings:
-    """Timers that run in interleaved rounds; a timer that fails is removed, its error kept."""
+    """Timers that run in interleaved rounds. A timer that fails is replaced by its error."""
 
     timers: dict[str, Callable[[], float]] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class _InterleavedTimings:
 
 
 def run_suite(rounds: int = 5, sizes: GpuSizes | None = None) -> Iterator[SuiteOutput]:
-    """Measure all rows; takes minutes, most of them in transformers."""
+    """Measure all rows, which takes minutes, mostly for transformers."""
     sizes = replace(sizes or GpuSizes(), rounds=rounds)
     timings = _InterleavedTimings()
     with ExitStack() as stack:
@@ -158,13 +158,13 @@ def _add_device_limits(timings: _InterleavedTimings, sizes: GpuSizes) -> None:
 
 def _add_our_engine(timings: _InterleavedTimings, stack: ExitStack, sizes: GpuSizes) -> None:
     """Add timers of three engines: bf16, FP8 weights, and FP8 weights with an FP8 KV cache."""
-    for name, overrides in {"": {}, "fp8 ": FP8_PREFILL, "fp8 kv ": FP8_DECODE}.items():
+    for prefix, overrides in {"": {}, "fp8 ": FP8_PREFILL, "fp8 kv ": FP8_DECODE}.items():
         try:
             config = sizes.server_config.with_fields(**overrides)
             engine = stack.enter_context(_open_engine(sizes, config))
         except PreambleError as error:
             for timer_name in ("single", "batch", "prefill", "decode"):
-                timings.record_failure(name + timer_name, error)
+                timings.record_failure(prefix + timer_name, error)
             continue
         time_generation = partial(_time_generation, engine, random.Random(0), sizes)
         timers = {
@@ -183,8 +183,8 @@ def _add_our_engine(timings: _InterleavedTimings, stack: ExitStack, sizes: GpuSi
                 sizes.new_tokens,
             ),
         }
-        selected = {"": tuple(timers), "fp8 ": ("prefill",), "fp8 kv ": ("decode",)}[name]
-        timings.timers |= {name + timer_name: timers[timer_name] for timer_name in selected}
+        selected = {"": tuple(timers), "fp8 ": ("prefill",), "fp8 kv ": ("decode",)}[prefix]
+        timings.timers |= {prefix + timer_name: timers[timer_name] for timer_name in selected}
 
 
 def _open_engine(sizes: GpuSizes, config: ServerConfig) -> Any:
@@ -193,7 +193,7 @@ def _open_engine(sizes: GpuSizes, config: ServerConfig) -> Any:
 
 
 def _random_checkpoint(network: GPTConfig, device: torch.device) -> Checkpoint:
-    """Build random weights on the device; drawing 5B values on the host would take minutes."""
+    """Build random weights on the device, because the host needs minutes to draw 5B numbers."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw_parameter(parameter: ParameterSpec) -> torch.Tensor:
@@ -241,7 +241,7 @@ def _time_decode_step(
 
 
 def _add_transformers(timings: _InterleavedTimings, sizes: GpuSizes) -> None:
-    """Add a timer of transformers' continuous batching; its manager persists over rounds."""
+    """Add a timer of transformers' continuous batching, whose manager persists over all rounds."""
     name = "transformers"
     if sizes.device != "cuda":
         timings.record_failure(
@@ -364,8 +364,9 @@ def _limit_share_row(
     limit: str,
     limit_amount: float,
 ) -> Row:
-    """Build the row of the percentage of a device limit that a workload reaches."""
-    if reason := timings.failure_reasons(name, limit):
+    """Build the row of a workload's speed in percent of a device limit."""
+    reason = timings.failure_reasons(name, limit)
+    if reason:
         return not_run_row(target_name, reason)
     achieved, limit_rate = amount / timings.median(name), limit_amount / timings.median(limit)
     summary = f"{100 * achieved / limit_rate:.0f} % ({1e3 * timings.median(name):.3f} ms)"
@@ -374,8 +375,9 @@ def _limit_share_row(
 
 
 def _speedup_row(timings: _InterleavedTimings, target_name: str, name: str, baseline: str) -> Row:
-    """Build the row of the speedup of one timer over another."""
-    if reason := timings.failure_reasons(name, baseline):
+    """Build the row of the speedup of a workload over a baseline."""
+    reason = timings.failure_reasons(name, baseline)
+    if reason:
         return not_run_row(target_name, reason)
     speedup = timings.median(baseline) / timings.median(name)
     summary = (

@@ -1,8 +1,8 @@
 """Null engine: a transport that returns fixed tokens, to time the front end alone.
 
-Everything in front of the transport is the real front end (gRPC, protocols, admission, engine,
-streams), so the CPU time of its process is the cost of serving without the model. Every sequence
-gets one token per step at a steady interval, as it would from rank processes.
+The process has the gRPC server, protocols, admission, engine and streams of a real server. Its CPU
+time is therefore the cost of serving without the model. Every sequence gets one token per step, at
+a steady interval.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class _NullSequence:
 
 
 class NullTransport:
-    """A transport that returns one token per step and sequence; `cpu_s` is its own CPU time."""
+    """A transport that returns one token per step and sequence; `cpu_s` is its CPU time."""
 
     refusal: PreambleError | None = None
 
@@ -97,9 +97,8 @@ class NullTransport:
                 Update(self._step(running), EngineStats(running=len(running), steps=steps))
             )
             self.cpu_s += time.thread_time() - start
-            update = decode_from_engine_loop(
-                packed
-            )  # Not in `cpu_s`: a real front end decodes, too.
+            # A real front end decodes messages, too, so this time is not part of `cpu_s`.
+            update = decode_from_engine_loop(packed)
             assert isinstance(update, Update)
             self._receiver.update(update)
 
@@ -150,10 +149,10 @@ def null_service(
 
 
 def serve_null(pipe: Connection, step_s: float, streams: int) -> None:
-    """Main function of the server process.
+    """Run a null-engine server in this process until the pipe receives False.
 
-    It sends its port through the pipe. Then it replies to each true message with (CPU seconds of
-    the process, CPU seconds of the null engine). A false message ends the process.
+    The function sends the port of the server through the pipe. It answers each True with (CPU
+    seconds of the process, CPU seconds of the null engine).
     """
     torch.set_num_threads(1)
     asyncio.run(_serve(pipe, step_s, streams))

@@ -2,11 +2,11 @@
 
 Two small models of different families are calibrated, predicted and measured again in each round,
 so that a change in the speed of the machine affects predictions and measurements alike. Medians are
-compared. The load generator is that of `preamble bench`. A missed target is reported as a verdict
-and does not change the exit status.
+compared. The load comes from the load generator of `preamble bench`. A missed target is reported as
+a verdict and does not change the exit status.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -21,6 +21,7 @@ from planning.inference.calibration_file import Calibration
 from planning.inference.estimate import LengthDistribution, ServingSplit, Workload, estimate_serving
 from planning.measurement.calibrate import CalibrationOptions, calibrate
 
+# Targets: largest relative errors.
 ITL_ERROR_MAX = 0.15
 TTFT_ERROR_MAX = 0.25
 
@@ -63,15 +64,14 @@ class PlanAccuracySizes:
     def lengths(self, concurrency: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the length ranges of prompts and answers.
 
-        The load with one call at a time has few calls, so all of them have the mean length:
-        otherwise their median would depend on the drawn lengths.
+        The load with one call at a time has few calls, and their median would depend on the drawn
+        lengths. All calls of this load therefore have the mean length.
         """
         if concurrency > 1:
             return self.prompt_tokens, self.new_tokens
-        prompt, new = (
-            sum(token_range) // 2 for token_range in (self.prompt_tokens, self.new_tokens)
-        )
-        return (prompt, prompt), (new, new)
+        mean_prompt = sum(self.prompt_tokens) // 2
+        mean_answer = sum(self.new_tokens) // 2
+        return (mean_prompt, mean_prompt), (mean_answer, mean_answer)
 
 
 @dataclass
@@ -98,6 +98,7 @@ class FigureSeries:
 
 
 SeriesByFigure = dict[str, FigureSeries]
+# Maps a figure to its largest relative error. "alone": one call at a time.
 TARGETS = {
     "ms between tokens, alone": ITL_ERROR_MAX,
     "ms to the first token, alone": TTFT_ERROR_MAX,
@@ -121,6 +122,7 @@ def run_suite(
 def _compare_predictions(
     selected: Mapping[str, GPTConfig], sizes: PlanAccuracySizes
 ) -> Iterator[str]:
+    # Predictions from a calibration with the model itself, and from reference models.
     series_by_model: dict[str, tuple[SeriesByFigure, SeriesByFigure]] = {
         name: ({}, {}) for name in selected
     }
@@ -155,7 +157,7 @@ def _compare_predictions(
 
 
 def _format_round(predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
-    """Format the errors of one round, so that an interrupted run has results, too."""
+    """Format the errors of one round; an interrupted run has at least these lines."""
     errors = (
         f"{name} {100 * (predicted[name] / figure - 1):+.0f} %" for name, figure in measured.items()
     )
@@ -164,34 +166,33 @@ def _format_round(predicted: Mapping[str, float], measured: Mapping[str, float])
 
 def _calibrate(model: Path | None, dtype: str | None, sizes: PlanAccuracySizes) -> Calibration:
     reference_models = () if model is not None else None
-    aims = CalibrationOptions(
+    options = CalibrationOptions(
         model=model, dtype=dtype, seconds=sizes.seconds, reference_models=reference_models
     )
-    return calibrate(aims, lambda line: None)
+    return calibrate(options, lambda line: None)
 
 
 def _record_figures(
     figures: SeriesByFigure, predicted: Mapping[str, float], measured: Mapping[str, float]
 ) -> None:
-    for name, value in predicted.items():
+    for name, figure in predicted.items():
         series = figures.setdefault(name, FigureSeries())
-        series.predicted.append(value)
+        series.predicted.append(figure)
         series.measured.append(measured[name])
 
 
 def _predict(network: GPTConfig, sizes: PlanAccuracySizes, costs: Calibration) -> dict[str, float]:
-    def predict_figures(concurrency: int) -> "Callable[[str], float]":
+    def predict_figures(concurrency: int) -> dict[str, float]:
         prompt, new = sizes.lengths(concurrency)
         workload = Workload(_lengths(*prompt), _lengths(*new), None, concurrency)
         estimate = estimate_serving(
             network, network.dtype, workload, ServingSplit(), costs.as_cluster(), costs
         )
-        values = {
+        return {
             "itl": estimate.itl_ms.mean,
             "ttft": estimate.ttft_ms.p50,
             "tokens": estimate.tokens_per_s,
         }
-        return values.__getitem__
 
     return _collect_figures(predict_figures(1), predict_figures(sizes.streams))
 
@@ -204,7 +205,7 @@ def _measure(model: Path, sizes: PlanAccuracySizes) -> dict[str, float]:
     with running_server(model, settings={"prove": False}) as server:
         endpoint = ServerEndpoint(server.address)
 
-        def measure_figures(concurrency: int, calls: int) -> "Callable[[str], float]":
+        def measure_figures(concurrency: int, calls: int) -> dict[str, float]:
             prompt, new = sizes.lengths(concurrency)
             workload = LoadSpec(
                 concurrency=concurrency,
@@ -214,25 +215,22 @@ def _measure(model: Path, sizes: PlanAccuracySizes) -> dict[str, float]:
             )
             report = LoadReport.from_run(run_load(endpoint, workload))
             assert report.itl_ms is not None and report.ttft_ms is not None
-            values = {
+            return {
                 "itl": report.itl_ms.mean,
                 "ttft": report.ttft_ms.p50,
                 "tokens": report.tokens_per_s,
             }
-            return values.__getitem__
 
         return _collect_figures(
             measure_figures(1, sizes.single_calls), measure_figures(sizes.streams, sizes.calls)
         )
 
 
-def _collect_figures(
-    single: Callable[[str], float], loaded: Callable[[str], float]
-) -> dict[str, float]:
+def _collect_figures(single: Mapping[str, float], loaded: Mapping[str, float]) -> dict[str, float]:
     return {
-        "ms between tokens, alone": single("itl"),
-        "ms to the first token, alone": single("ttft"),
-        "ms between tokens, loaded": loaded("itl"),
-        "ms to the first token, loaded": loaded("ttft"),
-        "tokens/s, loaded": loaded("tokens"),
+        "ms between tokens, alone": single["itl"],
+        "ms to the first token, alone": single["ttft"],
+        "ms between tokens, loaded": loaded["itl"],
+        "ms to the first token, loaded": loaded["ttft"],
+        "tokens/s, loaded": loaded["tokens"],
     }

@@ -1,8 +1,9 @@
 """Plan choice benchmark: the planner's choice compared with all configurations of a grid.
 
-A grid of settings and the settings chosen by the planner are measured under one load. The choice
-for throughput should be close to the best configuration. The choice under a limit on inter-token
-latency should stay below the limit. Configurations run in interleaved rounds; figures are medians.
+The configurations of a grid and the choices of the planner are measured under the same load. The
+choice for throughput should be close to the best configuration. The choice under a limit on
+inter-token latency should meet the limit. Configurations run in interleaved rounds; figures are
+medians.
 """
 
 import tempfile
@@ -23,8 +24,8 @@ from planning.measurement.calibrate import CalibrationOptions, calibrate
 from planning.measurement.serving_trial import ServingTrial
 from planning.plan import Plan, Row, SettingValue
 
-BEST_SHARE_MIN = 0.92
-ITL_LIMIT_FACTOR = 1.2
+BEST_SHARE_MIN = 0.92  # Target: tokens/s of the choice / tokens/s of the best configuration.
+ITL_LIMIT_FACTOR = 1.2  # Limit on ITL p95 / median prediction of the grid.
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class PlanChoiceSizes:
 
 @dataclass(frozen=True)
 class _PlanGrid:
+    """Builds the rows of the grid, and plans for the same requirements."""
+
     sizes: PlanChoiceSizes
     requirements: Requirements
     model: Path
@@ -90,8 +93,8 @@ class _PlanGrid:
 
 def run_suite(network: GPTConfig, sizes: PlanChoiceSizes = PlanChoiceSizes()) -> Iterator[str]:
     with saved_random_checkpoint(network) as model, tempfile.TemporaryDirectory() as folder:
-        aims = CalibrationOptions(model=model, seconds=sizes.seconds, reference_models=())
-        costs = calibrate(aims, lambda line: None)
+        options = CalibrationOptions(model=model, seconds=sizes.seconds, reference_models=())
+        costs = calibrate(options, lambda line: None)
         workload = Workload(
             LengthDistribution(*sizes.prompt_tokens),
             LengthDistribution(*sizes.new_tokens),
@@ -103,7 +106,7 @@ def run_suite(network: GPTConfig, sizes: PlanChoiceSizes = PlanChoiceSizes()) ->
         )
         plan_grid = _PlanGrid(sizes, requirements, model)
         rows = list(plan_grid.grid())
-        # The median prediction of the grid, plus 20 % for the safety margin of the planner.
+        # 20 % above the median prediction, because the planner subtracts a margin from the limit.
         limit_ms = ITL_LIMIT_FACTOR * median(row.figures["itl_ms_p95"] for row in rows)
         picks = [
             plan_grid.plan(ServiceLimits()).best,

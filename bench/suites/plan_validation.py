@@ -1,8 +1,8 @@
 """Plan validation benchmark: the error of `preamble plan` on published runs.
 
-The rows are those of `preamble plan validate`. Nothing is measured, so the figures are the same on
-every machine; the computation takes one or two seconds. `bench/suites/plan_accuracy.py` compares
-predictions with measurements of our own server.
+Each row is the error of one table of `preamble plan validate`. Nothing is measured, so the figures
+are the same on every machine; the computation takes one or two seconds.
+`bench/suites/plan_accuracy.py` compares predictions with measurements of our own server.
 """
 
 from collections.abc import Iterator

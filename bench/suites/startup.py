@@ -1,9 +1,9 @@
 """Start-up benchmark: seconds until invalid arguments are refused and until a server is ready.
 
 A refusal is timed in a process that has already imported serving, from the call of the command to
-its return. Readiness is timed from the start of the process, imports included, minus the time that
-another process needs to load the weights. Figures are medians of rounds. The figure for refusals is
-that of the slowest one.
+its return. The refusal figure is the largest median among several invalid arguments. Readiness is
+timed from the start of the process, imports included; the time that another process needs to load
+the weights is subtracted. Figures are medians of rounds.
 """
 
 import json
@@ -22,7 +22,7 @@ from bench.harness.server_process import running_server, saved_random_checkpoint
 from bench.harness.targets import measured_row
 from gpt.config import GPTConfig
 
-WAIT_S = 120.0
+WAIT_S = 120.0  # Time limit of a child process.
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class StartupSizes:
 REFUSAL_SCRIPT = """
 import json, sys, time
 from serving import __main__ as command, server
-words = json.loads(sys.stdin.readline())
+arguments = json.loads(sys.stdin.readline())
 started = time.perf_counter()
-code = command.main(["serve", *words])
+code = command.main(["serve", *arguments])
 print(json.dumps([code, time.perf_counter() - started]), flush=True)
 """
 LOADING_SCRIPT = """
@@ -120,7 +120,7 @@ def measure_readiness(model: Path, sizes: StartupSizes) -> Iterator[SuiteOutput]
         with running_server(model):
             ready_s.append(time.perf_counter() - started)
     beyond_load_s = statistics.median(ready_s) - statistics.median(load_s)
-    summary = f"{statistics.median(ready_s):.2f} s, of which {statistics.median(load_s):.2f} s load"
+    summary = f"{statistics.median(ready_s):.2f} s - {statistics.median(load_s):.2f} s of loading"
     samples = {"ready": ready_s, "load": load_s}
     yield measured_row(
         "start/ready", beyond_load_s, f"{beyond_load_s:.2f} s ({summary})", samples=samples

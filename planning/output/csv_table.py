@@ -1,7 +1,10 @@
 """CSV of candidates: writes every row with its figures, and reads candidates.csv back.
 
-The columns between the third one and `source` are settings. The columns between `note` and `reason`
-are figures. The header is therefore enough to read a file that a user has edited or sorted.
+The header identifies the columns, so a file that a user has edited or sorted can be read:
+
+- Columns between `group` and `source` are settings.
+- Columns between `note` and `reason` are figures. Without a prefix, they are predicted; with the
+  prefix `measured_`, measured; with the prefix `ledger_`, bytes of the memory ledger.
 """
 
 import csv
@@ -18,8 +21,9 @@ from gpt.settings import short_repr, suggest_nearest
 from planning.memory_ledger import MemoryLedger
 from planning.plan import Confidence, Feasibility, Row, SettingValue, Source
 
-BYTES_MAX = 256 << 20  # Size limit of a file to read; a plan has some megabytes.
-NUMBER_MIN = 1e-100  # Smaller numbers, and numbers above its inverse, are errors.
+BYTES_MAX = 256 << 20  # Size limit of a file that is read; a plan has a few megabytes.
+# A finite number other than 0 must have an absolute value from NUMBER_MIN to 1 / NUMBER_MIN.
+NUMBER_MIN = 1e-100
 FIRST_COLUMNS = ("name", "standing", "group")
 MIDDLE_COLUMNS = ("source", "error", "note")
 LAST_COLUMNS = ("reason",)
@@ -54,16 +58,14 @@ def format_csv(rows: Sequence[Row], column_rows: Sequence[Row] = ()) -> str:
     )
     for row in rows:
         confidence = row.confidence
+        confidence_values: Sequence[SettingValue] = ("", "", "")
+        if confidence:
+            confidence_values = (confidence.source, confidence.error, confidence.note)
         writer.writerow(
             [
                 *map(_format_cell, (row.name, row.feasibility, row.group)),
                 *(_format_cell(row.settings.get(name)) for name in settings),
-                *map(
-                    _format_cell,
-                    (confidence.source, confidence.error, confidence.note)
-                    if confidence
-                    else ("", "", ""),
-                ),
+                *map(_format_cell, confidence_values),
                 *(_format_cell(row.figures.get(name)) for name in figures),
                 *(_format_cell(row.measured.get(name)) for name in measured),
                 *(_format_cell(getattr(row.memory, name, None)) for name in ledger_fields),
@@ -74,7 +76,7 @@ def format_csv(rows: Sequence[Row], column_rows: Sequence[Row] = ()) -> str:
 
 
 def _format_cell(value: SettingValue | None) -> str:
-    """Format a cell; seven digits exceed the precision of any figure."""
+    """Format a cell; a fraction has seven digits, more than the precision of any figure."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -86,6 +88,7 @@ def _format_cell(value: SettingValue | None) -> str:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a candidates.csv; an error names the file and the line."""
     try:
         with path.open("rb") as file:
             content = file.read(BYTES_MAX + 1)  # Bounded, since a device file may never end.
@@ -99,7 +102,9 @@ def read_rows(path: Path) -> Iterator[Row]:
             f"cannot read {path}: {error.strerror}; give a plan's candidates.csv, or its folder"
         ) from None
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not CSV: {error}") from None
+        raise ConfigError(
+            f"{path} is not CSV: {error}; give the candidates.csv of a plan"
+        ) from None
     header = lines[0] if lines else []
     missing_columns = [
         name for name in (*FIRST_COLUMNS, *MIDDLE_COLUMNS, *LAST_COLUMNS) if name not in header
@@ -112,7 +117,8 @@ def read_rows(path: Path) -> Iterator[Row]:
     for number, line in enumerate(lines[1:], 2):
         if len(line) != len(header):
             raise ConfigError(
-                f"{path}:{number} has {len(line)} cells, and the header has {len(header)}"
+                f"{path}:{number} has {len(line)} cells, and the header has {len(header)}; "
+                "write one cell for each column of the header"
             )
         try:
             yield _parse_row(dict(zip(header, line, strict=True)), header)
@@ -127,14 +133,14 @@ def _parse_row(cells: Mapping[str, str], header: Sequence[str]) -> Row:
             f"standing is {short_repr(feasibility)}; "
             f"{suggest_nearest(feasibility, get_args(Feasibility))}"
         )
-    figures_start, end = header.index(MIDDLE_COLUMNS[0]), header.index(LAST_COLUMNS[0])
-    settings = [
-        name for name in header[: header.index(MIDDLE_COLUMNS[0])] if name not in FIRST_COLUMNS
+    source_index, reason_index = header.index("source"), header.index("reason")
+    settings = [name for name in header[:source_index] if name not in FIRST_COLUMNS]
+    figures = [
+        name
+        for name in header[source_index:reason_index]
+        if name not in MIDDLE_COLUMNS and cells[name]
     ]
-    numbers = [
-        name for name in header[figures_start:end] if name not in MIDDLE_COLUMNS and cells[name]
-    ]
-    figure_values = {name: _parse_number(name, cells[name]) for name in numbers}
+    figure_values = {name: _parse_number(name, cells[name]) for name in figures}
     source = cells["source"]
     if source and source not in get_args(Source):
         raise ValueError(
@@ -143,9 +149,9 @@ def _parse_row(cells: Mapping[str, str], header: Sequence[str]) -> Row:
     error = _parse_number("error", cells["error"] or "0")
     if not 0 <= error < math.inf:
         raise ValueError(f"error is {error:g}; it must be a finite fraction, at least 0")
-    memory = {
-        name.removeprefix(LEDGER_PREFIX).removesuffix("_bytes"): _parse_bytes(name, value)
-        for name, value in figure_values.items()
+    ledger_bytes = {
+        name.removeprefix(LEDGER_PREFIX).removesuffix("_bytes"): _parse_bytes(name, number)
+        for name, number in figure_values.items()
         if name.startswith(LEDGER_PREFIX)
     }
     return Row(
@@ -153,27 +159,30 @@ def _parse_row(cells: Mapping[str, str], header: Sequence[str]) -> Row:
         feasibility,  # type: ignore[arg-type]
         {name: _parse_setting(cells[name]) for name in settings if cells[name]},
         {
-            name: v
-            for name, v in figure_values.items()
+            name: number
+            for name, number in figure_values.items()
             if not name.startswith((MEASURED_PREFIX, LEDGER_PREFIX))
         },
         {
-            name.removeprefix(MEASURED_PREFIX): v
-            for name, v in figure_values.items()
+            name.removeprefix(MEASURED_PREFIX): number
+            for name, number in figure_values.items()
             if name.startswith(MEASURED_PREFIX)
         },
         _parse_text(cells["reason"]),
         Confidence(source, error, _parse_text(cells["note"])) if source else None,  # type: ignore[arg-type]
         _parse_text(cells["group"]),
-        _parse_ledger(memory),
+        _parse_ledger(ledger_bytes),
     )
 
 
-def _parse_ledger(memory: Mapping[str, int]) -> MemoryLedger | None:
+def _parse_ledger(ledger_bytes: Mapping[str, int]) -> MemoryLedger | None:
+    """Return the memory ledger, or None if the row has no capacity above 0."""
     field_names = {ledger_field.name for ledger_field in fields(MemoryLedger)}
-    if memory.get("capacity", 0) <= 0:
+    if ledger_bytes.get("capacity", 0) <= 0:
         return None
-    return MemoryLedger(**{name: value for name, value in memory.items() if name in field_names})
+    return MemoryLedger(
+        **{name: number for name, number in ledger_bytes.items() if name in field_names}
+    )
 
 
 def _parse_number(name: str, text: str) -> float:
@@ -182,7 +191,9 @@ def _parse_number(name: str, text: str) -> float:
     except ValueError:
         raise ValueError(f"{name} is {short_repr(text)}; it must be a number") from None
     if value and math.isfinite(value) and not NUMBER_MIN <= abs(value) <= 1 / NUMBER_MIN:
-        raise ValueError(f"{name} is {value:g}, too small or too large; write 0 or leave it empty")
+        raise ValueError(
+            f"{name} is {value:g}, too small or too large; write 0 or leave the cell empty"
+        )
     return value
 
 
@@ -193,12 +204,12 @@ def _parse_bytes(name: str, value: float) -> int:
 
 
 def _parse_setting(text: str) -> SettingValue:
-    for kind in (int, float):
+    for number_type in (int, float):
         with suppress(ValueError):
-            return kind(text)
+            return number_type(text)
     return _parse_text(text)
 
 
 def _parse_text(text: str) -> str:
-    """Remove the quote that protects a text from being a formula in a spreadsheet."""
+    """Remove the quote that `_format_cell` writes before a text that looks like a formula."""
     return text[1:] if text[:1] == "'" and text[1:].startswith(FORMULA_PREFIXES) else text

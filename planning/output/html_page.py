@@ -1,9 +1,9 @@
 """HTML page of a plan (pareto.html): verdict, reasons, interactive scatter plot and tables.
 
-The order is: verdict, reasons, a plot of all candidates whose points show their configuration,
-memory, and tables. This module selects and formats what the page shows, as plain values;
-templates/pareto.html lays it out, on the page layout and with the style sheet of the tuning report.
-Without JavaScript only the point details, sorting and filtering are missing.
+The page shows, in this order: the verdict, its reasons, a scatter plot whose points show details of
+their candidates, memory bars, and tables. This module selects and formats the content as plain
+values; templates/pareto.html arranges it, with the layout and the style sheet of the tuning report.
+Without JavaScript, only the details of points, sorting and filtering are missing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,11 +41,14 @@ PAGE = PageTemplate(
 )
 TABLE_MAX = 200  # Candidates in the table; candidates.csv contains all.
 FIGURES_MAX = 8  # Figure columns of the table.
-BARS_MAX = 8
-OVERSIZED_BARS_MAX = 2  # Bars of candidates that do not fit.
-MEMORY_BAR_STEP = 0.03  # Bars whose parts differ by less than this fraction count as equal.
-MEMORY_BAR_SCALE_MAX = 1.25  # A bar ends at this multiple of the largest memory.
-REASONS_MAX = 20
+BARS_MAX = 8  # Memory bars.
+OVERSIZED_BARS_MAX = 2  # Memory bars of candidates that do not fit.
+# Memory bars count as equal if their parts, rounded to this fraction of the capacity, are equal.
+MEMORY_BAR_STEP = 0.03
+# The scale of the memory bars ends at most at this multiple of the largest capacity.
+MEMORY_BAR_SCALE_MAX = 1.25
+MEMORY_BAR_UNITS = 1000  # Width of the scale in units of the SVG.
+REASONS_MAX = 20  # Rows of the table of rejected candidates, and of failed candidates.
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class PlanVerdict:
-    pill: str
+    pill: str  # A few words for the header of the page.
     is_feasible: bool
     sentences: Sequence[str]  # The recommended candidate, or why nothing fits.
     settings: Sequence[str]  # Lines below the sentences.
@@ -116,7 +119,7 @@ class CandidateLine:
     standing: str
     source: str
     is_best: bool
-    point_index: int | None  # The candidate's index in the plot.
+    point_index: int | None  # The candidate's index in the plot; None: the plot omits it.
 
 
 @dataclass(frozen=True)
@@ -171,8 +174,8 @@ def _plan_view(plan: Plan) -> PlanView:
 def _verdict(plan: Plan) -> PlanVerdict:
     best = plan.best
     if best is None:
-        first = plan.binding[0] if plan.binding else "Every candidate was rejected."
-        return PlanVerdict("Nothing fits", False, ("No configuration fits.", first), (), ())
+        reason = plan.binding[0] if plan.binding else "Every candidate was rejected."
+        return PlanVerdict("Nothing fits", False, ("No configuration fits.", reason), (), ())
     settings = [" · ".join(format_settings(best))] if best.settings else []
     pill = "recommended"
     if best.confidence is not None:
@@ -208,7 +211,7 @@ def _reasons(plan: Plan) -> Mapping[str, Sequence[str]]:
 def _scatter_section(plan: Plan, scatter_view: ScatterView) -> ScatterSection:
     hint = "Point at a candidate, or use the arrow keys, to see its details; click to keep them."
     if scatter_view.hidden_count:
-        hint += f" {scatter_view.hidden_count:,} far worse candidates are not shown."
+        hint += f" {scatter_view.hidden_count:,} other feasible candidates are not drawn."
     return ScatterSection(
         f"{plan.y.label} over {plan.x.label}",
         render_svg(plan, scatter_view),
@@ -232,9 +235,8 @@ def _candidate_panel(plan: Plan, row: Row) -> CandidatePanel:
 
 
 def _memory_section(plan: Plan) -> MemorySection | None:
-    """Build the memory bars of the recommended candidate and of candidates with different bars."""
+    """Build different memory bars: first of feasible candidates, then of some that do not fit."""
     ledgers = _distinct_memories([row for row in plan.rows if row.feasibility in ACCEPTABLE])
-    # Bars of some rejected candidates show how much more memory they need.
     oversized_ledgers = _distinct_memories(
         [row for row in plan.rows if row.memory and row.memory.verdict == "over"]
     )[:OVERSIZED_BARS_MAX]
@@ -254,9 +256,9 @@ def _memory_section(plan: Plan) -> MemorySection | None:
         )
         for row, memory in ledgers
     ]
-    box = Markup('<rect class="m{}" x="4" width="12" height="10" rx="2"/>')
+    swatch = Markup('<rect class="m{}" x="4" width="12" height="10" rx="2"/>')
     legend = [
-        LegendEntry(box.format(index), setting_label(name))
+        LegendEntry(swatch.format(index), setting_label(name))
         for index, name in enumerate(LEDGER_PARTS)
         if any(getattr(memory, name) for _, memory in ledgers)
     ]
@@ -264,7 +266,7 @@ def _memory_section(plan: Plan) -> MemorySection | None:
 
 
 def _distinct_memories(rows: Sequence[Row]) -> list[tuple[Row, MemoryLedger]]:
-    """Return rows whose memory bars differ; of rows with equal bars, only the first."""
+    """Return rows with their ledgers; of rows with equal memory bars, only the first."""
     row_by_shares: dict[tuple[int, ...], tuple[Row, MemoryLedger]] = {}
     for row in rows:
         if row.memory is not None:
@@ -276,7 +278,7 @@ def _distinct_memories(rows: Sequence[Row]) -> list[tuple[Row, MemoryLedger]]:
 
 
 def _memory_bar(memory: MemoryLedger, scale_bytes: float) -> Markup:
-    scale = 1000 / scale_bytes
+    scale = MEMORY_BAR_UNITS / scale_bytes
     marks = [
         Markup('<rect class="well" width="{:.1f}" height="14"/>').format(memory.capacity * scale)
     ]
@@ -323,7 +325,7 @@ def _candidate_table(plan: Plan, scatter_view: ScatterView | None) -> CandidateT
             row.name,
             row.group,
             [_figure_cell(row, figure) for figure in figures],
-            {"best": "fits"}.get(row.feasibility, row.feasibility),
+            "fits" if row.feasibility == "best" else row.feasibility,
             row.confidence.source if row.confidence is not None else "",
             row.feasibility == "best",
             point_index.get(id(row)),

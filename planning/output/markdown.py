@@ -1,7 +1,8 @@
 """Markdown report of a plan (report.md): verdict, reasons, candidates and rejections as tables.
 
-It is meant for a ticket or a pull request. It has the content of the terminal report, and lists the
-other files of the plan. All texts of the plan are escaped, so they cannot contain markup.
+The report is meant for a ticket or a pull request. It has the content of the terminal report except
+the plot, and lists the other files of the plan. Texts of the plan are escaped or in code blocks, so
+they cannot act as markup.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,9 +22,9 @@ from planning.figures import (
 )
 from planning.plan import Plan, Row
 
-TABLE_ROWS_MAX = 10
-FIGURES_MAX = 6
-REASONS_MAX = 12
+TABLE_ROWS_MAX = 10  # Candidates in the table.
+FIGURES_MAX = 6  # Figure columns of the table.
+REASONS_MAX = 12  # Rows of the table of rejected candidates, and of failed candidates.
 SOURCE_TEXTS = {
     "spec-sheet": "from specification sheets and constants fitted to published measurements",
     "calibrated": "from microbenchmarks on the target machine",
@@ -40,14 +41,14 @@ def render_markdown(plan: Plan) -> str:
         "",
         *_verdict_lines(plan),
     ]
-    advice = "What would fit" if plan.best is None else "Notes"
-    for name, texts in (
+    advice_heading = "What would fit" if plan.best is None else "Notes"
+    for heading, texts in (
         ("Binding limits", plan.binding),
         ("Why not the alternatives", plan.why_not),
-        (advice, plan.advice),
+        (advice_heading, plan.advice),
     ):
         if texts:
-            lines += ["", f"## {name}", "", *_bullet_list(texts)]
+            lines += ["", f"## {heading}", "", *_bullet_list(texts)]
     feasible_rows = [row for row in plan.rows if row.feasibility in ACCEPTABLE]
     if feasible_rows:
         lines += ["", "## Candidates", "", *_candidate_table(plan, feasible_rows[:TABLE_ROWS_MAX])]
@@ -133,12 +134,12 @@ def _escape_markdown(text: str) -> str:
     return "".join(f"\\{c}" if c in "\\`*_|<>[]#" else c for c in escape_unprintable(text))
 
 
-def _code_block(text: str, kind: str = "") -> list[str]:
+def _code_block(text: str, language: str = "") -> list[str]:
     lines = [escape_unprintable(raw_line) for raw_line in text.split("\n")]
-    backticks_max = max(
-        (len(raw_line) - len(raw_line.lstrip("`")) for raw_line in map(str.strip, lines)), default=0
-    )
+    # The fence has more backticks than any line begins with, so no line ends the block.
+    stripped_lines = [line.strip() for line in lines]
+    backticks_max = max(len(line) - len(line.lstrip("`")) for line in stripped_lines)
     fence = "`" * max(3, backticks_max + 1)
     while lines and not lines[-1]:
         lines.pop()
-    return [f"{fence}{kind}", *lines, fence]
+    return [f"{fence}{language}", *lines, fence]

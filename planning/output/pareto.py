@@ -1,8 +1,9 @@
 """Pareto frontier of a plan's candidates per group, and the scales of its scatter plot.
 
-A candidate is on the frontier of its group if no other candidate of the group is at least as good
-on both axes and better on one. Terminal, page and PNG show the same points on the same scales. A
-candidate far from every frontier is omitted and counted, because it would compress the plot.
+A feasible candidate is on the frontier of its group if no other feasible candidate of the group is
+at least as good on both axes and better on one. Terminal, page and PNG show the same points on the
+same scales. The frontiers determine the scales, so that outliers do not compress the plot; feasible
+candidates outside of the scales are counted, but not drawn.
 """
 
 import math
@@ -15,10 +16,12 @@ from planning.figures import ACCEPTABLE, row_figure
 from planning.plan import Axis, Plan, Row
 from ptuning.reporting.svg_chart import AxisScale
 
-POINTS_MAX = 1500  # More points would be indistinguishable.
+# Drawn candidates that are not on a frontier; more points would be indistinguishable.
+POINTS_MAX = 1500
 LOG_RATIO_MIN = 30.0  # An axis with a larger ratio of maximum to minimum is logarithmic.
-LIMIT_DISTANCE_MAX = 4.0  # A limit that is further away by this factor is not drawn.
-AXIS_PADDING = 0.06  # Fraction of an axis beyond its last point.
+# A scale is extended to a limit that is beyond its ends by at most this factor.
+LIMIT_DISTANCE_MAX = 4.0
+AXIS_PADDING = 0.06  # Padding at each end of an axis, as a fraction of its range.
 
 
 def pareto_front(rows: Sequence[Row], x: Axis, y: Axis) -> list[Row]:
@@ -26,7 +29,7 @@ def pareto_front(rows: Sequence[Row], x: Axis, y: Axis) -> list[Row]:
 
     Of rows with equal figures, only the first is returned.
     """
-    plotted = [row for row in rows if _has_both_figures(row, x, y)]
+    comparable_rows = [row for row in rows if _has_both_figures(row, x, y)]
 
     def goodness(row: Row, axis: Axis) -> float:
         value = row_figure(row, axis.figure)
@@ -34,7 +37,7 @@ def pareto_front(rows: Sequence[Row], x: Axis, y: Axis) -> list[Row]:
         return value if axis.better == "high" else -value
 
     front_rows: list[Row] = []
-    for row in sorted(plotted, key=lambda row: (-goodness(row, x), -goodness(row, y))):
+    for row in sorted(comparable_rows, key=lambda row: (-goodness(row, x), -goodness(row, y))):
         if not front_rows or goodness(row, y) > goodness(front_rows[-1], y):
             front_rows.append(row)
     return front_rows
@@ -54,17 +57,20 @@ def pareto_fronts(plan: Plan) -> Mapping[str, list[Row]]:
 
 
 def _natural_sort_key(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts "2 GPUs" before "16 GPUs"."""
     parts = re.split(r"(\d+)", name)
     return [(int(part), "") if part.isdigit() else (0, part) for part in parts]
 
 
 @dataclass(frozen=True)
 class ScatterView:
+    """The scales and the candidates that a scatter plot draws."""
+
     x: AxisScale
     y: AxisScale
     rows: tuple[Row, ...]  # The drawn rows, in drawing order.
     fronts: Mapping[str, Sequence[Row]]
-    hidden_count: int  # Feasible rows that are outside of the axes or exceed POINTS_MAX.
+    hidden_count: int  # Feasible rows that are outside of the scales or exceed POINTS_MAX.
 
 
 def make_scatter_view(plan: Plan) -> ScatterView | None:
@@ -72,14 +78,12 @@ def make_scatter_view(plan: Plan) -> ScatterView | None:
     plotted = [row for row in plan.rows if _has_both_figures(row, plan.x, plan.y)]
     if not plotted:
         return None
-    lines = pareto_fronts(plan)
-    emphasized = [row for line in lines.values() for row in line]
+    fronts = pareto_fronts(plan)
+    emphasized = [row for front_rows in fronts.values() for row in front_rows]
     emphasized += [row for row in plotted if row.feasibility == "best"]
     feasible_rows = [row for row in plotted if row.feasibility in ACCEPTABLE] or plotted
-    x, y = (
-        _axis_scale(emphasized, feasible_rows, plan.x),
-        _axis_scale(emphasized, feasible_rows, plan.y),
-    )
+    x = _axis_scale(emphasized, feasible_rows, plan.x)
+    y = _axis_scale(emphasized, feasible_rows, plan.y)
     rows_inside = [
         row
         for row in plotted
@@ -92,10 +96,10 @@ def make_scatter_view(plan: Plan) -> ScatterView | None:
         *reversed(other_rows[::stride]),
         *(row for row in rows_inside if id(row) in emphasized_ids),
     ]
-    drawn_rows.sort(key=_draw_order)  # Stable.
+    drawn_rows.sort(key=_draw_order)  # A stable sort: frontiers follow equally feasible rows.
     drawn_feasible = sum(row.feasibility in ACCEPTABLE for row in drawn_rows)
     hidden_count = sum(row.feasibility in ACCEPTABLE for row in plotted) - drawn_feasible
-    return ScatterView(x, y, tuple(drawn_rows), lines, hidden_count)
+    return ScatterView(x, y, tuple(drawn_rows), fronts, hidden_count)
 
 
 def _has_both_figures(row: Row, x: Axis, y: Axis) -> bool:
@@ -107,13 +111,17 @@ def _draw_order(row: Row) -> int:
 
 
 def _axis_scale(emphasized: Sequence[Row], feasible_rows: Sequence[Row], axis: Axis) -> AxisScale:
-    """Return a scale that contains the frontiers, the feasible rows' median and a near limit."""
-    values = [value for row in feasible_rows if (value := row_figure(row, axis.figure)) is not None]
-    required_values = [
-        value for row in emphasized if (value := row_figure(row, axis.figure)) is not None
-    ]
-    covered_values = [*required_values, median(values)] if required_values else values
-    low, high = min(covered_values), max(covered_values)
+    """Return a scale for the emphasized rows, the median of the feasible rows, and a near limit.
+
+    Without emphasized rows, the scale contains all feasible rows.
+    """
+    feasible_figures = _finite_figures(feasible_rows, axis)
+    covered_figures = _finite_figures(emphasized, axis)
+    if covered_figures:
+        covered_figures.append(median(feasible_figures))
+    else:
+        covered_figures = feasible_figures
+    low, high = min(covered_figures), max(covered_figures)
     limit = axis.limit
     if (
         limit is not None
@@ -123,7 +131,7 @@ def _axis_scale(emphasized: Sequence[Row], feasible_rows: Sequence[Row], axis: A
         low, high = min(low, limit), max(high, limit)
     if low > 0 and high / low > LOG_RATIO_MIN:
         padding = (high / low) ** AXIS_PADDING
-        return AxisScale(low / padding, high * padding, True)
+        return AxisScale(low / padding, high * padding, logarithmic=True)
     if 0 < low < high / 2:
         low = 0.0  # An axis from zero shows ratios correctly.
     if not high > low:
@@ -131,3 +139,8 @@ def _axis_scale(emphasized: Sequence[Row], feasible_rows: Sequence[Row], axis: A
         return AxisScale(low - padding, high + padding)
     padding = AXIS_PADDING * (high - low)
     return AxisScale(low - padding if low else low, high + padding)
+
+
+def _finite_figures(rows: Sequence[Row], axis: Axis) -> list[float]:
+    figures = [row_figure(row, axis.figure) for row in rows]
+    return [figure for figure in figures if figure is not None]

@@ -1,7 +1,8 @@
 """Plan writer: writes CSV, JSON, HTML, PNG, report and settings, and reads a plan back.
 
 Each file is written atomically; plan.json is the last one. candidates.csv contains all data of the
-candidates, so the plots can be redrawn from it alone, also after a user has edited it.
+candidates, so the plots can be redrawn from it, also after a user has edited it. The axes of a
+redrawn plot come from plan.json or from flags.
 """
 
 import json
@@ -25,15 +26,15 @@ from planning.plan import SETTINGS_FILES, Axis, Plan, Row
 
 FORMAT = "preamble.plan.1"
 CANDIDATES_NAME, PLAN_NAME = "candidates.csv", "plan.json"
-# If plan.json does not state the better direction of a figure, higher is better for a figure whose
-# name contains one of these words, and lower for all others.
+# plan.json states the better direction of its two axes only. For any other figure, higher is better
+# if the figure's name contains one of these words; otherwise, lower is better.
 HIGHER_IS_BETTER = ("per_s", "mfu", "hfu", "tflops", "throughput")
 
 
 @dataclass(frozen=True)
 class WrittenPlan:
     paths: Sequence[Path]
-    plan: Plan  # The command contains the path of the written settings file.
+    plan: Plan  # Its command contains the path of the written settings file, if there is one.
     notes: Sequence[str] = ()  # Files that could not be written, and why.
 
     def summary(self) -> str:
@@ -61,7 +62,8 @@ def write_plan(plan: Plan, folder: Path) -> WrittenPlan:
 def redraw(source: Path, folder: Path | None = None, *, x: str = "", y: str = "") -> WrittenPlan:
     """Rewrite pareto.csv, pareto.html and pareto.png from a candidates.csv.
 
-    `source` is that file or the folder that contains it.
+    `source` is the file or its folder. `folder` receives the plots; it defaults to the folder of
+    the file. `x` and `y` are the figures of the axes, and default to the figures in plan.json.
     """
     plan = read_plan(source, x=x, y=y)
     target_folder = folder or (source if source.is_dir() else source.parent)
@@ -94,11 +96,12 @@ def _write_files(plan: Plan, folder: Path, texts: Mapping[str, str]) -> WrittenP
         if PLAN_NAME in texts:
             (folder / PLAN_NAME).unlink(missing_ok=True)
         paths = []
-        picture, note = folder / "pareto.png", why_unavailable()
+        png_path = folder / "pareto.png"
+        note = why_unavailable()
         if note:
-            picture.unlink(missing_ok=True)  # An existing picture belongs to another plan.
+            png_path.unlink(missing_ok=True)  # An existing file shows older data.
         else:
-            paths.append(write_atomic(picture, render_png(plan), durable=False))
+            paths.append(write_atomic(png_path, render_png(plan), durable=False))
         paths += [
             write_atomic(folder / name, text.encode(), durable=False)
             for name, text in texts.items()
@@ -114,7 +117,7 @@ def _write_files(plan: Plan, folder: Path, texts: Mapping[str, str]) -> WrittenP
 
 
 def plan_record(plan: Plan) -> dict[str, object]:
-    """Return the plan as JSON values; infinite figures become null."""
+    """Return the plan as JSON values; figures that are not finite become null."""
     best = plan.best
     return {
         "format": FORMAT,
@@ -157,7 +160,10 @@ def _row_record(row: Row) -> dict[str, object]:
 
 
 def read_plan(source: Path, *, x: str = "", y: str = "") -> Plan:
-    """Read a plan from candidates.csv, and its texts and axes from plan.json beside it, if any."""
+    """Read a plan: candidates from candidates.csv, texts and axes from plan.json if it exists.
+
+    Both files are in the same folder. `x` and `y` override the figures of the axes.
+    """
     path = source / CANDIDATES_NAME if source.is_dir() else source
     rows = list(read_rows(path))
     if not rows:
@@ -219,5 +225,5 @@ def _make_axis(name: str, saved_axis: object, figures: Sequence[str], flag: str)
         return Axis(
             saved_figure, axis_label, better, limit if isinstance(limit, int | float) else None
         )
-    is_higher_better = any(suffix in figure for suffix in HIGHER_IS_BETTER)
+    is_higher_better = any(word in figure for word in HIGHER_IS_BETTER)
     return Axis(figure, label(figure), "high" if is_higher_better else "low")

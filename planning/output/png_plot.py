@@ -1,7 +1,7 @@
 """PNG scatter plot of a plan (pareto.png), drawn with matplotlib if that is installed.
 
-It shows the same plot as the HTML page. matplotlib is optional: without it, `why_unavailable`
-returns the reason, and only the other files are written.
+The PNG shows the same candidates on the same scales as the HTML page. matplotlib is optional:
+without it, `why_unavailable` returns the reason, and the plan is written without the PNG.
 """
 
 import importlib.util
@@ -15,16 +15,16 @@ from planning.figures import escape_unprintable, format_figure, format_tick, row
 from planning.output.pareto import ScatterView, make_scatter_view
 from planning.plan import Plan, Row
 
-COLOURS = ("#0f6b5c", "#b4560b", "#2f62b5", "#8a3f93", "#7a6a00")
-GREY = "#8d897f"
+COLORS = ("#0f6b5c", "#b4560b", "#2f62b5", "#8a3f93", "#7a6a00")
+GRAY = "#8d897f"
 RED = "#b3261e"
 INK = "#1e1d1b"
 FIGURE_INCHES, DPI = (9.0, 5.4), 150
-TITLE_MAX = 100
+TITLE_MAX = 100  # Characters.
 
 
 def why_unavailable() -> str:
-    """Return why the PNG cannot be drawn; an empty text if it can be drawn."""
+    """Return the reason why the PNG cannot be drawn; empty if matplotlib is installed."""
     if importlib.util.find_spec("matplotlib") is not None:
         return ""
     return (
@@ -77,35 +77,33 @@ def _draw_points(axes: Any, plan: Plan, scatter_view: ScatterView) -> None:
     axes.set_yscale("log" if scatter_view.y.logarithmic else "linear")
     axes.set_xlim(scatter_view.x.low, scatter_view.x.high)
     axes.set_ylim(scatter_view.y.low, scatter_view.y.high)
-    colours = {group: COLOURS[n % len(COLOURS)] for n, group in enumerate(scatter_view.fronts)}
+    colors = {group: COLORS[n % len(COLORS)] for n, group in enumerate(scatter_view.fronts)}
     front_ids = {id(row) for rows in scatter_view.fronts.values() for row in rows}
-    put_aside = [row for row in scatter_view.rows if row.feasibility in ("rejected", "failed")]
-    if put_aside:
+    infeasible_rows = [
+        row for row in scatter_view.rows if row.feasibility in ("rejected", "failed")
+    ]
+    if infeasible_rows:
         axes.scatter(
-            *_coordinates(plan, put_aside), s=16, c=GREY, marker="x", lw=0.8, label="rejected"
+            *_coordinates(plan, infeasible_rows), s=16, c=GRAY, marker="x", lw=0.8, label="rejected"
         )
     for group in {row.group: None for row in scatter_view.rows}:
         dominated = [
             row
             for row in scatter_view.rows
-            if row.group == group and id(row) not in front_ids and row not in put_aside
+            if row.group == group and id(row) not in front_ids and row not in infeasible_rows
         ]
         axes.scatter(
-            *_coordinates(plan, dominated), s=12, c=colours.get(group, GREY), alpha=0.35, lw=0
+            *_coordinates(plan, dominated), s=12, c=colors.get(group, GRAY), alpha=0.35, lw=0
         )
     for number, (group, rows) in enumerate(scatter_view.fronts.items()):
-        style = "-" if number < len(COLOURS) else "--"
-        line_options = {
-            "label": _escape_mathtext(group) or "Pareto frontier",
-            "color": colours[group],
-        }
         axes.plot(
             *_coordinates(plan, rows),
-            style,
+            "-" if number < len(COLORS) else "--",
             marker="o",
             markersize=4.5,
             linewidth=1.4,
-            **line_options,
+            label=_escape_mathtext(group) or "Pareto frontier",
+            color=colors[group],
         )
     for axis, line in ((plan.x, axes.axvline), (plan.y, axes.axhline)):
         if axis.limit is not None:

@@ -1,7 +1,7 @@
-"""SVG scatter plot of a plan's candidates: Pareto fronts, dominated points, limits and the best.
+"""SVG scatter plot of a plan: Pareto frontiers, other candidates, limits and the recommendation.
 
-The SVG contains a record of each candidate, which the page's script shows when the user points at
-it. The page's style sheet defines the appearance of its classes.
+The SVG contains a JSON record of each drawn candidate. The script of the page (pareto.js) shows the
+record of the candidate under the pointer. The style sheet of the page defines the CSS classes.
 """
 
 import json
@@ -38,9 +38,11 @@ LEFT = 62
 RIGHT = 18
 TOP = 52
 BOTTOM = 48
-# Group colours: the sixth colour of the style sheet is grey. Further groups get dashed lines.
-COLOUR_COUNT = 5
-LABEL_MAX = 44
+# Groups have the colors c0 to c4 of the style sheet; c5 is gray. With more groups, the colors
+# repeat with dashed lines.
+COLOR_COUNT = 5
+LABEL_MAX = 44  # Characters of the recommended candidate's name in the plot.
+# The mark of a rejected or failed candidate.
 CROSS = Markup('<path class="no" d="M{:g} {:g}l6 6m0-6l-6 6"/>')
 
 
@@ -56,22 +58,23 @@ def render_svg(plan: Plan, scatter_view: ScatterView) -> Markup:
         x=scatter_view.x,
         y=scatter_view.y,
     )
-    colours = group_colours(scatter_view)
+    colors = group_colors(scatter_view)
     body = [*_axes(plan, area), *_limits(plan, area)]
     for group, rows in scatter_view.fronts.items():
         if len(rows) > 1:
             points = [_svg_position(plan, area, row) for row in rows]
-            body.append(svg_polyline(colours[group], points))
+            body.append(svg_polyline(colors[group], points))
     front_ids = {id(row) for rows in scatter_view.fronts.values() for row in rows}
-    # The sort is stable; dominated points are drawn below the others.
+    # Later points cover earlier points: frontiers and the recommended candidate are drawn last.
     for row in sorted(
         scatter_view.rows, key=lambda row: (id(row) in front_ids, row.feasibility == "best")
     ):
-        colour = colours.get(row.group, "c5")
-        body.append(_point_mark(plan, area, row, colour, id(row) in front_ids))
+        color = colors.get(row.group, "c5")
+        body.append(_point_mark(plan, area, row, color, id(row) in front_ids))
     best = next((row for row in scatter_view.rows if row.feasibility == "best"), None)
     if best is not None:
         body += _best_mark(plan, area, best)
+    # pareto.js moves this circle to the selected candidate.
     body.append(Markup('<circle class="at" r="9" visibility="hidden"/>'))
     aria_label = f"{plan.y.label} over {plan.x.label}: {len(scatter_view.rows):,} candidates"
     if best is not None:
@@ -83,9 +86,9 @@ def render_svg(plan: Plan, scatter_view: ScatterView) -> Markup:
 def legend_entries(plan: Plan, scatter_view: ScatterView) -> list[LegendEntry]:
     entries = [
         LegendEntry(
-            legend_line(colour) + legend_dot(colour.split()[0], 3.5), group or "Pareto frontier"
+            legend_line(color) + legend_dot(color.split()[0], 3.5), group or "Pareto frontier"
         )
-        for group, colour in group_colours(scatter_view).items()
+        for group, color in group_colors(scatter_view).items()
     ]
     feasibilities = {row.feasibility for row in scatter_view.rows}
     if "best" in feasibilities:
@@ -102,9 +105,9 @@ def legend_entries(plan: Plan, scatter_view: ScatterView) -> list[LegendEntry]:
     return entries
 
 
-def group_colours(scatter_view: ScatterView) -> dict[str, str]:
+def group_colors(scatter_view: ScatterView) -> dict[str, str]:
     return {
-        group: f"c{index % COLOUR_COUNT}{' dashed' if index >= COLOUR_COUNT else ''}"
+        group: f"c{index % COLOR_COUNT}{' dashed' if index >= COLOR_COUNT else ''}"
         for index, group in enumerate(scatter_view.fronts)
     }
 
@@ -124,8 +127,8 @@ def _axes(plan: Plan, area: PlotArea) -> Iterator[Markup]:
     yield svg_text("axis end", area.right, HEIGHT - 8, x_label)
 
 
-def _direction_text(axis: Axis, low: str, high: str) -> str:
-    return f"better {low if axis.better == 'low' else high}"
+def _direction_text(axis: Axis, low_arrow: str, high_arrow: str) -> str:
+    return f"better {low_arrow if axis.better == 'low' else high_arrow}"
 
 
 def _limits(plan: Plan, area: PlotArea) -> Iterator[Markup]:
@@ -157,11 +160,11 @@ def _shade(start: float, end: float, top: float, foot: float) -> Markup:
     )
 
 
-def _point_mark(plan: Plan, area: PlotArea, row: Row, colour: str, is_on_front: bool) -> Markup:
+def _point_mark(plan: Plan, area: PlotArea, row: Row, color: str, is_on_front: bool) -> Markup:
     x, y = _svg_position(plan, area, row)
     if row.feasibility in ("rejected", "failed"):
         return CROSS.format(x - 3, y - 3)
-    kinds = [colour.split()[0]]
+    kinds = [color.split()[0]]
     if row.feasibility == "tight":
         kinds.append("tight")
     if not is_on_front and row.feasibility != "best":
@@ -176,13 +179,15 @@ def _best_mark(plan: Plan, area: PlotArea, best: Row) -> Iterator[Markup]:
     if best.confidence is not None and best.confidence.error > 0:
         value = row_figure(best, plan.y.figure) or 0.0
         low, high = value * (1 - best.confidence.error), value * (1 + best.confidence.error)
-        foot, end = (area.y_at(min(max(bound, area.y.low), area.y.high)) for bound in (low, high))
+        # The error bar is cut at the edges of the plot.
+        low_y = area.y_at(min(max(low, area.y.low), area.y.high))
+        high_y = area.y_at(min(max(high, area.y.low), area.y.high))
         yield Markup('<path class="whisker" d="M{:g} {:g}V{:g}m-4 0h8M{:g} {:g}h8"/>').format(
-            x, foot, end, x - 4, foot
+            x, low_y, high_y, x - 4, low_y
         )
-        top = min(top, end)
+        top = min(top, high_y)
     yield svg_circle("ring", x, y, 8)
-    # The label is above the point: the best point is near an edge, so few points are above it.
+    # The name is above the ring and the error bar.
     name = best.name if len(best.name) <= LABEL_MAX else best.name[: LABEL_MAX - 1] + "…"
     label_half_width = 4.2 * min(len(best.name), LABEL_MAX)
     css_class = "named middle"
@@ -193,33 +198,32 @@ def _best_mark(plan: Plan, area: PlotArea, best: Row) -> Iterator[Markup]:
     yield svg_text(css_class, x, top - 7, name)
 
 
-def _embedded_records(plan: Plan, area: PlotArea, plotted: Sequence[Row]) -> str:
+def _embedded_records(plan: Plan, area: PlotArea, rows: Sequence[Row]) -> str:
     """Return the JSON for pareto.js: position, name, settings and figures of each candidate."""
     figures = ordered_figures(plan)
-    settings = list(dict.fromkeys(name for row in plotted for name in row.settings))
+    settings = list(dict.fromkeys(name for row in rows for name in row.settings))
     columns = [clean_text(name) for name in (*map(setting_label, settings), *map(label, figures))]
-    rows = [_candidate_record(plan, area, row, settings, figures) for row in plotted]
+    records = [_candidate_record(plan, area, row, settings, figures) for row in rows]
     return json.dumps(
-        {"columns": columns, "settings": len(settings), "rows": rows}, separators=(",", ":")
+        {"columns": columns, "settings": len(settings), "rows": records}, separators=(",", ":")
     )
 
 
 def _candidate_record(
     plan: Plan, area: PlotArea, row: Row, settings: Sequence[str], figures: Sequence[str]
 ) -> list[object]:
-    values = [
+    texts = [
         clean_text(format_setting(row.settings[name])) if name in row.settings else ""
         for name in settings
     ]
-    values += [format_table_figure(row, figure) for figure in figures]
+    texts += [format_table_figure(row, figure) for figure in figures]
     feasibility = "recommended" if row.feasibility == "best" else row.feasibility
     confidence_text = str(row.confidence) if row.confidence is not None else ""
-    about = [feasibility, row.group, confidence_text]
-    hint = " · ".join(filter(None, map(clean_text, about)))
+    details = [feasibility, row.group, confidence_text]
     return [
         *_svg_position(plan, area, row),
         clean_text(row.name),
-        hint,
+        " · ".join(filter(None, map(clean_text, details))),
         clean_text(row.reason),
-        values,
+        texts,
     ]

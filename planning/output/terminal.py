@@ -1,7 +1,7 @@
 """Terminal report of a plan: verdict, reasons, a candidate table and an ASCII scatter plot.
 
-It is at most 100 columns wide, except for the command, which is not wrapped so that it can be
-copied. `planning.figures` formats all figures, and `planning.output.pareto` computes the points.
+Texts are wrapped at 100 columns. The command is not wrapped, so that it can be copied.
+`planning.figures` formats all figures, and `planning.output.pareto` selects the points and scales.
 """
 
 import textwrap
@@ -27,35 +27,33 @@ from planning.plan import Plan, Row
 WIDTH = 100
 LABEL_WIDTH = 15
 TABLE_ROWS_MAX = 5  # Candidates in the table.
-COLUMNS_MAX = 6  # Figures in the table.
-NAME_MAX = 36
-REASONS_MAX = 4
+FIGURES_MAX = 6  # Figure columns of the table.
+NAME_MAX = 36  # Characters of a candidate's name in the table.
+REASONS_MAX = 4  # Reasons that are listed for rejected candidates, and for failed candidates.
 PLOT_COLUMNS, PLOT_LINES = 68, 14  # Characters of the plot.
-GROUP_LETTERS = "abcdefgh"  # Marks of the groups' Pareto frontiers, if there are several groups.
+# Marks of Pareto frontiers if there are several groups; a single frontier has the mark o.
+GROUP_LETTERS = "abcdefgh"
 
 
 def render_text(plan: Plan) -> str:
     best = plan.best
-    lines = _labelled_block("request", plan.request)
-    lines += _labelled_block("objective", [plan.objective])
+    lines = _labeled_block("request", plan.request)
+    lines += _labeled_block("objective", [plan.objective])
     if best is None:
-        lines += _labelled_block("recommended", ["nothing: no candidate fits"])
-        lines += _labelled_block("what would fit", plan.advice)
+        lines += _labeled_block("recommended", ["nothing: no candidate fits"])
+        lines += _labeled_block("what would fit", plan.advice)
     else:
-        lines += _labelled_block("recommended", [_best_line(plan, best)])
-        lines += _labelled_block("settings", ["  ".join(format_settings(best))])
+        lines += _labeled_block("recommended", [_best_line(plan, best)])
+        lines += _labeled_block("settings", ["  ".join(format_settings(best))])
         if best.memory is not None:
-            lines += _labelled_block("memory", [format_ledger(best.memory)])
-    lines += _labelled_block("binding", plan.binding)
-    lines += _labelled_block("why not", plan.why_not)
+            lines += _labeled_block("memory", [format_ledger(best.memory)])
+    lines += _labeled_block("binding", plan.binding)
+    lines += _labeled_block("why not", plan.why_not)
     if best is not None:
-        lines += _labelled_block("notes", plan.advice)
-    lines += _labelled_block("candidates", list(_count_lines(plan)))
-    lines += (
-        ["", *candidate_table(plan)]
-        if any(row.feasibility in ACCEPTABLE for row in plan.rows)
-        else []
-    )
+        lines += _labeled_block("notes", plan.advice)
+    lines += _labeled_block("candidates", list(_count_lines(plan)))
+    if any(row.feasibility in ACCEPTABLE for row in plan.rows):
+        lines += ["", *candidate_table(plan)]
     scatter_view = make_scatter_view(plan)
     if scatter_view is not None and scatter_view.fronts and len(scatter_view.rows) > 1:
         lines += ["", *ascii_scatter(plan, scatter_view)]
@@ -97,7 +95,7 @@ def _count_lines(plan: Plan) -> Iterator[str]:
 _COUNT_WORDS = {"fits": "fit", "tight": "are tight", "rejected": "rejected", "failed": "failed"}
 
 
-def _labelled_block(name: str, texts: Sequence[str]) -> list[str]:
+def _labeled_block(name: str, texts: Sequence[str]) -> list[str]:
     lines: list[str] = []
     for text in filter(None, texts):
         head = name if not lines else ""
@@ -113,10 +111,14 @@ def _labelled_block(name: str, texts: Sequence[str]) -> list[str]:
 
 
 def candidate_table(plan: Plan, top: int = TABLE_ROWS_MAX) -> list[str]:
-    """Format a table of the best feasible candidates; the last column compares with the best."""
+    """Format a table of the first `top` feasible candidates.
+
+    The last column compares each candidate with the recommended candidate.
+    """
     rows = [row for row in plan.rows if row.feasibility in ACCEPTABLE][:top]
-    figures = ordered_figures(plan, rows)[:COLUMNS_MAX]
+    figures = ordered_figures(plan, rows)[:FIGURES_MAX]
     table_lines = _format_columns(plan, rows, figures)
+    # Drop the last figures until the table fits the width.
     while len(figures) > 2 and max(map(len, table_lines)) > WIDTH:
         figures.pop()
         table_lines = _format_columns(plan, rows, figures)
@@ -132,7 +134,7 @@ def _format_columns(plan: Plan, rows: Sequence[Row], figures: Sequence[str]) -> 
             f"{'*' if row.feasibility == 'best' else ' '} "
             f"{_truncate_name(escape_unprintable(row.name))}",
             *(_figure_text(row, figure) for figure in figures),
-            _compared_to_best(plan, row),
+            _compare_with_best(plan, row),
         ]
         for row in rows
     ]
@@ -155,8 +157,11 @@ def _figure_text(row: Row, figure: str) -> str:
     return f"{text} m" if figure in row.measured and value is not None else text
 
 
-def _compared_to_best(plan: Plan, row: Row) -> str:
-    """Return the difference from the recommended candidate in the figure of the y axis."""
+def _compare_with_best(plan: Plan, row: Row) -> str:
+    """Return the candidate's difference from the recommended candidate in the y axis figure.
+
+    If the candidate's memory is tight, the text also contains "tight".
+    """
     best = plan.best
     mark = "tight" if row.feasibility == "tight" else ""
     if best is None or row is best:
@@ -170,28 +175,29 @@ def _compared_to_best(plan: Plan, row: Row) -> str:
 
 
 def ascii_scatter(plan: Plan, scatter_view: ScatterView) -> list[str]:
-    """Draw the scatter plot in characters: frontiers, dominated and recommended candidates."""
+    """Return the lines of the scatter plot: limits, candidates, axes and legend."""
     cells = [[" "] * PLOT_COLUMNS for _ in range(PLOT_LINES)]
     _draw_limits(plan, scatter_view, cells)
     groups = list(scatter_view.fronts)
-    letters = {
+    front_marks = {
         id(row): GROUP_LETTERS[index % len(GROUP_LETTERS)] if len(groups) > 1 else "o"
         for index, group in enumerate(groups)
         for row in scatter_view.fronts[group]
     }
-    # The most important marks are last, because later marks overwrite earlier ones.
+    # The most important marks are drawn last, because a mark overwrites an earlier mark.
     for row in sorted(
-        scatter_view.rows, key=lambda row: (row.feasibility == "best", id(row) in letters)
+        scatter_view.rows, key=lambda row: (row.feasibility == "best", id(row) in front_marks)
     ):
         x, y = row_figure(row, plan.x.figure), row_figure(row, plan.y.figure)
         assert x is not None and y is not None  # All rows of a view have both figures.
         column = min(PLOT_COLUMNS - 1, int(scatter_view.x.position(x) * PLOT_COLUMNS))
         line_index = min(PLOT_LINES - 1, int(scatter_view.y.position(y) * PLOT_LINES))
-        mark = "*" if row.feasibility == "best" else letters.get(id(row), ".")
-        if row.feasibility in ("rejected", "failed"):
-            mark = "x" if cells[line_index][column] in " :" else cells[line_index][column]
-        cells[line_index][column] = mark
-    framed = _frame_plot(plan, scatter_view, cells)
+        mark = "*" if row.feasibility == "best" else front_marks.get(id(row), ".")
+        is_infeasible = row.feasibility in ("rejected", "failed")
+        if is_infeasible and cells[line_index][column] not in " :":
+            continue  # This mark does not overwrite the mark of another candidate.
+        cells[line_index][column] = "x" if is_infeasible else mark
+    frame_lines = _frame_plot(plan, scatter_view, cells)
     legend = ["* recommended"] if plan.best is not None else []
     if len(groups) > 1:
         legend += [
@@ -199,20 +205,22 @@ def ascii_scatter(plan: Plan, scatter_view: ScatterView) -> list[str]:
         ]
     else:
         legend.append("o Pareto frontier")
-    if any(row.feasibility in ACCEPTABLE and id(row) not in letters for row in scatter_view.rows):
+    if any(
+        row.feasibility in ACCEPTABLE and id(row) not in front_marks for row in scatter_view.rows
+    ):
         legend.append(". dominated")
     if any(row.feasibility in ("rejected", "failed") for row in scatter_view.rows):
         legend.append("x rejected")
     if any(axis.limit is not None for axis in (plan.x, plan.y)):
         legend.append(": limit")
-    # NUL characters keep the words of an entry on one line.
-    legend_lines = textwrap.wrap(
+    # textwrap does not break lines at NUL characters: the words of an entry stay on one line.
+    wrapped_lines = textwrap.wrap(
         "   ".join(escape_unprintable(legend_entry).replace(" ", "\0") for legend_entry in legend),
         WIDTH - 11,
         break_on_hyphens=False,
     )
-    legend_lines = [f"{'':11}{legend_entry.replace(chr(0), ' ')}" for legend_entry in legend_lines]
-    return [*framed, *legend_lines]
+    legend_lines = [f"{'':11}{line.replace(chr(0), ' ')}" for line in wrapped_lines]
+    return [*frame_lines, *legend_lines]
 
 
 def _draw_limits(plan: Plan, scatter_view: ScatterView, cells: list[list[str]]) -> None:
@@ -221,9 +229,8 @@ def _draw_limits(plan: Plan, scatter_view: ScatterView, cells: list[list[str]]) 
         for line in cells:
             line[column] = ":"
     if plan.y.limit is not None and scatter_view.y.contains(plan.y.limit):
-        cells[min(PLOT_LINES - 1, int(scatter_view.y.position(plan.y.limit) * PLOT_LINES))][:] = [
-            ":"
-        ] * PLOT_COLUMNS
+        line_index = min(PLOT_LINES - 1, int(scatter_view.y.position(plan.y.limit) * PLOT_LINES))
+        cells[line_index][:] = [":"] * PLOT_COLUMNS
 
 
 def _frame_plot(
@@ -231,22 +238,22 @@ def _frame_plot(
 ) -> Iterator[str]:
     direction_texts = {"low": "less is better", "high": "more is better"}
     yield f"{'':10}{escape_unprintable(plan.y.label)} ({direction_texts[plan.y.better]})"
-    ups = {
+    y_tick_texts = {
         min(PLOT_LINES - 1, int(scatter_view.y.position(value) * PLOT_LINES)): format_tick(
             plan.y.figure, value
         )
         for value in scatter_view.y.ticks(4)
     }
     for line_index in reversed(range(PLOT_LINES)):
-        yield f"{ups.get(line_index, ''):>9} |{''.join(cells[line_index])}".rstrip()
+        yield f"{y_tick_texts.get(line_index, ''):>9} |{''.join(cells[line_index])}".rstrip()
     yield f"{'':10}+{'-' * PLOT_COLUMNS}"
-    below = [" "] * (PLOT_COLUMNS + 24)
-    end = 0
+    x_tick_line = [" "] * (PLOT_COLUMNS + 24)
+    end = 0  # First column at which the next tick label may start.
     for value in scatter_view.x.ticks(5):
         text = format_tick(plan.x.figure, value)
         start = max(0, int(scatter_view.x.position(value) * PLOT_COLUMNS) - len(text) // 2)
         if start >= end:
-            below[start : start + len(text)] = text
+            x_tick_line[start : start + len(text)] = text
             end = start + len(text) + 2
-    yield f"{'':11}{''.join(below)}".rstrip()
+    yield f"{'':11}{''.join(x_tick_line)}".rstrip()
     yield f"{'':11}{escape_unprintable(plan.x.label)} ({direction_texts[plan.x.better]})"

@@ -1,8 +1,9 @@
 """FasterTransformer performance model: roofline latency of a GPT pass (FLOPs, bytes, messages).
 
-The time of each part is a number of operations, bytes or messages divided by a speed. A speed is
-the speed in the specification sheet times the fraction that single kernels reach in measurements.
-`planning.published.fit_inference` fits thirteen more constants to published latencies.
+The time of each part is a number of operations or bytes divided by a speed, or a number of messages
+times a latency. A speed is the speed in the specification sheet times the fraction that single
+kernels reach in measurements. `planning.published.fit_inference` fits the thirteen constants of
+`FittedConstants` to published latencies.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,8 @@ class FittedConstants:
 
     weight_read: float = 0.882  # Fraction of the memory bandwidth at which weights are read.
     kv_read: float = 0.892  # Fraction of the memory bandwidth at which the KV cache is read.
-    score_s: float = 8.68e-12  # Time of prefill attention per head and pair of tokens.
+    # Time of prefill attention without its matmuls, per head and pair of tokens.
+    score_s: float = 8.68e-12
     element_s: float = 1.78e-10  # Time of a layer's small kernels per token and hidden unit.
     layer_s: float = 74.8e-6  # Delay between dependent kernels, per layer.
     width_s: float = 4.88e-9  # Delay between dependent kernels, per layer and hidden unit.
@@ -33,7 +35,8 @@ class FittedConstants:
     message_s: float = 1.47e-8  # Additional all-reduce time per square root of the bytes.
     draw_s: float = 8.0e-11  # Time of sampling per sequence and vocabulary entry.
     step_s: float = 502e-6  # Fixed time of a pass.
-    wait: float = 0.0332  # Share of a layer's time that ranks wait, per doubling of the ranks.
+    # Waiting time of ranks / compute time of a layer, per doubling of the TP ranks in a node.
+    wait: float = 0.0332
 
 
 FITTED = FittedConstants()
@@ -47,17 +50,19 @@ class KernelSpeeds:
     matmul_fraction_fp8: float
     bus_bytes_per_s: tuple[float, float, float]  # Bus bandwidth of a large all-reduce.
     all_reduce_s: tuple[float, float, float]  # Latency of a small all-reduce.
-    # Speedup relative to an A100; if unknown, the ratio of the memory bandwidths.
+    # Speedup of small kernels relative to an A100. For a GPU that was not measured, it is the ratio
+    # of the memory bandwidths.
     small_kernel_speedup: float
 
 
 def _kernel_speeds(
     matmul_fractions: tuple[float, float],
-    bus_gb: tuple[float, ...],
-    us: tuple[float, ...],
+    bus_gb_per_s: tuple[float, ...],
+    all_reduce_us: tuple[float, ...],
     small_kernel_speedup: float,
 ) -> KernelSpeeds:
-    bus_bytes_per_s, latencies_s = [1e9 * x for x in bus_gb], [1e-6 * x for x in us]
+    bus_bytes_per_s = [1e9 * speed for speed in bus_gb_per_s]
+    latencies_s = [1e-6 * latency for latency in all_reduce_us]
     return KernelSpeeds(
         *matmul_fractions,
         (bus_bytes_per_s[0], bus_bytes_per_s[1], bus_bytes_per_s[2]),
@@ -77,7 +82,7 @@ KERNEL_SPEEDS: Mapping[str, KernelSpeeds] = {
 }
 A100_BANDWIDTH_BYTES = 2.039e12
 
-# Bytes of a weight. Weights of 8 and 4 bits are dequantized when they are used.
+# Bytes of a weight. int8 and int4 weights are dequantized when they are used.
 WEIGHT_BYTES: Mapping[str, float] = {
     "float32": 4,
     "float16": 2,
@@ -92,9 +97,10 @@ FLOAT32_SLOWDOWN = 8  # Time of fp32 matmuls / time of 16-bit matmuls.
 # the effects of the fitted constants.
 SHARDED_FRACTION = 0.85  # Fraction of the small kernels' work that is divided over TP ranks.
 ATTENTION_EFFICIENCY = 0.3  # Fraction of the peak FLOP/s that unfused attention matmuls reach.
-ROOFLINE_SHARPNESS = 4  # Exponent of the transition from memory-bound to compute-bound.
+ROOFLINE_SHARPNESS = 4  # Exponent of `_smooth_max`.
 STAGE_SEND_S = 30e-6  # Latency of a message to the next stage.
-MICRO_BATCH_TOKENS = 2048  # Maximum number of prompt tokens of a micro-batch in a pipeline.
+# Maximum prompt tokens of a micro-batch in a pipeline; a longer prompt is a micro-batch of its own.
+MICRO_BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -139,15 +145,15 @@ class ShardedModel:
         if device.name in KERNEL_SPEEDS:
             return KERNEL_SPEEDS[device.name]
         bus = 0.7 * device.link_bytes_per_s
-        faster = device.memory_bytes_per_s / A100_BANDWIDTH_BYTES
-        return KernelSpeeds(0.75, 0.5, (bus, bus, bus), _A100.all_reduce_s, faster)
+        bandwidth_ratio = device.memory_bytes_per_s / A100_BANDWIDTH_BYTES
+        return KernelSpeeds(0.75, 0.5, (bus, bus, bus), _A100.all_reduce_s, bandwidth_ratio)
 
     @property
     def flops(self) -> float:
         if self.dtype == "fp8":
             return self.device.flops_fp8 * self.kernel_speeds.matmul_fraction_fp8
-        slower = FLOAT32_SLOWDOWN if self.dtype == "float32" else 1
-        return self.device.flops * self.kernel_speeds.matmul_fraction / slower
+        slowdown = FLOAT32_SLOWDOWN if self.dtype == "float32" else 1
+        return self.device.flops * self.kernel_speeds.matmul_fraction / slowdown
 
     @property
     def activation_bytes(self) -> int:
@@ -158,19 +164,22 @@ class ShardedModel:
 
 
 def pass_seconds(sharded_model: ShardedModel, batch: BatchPass) -> dict[str, float]:
-    """Return the seconds of a pass through all stages, by parts; micro-batches are pipelined."""
+    """Return the seconds of each part of a pass through all stages.
+
+    With several stages, the batch is divided into pipelined micro-batches.
+    """
     micro_batches = _micro_batch_count(sharded_model, batch)
     micro_batch = BatchPass(
         batch.sequences / micro_batches, batch.tokens, batch.context, batch.is_prefill
     )
     layer_parts = layer_seconds(sharded_model, micro_batch)
-    stages = [
+    stage_sizes = [
         len(layers) for (layers,) in stage_layers(sharded_model.model.num_layers, sharded_model.pp)
     ]
-    # The first micro-batch passes all layers; each further micro-batch adds the time of the slowest
+    # The first micro-batch passes all layers; each later micro-batch adds the time of the largest
     # stage.
-    layers = sum(stages) + (micro_batches - 1) * max(stages)
-    parts = {name: seconds * layers for name, seconds in layer_parts.items()}
+    sequential_layers = sum(stage_sizes) + (micro_batches - 1) * max(stage_sizes)
+    parts = {name: seconds * sequential_layers for name, seconds in layer_parts.items()}
     parts["head"] = _lm_head_s(sharded_model, batch)
     parts["sampling"] = _sampling_s(sharded_model, batch)
     if sharded_model.pp > 1:
@@ -192,8 +201,8 @@ def _micro_batch_count(sharded_model: ShardedModel, batch: BatchPass) -> int:
 
 
 def layer_seconds(sharded_model: ShardedModel, batch: BatchPass) -> dict[str, float]:
-    """Return the seconds of a layer by parts, or of a mean layer if the layers differ."""
-    c = sharded_model.constants
+    """Return the seconds of each part of a layer; of the mean layer if only some layers are MoE."""
+    constants = sharded_model.constants
     model = sharded_model.model
     tp = sharded_model.tp
     rows = batch.sequences * batch.tokens
@@ -201,30 +210,28 @@ def layer_seconds(sharded_model: ShardedModel, batch: BatchPass) -> dict[str, fl
     parts = {
         "products": _matmul_s(sharded_model, rows),
         "attention": _attention_s(sharded_model, batch),
-        "small kernels": c.element_s
+        "small kernels": constants.element_s
         * sharded_share
         * rows
         * model.hidden_size
         / sharded_model.kernel_speeds.small_kernel_speedup,
     }
     ranks = min(tp, sharded_model.cluster.gpus_per_node)
-    parts["waiting"] = c.wait * log2(ranks) * sum(parts.values())
-    parts["overhead"] = c.layer_s + c.width_s * model.hidden_size
+    parts["waiting"] = constants.wait * log2(ranks) * sum(parts.values())
+    parts["overhead"] = constants.layer_s + constants.width_s * model.hidden_size
     parts["all-reduce"] = 2 * all_reduce_s(sharded_model, rows * model.hidden_size)
     if batch.is_prefill:
-        # Kernels run while the next layer's kernels are launched, so the longer time is counted.
-        busy = sum(parts.values())
-        parts["overhead"] += _smooth_max(busy, c.prompt_layer_s) - busy
+        # Kernels run while the next layer's kernels are launched: the longer of both times counts.
+        busy_s = sum(parts.values())
+        parts["overhead"] += _smooth_max(busy_s, constants.prompt_layer_s) - busy_s
     return parts
 
 
 def _matmul_s(sharded_model: ShardedModel, rows: float) -> float:
     weights_used, weights_read = _mean_weights(sharded_model.model, sharded_model.tp, rows)
-    compute = 2 * rows * weights_used / sharded_model.flops
-    return _smooth_max(
-        compute,
-        weights_read * WEIGHT_BYTES[sharded_model.dtype] / _weight_read_bytes_per_s(sharded_model),
-    )
+    compute_s = 2 * rows * weights_used / sharded_model.flops
+    bytes_read = weights_read * WEIGHT_BYTES[sharded_model.dtype]
+    return _smooth_max(compute_s, bytes_read / _weight_read_bytes_per_s(sharded_model))
 
 
 def _weight_read_bytes_per_s(sharded_model: ShardedModel) -> float:
@@ -232,21 +239,28 @@ def _weight_read_bytes_per_s(sharded_model: ShardedModel) -> float:
 
 
 def _mean_weights(model: GPTConfig, tp: int, rows: float) -> tuple[float, float]:
-    """Return the number of a layer's weights on a rank that one token uses, and that `rows` use."""
+    """Return how many weights of a mean layer on a rank one token uses, and `rows` tokens read.
+
+    The numbers differ for MoE layers: each token uses `moe_router_topk` random experts, so all rows
+    read num_experts * (1 - (1 - moe_router_topk / num_experts) ** rows) experts on average.
+    """
     h, d = model.hidden_size, model.kv_channels
     queries = model.num_attention_heads * d / tp
     attention = h * (2 * queries + 2 * local_kv_heads(model, tp) * d)
     matrices = (3 if model.gated else 2) * h / tp
-    experts = sum(model.moe_layers) / model.num_layers
-    dense = (1 - experts) * matrices * model.ffn_hidden_size
-    if not experts:
+    moe_share = sum(model.moe_layers) / model.num_layers
+    dense = (1 - moe_share) * matrices * model.ffn_hidden_size
+    if not moe_share:
         return attention + dense, attention + dense
-    shared_weights = experts * matrices * model.moe_shared_expert_intermediate_size
-    expert_weights = experts * matrices * model.moe_ffn_hidden_size
+    shared_weights = moe_share * matrices * model.moe_shared_expert_intermediate_size
+    expert_weights = moe_share * matrices * model.moe_ffn_hidden_size
     experts_per_token, count = model.moe_router_topk, model.num_experts
-    touched = count * (1 - (1 - experts_per_token / count) ** max(1.0, rows))
-    always = attention + dense + shared_weights
-    return always + experts_per_token * expert_weights, always + touched * expert_weights
+    experts_read = count * (1 - (1 - experts_per_token / count) ** max(1.0, rows))
+    always_used = attention + dense + shared_weights
+    return (
+        always_used + experts_per_token * expert_weights,
+        always_used + experts_read * expert_weights,
+    )
 
 
 def layer_weights_per_rank(model: GPTConfig, tp: int) -> float:
@@ -257,36 +271,40 @@ def layer_weights_per_rank(model: GPTConfig, tp: int) -> float:
 def _attention_s(sharded_model: ShardedModel, batch: BatchPass) -> float:
     model = sharded_model.model
     tp = sharded_model.tp
-    c = sharded_model.constants
+    constants = sharded_model.constants
     context = min(batch.context, model.window_size or batch.context)
     if batch.is_prefill:
         scores = batch.sequences * batch.tokens * context * model.num_attention_heads / tp
-        product = (
+        matmul_s = (
             4 * scores * model.kv_channels / (ATTENTION_EFFICIENCY * sharded_model.device.flops)
         )
-        return product + c.score_s * scores / sharded_model.kernel_speeds.small_kernel_speedup
+        speedup = sharded_model.kernel_speeds.small_kernel_speedup
+        return matmul_s + constants.score_s * scores / speedup
     kv_bytes = 2 * local_kv_heads(model, tp) * model.kv_channels * sharded_model.activation_bytes
-    return (
-        batch.sequences * context * kv_bytes / (sharded_model.device.memory_bytes_per_s * c.kv_read)
-    )
+    bytes_per_s = sharded_model.device.memory_bytes_per_s * constants.kv_read
+    return batch.sequences * context * kv_bytes / bytes_per_s
 
 
 def _lm_head_s(sharded_model: ShardedModel, batch: BatchPass) -> float:
     weights = sharded_model.model.vocab_size * sharded_model.model.hidden_size / sharded_model.tp
     read_s = weights * sharded_model.activation_bytes / _weight_read_bytes_per_s(sharded_model)
-    slower = FLOAT32_SLOWDOWN if sharded_model.dtype == "float32" else 1
-    flops = sharded_model.device.flops * sharded_model.kernel_speeds.matmul_fraction / slower
+    slowdown = FLOAT32_SLOWDOWN if sharded_model.dtype == "float32" else 1
+    flops = sharded_model.device.flops * sharded_model.kernel_speeds.matmul_fraction / slowdown
     return _smooth_max(2 * batch.sequences * weights / flops, read_s)
 
 
 def _sampling_s(sharded_model: ShardedModel, batch: BatchPass) -> float:
-    c = sharded_model.constants
+    constants = sharded_model.constants
     logit_count = batch.sequences * sharded_model.model.vocab_size
-    return c.step_s + c.draw_s * logit_count / sharded_model.kernel_speeds.small_kernel_speedup
+    speedup = sharded_model.kernel_speeds.small_kernel_speedup
+    return constants.step_s + constants.draw_s * logit_count / speedup
 
 
 def _smooth_max(first_s: float, second_s: float) -> float:
-    """Return a smooth maximum, slightly above the larger value if both are similar."""
+    """Return the smooth maximum (first_s ** k + second_s ** k) ** (1 / k), k = ROOFLINE_SHARPNESS.
+
+    The smooth maximum is slightly above the larger value if both are similar.
+    """
     high, low = max(first_s, second_s), min(first_s, second_s)
     return float(high * (1 + (low / high) ** ROOFLINE_SHARPNESS) ** (1 / ROOFLINE_SHARPNESS))
 
@@ -295,13 +313,13 @@ def _smooth_max(first_s: float, second_s: float) -> float:
 
 
 def all_reduce_s(sharded_model: ShardedModel, elements: float) -> float:
-    """Return the seconds of an all-reduce over TP ranks.
+    """Return the seconds of an all-reduce of `elements` activations over the TP ranks.
 
     Between nodes, the ring uses all network cards of a node.
     """
     tp = sharded_model.tp
     cluster = sharded_model.cluster
-    c = sharded_model.constants
+    constants = sharded_model.constants
     if tp == 1:
         return 0.0
     bus, latency = _all_reduce_speed(sharded_model.kernel_speeds, min(tp, cluster.gpus_per_node))
@@ -309,8 +327,8 @@ def all_reduce_s(sharded_model: ShardedModel, elements: float) -> float:
     if nodes > 1:
         bus = min(bus, cluster.gpus_per_node * cluster.device.network_bytes_per_s)
     bytes_sent = 2 * elements * sharded_model.activation_bytes * (tp - 1) / tp
-    seconds = c.latency * latency + c.node_s * log2(nodes)
-    return seconds + c.message_s * sqrt(bytes_sent) + bytes_sent / bus
+    seconds = constants.latency * latency + constants.node_s * log2(nodes)
+    return seconds + constants.message_s * sqrt(bytes_sent) + bytes_sent / bus
 
 
 def _all_reduce_speed(kernel_speeds: KernelSpeeds, ranks: int) -> tuple[float, float]:
@@ -325,11 +343,5 @@ def _stage_send_s(sharded_model: ShardedModel, batch: BatchPass) -> float:
         cluster.device.link_bytes_per_s if is_in_node else cluster.device.network_bytes_per_s
     )
     rows = batch.sequences * batch.tokens
-    return (
-        STAGE_SEND_S
-        + rows
-        * sharded_model.model.hidden_size
-        * sharded_model.activation_bytes
-        / sharded_model.tp
-        / bytes_per_s
-    )
+    hidden_bytes = rows * sharded_model.model.hidden_size * sharded_model.activation_bytes
+    return STAGE_SEND_S + hidden_bytes / sharded_model.tp / bytes_per_s

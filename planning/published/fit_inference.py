@@ -1,8 +1,8 @@
 """Fit of the FasterTransformer constants to published latencies; leave-one-model-out errors.
 
 `python -m planning.published.fit_inference` prints the constants, the error of each model's rows,
-and the error of these rows if the model is left out of the fit. For a model without published
-results, only the second error is meaningful. All rows have the same weight.
+and the error of these rows if the model is left out of the fit. The second error is what to expect
+for a model without published latencies. All rows have the same weight.
 """
 
 import sys
@@ -33,20 +33,20 @@ INITIAL_CONSTANTS = FittedConstants(
     wait=0.03,
 )
 CONSTANT_NAMES = tuple(field.name for field in fields(FittedConstants))
-# If a constant differs from its prior by a factor, it adds as much to the cost as this many rows
-# whose predictions are wrong by the same factor.
+# The cost of a constant is PRIOR_WEIGHT / 2 * log(constant / prior) ** 2, and the cost of a row is
+# log(predicted / published) ** 2 / 2 up to a log error of HUBER_DELTA. Larger log errors count
+# linearly, because some tables are from older software.
 PRIOR_WEIGHT = 0.2
-# Larger errors count linearly, not squared, because some tables are from older software.
 HUBER_DELTA = 0.08
-ROUNDS_MAX = 40
-FINITE_DIFFERENCE = 1e-3
+ITERATIONS_MAX = 40
+FINITE_DIFFERENCE = 1e-3  # Step of a constant's logarithm for a derivative.
 
 Array = npt.NDArray[np.float64]
 
 
 def constants_from_logs(logs: Array) -> FittedConstants:
     return FittedConstants(
-        **{name: float(x) for name, x in zip(CONSTANT_NAMES, np.exp(logs), strict=True)}
+        **{name: float(number) for name, number in zip(CONSTANT_NAMES, np.exp(logs), strict=True)}
     )
 
 
@@ -63,6 +63,7 @@ def log_errors(cases: Sequence[PublishedCase], logs: Array) -> Array:
 
 
 def huber_cost(residuals: Array, logs: Array) -> float:
+    """Return the cost of the fit: the Huber loss of all rows, and the cost of the prior."""
     absolute = np.abs(residuals)
     row_costs = np.where(
         absolute < HUBER_DELTA, absolute**2 / 2, HUBER_DELTA * (absolute - HUBER_DELTA / 2)
@@ -76,39 +77,36 @@ def huber_cost(residuals: Array, logs: Array) -> float:
 def fit_constants(cases: Sequence[PublishedCase]) -> FittedConstants:
     """Fit the constants by Levenberg-Marquardt, on logarithms of constants and of errors."""
     logs = logs_from_constants(INITIAL_CONSTANTS)
-    guess = logs_from_constants(INITIAL_CONSTANTS)
+    prior_logs = logs_from_constants(INITIAL_CONSTANTS)
     damping = 1e-2
     residuals = log_errors(cases, logs)
-    for _ in range(ROUNDS_MAX):
-        now = huber_cost(residuals, logs)
+    for _ in range(ITERATIONS_MAX):
+        cost = huber_cost(residuals, logs)
         jacobian = np.stack(
             [
-                (log_errors(cases, logs + s) - residuals) / FINITE_DIFFERENCE
-                for s in FINITE_DIFFERENCE * _unit_vectors()
+                (log_errors(cases, logs + shift) - residuals) / FINITE_DIFFERENCE
+                for shift in FINITE_DIFFERENCE * np.eye(len(CONSTANT_NAMES))
             ],
             1,
         )
+        # With these weights, least squares have the gradient of the Huber loss.
         weight = np.minimum(1, HUBER_DELTA / np.maximum(np.abs(residuals), 1e-12))
         hessian = jacobian.T @ (weight[:, None] * jacobian) + PRIOR_WEIGHT * np.eye(
             len(CONSTANT_NAMES)
         )
-        gradient = jacobian.T @ (weight * residuals) + PRIOR_WEIGHT * (logs - guess)
-        better = False
-        while not better and damping < 1e6:
+        gradient = jacobian.T @ (weight * residuals) + PRIOR_WEIGHT * (logs - prior_logs)
+        is_better = False
+        while not is_better and damping < 1e6:
             step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), -gradient)
             new_residuals = log_errors(cases, logs + step)
-            better = huber_cost(new_residuals, logs + step) < now
-            damping *= 0.2 if better else 4
-        if not better:
+            is_better = huber_cost(new_residuals, logs + step) < cost
+            damping *= 0.2 if is_better else 4
+        if not is_better:
             break
         logs, residuals = logs + step, new_residuals
-        if now - huber_cost(residuals, logs) < 1e-7 * now:
+        if cost - huber_cost(residuals, logs) < 1e-7 * cost:
             break
     return constants_from_logs(logs)
-
-
-def _unit_vectors() -> Array:
-    return np.eye(len(CONSTANT_NAMES))
 
 
 def _is_of_model(name: str) -> Callable[[PublishedCase], bool]:
@@ -132,7 +130,7 @@ def holdout_errors(group: Callable[[PublishedCase], bool]) -> list[float]:
 
 
 def error_summary(relative_errors: Sequence[float]) -> str:
-    absolute = sorted(abs(x) for x in relative_errors)
+    absolute = sorted(abs(error) for error in relative_errors)
     mean, p90 = sum(absolute) / len(absolute), absolute[int(0.9 * (len(absolute) - 1))]
     bias = sum(relative_errors) / len(relative_errors)
     return f"mean {mean:6.1%}  p90 {p90:6.1%}  worst {absolute[-1]:6.1%}  bias {bias:+6.1%}"
@@ -154,7 +152,8 @@ def main() -> int:
     for name, group in HOLDOUT_GROUPS.items():
         fitted_errors = [case.error(constants) for case in latency_cases() if group(case)]
         holdout = holdout_errors(group)
-        model_holdout_errors += holdout if name in MODELS else []
+        if name in MODELS:
+            model_holdout_errors += holdout
         lines += [
             f"{name:14} {error_summary(fitted_errors)}  ({len(fitted_errors)} rows)",
             f"{'  left out':14} {error_summary(holdout)}",

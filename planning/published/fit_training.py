@@ -3,7 +3,7 @@
 `python -m planning.published.fit_training` fits the constants of `planning.training.efficiency` to
 published runs, by least squares of logarithms. The rows are few and noisy, so priors from hardware
 measurements prevent overfitting. The command prints the constants, the errors of the fitted rows,
-and the error of each row if it is left out of the fit.
+and the error of each row if all rows of its model in its table are left out of the fit.
 """
 
 import sys
@@ -26,7 +26,7 @@ from planning.training.estimate import estimate_training, layer_seconds
 from planning.training.step_time import Efficiency
 
 ITERATIONS = 8
-FINITE_DIFFERENCE = 1e-4
+FINITE_DIFFERENCE = 1e-4  # Step of a logarithm for a derivative, and the smallest step scale.
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Prior:
 
     center: float
     spread: float
-    # Sets the constant in an Efficiency; None: the constant is the field with the same name.
+    # Returns an Efficiency with the constant. None: the constant is the field with the same name.
     apply: Callable[[Efficiency, float], Efficiency] | None = None
 
 
@@ -43,8 +43,8 @@ def _with_exposed_share(base: Efficiency, exposed: float) -> Efficiency:
     return replace(base, hidden_forward=1 - exposed, hidden_backward=1 - exposed)
 
 
-# Microbenchmarks of matmuls and memory are within a tenth of the speeds in training. The overlap of
-# communication, networks and optimizers differ more between clusters.
+# Speeds of matmuls and memory in training are within a tenth of microbenchmarks. Overlap, network
+# speed and optimizer traffic differ more between clusters, so their priors have wider spreads.
 PRIORS: Mapping[str, Mapping[str, Prior]] = {
     "a100-80g": {
         "products": Prior(0.75, 0.1),
@@ -86,39 +86,47 @@ def _tables_of_device(device: str) -> list[PublishedTable]:
 
 
 def predicted_s(run: PublishedRun, efficiency: Efficiency) -> float:
-    software_stack = Software("", efficiency, 0.0, 0.0)
+    software_stack = Software("", efficiency, error=0.0, error_fp8=0.0)
     return estimate_training(run.job, run.split, run.cluster, software_stack).iteration_s
 
 
 def fit_efficiency(device: str, rows: FitRows) -> FittedEfficiency:
-    """Fit the constants by Gauss-Newton steps, which are halved while they overshoot."""
+    """Fit the constants by Gauss-Newton steps; a step is halved while it increases the residuals.
+
+    The variables of the fit are the logarithms of constant / center of its prior.
+    """
     priors = PRIORS[device]
     names = list(priors)
 
-    def constants(x: Sequence[float]) -> dict[str, float]:
-        return {n: priors[n].center * exp(v) for n, v in zip(names, x, strict=True)}
+    def constants(logs: Sequence[float]) -> dict[str, float]:
+        return {
+            name: priors[name].center * exp(log_ratio)
+            for name, log_ratio in zip(names, logs, strict=True)
+        }
 
-    def efficiency(x: Sequence[float]) -> Efficiency:
+    def efficiency(logs: Sequence[float]) -> Efficiency:
         fitted = BASES[device]
-        for name, value in constants(x).items():
+        for name, constant in constants(logs).items():
             apply = priors[name].apply
-            changes: dict[str, Any] = {name: value}
-            fitted = apply(fitted, value) if apply else replace(fitted, **changes)
+            changes: dict[str, Any] = {name: constant}
+            fitted = apply(fitted, constant) if apply else replace(fitted, **changes)
         return fitted
 
-    def residuals(x: Sequence[float]) -> list[float]:
-        prior_residuals = [v / priors[n].spread for n, v in zip(names, x, strict=True)]
-        return prior_residuals + _row_residuals(rows, efficiency(x))
+    def residuals(logs: Sequence[float]) -> list[float]:
+        prior_residuals = [
+            log_ratio / priors[name].spread for name, log_ratio in zip(names, logs, strict=True)
+        ]
+        return prior_residuals + _row_residuals(rows, efficiency(logs))
 
-    logs = [0.0] * len(names)
+    fitted_logs = [0.0] * len(names)
     for _ in range(ITERATIONS):
-        logs = _gauss_newton_step(logs, residuals)
-    return FittedEfficiency(efficiency(logs), constants(logs))
+        fitted_logs = _gauss_newton_step(fitted_logs, residuals)
+    return FittedEfficiency(efficiency(fitted_logs), constants(fitted_logs))
 
 
 def _row_residuals(rows: FitRows, efficiency: Efficiency) -> list[float]:
     residuals = [log(predicted_s(run, efficiency) / run.seconds) / run.noise for run in rows.runs]
-    software_stack = Software("", efficiency, 0.0, 0.0)
+    software_stack = Software("", efficiency, error=0.0, error_fp8=0.0)
     for layer in rows.layers:
         forward_s, backward_s = layer_seconds(layer.job, layer.split, layer.cluster, software_stack)
         residuals.append(log(forward_s * 1000 / layer.forward_ms) / layer.noise)
@@ -127,22 +135,24 @@ def _row_residuals(rows: FitRows, efficiency: Efficiency) -> list[float]:
 
 
 def _gauss_newton_step(
-    x: list[float], residuals: Callable[[Sequence[float]], list[float]]
+    logs: list[float], residuals: Callable[[Sequence[float]], list[float]]
 ) -> list[float]:
-    current = np.array(residuals(x))
-    shifted = [[v + FINITE_DIFFERENCE * (j == i) for j, v in enumerate(x)] for i in range(len(x))]
-    jacobian = np.stack(
-        [(np.array(residuals(point)) - current) / FINITE_DIFFERENCE for point in shifted], 1
-    )
+    current = np.array(residuals(logs))
+    derivatives = []
+    for index in range(len(logs)):
+        shifted_logs = list(logs)
+        shifted_logs[index] += FINITE_DIFFERENCE
+        derivatives.append((np.array(residuals(shifted_logs)) - current) / FINITE_DIFFERENCE)
+    jacobian = np.stack(derivatives, 1)
     direction = np.linalg.solve(jacobian.T @ jacobian, -jacobian.T @ current)
     step_scale = 1.0
     while step_scale > FINITE_DIFFERENCE:
-        candidate = [float(v) for v in np.array(x) + step_scale * direction]
+        candidate = [float(log_ratio) for log_ratio in np.array(logs) + step_scale * direction]
         candidate_residuals = np.array(residuals(candidate))
         if candidate_residuals @ candidate_residuals <= current @ current:
             return candidate
         step_scale /= 2
-    return x
+    return logs
 
 
 def holdout_errors(device: str) -> Mapping[str, float]:
@@ -160,8 +170,8 @@ def holdout_errors(device: str) -> Mapping[str, float]:
     for (table_name, _), group in groups.items():
         other_runs = [run for run in all_rows.runs if run not in group]
         fitted = fit_efficiency(device, FitRows(other_runs, all_rows.layers)).efficiency
-        for i, run in enumerate(group):
-            key = f"{table_name}: {run.name}" + (f" ({i + 1})" if len(group) > 1 else "")
+        for index, run in enumerate(group):
+            key = f"{table_name}: {run.name}" + (f" ({index + 1})" if len(group) > 1 else "")
             errors[key] = predicted_s(run, fitted) / run.seconds - 1
     return errors
 
@@ -177,19 +187,20 @@ def fit_report(device: str) -> str:
         for run in table.runs
     }
     for name, errors in (("fitted", fitted_errors), ("left out", holdout_errors(device))):
-        sizes = sorted(abs(error) for error in errors.values())
-        lines.append(f"  {name}: {_summary(sizes)}")
+        absolute_errors = sorted(abs(error) for error in errors.values())
+        lines.append(f"  {name}: {_summary(absolute_errors)}")
         lines += [f"    {100 * error:+5.1f} %  {key}" for key, error in errors.items()]
     return "\n".join(lines)
 
 
-def _summary(sizes: Sequence[float]) -> str:
-    mean = sum(sizes) / len(sizes)
-    spread = sqrt(sum(size**2 for size in sizes) / len(sizes))
-    p90 = sizes[min(len(sizes) - 1, round(0.9 * (len(sizes) - 1)))]
+def _summary(absolute_errors: Sequence[float]) -> str:
+    count = len(absolute_errors)
+    mean = sum(absolute_errors) / count
+    rms = sqrt(sum(error**2 for error in absolute_errors) / count)
+    p90 = absolute_errors[min(count - 1, round(0.9 * (count - 1)))]
     return (
-        f"{len(sizes)} rows, mean {100 * mean:.1f} %, rms {100 * spread:.1f} %, "
-        f"nine of ten within {100 * p90:.1f} %, worst {100 * sizes[-1]:.1f} %"
+        f"{count} rows, mean {100 * mean:.1f} %, rms {100 * rms:.1f} %, "
+        f"nine of ten within {100 * p90:.1f} %, worst {100 * absolute_errors[-1]:.1f} %"
     )
 
 

@@ -1,7 +1,7 @@
 """Published inference measurements: latency and memory of static batches, one case per number.
 
-`published/inference.yaml` contains the numbers; this module creates the job that each number was
-measured with. A configuration that ran out of memory is also a case, without a number.
+`planning/published/inference.yaml` contains the numbers; this module creates the job of each
+number. A configuration that ran out of memory is also a case, without a number.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from planning.published.static_batch import StaticJob, estimate_static
 CASES_FILE = Path(__file__).with_name("inference.yaml")
 DEFAULT_GPU = "a100-80g"
 GPUS_PER_NODE = 8
-VOCABULARY = 51200
+VOCABULARY = 51200  # Of all published models.
 POSITIONS = 2048
 
 Figure = Literal["request_ms", "prefill_ms", "decode_ms_per_token", "memory_gb"]
@@ -100,8 +100,10 @@ def _cases_of_row(
     table: Mapping[str, Any], row: Mapping[str, Any], models: Mapping[str, GPTConfig]
 ) -> Iterator[PublishedCase]:
     for figure in get_args(Figure):
-        for batch, value in zip(table["batch"], row.get(figure, table["batch"]), strict=True):
-            if figure not in row or value is None:
+        if figure not in row:
+            continue
+        for batch, number in zip(table["batch"], row[figure], strict=True):
+            if number is None:
                 continue
             yield PublishedCase(
                 table=table["name"],
@@ -117,5 +119,5 @@ def _cases_of_row(
                     pp=row.get("pp", 1),
                 ),
                 figure=figure,
-                published=None if value == "oom" else float(value),
+                published=None if number == "oom" else float(number),
             )

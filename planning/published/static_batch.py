@@ -1,9 +1,9 @@
 """Static batch estimate: latency and memory of one FasterTransformer batch.
 
-All requests of a static batch start and end together. There is one pass over all prompts and then
-one pass per further token, each with the mean context length. The time of a pass comes from
-`planning.published.faster_transformer`; this module adds the times of all passes, and computes the
-memory of the GPU that needs the most.
+All requests of a static batch start and end together. One prefill pass computes all prompts and the
+first output tokens; each later output token takes one decode pass, estimated with the mean context
+length. `planning.published.faster_transformer` estimates the time of a pass. This module adds the
+times of all passes, and computes the memory of the GPU that needs the most.
 """
 
 from collections.abc import Mapping
@@ -30,10 +30,9 @@ from planning.published.faster_transformer import (
     pass_seconds,
 )
 
-# GPU memory besides weights and KV cache. CONTEXT_BYTES is the CUDA context with library buffers.
-# The WORKSPACE constants are the workspace per prompt token, in units of a hidden state; the
-# SHARDED part is divided by the TP size. CONTEXT_BYTES and the sum of both workspaces are fitted to
-# published memory.
+# GPU memory besides weights and KV cache: the CUDA context with library buffers, and a workspace of
+#   (WORKSPACE_WIDTHS + WORKSPACE_WIDTHS_SHARDED / tp) hidden states per prompt token.
+# CONTEXT_BYTES and WORKSPACE_WIDTHS + WORKSPACE_WIDTHS_SHARDED are fitted to published memory.
 CONTEXT_BYTES = 2_730_000_000
 WORKSPACE_WIDTHS = 9.5
 WORKSPACE_WIDTHS_SHARDED = 16.0
@@ -42,9 +41,9 @@ WORKSPACE_WIDTHS_SHARDED = 16.0
 # within ERROR_FITTED of the prediction. The other error bars are estimates, because there are no
 # published rows to compare with.
 ERROR_FITTED = 0.12
-ERROR_EXTRAPOLATED = 0.20
-ERROR_QUANTIZED = 0.25
-ERROR_DEVICE = 0.30
+ERROR_EXTRAPOLATED = 0.20  # A size exceeds its FITTED maximum below.
+ERROR_OTHER_DTYPE = 0.25  # The weights are neither float16 nor bfloat16.
+ERROR_DEVICE = 0.30  # The GPU is not one of FITTED_DEVICES.
 FITTED_DEVICES = ("a100-40g", "a100-80g")
 FITTED_BATCH_MAX = 256
 FITTED_PROMPT_MAX = 512
@@ -57,7 +56,8 @@ class StaticJob:
     input_tokens: int
     output_tokens: int
     batch: int
-    dtype: str = "float16"  # Dtype of the weights; int8 and int4 weights compute in 16 bits.
+    # Dtype of the weights. Matmuls with int8 and int4 weights compute in 16 bits.
+    dtype: str = "float16"
     tp: int = 1
     pp: int = 1
 
@@ -65,13 +65,13 @@ class StaticJob:
 @dataclass(frozen=True)
 class StaticEstimate:
     prefill_ms: float  # Time to first token.
-    decode_ms_per_token: float  # Time per further token, with the mean context length.
+    decode_ms_per_token: float  # Time of each later token, with the mean context length.
     request_ms: float
     tokens_per_s: float  # Generated tokens of all requests.
     requests_per_s: float
     memory: MemoryLedger
     confidence: Confidence
-    parts_ms: Mapping[str, float]  # The parts of request_ms.
+    parts_ms: Mapping[str, float]  # Milliseconds by part of the model; their sum is request_ms.
 
 
 def estimate_static(
@@ -80,11 +80,11 @@ def estimate_static(
     _check_job(job, cluster)
     sharded_model = ShardedModel(job.model, job.dtype, job.tp, job.pp, cluster, constants)
     prefill_parts = pass_seconds(
-        sharded_model, BatchPass(job.batch, job.input_tokens, job.input_tokens, True)
+        sharded_model, BatchPass(job.batch, job.input_tokens, job.input_tokens, is_prefill=True)
     )
     context = job.input_tokens + job.output_tokens / 2
-    decode_parts = pass_seconds(sharded_model, BatchPass(job.batch, 1, context, False))
-    parts = {name: 1e3 * s for name, s in prefill_parts.items()}
+    decode_parts = pass_seconds(sharded_model, BatchPass(job.batch, 1, context, is_prefill=False))
+    parts = {name: 1e3 * seconds for name, seconds in prefill_parts.items()}
     for name, seconds in decode_parts.items():
         parts[name] = parts.get(name, 0.0) + 1e3 * seconds * (job.output_tokens - 1)
     request_ms = sum(parts.values())
@@ -104,15 +104,18 @@ def static_memory(job: StaticJob, cluster: Cluster) -> MemoryLedger:
     """Return the memory ledger of the stage that needs the most memory."""
     dtype_bytes = 4 if job.dtype == "float32" else 2
     widths = WORKSPACE_WIDTHS + WORKSPACE_WIDTHS_SHARDED / job.tp
-    prompts = job.batch * job.input_tokens * job.model.hidden_size * dtype_bytes
-    workspace = CONTEXT_BYTES + int(widths * prompts)
+    hidden_bytes = job.batch * job.input_tokens * job.model.hidden_size * dtype_bytes
+    workspace = CONTEXT_BYTES + int(widths * hidden_bytes)
     kv_dtype = "float32" if dtype_bytes == 4 else "float16"
     tokens = job.batch * (job.input_tokens + job.output_tokens)
-    matrices = layer_weights_per_rank(job.model, job.tp) * (dtype_bytes - WEIGHT_BYTES[job.dtype])
+    # Only the matrices of the layers are quantized, for example to int8.
+    layer_bytes_saved = layer_weights_per_rank(job.model, job.tp) * (
+        dtype_bytes - WEIGHT_BYTES[job.dtype]
+    )
     stages = [
         MemoryLedger(
             capacity=cluster.device.memory_bytes,
-            weights=int(elements * dtype_bytes - layers * matrices),
+            weights=int(elements * dtype_bytes - layers * layer_bytes_saved),
             kv=kv_bytes_per_token(job.model, layers, job.tp, kv_dtype) * tokens,
             workspace=workspace,
         )
@@ -126,10 +129,10 @@ def fit_advice_lines(job: StaticJob, cluster: Cluster) -> list[str]:
     ledger = static_memory(job, cluster)
     if ledger.verdict != "over":
         return []
-    weights_too_large = ledger.weights + CONTEXT_BYTES > TIGHT_SHARE * ledger.capacity
     weights, capacity = format_bytes(ledger.weights), format_bytes(ledger.capacity)
-    lines = [f"the weights alone do not fit: {weights} of {capacity}"]
-    if not weights_too_large:
+    if ledger.weights + CONTEXT_BYTES > TIGHT_SHARE * ledger.capacity:
+        lines = [f"the weights alone do not fit: {weights} of {capacity}"]
+    else:
         kv_cache = format_bytes(ledger.kv)
         lines = [f"weights and KV cache do not fit: {weights} and {kv_cache} of {capacity}"]
     batch = _batch_max(job, cluster)
@@ -147,6 +150,7 @@ def _fits(job: StaticJob, cluster: Cluster) -> bool:
 
 
 def _batch_max(job: StaticJob, cluster: Cluster) -> int:
+    """Return the largest batch below the batch of the job that fits; 0 if none fits."""
     low, high = 0, job.batch
     while high - low > 1:
         middle = (low + high) // 2
@@ -157,8 +161,11 @@ def _batch_max(job: StaticJob, cluster: Cluster) -> int:
 
 def _splits(model: GPTConfig, cluster: Cluster) -> list[tuple[int, int]]:
     """Return the splits to suggest: increasing TP within a node, then increasing PP."""
-    ranks = [tp for tp in divisors(cluster.gpus_per_node) if _is_valid_tp(model, tp)]
-    return [(tp, 1) for tp in ranks] + [(ranks[-1], pp) for pp in range(2, model.num_layers + 1)]
+    tp_sizes = [tp for tp in divisors(cluster.gpus_per_node) if _is_valid_tp(model, tp)]
+    largest_tp = tp_sizes[-1]
+    return [(tp, 1) for tp in tp_sizes] + [
+        (largest_tp, pp) for pp in range(2, model.num_layers + 1)
+    ]
 
 
 def _is_valid_tp(model: GPTConfig, tp: int) -> bool:
@@ -171,19 +178,18 @@ def _is_valid_tp(model: GPTConfig, tp: int) -> bool:
 
 @lru_cache(maxsize=256)
 def _stage_parameters(model: GPTConfig, tp: int, pp: int) -> tuple[tuple[int, int], ...]:
-    """Return layers and parameters of each stage's first TP rank, which has the most memory."""
+    """Return the numbers of layers and of parameters of each stage's first TP rank.
+
+    The first TP rank of a stage has the most parameters.
+    """
     table = list(parameter_specs(model).values())
     stages = []
     for (layers,) in stage_layers(model.num_layers, pp):
-        local_parameters = [p for p in table if is_on_stage(model, p.name, layers)]
-        stages.append(
-            (
-                len(layers),
-                sum(
-                    prod(shard_spec(p, model, 0, tp).local_shape(p.shape)) for p in local_parameters
-                ),
-            )
+        stage_table = [spec for spec in table if is_on_stage(model, spec.name, layers)]
+        parameters = sum(
+            prod(shard_spec(spec, model, 0, tp).local_shape(spec.shape)) for spec in stage_table
         )
+        stages.append((len(layers), parameters))
     return tuple(stages)
 
 
@@ -206,7 +212,7 @@ def _confidence(job: StaticJob, cluster: Cluster) -> Confidence:
         return Confidence("spec-sheet", ERROR_DEVICE, note)
     if job.dtype not in ("float16", "bfloat16"):
         return Confidence(
-            "spec-sheet", ERROR_QUANTIZED, f"no published row has weights in {job.dtype}"
+            "spec-sheet", ERROR_OTHER_DTYPE, f"no published row has weights in {job.dtype}"
         )
     limits = {
         "batch": (job.batch, FITTED_BATCH_MAX),

@@ -1,7 +1,7 @@
 """Published training runs, layer times and activation sizes, as jobs and splits to predict.
 
-The numbers are in `published/training.yaml`; this module converts them into the arguments of a
-prediction. A published speed is converted into seconds with the FLOPs formula of its source.
+`planning/published/training.yaml` contains the numbers; this module converts them into arguments of
+a prediction. A speed in TFLOP/s is converted into seconds with the FLOPs formula of its source.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,9 +29,9 @@ class PublishedRun:
     split: TrainingSplit
     cluster: Cluster
     seconds: float
-    noise: float
-    mfu: float | None = None  # Published, in percent.
-    hfu: float | None = None
+    noise: float  # Expected relative difference between two such runs.
+    mfu: float | None = None  # Published MFU in percent; None: not published.
+    hfu: float | None = None  # Published HFU in percent; None: not published.
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PublishedTable:
 
     name: str
     source: str
-    # "runs", "trend" (values read from a plot) or "zero3" (a layout that Preamble does not have).
+    # "runs", "trend" (speeds read from a plot) or "zero3" (ZeRO-3, which Preamble does not have).
     kind: str
     runs: Sequence[PublishedRun]
 
@@ -64,17 +64,14 @@ class PublishedLayer:
 
 @dataclass(frozen=True)
 class PublishedActivations:
-    """Published memory of the first stage: activations for each of ACTIVATION_ROWS, and states.
-
-    The states are parameters, gradients and optimizer state.
-    """
+    """Published memory of the first pipeline stage of a model."""
 
     name: str
     job: TrainingJob
-    splits: Mapping[str, TrainingSplit]
-    activation_gib: Sequence[float]
-    percent: Sequence[float]
-    states_gib: float
+    splits: Mapping[str, TrainingSplit]  # The split of each of ACTIVATION_ROWS, by its name.
+    activation_gib: Sequence[float]  # Activation memory of each split.
+    percent: Sequence[float]  # Activation memory in percent of the first split's.
+    states_gib: float  # Parameters, gradients and optimizer state.
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ class PublishedChoice:
     recompute: tuple[str, ...]  # Recompute modes that the other planner tried; empty: all modes.
 
 
-# The configurations in the figures of K22 (see training.yaml).
+# The configurations in the figures of K22 (see training.yaml), as fields of a TrainingSplit.
 ACTIVATION_ROWS: Mapping[str, Mapping[str, Any]] = {
     "TP": {},
     "TP, SP": {"sequence_parallel": True},
@@ -99,15 +96,15 @@ ACTIVATION_ROWS: Mapping[str, Mapping[str, Any]] = {
 
 
 @cache
-def _data() -> Mapping[str, Any]:
-    data: Mapping[str, Any] = yaml.safe_load(RUNS_FILE.read_text())
-    return data
+def _read_yaml() -> Mapping[str, Any]:
+    content: Mapping[str, Any] = yaml.safe_load(RUNS_FILE.read_text())
+    return content
 
 
 @cache
 def run_tables() -> Sequence[PublishedTable]:
     tables = []
-    for table in _data()["tables"]:
+    for table in _read_yaml()["tables"]:
         rows = [_make_run({**table, **row}) for row in table["rows"]]
         tables.append(
             PublishedTable(table["name"], table["source"], table.get("kind", "runs"), rows)
@@ -118,11 +115,12 @@ def run_tables() -> Sequence[PublishedTable]:
 @cache
 def published_choices() -> Sequence[PublishedChoice]:
     """Return the published choices of other planners."""
-    table = _data()["chosen"]
+    table = _read_yaml()["chosen"]
     choices = []
     for row in table["rows"]:
         fields_of_row = {**table, **row}
         job, split = _make_job(fields_of_row), _make_split(fields_of_row)
+        # The planner of 2022 had no distributed optimizer.
         job = replace(job, distributed_optimizer=row["year"] > 2022)
         cluster = Cluster(find_device(fields_of_row["gpu"]), split.gpus)
         name = f"{row['year']}: {_run_name(fields_of_row, split)}"
@@ -132,7 +130,7 @@ def published_choices() -> Sequence[PublishedChoice]:
 
 @cache
 def layer_times() -> Sequence[PublishedLayer]:
-    table = _data()["layers"]
+    table = _read_yaml()["layers"]
     return [
         PublishedLayer(
             name=f"{row['recompute']}{', SP' if row.get('sequence_parallel') else ''}",
@@ -153,7 +151,7 @@ def published_activations() -> Sequence[PublishedActivations]:
 
 
 def _read_activations() -> Iterator[PublishedActivations]:
-    table = _data()["activations"]
+    table = _read_yaml()["activations"]
     for row in table["rows"]:
         fields_of_row = {**table, **row}
         splits = {
@@ -185,7 +183,7 @@ def _make_run(row: Mapping[str, Any]) -> PublishedRun:
 
 
 def _make_job(row: Mapping[str, Any]) -> TrainingJob:
-    model = _data()["models"][row["model"]]
+    model = _read_yaml()["models"][row["model"]]
     config = GPTConfig(
         num_layers=model["layers"],
         hidden_size=model["hidden"],

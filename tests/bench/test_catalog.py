@@ -1,4 +1,4 @@
-"""Benchmark catalogue, roofline, targets, records and history."""
+"""Benchmark catalog, roofline, targets, records and history."""
 
 import argparse
 import json
@@ -210,7 +210,7 @@ def test_every_target_has_a_suite_and_default_parts_exist() -> None:
     assert all(set(suite.default_parts) <= set(suite.parts) for suite in catalog.SUITES.values())
 
 
-def test_the_catalogue_lists_the_parts_of_each_suite() -> None:
+def test_the_catalog_lists_the_parts_of_each_suite() -> None:
     from bench.peers import compare, prompt_tuning
     from bench.suites import adapters, frontend, plan_accuracy
 

@@ -16,12 +16,12 @@ if (svg) {
   const marker = svg.querySelector(".at");
   const panel = document.querySelector(".panel");
   const initialPanel = [...panel.childNodes];
-  // A row that is not in the plot has no data-place.
-  const rowByIndex = new Map(tableRows.map((row) => [Number(row.dataset.place ?? -1), row]));
+  // Maps a candidate's index in the plot to its table row; -1 stands for rows without a point.
+  const rowByIndex = new Map(tableRows.map((row) => [Number(row.dataset.point ?? -1), row]));
   // Candidate indices from left to right, for the arrow keys.
   const byX = [...candidates.keys()].sort((a, b) => candidates[a][0] - candidates[b][0]);
   let pinned = -1; // The candidate that a click or a key has fixed; -1: none.
-  let shown = -1;
+  let shown = -1; // The highlighted candidate; -1: none.
 
   const definitionList = (values, firstColumn) => {
     const list = document.createElement("dl");
@@ -58,11 +58,11 @@ if (svg) {
     const x = (event.clientX - box.left) * scale;
     const y = (event.clientY - box.top) * scale;
     let best = -1;
-    let bestDistance = 40 ** 2; // Beyond 40 units no candidate is selected.
+    let bestSquare = 40 ** 2; // A candidate at a distance of more than 40 units is not selected.
     candidates.forEach(([left, top], index) => {
-      const distance = (left - x) ** 2 + (top - y) ** 2;
-      // Of equal distances the last candidate, which is drawn over the others.
-      if (distance <= bestDistance) [best, bestDistance] = [index, distance];
+      const square = (left - x) ** 2 + (top - y) ** 2;
+      // At equal distances, the later candidate is selected: it is drawn over the earlier ones.
+      if (square <= bestSquare) [best, bestSquare] = [index, square];
     });
     return best;
   };
@@ -78,6 +78,7 @@ if (svg) {
     if (event.key === "Escape") show((pinned = -1));
     if (step === undefined) return;
     event.preventDefault();
+    // If no candidate is shown, an arrow key starts at the left or at the right end.
     const position = shown < 0 ? (step > 0 ? -1 : byX.length) : byX.indexOf(shown);
     pinned = byX[Math.max(0, Math.min(byX.length - 1, position + step))];
     show(pinned);
