@@ -80,8 +80,8 @@ class Client:
     """Synchronous client of the server at `address` (HOST:PORT). Close it, or use it in a `with`.
 
     `timeout_s` limits each call, including its retries, and each stream as a whole. The methods
-    `generate`, `completions`, `stream`, `score` and `call` have an argument that overrides it for
-    one call. `token` is sent as a bearer token; with `tls` the channel is encrypted.
+    `generate`, `completions`, `stream`, `score` and `call` accept another `timeout_s` for one call.
+    `token` is sent as a bearer token; with `tls` the channel is encrypted.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class Options:
     guide: Guide | None = None
     beams: Beams | None = None
     logprobs: int | None = None  # Alternatives per token; 0: only the token's own log-probability.
-    prompt_logprobs: int | None = None  # The same for the tokens of the prompt.
+    prompt_logprobs: int | None = None  # Like `logprobs`, but for the tokens of the prompt.
     service_class: ServiceClass | None = None
     priority: int = 0
     truncate_prompt_tokens: int = 0  # Keep the last tokens of the prompt, at most this number.

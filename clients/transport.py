@@ -1,7 +1,7 @@
 """Client transport: gRPC channel options, TLS, call errors and retries with backoff.
 
-Both clients use this module. The server's error can allow a retry after a wait (RetryInfo,
-`grpc-retry-pushback-ms`). A call is retried only if its error does.
+Both clients use this module. A call is retried only if the server's error allows a retry. Such an
+error states the wait before the retry (RetryInfo or `grpc-retry-pushback-ms`).
 """
 
 import random
@@ -100,7 +100,7 @@ class Attempts:
         return max(0.0, self._deadline - time.monotonic())
 
     def next_wait_s(self, error: CallError) -> float:
-        """Return the wait before the next attempt, in seconds, or raise `error` without a retry."""
+        """Return the wait before the next attempt, in seconds; raise `error` if none is allowed."""
         self._failures += 1
         if error.retry_s is None or self._failures >= self._retries.attempts_max:
             raise error

@@ -221,7 +221,7 @@ def convert(
                 _publish(plan)
                 remove_partial = True
             except CheckpointError:
-                # To continue is useless: the source or the options are wrong, or the source was
+                # The directory is of no use: the source or the options are wrong, or the source was
                 # changed during the copy. A run with `resume` still keeps the directory, because
                 # an earlier run wrote a part of its files.
                 remove_partial = not resume
@@ -399,7 +399,7 @@ def _write_small_files(
 
 
 def _check_written(plan: ConversionPlan, written: Checkpoint, identity: ModelIdentity) -> None:
-    """Raise RuntimeError if the written checkpoint is not the planned model: a writer's bug."""
+    """Raise RuntimeError if the written checkpoint is not the planned model (a writer's bug)."""
     expected_fields = functional_config(plan.converted.config)
     written_fields = functional_config(written.config)
     wrong_fields = [

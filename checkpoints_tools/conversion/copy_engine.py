@@ -133,7 +133,7 @@ def _raise_descriptor_limit(count: int) -> None:
 
 
 class PlacementWriter:
-    """Writes one placement: of each block of rows, the elements that belong to the placement."""
+    """Writes one placement, from the blocks of rows of the placement's logical tensor."""
 
     def __init__(
         self, files: TargetFiles, file_index: int, placement: Placement, shape: tuple[int, ...]
@@ -167,7 +167,7 @@ class PlacementWriter:
             self._write_rows(self._transpose(rows), 0)
             return
         end_row = first_row + rows.shape[0]
-        row_offset = 0  # Where the rows of a range begin in the placement.
+        row_offset = 0  # Index in the placement of the first row of a range.
         for start, stop in self.part.ranges:
             if self.part.dim == 1:
                 assert len(self.part.ranges) == 1, "a column split has one range"
@@ -339,8 +339,8 @@ def _copy_all(
     for tensor in journal.finished.values():
         check_tensor(tensor)
     copier.copied_bytes = sum(tensors[name].nbytes for name in journal.finished)
-    # Embedding and head are the largest tensors, so they are copied first: at the end, one worker
-    # would copy them while the other workers are idle.
+    # Embedding and head are the largest tensors, so they are copied first. If they were last, one
+    # worker would still copy them while the other workers are idle.
     names = sorted(
         (name for name in tensors if name not in journal.finished),
         key=lambda name: layer_number(name) is not None,

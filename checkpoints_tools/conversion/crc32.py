@@ -1,7 +1,7 @@
 """CRC-32 combination: the checksum of a file from the checksums of its parts.
 
-With it, the parts of a file can be written and checksummed in any order. A CRC-32 is the remainder
-of a polynomial division, so crc(a + b) = crc(a) * x^(8 * len(b)) XOR crc(b), modulo POLYNOMIAL.
+The parts of a file can thus be written and checksummed in any order. A CRC-32 is the remainder of a
+polynomial division, so crc(a + b) = crc(a) * x^(8 * len(b)) XOR crc(b), modulo POLYNOMIAL.
 Bits are reflected as in zlib: the highest bit is the coefficient of x^0.
 """
 

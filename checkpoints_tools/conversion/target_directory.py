@@ -5,8 +5,8 @@ prevents two runs at a time. A resumed run reuses an earlier run's files only if
 at their full sizes; it then skips the tensors that the journal lists as finished.
 
 An existing target counts as complete if its files have the planned sizes and literal bytes (headers
-and small files), and if its fingerprint equals that of the converted source. The manifest records
-the fingerprint; a single-file target has no manifest, so its fingerprint is computed from the file.
+and small files), and if it has the fingerprint of the converted source. The manifest records the
+fingerprint. A single-file target has no manifest, so its fingerprint is computed from the file.
 """
 
 import fcntl
@@ -137,7 +137,8 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
 def has_all_files(content: Path, layout: Layout) -> bool:
     """Return whether all files of the layout, except `last_files`, exist at their full sizes.
 
-    If a file is missing or has another size, the journal's finished tensors may be missing too.
+    If a file is missing or has another size, the files may lack bytes of tensors that the journal
+    lists as finished.
     """
     return all(
         (content / file.path).is_file() and (content / file.path).stat().st_size == file.size

@@ -55,7 +55,7 @@ class Difference:
 class TensorComparison:
     """The SHA-256 of a tensor in A and in B, and the difference of the two tensors."""
 
-    # A missing tensor has the SHA-256 of zero bytes. Without B, both are the hash of A's tensor.
+    # A missing tensor has the SHA-256 of empty input. Without B, both are the hash of A's tensor.
     hashes: tuple[str, str]
     difference: Difference | None = None  # None: the tensors are equal, or there is no B.
 

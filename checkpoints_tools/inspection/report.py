@@ -51,7 +51,8 @@ FORMAT_MARKERS = {
 }
 SPLIT_SIZES = (1, 2, 4, 8, 16)  # Tensor- and pipeline-parallel sizes in the serving table.
 RANKS_MAX = 16
-# For a model with more parameter tensors only pp = 1 is shown, because all splits take seconds.
+# For a model with more parameter tensors than this, the table has only pp = 1, because the
+# computation for all splits would take seconds.
 PARAMETER_TENSORS_MAX = 8_000
 SAMPLE_COLUMNS = 64
 # Memory sizes of common GPUs in GB. A rank needs memory for weights, KV cache, the CUDA context
@@ -80,9 +81,8 @@ class SplitMemory:
     kv_bytes_per_token: int
     kv_bytes_per_context: int  # KV cache of one sequence of max_position_embeddings tokens.
     dtype: str
-    gpu_gb: (
-        int | None
-    )  # Smallest of GPU_GB that fits weights and one full context; None: none fits.
+    # Smallest size in GPU_GB that is enough for the weights and one full context; None: no size is.
+    gpu_gb: int | None
 
 
 @dataclass
@@ -138,7 +138,7 @@ def inspect(flags: argparse.Namespace, print_line: PrintLine, open_progress: Ope
 def build_report(checkpoint: Checkpoint, source: str, *, deep: bool = False) -> InspectReport:
     """Build the report from headers, small files and samples of the weights.
 
-    With `deep`, the caller adds a full scan, so checks of samples that it repeats are omitted.
+    With `deep`, the caller adds a full scan. Checks of samples that the scan repeats are omitted.
     """
     config, path = checkpoint.config, checkpoint.path
     dtype_counts = _count_dtypes(checkpoint)
@@ -225,7 +225,8 @@ def _count_dtypes(checkpoint: Checkpoint) -> "Counter[str]":
 
 def _stored_rows(embedding: LogicalTensor, checkpoint: Checkpoint) -> int:
     """Return the number of stored embedding rows, including padding rows."""
-    # A rank file with padding rows only has no slice, but as many rows as the other rank files.
+    # A rank file that contains only padding rows has no slice, but the same number of rows as the
+    # other rank files.
     source_rows = {id(piece.source): piece.source.shape[0] for piece in embedding.slices}
     row_counts = list(source_rows.values())
     ranks = checkpoint.split.get("tp", 1) if checkpoint.format == "megatron" else 1
@@ -233,7 +234,7 @@ def _stored_rows(embedding: LogicalTensor, checkpoint: Checkpoint) -> int:
 
 
 def _active_parameters(config: GPTConfig) -> int:
-    """Return the number of parameters used for one token: of the experts, `moe_router_topk`."""
+    """Return the number of parameters used for one token: `moe_router_topk` experts per layer."""
 
     def is_active(name: str) -> bool:
         match = LOCAL_EXPERT.search(name)
@@ -249,8 +250,8 @@ def _active_parameters(config: GPTConfig) -> int:
 def _serving_splits(config: GPTConfig) -> list[SplitMemory]:
     """Return the memory per rank at every split of the table that the model supports.
 
-    The memory is that of the model's dtype. If this dtype has more than 16 bits, the memory in
-    bfloat16 is returned too.
+    The memory is computed for the model's dtype, and also for bfloat16 if the model's dtype has
+    more than 16 bits.
     """
     is_wide = DTYPE_BYTES[config.dtype] > 2
     dtypes = (config.dtype, "bfloat16") if is_wide else (config.dtype,)

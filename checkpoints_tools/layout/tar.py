@@ -1,9 +1,9 @@
 """Layout of a tar file: plans every member's header and offset without reading weights.
 
 A member is a header block and the bytes of a regular file, padded to whole 512-byte blocks. Headers
-have no time and no owner, so two runs write equal bytes. The size of a member over 8 GiB is stored
-in GNU's binary form, which current tar programs can read. A member may be a `torch.save` archive.
-The module is independent of the model.
+have no time and no owner, so two runs write the same bytes. The size of a member over 8 GiB is
+stored in GNU's binary form, which current tar programs can read. A member may be a `torch.save`
+archive. The module is independent of the model.
 """
 
 import tarfile

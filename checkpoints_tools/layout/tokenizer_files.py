@@ -1,7 +1,7 @@
 """Tokenizer files of a target: plans copies in the directory where the target's reader looks.
 
-The files are small, so the layout contains them as literal bytes, and the manifest lists them. Of a
-directory, only the files with names of tokenizer files are copied.
+The files are small, so the layout contains them as literal bytes, and the manifest lists them. If
+the tokenizer is a directory, only its files with names as in `TOKENIZER_PATTERNS` are copied.
 """
 
 from fnmatch import fnmatch
@@ -25,7 +25,8 @@ TOKENIZER_PATTERNS = (
     "chat_template.json",
 )
 TOKENIZER_BYTES_MAX = 256 << 20
-# Tokenizer directory of each format, relative to the directory with the weights.
+# Tokenizer directory by format, relative to the directory with the weights. In other formats, the
+# tokenizer is beside the weights.
 TOKENIZER_FOLDERS = {"native": "tokenizer", "megatron": "tokenizer", "torch_dist": "tokenizer"}
 
 

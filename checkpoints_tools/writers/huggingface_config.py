@@ -35,7 +35,7 @@ class FamilyChoice:
 
     family: str
     record: ConfigRecord
-    notes: tuple[str, ...]  # Name the fields that config.json lacks; none affects inference.
+    notes: tuple[str, ...]  # One per field that config.json lacks; none affects inference.
 
 
 def choose_family(
@@ -43,8 +43,9 @@ def choose_family(
 ) -> FamilyChoice:
     """Return `requested_family`, or else a family that expresses the model exactly.
 
-    If several families do, those whose published models use this model's activation are preferred,
-    and then the most widely supported family. Raises ConfigError if `requested_family` is unknown.
+    If several families express the model, a family whose published models use this model's
+    activation is preferred, and among these the most widely supported family. Raises ConfigError if
+    `requested_family` is unknown.
     Raises CheckpointError if the requested family cannot express the model, or if none is requested
     and no family can. `path` is the checkpoint's path, for messages.
     """
@@ -329,7 +330,7 @@ def _qwen2(config: GPTConfig) -> ConfigRecord:
         **_llama_like(config),
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        # In transformers, the layers with this number and larger numbers use the window.
+        # In transformers, only the layers from this number on use the window.
         "max_window_layers": config.num_layers if window is None else 0,
     }
 
@@ -382,7 +383,9 @@ def _nemotron(config: GPTConfig) -> ConfigRecord:
 class FamilyWriter:
     config_fields: Callable[[GPTConfig], ConfigRecord]
     architecture: str
-    activation: Activation  # Of the family's published models; a preference of choose_family.
+    # Activation of the family's published models. `choose_family` prefers a family with the
+    # activation of the model.
+    activation: Activation
     # The family's code requires that hidden_size is a multiple of the number of heads, even if
     # head_dim is set.
     heads_divide_hidden: bool = False

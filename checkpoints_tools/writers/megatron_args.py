@@ -21,8 +21,8 @@ from gpt.parallel.pipeline_stages import stage_layers
 from gpt.parallel.vocabulary_padding import VOCABULARY_MULTIPLE
 from gpt.parallel.weight_sharding import check_split
 
-# Megatron-Core's layer spec: Transformer Engine modules, with norms fused into the next linear (the
-# default), or Megatron-Core's own modules.
+# Megatron-Core's layer spec. "te" (the default): Transformer Engine modules, with norms fused into
+# the next linear. "local": Megatron-Core's own modules.
 LayerSpec = Literal["te", "local"]
 CkptFormat = Literal["torch", "torch_dist"]  # Values of Megatron's `--ckpt-format`.
 

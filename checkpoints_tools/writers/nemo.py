@@ -1,9 +1,9 @@
 """NeMo 1 `.nemo` writer: plans one tar of the config, tokenizer files and every rank's weights.
 
-The tensors of a rank are those of Megatron's format, with NeMo's prefix in their names, in a
-`torch.save` archive inside the tar. The tokenizer is included if NeMo's config can refer to it. The
-names of the tokenizer's files are derived from their content, so two conversions of a model write
-equal bytes. The output was not tested with NeMo itself.
+The tar has a `torch.save` archive per rank. It contains the rank's tensors as in Megatron's format,
+with NeMo's prefix before their names. The tokenizer is included if NeMo's config can refer to it.
+The names of the tokenizer's files are derived from their content, so two conversions of a model
+write the same bytes. The output was not tested with NeMo itself.
 """
 
 import hashlib
@@ -90,7 +90,7 @@ def _rank_folder(rank: RankCoordinates, split: ParallelSplit) -> str:
 def _bundle_tokenizer(tokenizer: Path | None) -> _TokenizerBundle:
     """Bundle a SentencePiece model, or GPT-2's vocab.json and merges.txt.
 
-    NeMo's config cannot refer to other tokenizers; for these, a note says that there is none.
+    NeMo's config cannot refer to other tokenizers. These are left out, and a note says so.
     """
     section: dict[str, Any] = dict.fromkeys(("library", "type", *SENTENCEPIECE_FILES, *BPE_FILES))
     if tokenizer is None:

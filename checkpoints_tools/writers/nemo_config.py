@@ -26,7 +26,8 @@ NORM_TYPES: Mapping[tuple[str, bool], str] = {
     ("LayerNorm", False): "layernorm",
     ("LayerNorm", True): "layernorm1p",
     ("RMSNorm", False): "rmsnorm",
-    # The same value as above; the field layernorm_zero_centered_gamma distinguishes the two.
+    # NeMo has one value for both kinds of RMSNorm. The field layernorm_zero_centered_gamma
+    # distinguishes them.
     ("RMSNorm", True): "rmsnorm",
 }
 ACTIVATIONS: Mapping[tuple[str, bool], str] = {
@@ -55,14 +56,15 @@ def check_supported(config: GPTConfig, split: ParallelSplit) -> None:
     if split.vpp != 1:
         raise ConfigError(
             f"--to nemo does not support virtual stages (--vpp {split.vpp}), because the last "
-            "releases of NeMo 1 do not; remove --vpp, or choose --to megatron-dist"
+            "releases of NeMo 1 have none; remove --vpp, or choose --to megatron-dist"
         )
     if split.ep != 1:
         raise ConfigError(
             f"--to nemo does not support expert parallel (--ep {split.ep}): a .nemo has no "
             "files for expert ranks; remove --ep, or choose --to megatron-dist"
         )
-    # Megatron's check must ignore what only Megatron's args cannot express.
+    # NeMo can express these properties, but Megatron's args cannot. Neutral values hide them from
+    # Megatron's check.
     neutral_fields: dict[str, Any] = {"rope_scaling": None}
     if config.gated and config.activation in ("gelu", "gelu_tanh"):
         neutral_fields["activation"] = "silu"

@@ -1,10 +1,9 @@
 """torch_dist writer: plans a Megatron-Core distributed checkpoint, its index and chunk files.
 
-A stored tensor is unsharded, with one chunk per layer or per expert. Of the parallel split, the
-tensor-parallel size affects only the vocabulary padding, and the other sizes only the args. The
-index (`.metadata`) is a pickle of torch's own classes. It records the file, offset and size of
-every chunk, which are all known before any weight is read. The module only plans; it reads no
-weights.
+A stored tensor is unsharded, with one chunk per layer or per expert. So the parallel split is only
+recorded in the args, and its tensor-parallel size sets the vocabulary padding. The index
+(`.metadata`) is a pickle of torch's own classes. It records the file, offset and size of every
+chunk, which are all known before any weight is read. The module only plans; it reads no weights.
 """
 
 import json
@@ -304,7 +303,7 @@ class MetadataBuilder:
         self.storage[MetadataIndex(position.key, offsets)] = storage_info
 
     def to_bytes(self) -> bytes:
-        # No field has a run name or a time, so two conversions of a model write equal bytes.
+        # No field has a run name or a time, so two conversions of a model write the same bytes.
         record = Metadata(self.keys, planner_data={}, storage_data=self.storage)
         return pickle.dumps(record, PICKLE_PROTOCOL)
 

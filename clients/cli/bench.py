@@ -122,7 +122,7 @@ def bench_parser() -> argparse.ArgumentParser:
         help="scheduling class of the requests (default: latency)",
     )
     add("--seed", metavar="N", type=int, default=0, help="random seed of the load (default: 0)")
-    add("--slo", metavar="T", help="latency limits for goodput, as ttft:200ms,itl:20ms,e2e:5s")
+    add("--slo", metavar="T", help="latency limits for goodput, such as ttft:200ms,itl:20ms,e2e:5s")
     add("--json", action="store_true", help="print one JSON object")
     add("--plot", metavar="F", help="write a plot of latencies and tokens/s to this file")
     add("--quiet", action="store_true", help="print no progress on stderr")

@@ -1,6 +1,6 @@
 """Prompt flags and output of `preamble generate`, which uses a running server or its own process.
 
-Both forms of the command use this module, so their prompt flags, messages and output are equal. The
+In both cases the command uses this module, so prompt flags, messages and output are the same. The
 module imports only the standard library, and is independent of the client and the engine.
 """
 
@@ -45,7 +45,12 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--answers", metavar="N", type=int, default=1, help="completions per adapter (default: 1)")
     add("--max-new-tokens", metavar="N", type=int, help="maximum number of new tokens")
-    add("--temperature", metavar="X", type=float, help="0: greedy decoding (default: 0)")
+    add(
+        "--temperature",
+        metavar="X",
+        type=float,
+        help="softmax temperature; 0 selects greedy decoding (default: 0)",
+    )
     add(
         "--top-k",
         metavar="N",

@@ -16,7 +16,8 @@ from clients.load.generator import CallRecord, LoadError, LoadRun, quantile
 # Limit of the p99 start delay of calls behind the schedule; above it, the report warns that the
 # times include delays of the generator.
 START_DELAY_S_MAX = 0.01
-# Limit of the generator's share of a CPU core; above it, the report warns in the same way.
+# Limit of the generator's CPU use, as a fraction of a core. Above it, the report also warns that
+# the times include delays of the generator.
 CPU_SHARE_MAX = 0.9
 SLO_NAMES = ("ttft", "itl", "e2e")
 UNIT_SECONDS = {"ms": 1e-3, "s": 1.0}
@@ -217,7 +218,7 @@ def check_plot() -> None:
 
 
 def draw_plot(run: LoadRun, path: Path) -> None:
-    """Plot the distributions of first-token times and gaps, and tokens/s over time."""
+    """Plot the distributions of TTFT and of gaps between messages, and tokens/s over time."""
     check_plot()
     os.environ.setdefault("MPLBACKEND", "Agg")
     from matplotlib.figure import Figure
@@ -233,7 +234,7 @@ def draw_plot(run: LoadRun, path: Path) -> None:
         values = sorted(1e3 * duration_s for duration_s in seconds)
         shares = [100 * (index + 1) / len(values) for index in range(len(values))]
         axes.step(values, shares, where="post")
-        axes.set(xlabel=f"{name}, ms", ylabel="% of all, at most", ylim=(0, 100))
+        axes.set(xlabel=f"{name}, ms", ylabel="cumulative share, %", ylim=(0, 100))
     width_s = max(run.seconds / 60, 1e-3)
     bins = Counter[int]()
     for call in succeeded:

@@ -151,9 +151,9 @@ def _collect_parameters(message: Any, text_bytes_max: int) -> dict[str, _Paramet
 
 
 def _unwrap_tensor(kind: InputKind, tensor: InputTensor) -> Any:
-    """Return the value of a tensor: a list for list kinds, else its only element.
+    """Return the value of a tensor: a list for list kinds, else the tensor's only element.
 
-    BYTES elements become text; if the kind is a number, the text is parsed later.
+    BYTES elements become text. If the kind is a number, `_parse_parameter` parses the text.
     """
     values = tensor.values
     if tensor.datatype == BYTES:
@@ -237,7 +237,8 @@ def _parse_object(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         text, value = value, json.loads(value)
         if "\\u" in text:
-            # The text may escape a lone surrogate, which UTF-8 cannot encode; raise the error here.
+            # The text may escape a lone surrogate, which UTF-8 cannot encode. `encode` then raises
+            # a ValueError, which `_parse_parameter` reports.
             json.dumps(value, ensure_ascii=False).encode()
     if not isinstance(value, dict):
         raise TypeError
@@ -326,7 +327,8 @@ def _normalize_sampling(sampling: dict[str, Any], settings: Mapping[str, Any]) -
         sampling["stop_token_ids"] = (*sampling.get("stop_token_ids", ()), end_id)
     if settings.get("best_of", 1) not in (1, sampling.get("answers", 1)):
         raise RequestError(
-            "best_of differs from n; this server returns every completion: set n only",
+            "best_of differs from n; this server returns every completion that it generates: set n "
+            "only",
             "best_of",
         )
     return sampling
@@ -360,7 +362,7 @@ def _read_guide(settings: Mapping[str, Any]) -> Guide | None:
     if kind is not None and text is not None:
         guides[kind] = text
     elif kind or text:
-        guides[kind or ""] = None  # The kind or the pattern is missing: an error below.
+        guides[kind or ""] = None  # The kind or the pattern is missing, which is reported below.
     if not guides:
         return None
     name, pattern = next(iter(guides.items()))
@@ -376,7 +378,7 @@ def _read_guide(settings: Mapping[str, Any]) -> Guide | None:
 def _prompt_prefix(settings: Mapping[str, Any], prompt: object, stream: bool) -> str:
     """Return the prompt if it must precede the text of the response, else an empty text.
 
-    As in the vLLM backend, it precedes the text of a unary response, unless the caller excludes it.
+    As in the vLLM backend, a unary response repeats the prompt if the caller does not exclude it.
     """
     exclude_prompt = settings.get("exclude_input_in_output")
     if stream and exclude_prompt is False:

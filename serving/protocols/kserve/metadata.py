@@ -19,7 +19,8 @@ NAME_CHARACTERS_MAX = 80
 # Request parameters that are not inputs. Names that begin with `triton_` are reserved as well.
 RESERVED_PARAMETERS = {"priority", "timeout", "sequence_id", "sequence_start", "sequence_end"}
 
-# Inputs that set one field of an `Ask`: the kind of the input, and the field.
+# Inputs that set one field of an `Ask`: the kind of the input (which defines how the value is
+# parsed), and the field.
 SAMPLING_INPUTS: Mapping[str, tuple[InputKind, str]] = {
     "max_tokens": ("integer", "max_new_tokens"),
     "min_tokens": ("integer", "min_new_tokens"),
@@ -69,7 +70,8 @@ _OTHER_INPUTS: Mapping[str, InputKind] = {
     "end_id": "integer",
     "pad_id": "integer",
 }
-# Flags of Triton's backends that have only one allowed value here; clients send them by default.
+# Flags of Triton's backends that have only one allowed value here. They are accepted, because
+# clients send them by default.
 FIXED_FLAGS: Mapping[str, bool] = {
     "return_context_logits": False,
     "return_generation_logits": False,

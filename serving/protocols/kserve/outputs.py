@@ -1,9 +1,9 @@
 """KServe v2 outputs: converts completions and stream pieces to response tensors.
 
-The outputs are those of Triton's vLLM and TensorRT-LLM backends; only requested outputs are built.
-A unary response has one row per completion. A stream response has one row, for one piece; the
-output `sequence_index` is the index of the piece's completion. The module starts no streams, and
-uses only the tokenizer of the service.
+The outputs include those of Triton's vLLM and TensorRT-LLM backends; only requested outputs are
+built. The first axis of each output tensor is the completion. A unary response contains all
+completions. A stream response contains one piece of one completion, whose index is the output
+`sequence_index`. The module starts no streams, and uses only the tokenizer of the service.
 """
 
 import json
@@ -26,8 +26,8 @@ FINISH_REASONS: Mapping[FinishReason | None, str] = {
     "time": "time_limit",
 }
 LOGPROB_MIN = -9999.0  # Replaces minus infinity, which JSON cannot represent.
-# 2-D outputs: a list of values for each completion. The other outputs have one value for each
-# completion.
+# 2-D outputs, with a row of values for each completion. All other outputs are 1-D, with one value
+# for each completion.
 ROW_OUTPUTS = ("output_ids", "output_log_probs")
 
 
@@ -120,7 +120,10 @@ DecodeToken = Callable[[int], str]
 
 
 def _logprobs_json(row: _OutputRow, decode: DecodeToken) -> str:
-    """Return log-probabilities as the vLLM backend's JSON: for each token, a map by token id."""
+    """Return the vLLM backend's JSON: for each generated token, an object with token ids as keys.
+
+    The object contains the log-probabilities of the generated token and of its alternatives.
+    """
     positions: list[dict[str, dict[str, object]]] = []
     for token, score in zip(row.token_ids, row.scores, strict=False):
         # The sampled token may be outside the top tokens, so it is added with its rank.

@@ -95,7 +95,7 @@ class ServedModel:
     name: str  # As the request spells it.
     version: str
     adapter: str  # `name@version`; empty for the base model.
-    # False: with `golden: strict`, the adapter's golden examples have not passed.
+    # False: the setting `golden` is strict, and the adapter's golden examples have not passed.
     is_eligible: bool = True
 
 
@@ -208,7 +208,7 @@ async def _find_model(
         return ServedModel(name, VERSION, "")
     adapter_name = f"{name}@{model_version}" if model_version else name
     try:
-        # In a thread: to resolve an unknown name, the registry reads the adapter directory.
+        # A thread is used, because the registry reads the adapter directory for an unknown name.
         adapter = await asyncio.to_thread(
             service.adapters.resolve, adapter_name, call.caller.tenant
         )
@@ -310,7 +310,8 @@ class _InferStream:
     async def serve(self, messages: AsyncIterator[Any]) -> None:
         """Serve until the client has sent all messages and all requests have ended.
 
-        If the server drains, read no more messages, finish the running requests, and raise.
+        If the server drains, read no more messages, finish the running requests, and raise
+        UnavailableError.
         """
         stop_task = asyncio.ensure_future(self._call.frontend.stop_requested.wait())
         try:
@@ -341,8 +342,9 @@ class _InferStream:
                 if remaining_s <= 0:
                     raise RefusedError(
                         "IDLE_STREAM",
-                        f"this stream had no request for {self._idle_s:g} s (stream_idle_s), and "
-                        "every open stream counts toward calls_max; open another stream",
+                        f"this stream had no request for {self._idle_s:g} s (stream_idle_s) and is "
+                        "closed, since open streams count toward calls_max; open a new stream for "
+                        "the next request",
                     )
                 await asyncio.wait(
                     {next_message, stop_task},

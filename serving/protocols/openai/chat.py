@@ -39,7 +39,11 @@ from serving.service.service import Service
 
 
 class ContentPart(msgspec.Struct):
-    """A part of a message's content. Parts that are not text are refused by their `type`."""
+    """A part of a message's content.
+
+    Unknown fields are accepted, because `_content_text` refuses the parts that are not text (such
+    as images) with an error that names their `type`.
+    """
 
     type: str
     text: str | None = None
@@ -84,8 +88,9 @@ class ChatCompletionRequest(BaseCompletionRequest):
         "prompt_logprobs": f"chats do not return the prompt; use {COMPLETIONS_PATH}",
         "truncate_prompt_tokens": "a chat cannot be truncated; remove messages instead",
         "chat_template": "the template comes from the model or the operator, not from requests",
-        "functions": "set tools, with tool_choice 'none': the models call no tools",
-        "function_call": "set tool_choice instead",
+        "functions": "the models cannot call functions: remove it, or send tools with tool_choice "
+        "'none', which are ignored",
+        "function_call": "the models cannot call functions: remove it",
     }
 
     messages: list[ChatMessage] | None = None
@@ -126,7 +131,7 @@ class ChatCompletionRequest(BaseCompletionRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs; set logprobs to true", "top_logprobs")
         tool_choice = bytes(self.tool_choice).strip()
-        # Without tools, "auto" is accepted: it requests no tool call.
+        # Without tools, "auto" has the effect of "none", so it is accepted.
         if tool_choice != b'"none"' and (self.tools or tool_choice not in (b"null", b'"auto"')):
             raise RequestError(
                 "this server's models cannot call tools; remove tools, or set tool_choice to "
@@ -154,7 +159,7 @@ async def build_ask(
     if body.max_completion_tokens is not None:
         fields["max_new_tokens"] = body.max_completion_tokens
     tokens_left = service.admission.tokens_max - len(ids)
-    # The default is the rest of the context. An adapter has its own default.
+    # The default fills the context. With an adapter, the admission applies the adapter's default.
     if "max_new_tokens" not in fields and not adapters and tokens_left > 0:
         fields["max_new_tokens"] = tokens_left
     if body.logprobs:
@@ -170,7 +175,8 @@ def to_template_messages(body: ChatCompletionRequest) -> list[JsonObject]:
     ]
     if sum(text.count(delimiter) for text in arguments for delimiter in ",[{") > JSON_PARTS_MAX:
         raise RequestError(
-            f"tool call arguments have more than {JSON_PARTS_MAX} JSON parts; remove messages",
+            f"the arguments of the tool calls have more than {JSON_PARTS_MAX} JSON values; remove "
+            "messages",
             "messages",
         )
     return [
@@ -203,11 +209,15 @@ def _content_text(path: str, content: str | list[ContentPart] | None) -> str | N
         return content
     texts = []
     for index, part in enumerate(content):
-        if part.type != "text" or part.text is None:
-            kind = "text without text" if part.type == "text" else part.type[:100]
+        if part.type != "text":
             raise RequestError(
-                f"{path}[{index}] has type {kind!a}; this server's models accept text only",
+                f"{path}[{index}] has type {part.type[:100]!a}; this server's models accept text "
+                "only",
                 "messages",
+            )
+        if part.text is None:
+            raise RequestError(
+                f"{path}[{index}] has type 'text', but no field 'text'; add the field", "messages"
             )
         texts.append(part.text)
     return "\n".join(texts)

@@ -25,7 +25,8 @@ TEMPERATURE_DEFAULT = 1.0
 COMPLETIONS_PATH = "/v1/completions"
 CHAT_COMPLETIONS_PATH = "/v1/chat/completions"
 
-# OpenAI's name for each `Ask` field that has another name; errors use OpenAI's names.
+# OpenAI's names, by the field names in the admission's errors. Callers get errors with OpenAI's
+# names.
 FIELD_NAMES = {
     "adapter": "model",
     "answers": "n",
@@ -143,7 +144,7 @@ class BaseCompletionRequest(RequestPart):
 
     @property
     def field_names(self) -> Mapping[str, str]:
-        """OpenAI's name for each `Ask` field that has another name."""
+        """OpenAI's names, by the field names in the admission's errors."""
         return FIELD_NAMES
 
     def check(self) -> None:
@@ -195,7 +196,7 @@ class CompletionRequest(BaseCompletionRequest):
         if self.best_of is not None and self.best_of != self.answers:
             raise RequestError(
                 f"best_of is {self.best_of} and n is {self.answers}; this server returns every "
-                "completion: remove best_of, or set use_beam_search",
+                "completion that it generates: remove best_of, or replace it by use_beam_search",
                 "best_of",
             )
         super().check()
@@ -215,8 +216,8 @@ _UNKNOWN = re.compile(r"unknown field `(.*?)`", re.DOTALL)
 _PATH = re.compile(r" - at `(.*)`$", re.DOTALL)
 QUOTED_CHARACTERS_MAX = 200
 # JSON parsing holds the GIL, even in a thread, and the parsed objects take more memory than the
-# text. Therefore the strings, lists and objects of a body over LARGE_BODY_BYTES are counted first.
-# JSON_PARTS_MAX is more than any valid request needs.
+# text. Therefore the strings, lists and objects of a body over LARGE_BODY_BYTES are counted before
+# parsing. No valid request needs more than JSON_PARTS_MAX of them.
 LARGE_BODY_BYTES = 64 << 10
 JSON_PARTS_MAX = 100_000
 
@@ -257,7 +258,10 @@ def _count_json_parts(data: bytes) -> int:
 
 
 def _validation_error(message: str, request_type: type[BaseCompletionRequest]) -> RequestError:
-    """Convert msgspec's message to a RequestError. The message ends with a path from `$`."""
+    """Convert msgspec's message to a RequestError.
+
+    The message can end with the JSON path of the invalid value, such as " - at `$.stop[0]`".
+    """
     if len(message) > 4 * QUOTED_CHARACTERS_MAX:  # The message quotes a long field name.
         message = message[: 2 * QUOTED_CHARACTERS_MAX] + message[-2 * QUOTED_CHARACTERS_MAX :]
     path_match = _PATH.search(message)
@@ -294,7 +298,7 @@ def build_asks(body: CompletionRequest, base_names: Sequence[str], prompts_max: 
         prompt_logprobs=_prompt_logprobs(body),
         truncate_tokens=body.truncate_prompt_tokens,
     )
-    # An adapter has a default of its own, which the admission applies.
+    # With an adapter, the admission applies the adapter's default.
     if body.max_tokens is None and not adapters:
         fields["max_new_tokens"] = MAX_TOKENS_DEFAULT
     return [Ask(prompt, adapters=adapters, **fields) for prompt in _read_prompts(body, prompts_max)]
@@ -393,7 +397,8 @@ def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
     for name in bias:
         if not (name.isascii() and name.isdigit() and len(name) < 20):
             raise RequestError(
-                f"logit_bias has the key {_shorten(name)!r}; keys must be token ids, as '50256'",
+                f"logit_bias has the key {_shorten(name)!r}; keys must be token ids, such as "
+                "'50256'",
                 "logit_bias",
             )
     return {int(name): value for name, value in bias.items()}
@@ -416,7 +421,7 @@ def _prompt_logprobs(body: CompletionRequest) -> int | None:
     if body.echo and body.logprobs is not None:
         counts.append(body.logprobs)
     if body.max_tokens == 0:
-        counts.append(0)  # No new token is requested, so the prompt must be scored.
+        counts.append(0)  # `Admission` accepts max_new_tokens 0 only with prompt log-probabilities.
     if counts and min(counts) < 0:
         return min(counts)  # The admission refuses a negative count; max() would hide it.
     return max(counts, default=None)
@@ -455,14 +460,14 @@ def _response_schema(response_format: ResponseFormat) -> str:
         return '{"type": "object"}'
     if response_format.json_schema is None or response_format.json_schema.schema == JSON_NULL:
         raise RequestError(
-            "response_format is json_schema without json_schema.schema; add the schema",
+            "response_format has type json_schema without json_schema.schema; add the schema",
             "response_format",
         )
     return _schema_text(response_format.json_schema.schema, "response_format")
 
 
 def _schema_text(schema: msgspec.Raw, field: str) -> str:
-    """Return the text of a JSON schema; the field contains an object, or a string of JSON."""
+    """Return the JSON text of a schema, which the request contains as an object or as a string."""
     try:
         text = bytes(schema).decode()
     except UnicodeDecodeError:
@@ -471,7 +476,7 @@ def _schema_text(schema: msgspec.Raw, field: str) -> str:
 
 
 def guide_field(body: BaseCompletionRequest) -> str:
-    """Return the name of the field that set the guide."""
+    """Return the name of the field that sets the request's `Guide` (guided decoding)."""
     fields = ("guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
     if body.guided_json != JSON_NULL:
         return "guided_json"

@@ -162,7 +162,7 @@ class TextChoice:
         ]
 
     def _render_prompt(self, tokens: "_TokenLogprobs") -> str:
-        """Return the prompt's text ('' without `echo`), and add its logprobs to `tokens`."""
+        """Return the prompt's text ('' without `echo`). Add the prompt's logprobs to `tokens`."""
         if not self._echo:
             return ""
         positions = self._prompt_positions
@@ -176,7 +176,11 @@ class TextChoice:
         return text
 
     def _render_prompt_logprobs(self, top_count: int) -> list[dict[str, Any] | None]:
-        """Build vLLM's `prompt_logprobs`: for each prompt token, a map by token id."""
+        """Build vLLM's `prompt_logprobs`: an element per prompt token.
+
+        An element contains the logprobs of the token and its alternatives, by token id. It is None
+        for a token without a score, such as the first token.
+        """
         logprobs: list[dict[str, Any] | None] = []
         for position, token in self._prompt_positions:
             score = self._prompt_scores[position]
@@ -201,7 +205,7 @@ class TextChoice:
 
 
 class _TokenLogprobs:
-    """OpenAI's log-probabilities: lists of equal length with one entry per token."""
+    """OpenAI's legacy log-probabilities: four lists, each with one element per token."""
 
     def __init__(self, top_count: int | None, tokenizer: Tokenizer) -> None:
         self._top_count = top_count or 0
@@ -235,7 +239,7 @@ class _TokenLogprobs:
     def _top_alternatives(self, token: int, token_text: str, score: TokenScore) -> dict[str, float]:
         """Return the logprobs of the top tokens and of `token`, by text.
 
-        If tokens have equal texts, the first of them is returned.
+        If several of these tokens have the same text, the logprob of the first one is returned.
         """
         logprobs: dict[str, float] = {}
         for top_token, logprob in score.tops[: self._top_count]:
@@ -256,7 +260,8 @@ class _TokenLogprobs:
 def format_token(tokenizer: Tokenizer, token: int) -> str:
     """Return a token in OpenAI's notation.
 
-    This is its text; its bytes, if they are not UTF-8; or its id, if the token has no bytes.
+    The notation is the token's text; or `bytes:` and the bytes, if they are not UTF-8; or
+    `token_id:` and the id, if the token has no bytes.
     """
     token_bytes = tokenizer.token_bytes(token)
     if token_bytes is None:

@@ -1,8 +1,8 @@
 """OpenAI HTTP routes: /v1/completions, /v1/chat/completions and /v1/models.
 
-The base model and each adapter are models. Each prompt of a request body becomes an `Ask`, and the
-pieces of its stream become choices, in one response or in server-sent events. Other modules define
-the details:
+In this API, each adapter is a model, like the base model. Each prompt of a request becomes an
+`Ask`, and the pieces of its stream become choices, in one response or in server-sent events. Other
+modules define the details:
 
 - `completion_request` and `chat`: the meaning of request fields
 - `responses` and `chat`: the format of choices
@@ -94,7 +94,7 @@ class _OpenAIHandlers:
                         models[name] = self._model_record(name, base_name, None)
             if not model_id:
                 return json_response({"object": "list", "data": list(models.values())})
-            # The list has one name of the base model; GET /v1/models/NAME accepts all its names.
+            # The list has one name of the base model; GET /v1/models/NAME accepts all names of it.
             if model_id in call.service.base_names:
                 models[model_id] = {**models[base_name], "id": model_id}
             if model_id not in models:
@@ -191,7 +191,10 @@ class _Endpoint(Generic[RequestT]):
 
 
 async def _end_broken_stream(events: EventStream, error: CallFailure) -> web.StreamResponse:
-    """End a stream that failed after its first event: send the error, or abort a slow reader."""
+    """End a stream that failed after its first event.
+
+    The error is sent as an event. If the client reads too slowly, the connection is aborted.
+    """
     if error.reason.name != "SLOW_READER":
         with suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
@@ -225,7 +228,7 @@ async def _maybe_in_thread(data: bytes, function: Callable[..., T], *args: objec
 def _with_request_field(error: CallFailure, body: BaseCompletionRequest | None) -> CallFailure:
     """Return the error with OpenAI's field names in place of the field names of `Ask`."""
     if body is None or error.field is None:
-        return error  # Parsing errors have OpenAI's names already.
+        return error  # The error names no field, or the parser raised it with OpenAI's names.
     name = body.field_names.get(error.field, error.field)
     if error.field.partition(".")[0] == "guide":
         name = guide_field(body)

@@ -1,9 +1,8 @@
 """preamble.v1.AdapterService: list, get, upload, load, unload, promote and roll back adapters.
 
-A caller can see the adapters of its tenant and the shared adapters. It can change the adapters of
-its tenant.
-`serving.adapters.version_updates` validates changes and makes them durable; this module translates
-messages, and runs file I/O in threads.
+A caller sees the adapters of its tenant and the shared adapters, and can change the adapters of its
+tenant. `serving.adapters.version_updates` validates changes and makes them durable; this module
+translates messages, and runs file I/O in threads.
 """
 
 import asyncio

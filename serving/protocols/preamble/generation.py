@@ -37,7 +37,8 @@ EARLY_STOPPING: Mapping[int, EarlyStopping] = {
     pb.EARLY_STOPPING_NEVER: "never",
 }
 
-# Path in the request message for each field of an `Ask` with a different path, for errors.
+# Paths in the request message of the `Ask` fields that have another name or path there. Errors use
+# these paths.
 FIELD_PATHS: Mapping[str, str] = {
     **{field.name: f"sampling.{field.name}" for field in pb.Sampling.DESCRIPTOR.fields},
     **{field.name: f"details.{field.name}" for field in pb.Details.DESCRIPTOR.fields},
@@ -242,7 +243,9 @@ def _enum_value(values: Mapping[int, Any], value: int, field: str) -> Any:
     """Return the value for an enum number; raise if the number is unknown to this server."""
     if value not in values:
         raise RequestError(
-            f"{field} is {value}, which is not a value of this server's version", field
+            f"{field} is {value}, which this version of the server does not support; choose one "
+            f"of: {', '.join(map(str, values))}",
+            field,
         )
     return values[value]
 

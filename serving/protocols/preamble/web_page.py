@@ -79,7 +79,7 @@ def _rpc_handler(frontend: Frontend, method: RpcMethod) -> Handler:
             call.caller.require_role(method.role)
             response = await method.handle(_parse_query(request, method), call)
             assert response is not None
-            # In a thread: the conversion of a thousand adapters would block the event loop.
+            # A thread is used, because the conversion of many adapters would block the event loop.
             record = await asyncio.to_thread(
                 MessageToDict,
                 response,
@@ -98,10 +98,8 @@ def _parse_query(request: web.BaseRequest, method: RpcMethod) -> Message:
     for name, value in request.query.items():
         quoted_name = ascii(name)[:QUOTED_CHARACTERS_MAX]
         if name not in fields:
-            field_names = ", ".join(fields) or "none"
-            raise RequestError(
-                f"unknown query parameter {quoted_name}; choose one of: {field_names}", name[:100]
-            )
+            advice = f"choose one of: {', '.join(fields)}" if fields else "this path has none"
+            raise RequestError(f"unknown query parameter {quoted_name}; {advice}", name[:100])
         try:
             ParseDict({name: value}, message)
         except ParseError:

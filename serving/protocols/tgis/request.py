@@ -1,8 +1,8 @@
 """TGIS requests: checks parameters against TGIS's limits and builds an `Ask`.
 
-If a numeric field has no field presence in TGIS's messages, 0 means unset: it becomes None or the
-neutral value of the `Ask`. The admission does all other checks; its errors are translated to this
-protocol's field names.
+In the numeric fields that have no field presence in TGIS's messages, 0 means unset. An unset field
+becomes None or the neutral value of the `Ask`. The admission does all other checks; its errors are
+translated to this protocol's field names.
 """
 
 import json
@@ -62,8 +62,8 @@ def translate_errors() -> Iterator[None]:
 def build_ask(message: Any, text: str, config: LimitsConfig, tokens_max: int) -> Ask:
     """Build the `Ask` for one text.
 
-    `message`: the request with the parameters. `tokens_max`: limit of prompt and new tokens
-    together.
+    `message` is the request with the parameters. `tokens_max` limits the sum of prompt tokens and
+    new tokens.
     """
     params = message.params
     _check_parameters(params, config, tokens_max)
@@ -73,7 +73,8 @@ def build_ask(message: Any, text: str, config: LimitsConfig, tokens_max: int) ->
     response_options = params.response
     top_tokens = response_options.top_n_tokens if wants_token_details(response_options) else None
     stops = tuple(stopping.stop_sequences)
-    # Default: stop sequences of the request are included in the text, those of the adapter are not.
+    # By default, a stop sequence of the request is included in the text. The adapter's stop
+    # sequences, which apply to a request without stop sequences, are not included.
     include_stop = bool(stops)
     if stopping.HasField("include_stop_sequence"):
         include_stop = stopping.include_stop_sequence
@@ -210,7 +211,7 @@ def _check_parameters(params: Any, config: LimitsConfig, tokens_max: int) -> Non
         response_options.input_tokens or response_options.generated_tokens
     ):
         raise RequestError(
-            "response requests token details without tokens; set generated_tokens, input_tokens or "
+            "response requests token details, but no tokens; set generated_tokens, input_tokens or "
             "both",
             "params.response",
         )

@@ -31,7 +31,7 @@ from serving.request import AnswerSpec, Ask, Completion, FinishReason, Piece
 SERVICE = "fmaas.GenerationService"
 pb = package("tgis")
 STOP_REASONS = pb.file.enum_types_by_name["StopReason"].values_by_name
-# If the text does not continue with a token, the token is searched for within this distance.
+# `_token_offsets` skips at most this number of bytes of the text to find a token.
 TOKEN_GAP_BYTES_MAX = 64
 
 
@@ -54,7 +54,7 @@ async def generate(message: Any, call: Call) -> Any:
         streams = [await _start_stream(ask, call) for ask in asks]
         responses = []
         for request, stream in zip(message.requests, streams, strict=True):
-            # The streams run concurrently; each buffers its pieces until it is read here.
+            # The streams run concurrently, and buffer their pieces until this loop reads them.
             pieces = [piece async for piece in call.pieces(stream)]
             completion = build_completion(0, stream.request.answers[0], pieces)
             builder = _GenerationResponseBuilder(message.params, request.text, stream, call)
@@ -131,7 +131,7 @@ async def _start_stream(ask: Ask, call: Call) -> Stream:
         return await call.start(ask, final_only=True)
     except RequestError as error:
         if error.field in ("text", "prompt"):
-            # This is the only prompt: `_admit_all` has checked the prompts of a larger batch.
+            # The call has one prompt: `_admit_all` checks the prompts of larger batches.
             error.field = "requests[0].text"
         raise
 
@@ -172,7 +172,10 @@ class _GenerationResponseBuilder:
         return self.call.service.tokenizer
 
     def add_input(self, response: Any, scores: Sequence[TokenScore | None]) -> None:
-        """Add the token count of the input, and its text, tokens and seed as far as requested."""
+        """Describe the input: add the token count, the seed, and the requested text and tokens.
+
+        The seed is added only if tokens are sampled.
+        """
         answer, response_options = self._answer, self.params.response
         response.input_token_count = answer.prompt_tokens
         if is_sampling(self.params):
@@ -193,7 +196,10 @@ class _GenerationResponseBuilder:
             response.input_tokens.extend(self._token_infos(text_tokens))
 
     def build(self, output: Piece | Completion, generated_tokens: int) -> Any:
-        """Build a response with `output`; `generated_tokens`: the completion's tokens so far."""
+        """Build a response with `output`.
+
+        `generated_tokens` is the number of the completion's tokens so far.
+        """
         response = pb.GenerationResponse(
             text=output.text,
             generated_token_count=generated_tokens,
@@ -279,8 +285,8 @@ def _token_offsets(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> list[
     """Return start and end (exclusive) of each token in the text, in characters.
 
     A token that is part of a character gets the range of the whole character. If the tokenizer has
-    changed the text, a token is searched for after the previous token; its range is empty if the
-    text does not contain it there.
+    changed the text, so that the token's bytes do not follow the previous token, they are searched
+    for in the next bytes (`TOKEN_GAP_BYTES_MAX`). A token that is not found gets an empty range.
     """
     data = text.encode()
     # Character index of each byte.

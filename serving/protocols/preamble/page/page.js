@@ -66,7 +66,7 @@ async function getJson(path, signal = AbortSignal.timeout(TIMEOUT_MS)) {
 let server = null; // The last /v1/server response; null: unknown, or no longer valid.
 let polls = 0;
 let pollTimer = 0;
-let lastLoad = null; // The previous sample: {at, total}.
+let lastLoad = null; // The previous load: {at (s), total (generated tokens)}.
 const rates = []; // Samples of the chart: {at, rate}.
 
 async function poll() {
@@ -80,7 +80,7 @@ async function poll() {
     wait = Math.max(wait, error.retryMs ?? 0);
     showError(error);
   }
-  clearTimeout(pollTimer); // A concurrent poll may have set it.
+  clearTimeout(pollTimer); // A concurrent poll may have set the timer.
   // While the token form is shown, each poll would be another rejected request.
   if (!document.hidden && $("access").hidden) pollTimer = setTimeout(poll, wait);
 }
@@ -91,7 +91,7 @@ function setState(kind, word, notice = "") {
   setText($("notice"), notice);
 }
 
-/** Shows the token form instead of the page's content, or the content. */
+/** Shows the token form if it is needed, else the page's content. */
 function showTokenForm(needed) {
   $("access").hidden = !needed;
   document.body.classList.toggle("locked", needed);
@@ -254,7 +254,7 @@ function showAdapters(contains, records, nextPageToken) {
   const listed = records.map((record) =>
     choice(adapterName(record), record.task || describe(record), record));
   if (!contains) listed.unshift(choice("None", "the model itself", null));
-  const empty = contains ? "No adapter has that in its name." : "There are no adapters.";
+  const empty = contains ? "No adapter's name contains this text." : "There are no adapters.";
   if (!records.length) listed.push({ name: empty });
   const more = async () => {
     await search(contains, nextPageToken, records);
@@ -395,7 +395,7 @@ function requestBody() {
   return { ...body, temperature: Number($("temperature").value), stream: true, stream_options };
 }
 
-/** Shows the same request as a curl command. */
+/** Shows a curl command that sends the request of the form, without streaming. */
 function updateCommand() {
   const { stream, stream_options, ...body } = requestBody();
   const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;

@@ -320,7 +320,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
         ({"messages": "hello"}, "messages", "Expected `array | null`"),
         (user_message(None), "messages", "messages[0] has no content"),
         (user_message([IMAGE]), "messages", "messages[0].content[0] has type 'image_url'"),
-        (user_message([{"type": "text"}]), "messages", "without text"),
+        (user_message([{"type": "text"}]), "messages", "no field 'text'"),
         (user_message("x", weight=1), "messages", "weight"),
         (user_message("x", tool_call_id="1"), "messages", "the role must be tool"),
         (user_message("x", tool_calls=[TOOL]), "messages", "the role must be assistant"),
