@@ -1,8 +1,8 @@
 """Engine: accepts and submits requests, streams output, and recovers when the ranks are lost.
 
 The number of accepted requests is bounded, and each ends exactly once: with a finish reason, or
-with an error that names the cause. When the ranks are lost, requests that have received no token, and
-requests whose callers read only complete answers (`final_only`), wait for new ranks and are
+with an error that names the cause. When the ranks are lost, requests that have received no token,
+and requests whose callers read only complete answers (`final_only`), wait for new ranks and are
 submitted again. All other requests end with an error, and so does a request that has lost its ranks
 twice. The module is independent of protocols, of the model and of the scheduling policy: the
 scheduler behind the transport decides the order.
