@@ -158,7 +158,7 @@ class AdapterStore:
         with suppress(OSError):
             folders = [directory, *(child for child in directory.iterdir() if child.is_dir())]
             for folder in folders if tenant is None else [self._tenant_folder(tenant)]:
-                with suppress(OSError):  # Without write permission, there are no such files.
+                with suppress(OSError):  # For example, no write permission.
                     _sweep_folder(folder)
 
     def _parse_name(self, name: str, field: str) -> AdapterName:
