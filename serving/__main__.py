@@ -133,7 +133,9 @@ def generate_parser() -> argparse.ArgumentParser:
     parser.add_argument("text", nargs="?", help="the prompt")
     parser.add_argument("--model", required=True, help="path of the checkpoint")
     _add_model_flags(parser)
-    parser.add_argument("--adapters", metavar="DIR", help="directory of the task's adapter")
+    parser.add_argument(
+        "--adapters", metavar="DIR", help="directory of the adapters that --task names"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--dtype", help="compute dtype (default: the checkpoint's)")
     add_prompt_flags(parser)
@@ -145,7 +147,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokenizer", metavar="PATH", help="file or directory (default: beside the weights)")
     add("--true-vocab-size", metavar="N", type=int, help="vocabulary size without padding rows")
-    add("--config-json", metavar="FILE", help="JSON file of missing or wrong model fields")
+    add("--config-json", metavar="FILE", help="JSON file of model fields to add or correct")
 
 
 def _serve(argv: list[str]) -> int:
@@ -156,6 +158,7 @@ def _serve(argv: list[str]) -> int:
     config = ServerConfig.read(config_path, flags, profile=profile, on_note=notes.append)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Torchrun started this process, so it becomes a rank. One rank starts the front end.
+        # `run_worker` does not return.
         from serving.ranks.torchrun_worker import run_worker
 
         run_worker(config, argv)

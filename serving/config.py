@@ -1,7 +1,7 @@
 """ServerConfig: every setting and limit of a server, with unit and default, in parts.
 
-A part is a dataclass such as `CacheConfig`; a package receives only the parts that it reads. A
-check that involves several parts is a method of `ServerConfig`; every other check is in its part.
+A part is a dataclass such as `CacheConfig`; most classes receive only the parts that they read. A
+check that involves several parts is a method of `ServerConfig`; all other checks are in the parts.
 The configuration is built once at start, from a YAML file and the flags that override the file. The
 model's shape (layers, hidden size) is not a setting: it comes from the checkpoint.
 """
@@ -36,7 +36,7 @@ class ModelConfig:
     model: str  # Path of the checkpoint.
     tokenizer: str | None = None  # File or directory; None: the tokenizer beside the weights.
     true_vocab_size: int | None = None  # Vocabulary size without padding rows; None: as stored.
-    config_json: str | None = None  # JSON file of model fields that are missing or wrong.
+    config_json: str | None = None  # JSON file of model fields to add or correct.
     chat_template: str | None = None  # Jinja2 file; None: the template beside the tokenizer.
     device: str = "cpu"
     dtype: str | None = None  # Compute dtype; None: the checkpoint's dtype.
@@ -61,13 +61,13 @@ class ModelConfig:
         _check_choice(self, "weights", WEIGHT_FORMATS)
         if self.weights == "int8" and self.linear_backend != "auto":
             raise ConfigError(
-                f"weights is int8 and linear_backend is {self.linear_backend!r}, but each selects "
-                "the kernels of the linear layers; remove one of them"
+                f"weights is int8 and linear_backend is {self.linear_backend!r}, but only one of "
+                "them may select the kernels of the linear layers; remove one of them"
             )
 
     @property
     def quantizes_weights(self) -> bool:
-        """Whether weights are quantized. If so, the proof is verified before the quantization."""
+        """Whether the weights are quantized after loading."""
         eight_bits = self.linear_backend == "fp8" or self.weights == "int8"
         return eight_bits or self.te_recipe != "none"
 
@@ -80,8 +80,8 @@ class ParallelConfig:
     pp: int = 1  # Pipeline-parallel stages.
     load_s: float = 1800.0  # Time limit for the ranks to load the model.
     warmup_s: float = 300.0  # Time limit for the ranks to run their warm-up steps.
-    # A step that takes longer counts as hung. None: the limit is learned from the steps (10 times
-    # their duration, at least 2 s).
+    # A step that takes longer counts as hung. None: 10 times the usual step time, at least 2 s
+    # (`StepTimeout` in `serving.ranks.watchdog`).
     step_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -186,7 +186,7 @@ class LimitsConfig:
     answers_max: int = 64  # Answers of a request: answers per adapter times adapters.
     stream_requests_max: int = 128  # Concurrent requests on one ModelStreamInfer stream.
     stream_idle_s: float = 900.0  # A ModelStreamInfer stream without requests ends after this.
-    beam_width_max: int = 16  # Beams per adapter. Other limits count each beam as an answer.
+    beam_width_max: int = 16  # Beams per adapter. Each beam counts as an answer in answers_max.
     bias_max: int = 1024  # Logit-bias entries of a request.
     allowed_max: int = 4096  # Allowed token ids of a request.
     bad_words_max: int = 128

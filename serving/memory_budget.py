@@ -15,14 +15,14 @@ from gpt.errors import ConfigError
 # generation and tuning without a server.
 KV_BLOCK_TOKENS = 16
 ADAPTER_ROWS_MAX = 4096  # Default size of the adapter row pool, in virtual tokens.
-# Logits for prompt scores are computed in parts of at most this many bytes.
+# Logits for prompt scores are computed in chunks of at most this many bytes.
 SCORED_BYTES_MAX = 64 << 20
 # Sampling and scoring hold up to this many fp32 copies of the logits.
 LOGITS_COPIES_MAX = 4
-# Share of a host's free memory for the KV pools of all its ranks. The rest is for the workspace,
-# the page cache and other processes.
+# Fraction of a host's free memory for the KV pools of all its ranks. The remaining memory is for
+# the workspace, the page cache and other processes.
 HOST_MEMORY_FRACTION = 0.25
-# Share of a device's memory for KV pools and reserved bytes together (see `kv_cache_bytes`).
+# Fraction of a device's memory for KV pools and reserved bytes together (see `kv_cache_bytes`).
 DEVICE_MEMORY_FRACTION = 0.9
 
 
@@ -54,8 +54,10 @@ def kv_cache_bytes(memory_bytes: int, reserved_bytes: int, *, on_cpu: bool) -> i
     """Return the bytes of a rank's default KV cache.
 
     - On a CPU: HOST_MEMORY_FRACTION * (memory_bytes - reserved_bytes), because other processes and
-      the page cache need the rest.
+      the page cache need memory too.
     - On a device: DEVICE_MEMORY_FRACTION * memory_bytes - reserved_bytes.
+
+    `memory_bytes`: the rank's free memory after loading; in the planner, its total memory.
     """
     if on_cpu:
         return int(HOST_MEMORY_FRACTION * max(0, memory_bytes - reserved_bytes))
@@ -65,8 +67,8 @@ def kv_cache_bytes(memory_bytes: int, reserved_bytes: int, *, on_cpu: bool) -> i
 def running_kv_tokens_max(running_requests_max: int, context_tokens: int, block_tokens: int) -> int:
     """Return the KV tokens of all running requests with full contexts, in whole blocks.
 
-    The default KV cache on a CPU has at most this capacity: more blocks would only extend the
-    prefix cache, and take memory from the page cache.
+    The default KV cache on a CPU has at most this capacity, because more blocks would only extend
+    the prefix cache, at the expense of the page cache.
     """
     return running_requests_max * -(-context_tokens // block_tokens) * block_tokens
 
@@ -81,8 +83,9 @@ def workspace_bytes(
 ) -> int:
     """Return the bytes of a step's temporary tensors and of `adapter_rows` adapter rows.
 
-    The temporary tensors are the hidden states of all tokens, the logits of `logits_rows` rows and
-    the logits of scored prompts. Attention may hold its scores in the same memory.
+    The temporary tensors are the hidden states of `step_tokens_max` tokens, the logits of
+    `logits_rows` rows and the logits of scored prompts. Attention scores need no bytes of their
+    own, because they are freed before the logits are computed.
     """
     activation_width = 8 * model_config.hidden_size + 3 * model_config.ffn_hidden_size
     activation_bytes = 2 * step_tokens_max * activation_width * dtype_bytes

@@ -49,16 +49,20 @@ class Guide(_Part, frozen=True):
 
 
 class AdapterRef(_Part, frozen=True):
-    """Reference to an adapter's table: digest, row count, file and kind of rows."""
+    """Reference to an adapter's rows: digest, row count, file and kind of rows."""
 
     digest: str
     row_count: int
     file: str
-    kind: str = "rows"  # The `kind` of the adapter's card.
+    # The `kind` in the adapter's card (metadata). "rows": embeddings; "prefix": keys and values.
+    kind: str = "rows"
 
     @property
     def is_prefix(self) -> bool:
-        """Whether the rows are keys and values, which KV blocks store, not the adapter pool."""
+        """Whether the rows are keys and values, stored in KV blocks.
+
+        Other rows are embeddings, stored in the adapter pool.
+        """
         return self.kind == "prefix"
 
 
@@ -87,7 +91,10 @@ class Cancel(_Message, frozen=True):
 
 
 class DumpFlightRecorder(_Message, frozen=True):
-    """Write the recent steps to `path`. `with_token_ids` includes ids, which reveal prompts."""
+    """Write the recent steps to `path`.
+
+    `with_token_ids`: also write the token ids, which reveal prompts.
+    """
 
     path: str
     with_token_ids: bool = False
@@ -114,12 +121,14 @@ class TokenScore(_Part, frozen=True):
 
 
 class Phases(_Part, frozen=True):
-    """Time until a sequence's first token, split into phases by the engine loop's clock.
+    """Time until a sequence's first token, split into phases. The engine loop measures it.
 
-    If a sequence is preempted before that token, its repeated prefill counts in `prefill_s`.
+    If a sequence is preempted before its first token, the repeated prefill counts in `prefill_s`.
     """
 
-    queue_s: float  # All waits: for the adapter, for admission, for an equal prompt's prefill.
+    # All waits: for the adapter, in the queue, and for the prefill of another sequence whose blocks
+    # the prefix cache then provides.
+    queue_s: float
     prefill_s: float  # The remaining time, in which the prompt was computed.
     # Beam search only: decode time of the tokens that are delivered together with the first token.
     decode_s: float = 0.0
@@ -155,7 +164,11 @@ def merge_outputs(outputs: Sequence[SequenceOutput]) -> SequenceOutput:
 
 
 class EngineStats(_Part, frozen=True):
-    """Load of the engine. Blocks are KV blocks; `blocks_held` are in use by sequences."""
+    """Load of the engine, in sequences and KV blocks.
+
+    Sequences use `blocks_held` of the `blocks`. The prefix cache keeps `blocks_cached` more, which
+    no sequence uses.
+    """
 
     waiting: int = 0
     running: int = 0
@@ -182,13 +195,13 @@ class Ready(_Message, frozen=True):
     kv_tokens: int  # Capacity of the KV cache, in tokens.
     weight_bytes: int  # Sum over all ranks.
     dtype: str
-    # Comparison with the checkpoint's proof: difference, limit, number of positions with the same
-    # best token, number of all positions.
+    # Comparison of the model's logits with the checkpoint's proof (reference logits): largest
+    # difference, its limit, number of positions with the same best token, number of all positions.
     proof: list[float] | None = None
     batch_invariant: bool = False  # A sequence's results are bit-identical in every batch.
     notes: list[str] = []  # Log texts that say which fast paths are unavailable, and why.
-    # Effect of quantized weights: divergence, share of positions with the same best token, number
-    # of all positions.
+    # Effect of quantized weights: mean KL divergence in nats, fraction of positions with the same
+    # best token, number of all positions.
     divergence: list[float] | None = None
 
 
@@ -236,7 +249,7 @@ FromEngineLoop = WarmingUp | Ready | Update | Failed
 
 
 class SlotInit(_Part, frozen=True):
-    """A sequence takes a slot; the slot's previous state is discarded."""
+    """Assign a slot to a sequence; the slot's previous state is discarded."""
 
     slot: int
     sampling: SamplingParams

@@ -2,7 +2,7 @@
 
 A profile that `preamble plan serve` has saved for a model on this machine takes precedence over the
 preset of that name. This module defines the path of a saved profile; `planning` computes its
-settings. A profile applies to a model shape, so models that are tuned from the same base share it.
+settings. A saved profile is for a model shape, so all models that are tuned from one base share it.
 """
 
 import hashlib
@@ -46,9 +46,9 @@ class Profile:
 
 
 def find_profile(name: str, settings: Mapping[str, Any]) -> Profile:
-    """Return the saved profile for a model, or the preset if there is none.
+    """Return the saved profile for a model, or the preset if none with the same split is saved.
 
-    `settings`: the values of the YAML file and the flags, with the model and its split.
+    `settings`: the values of the YAML file and the flags, with the model and its split (tp, pp).
     """
     preset = read_yaml(PRESETS_FOLDER / f"{name}.yaml")
     try:

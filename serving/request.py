@@ -28,8 +28,8 @@ class Ask:
 
     # A text, token ids, or the fields of the adapters' templates.
     prompt: str | tuple[int, ...] | Mapping[str, str] | None
-    # The prompt is completed once with each adapter (a task). "" and an empty tuple mean the base
-    # model.
+    # The prompt is completed once with each adapter (a task). The name "", or an empty tuple, means
+    # the base model.
     adapters: tuple[str, ...] = ()
     # Texts to score after the prompt. Each text is an answer; `answers` then has no effect.
     continuations: tuple[str, ...] = ()
@@ -122,7 +122,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Piece:
-    """New output of a stream: tokens of one answer, and the text that cannot change any more."""
+    """New output of a stream: tokens and text of one answer.
+
+    `text` does not contain the last characters while they may be the beginning of a stop string.
+    """
 
     token_ids: tuple[int, ...]
     text: str

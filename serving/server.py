@@ -58,7 +58,7 @@ LIVENESS, READINESS = "liveness", "readiness"
 # Seconds for open connections to close after the last call has ended.
 CLOSE_GRACE_S = 1.0
 
-# Largest share of a thread's time that scans of the adapter directory may take.
+# Largest fraction of the time that scans of the adapter directory may take.
 SCAN_SHARE = 0.02
 
 
@@ -101,7 +101,7 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
                 return 0
             loading.result()
             gc.collect()
-            # A collection of all long-lived objects takes 0.1 s; exclude these objects from it.
+            # Exclude all present objects from later garbage collections, which would take 0.1 s.
             gc.freeze()
             _watch_engine(metrics, service)
             frontend.attach_service(service)
@@ -166,7 +166,7 @@ def _load_in_thread(service: Service, transport: EngineTransport) -> "asyncio.Fu
             service.open(transport)
         except BaseException as error:
             failure = error
-        with suppress(RuntimeError):  # If a signal came first, the loop is closed.
+        with suppress(RuntimeError):  # The loop is closed, because a signal stopped the server.
             loop.call_soon_threadsafe(resolve_future, failure)
 
     def resolve_future(failure: BaseException | None) -> None:
@@ -286,7 +286,7 @@ async def _poll_adapters(service: Service) -> None:
         started = time.monotonic()
         try:
             await asyncio.to_thread(service.adapters.scan)
-        except Exception:  # For example, a network file system is away. The next scan retries.
+        except Exception:  # Such as an unavailable network file system. The next scan retries.
             log.exception("event=adapters_not_scanned")
         scan_s = time.monotonic() - started
 
@@ -315,7 +315,7 @@ async def _reload_secrets(
 async def _set_health(health: HealthService, *, is_ready: bool, is_live: bool = True) -> None:
     """Set readiness for the empty name and every service, and liveness separately.
 
-    A failed liveness probe restarts the server.
+    An orchestrator, for example Kubernetes, restarts a server whose liveness probe fails.
     """
     for name in ("", READINESS, *SERVICES):
         await health.set_status(name, up=is_ready)

@@ -22,7 +22,8 @@ ALIAS_SUFFIX = ".current"
 UPLOAD_PREFIX = ".upload-"
 UNLOADED_PREFIX = ".gone-"
 
-PREVIOUS_VERSIONS_MAX = 16  # Promotions that can be rolled back.
+# Number of promotions (changes of the current version) that can be rolled back.
+PREVIOUS_VERSIONS_MAX = 16
 ALIAS_BYTES_MAX = 4096
 
 
@@ -35,6 +36,7 @@ class AliasRecord:
     unloaded_max: int = 0  # Highest unloaded version; uploads get higher numbers.
 
     def with_current(self, version: int, replaced: int) -> "AliasRecord":
+        """Return the record after `version` has replaced `replaced` as the current version."""
         if version == self.current:
             return self
         previous = self.previous if replaced == version else (replaced, *self.previous)
@@ -81,7 +83,7 @@ def unloaded_path(file: Path) -> Path:
 
 
 def parse_file_name(file: str) -> AdapterName | None:
-    """Parse a file name; return adapter name and version, or None if it is not an adapter file."""
+    """Return the adapter name and version in a file name; None: the file is not an adapter file."""
     if not file.endswith(SUFFIX):
         return None
     try:

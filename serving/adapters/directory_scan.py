@@ -3,9 +3,9 @@
 An adapter version is a file `name@version.safetensors`, or `name.safetensors` for version 1; its
 content never changes. `name` without a version means the version in the name's alias record, or the
 newest version if there is no record. A file that cannot be used is logged once and skipped. Only
-the cards stay in memory, because few of ten thousand adapters are in use at a time; the engine loop
-reads the tables. One `AdapterDirectory` has the adapters of one tenant, or the adapters that all
-tenants share.
+the cards (metadata) stay in memory, because few of ten thousand adapters are in use at a time; the
+engine loop reads the tables (rows) when requests need them. One `AdapterDirectory` has the adapters
+of one tenant, or the adapters that all tenants share.
 """
 
 import logging
@@ -77,7 +77,7 @@ class AdapterDirectory:
         self._file_stamps: dict[str, tuple[int, int]] = {}
         self._alias_stamps: dict[str, tuple[int, int]] = {}
         self._aliases: dict[str, AliasRecord] = {}
-        self._skipped_files: set[str] = set()  # Duplicates, and files over the limit.
+        self._skipped_files: set[str] = set()  # Duplicates, and files over `adapters_max`.
         self._rejection_reasons: dict[str, str] = {}  # By file name.
         self._snapshot = _Snapshot()
         self.folders: tuple[str, ...] = ()  # Subdirectories at the last scan.
@@ -214,8 +214,8 @@ class AdapterDirectory:
             )
             if loaded_adapter is not None and not is_unchanged:
                 raise ConfigError(
-                    "the file changed after it was loaded, so the old content is served while it "
-                    "is in memory; write a new version instead"
+                    "the file changed after it was loaded; requests get its old content while the "
+                    "server has this in memory, and then an error: write a new version instead"
                 )
         except PreambleError as error:
             if not is_unchanged:

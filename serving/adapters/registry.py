@@ -159,12 +159,15 @@ class AdapterRegistry:
         self._directories = directories
 
     def _directories_of(self, tenant: str) -> Sequence[AdapterDirectory]:
-        """Return the directories in which a tenant's names are looked up, its own first."""
+        """Return the directories in which a tenant's names are looked up: its own, then the shared.
+
+        A tenant without a folder has only the shared directory.
+        """
         directories = self._directories
         return [directories[owner] for owner in dict.fromkeys((tenant, "")) if owner in directories]
 
     def _find(self, base_name: str, name: str, tenant: str) -> LoadedAdapter | None:
-        """Look up a name in the tenant's directory, or in the shared one if the tenant has none."""
+        """Look up a name in the tenant's directory, or in the shared one if only that has it."""
         directory = next(
             (directory for directory in self._directories_of(tenant) if directory.has(base_name)),
             None,

@@ -139,8 +139,8 @@ class AdapterStore:
             if not previous:
                 raise RefusedError(
                     "NOT_POSSIBLE_NOW",
-                    f"{name!r} has no earlier promotion to roll back to; promote the version that "
-                    "should be current",
+                    f"{name!r} has no earlier promotion that can be rolled back; promote the "
+                    "version that should be current",
                     "name",
                 )
             write_alias(
@@ -158,7 +158,7 @@ class AdapterStore:
         with suppress(OSError):
             folders = [directory, *(child for child in directory.iterdir() if child.is_dir())]
             for folder in folders if tenant is None else [self._tenant_folder(tenant)]:
-                with suppress(OSError):  # A server without write permission made no such files.
+                with suppress(OSError):  # For example, no write permission.
                     _sweep_folder(folder)
 
     def _parse_name(self, name: str, field: str) -> AdapterName:
@@ -410,7 +410,7 @@ def _sweep_folder(folder: Path) -> None:
 
 
 def _is_abandoned(path: str) -> bool:
-    """Return whether no process has locked an upload's file, because its writer has ended."""
+    """Return whether the process that wrote an upload's file has ended: the file is not locked."""
     with open(path, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
 """Admission: validates an `Ask` against the limits and turns it into an engine `Request`.
 
-Every error in a request's fields is raised here, before the request costs a step or joins a batch;
-each message names the field and what the field needs. All protocols share this admission, so they
-apply the same rules. Callers can send only token ids of the vocabulary; ids of virtual tokens come
+Errors in a request's fields are raised here, before the request costs a step or joins a batch; each
+message names the field and what the field needs. All protocols share this admission, so they apply
+the same rules. Callers can send only token ids of the vocabulary; ids of virtual tokens come
 from the adapter. The module is independent of the protocols, and uses only the sizes and the
 tokenizer of the model.
 """
@@ -198,7 +198,7 @@ class Admission:
                 return self._render_inputs(ask, inputs, adapter, max_new_tokens)
 
     def _truncate(self, ids: tuple[int, ...], ask: Ask) -> tuple[int, ...]:
-        """Return the last `truncate_tokens` ids; None: all ids.
+        """Return the last `ask.truncate_tokens` ids, or all ids if that is None.
 
         If the tokenizer adds BOS and the ids begin with BOS, return BOS and the last
         `truncate_tokens` - 1 ids.
@@ -214,7 +214,10 @@ class Admission:
     def _prepend_virtual_tokens(
         self, ask: Ask, text: str, adapter: LoadedAdapter
     ) -> tuple[int, ...]:
-        """Return the ids of a text after the adapter's virtual tokens, with BOS as in training."""
+        """Return the ids of the adapter's virtual tokens and of a text.
+
+        BOS has the same position as in the training of the adapter.
+        """
         virtual_ids = range(self.vocab_size, self.vocab_size + adapter.adapter_ref.row_count)
         template, bos_id = adapter.card.template, self.tokenizer.bos_id
         self._check_text_size({"text": text})
@@ -254,8 +257,8 @@ class Admission:
         if len(ask.adapters) > 1:
             inputs = {name: text for name, text in inputs.items() if name in template.fields}
         # All new tokens are reserved if the caller set their number, or if the template can
-        # truncate a field. Otherwise one new token is reserved, and the completion gets the rest of
-        # the context.
+        # truncate a field. Otherwise one new token is reserved, and the completion gets the tokens
+        # of the context that the prompt leaves.
         reserve_all = ask.max_new_tokens is not None or template.truncate_field is not None
         reserved_tokens = max_new_tokens if reserve_all else 1
         return self._render_template(template, inputs, max(1, self.tokens_max - reserved_tokens))
@@ -301,9 +304,9 @@ class Admission:
     ) -> int:
         """Return the number of new tokens that fit after the prompt, at most `max_new_tokens`.
 
-        If fewer than `max_new_tokens` fit, this number is returned if `max_new_tokens` is a default
-        or may be reduced (`fit_new_tokens`). Otherwise, and if no new token fits, an error is
-        raised.
+        A default number, or one that may be reduced (`ask.fit_new_tokens`), is reduced to the
+        tokens that fit. An error is raised if the caller's number does not fit and may not be
+        reduced, or if no new token fits.
         """
         limit = self.tokens_max
         tokens_left = limit - len(prompt)
@@ -352,10 +355,10 @@ class Admission:
         check_guide(guide, stop_token_ids)
 
     def _bad_word_ids(self, word: str) -> list[tuple[int, ...]]:
-        """Return the token sequences of a word: at a text's start, inside a word, after a space.
+        """Return the token ids of a word: at a text's start, directly after text, after a space.
 
-        Some sequences may be equal. Other token sequences of the word are not banned, for example
-        those with capital letters or with other token boundaries.
+        Some of these sequences may be equal. Other token sequences of the word are not banned, for
+        example those with capital letters or with other token boundaries.
         """
         encode = self.tokenizer.encode
         variants = [
@@ -421,7 +424,7 @@ def check_ask(ask: Ask, config: LimitsConfig, vocab_size: int) -> None:
             "prompt_logprobs",
             "max_new_tokens",
         )
-    # SamplingParams checks the sampling fields. Placeholder values stand for unset fields.
+    # SamplingParams checks the sampling fields. Unset fields get valid placeholder values here.
     max_new_tokens = ask.max_new_tokens
     if max_new_tokens is None:
         max_new_tokens = max(1, ask.min_new_tokens)
@@ -471,7 +474,7 @@ def _check_answer_count(ask: Ask, answers_max: int) -> None:
     if tasks > 1:
         count_text += f" for each of {tasks} adapters"
     raise RequestError(
-        f"{count_text}; a request may have at most {answers_max} in total (answers_max)",
+        f"{count_text}; a request may have at most {answers_max} answers in total (answers_max)",
         "answers" if answers_per_task > 1 else "adapters",
     )
 

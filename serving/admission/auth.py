@@ -148,8 +148,8 @@ def _read_tokens_file(path: Path) -> dict[bytes, Caller]:
         for digest in _token_digests(tenant_settings, location):
             if digest in callers:
                 raise ConfigError(
-                    f"{location} has a token that is also in its own or another tenant's entry; "
-                    "generate a new token"
+                    f"{location} has a token that occurs twice in the file; remove it, or generate "
+                    "a new token"
                 )
             callers[digest] = caller
     if not callers:

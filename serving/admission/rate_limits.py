@@ -135,9 +135,9 @@ class TenantQuota:
             tokens_left = math.floor(self._tokens.level(now))
             raise _rate_limited(
                 f"the request needs {requested_tokens} tokens ({prompt_tokens} prompt tokens and "
-                f"up to {new_tokens} new tokens), but tenant {self._tenant!r} has {tokens_left} "
-                f"left of its {self._tokens.rate:g} tokens per second (tokens_per_s); retry in "
-                f"{_format_seconds(wait_s)} s",
+                f"up to {new_tokens} new tokens), but the balance of tenant {self._tenant!r} is "
+                f"{tokens_left} tokens, and grows by {self._tokens.rate:g} tokens per second "
+                f"(tokens_per_s); retry in {_format_seconds(wait_s)} s",
                 wait_s,
             )
         self._tokens.consume(requested_tokens, now)
@@ -166,7 +166,8 @@ class TenantUsage:
         """Reserve quota for a request of this call.
 
         A request uses the slot of the call if no other request runs on the call; otherwise it takes
-        another slot. The call's first request was taken from the bucket when the call began.
+        another slot. The call's first request was counted when the call began (in `__init__`), so
+        it is not taken from the bucket again.
         """
         hold_slot = self._requests_open > 0
         self._quota.acquire(count_request=self._requests_begun > 0, hold_slot=hold_slot)
@@ -242,7 +243,7 @@ class QuotaTable:
 def count_request_tokens(request: Request) -> tuple[int, int]:
     """Return a request's number of prompt tokens and its maximum of new tokens.
 
-    Prompts that are equal and have the same adapter count once.
+    Answers with the same prompt and adapter count this prompt once.
     """
     prompts = {(answer.adapter, answer.prompt) for answer in request.answers}
     new_tokens = sum(answer.sampling.max_new_tokens for answer in request.answers)

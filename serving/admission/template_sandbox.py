@@ -89,7 +89,7 @@ class TemplateRenderer:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """The jinja2 tag `generation`: it marks training targets, and renders only its content."""
+    """The jinja2 tag `generation`, which marks training targets. Only its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by jinja2.
 

@@ -1,10 +1,11 @@
 """Beam search: live beams, finished hypotheses, and the rounds of one-token answers.
 
 `BeamSearchScorer` is the algorithm alone: `advance` extends the `live` beams by their most likely
-next tokens. `BeamSearch` turns each round into ordinary answers of one token. From the second round
-on, the prefix cache normally holds each prompt except its last few tokens. Options
-that beam search does not support are refused here by name. The module is independent of transport,
-clock and model.
+next tokens. `BeamSearch` gets these tokens in rounds: in each round, the engine generates an answer
+of one token for each live beam, with the beam's tokens as a part of the prompt. From the second
+round on, the prefix cache normally holds each prompt except its last few tokens. Options that beam
+search does not support are refused here by name. The module is independent of transport, clock and
+model.
 """
 
 from collections.abc import Iterable, Sequence
@@ -79,8 +80,8 @@ class Hypothesis:
 class BeamSearchScorer:
     """The algorithm of beam search for one prompt, with the rules of transformers' `generate`.
 
-    The caller scores the `live` beams and passes the `candidates_max` most likely tokens after each
-    to `advance`, until `is_done`. Then `hypotheses` has `width` completions, best first, if the
+    Until `is_done`, the caller passes to `advance` the `candidates_max` most likely tokens after
+    each of the `live` beams. Then `hypotheses` has `width` completions, best first, if the
     vocabulary has at least `width` tokens that are not stop tokens.
     """
 
@@ -102,7 +103,7 @@ class BeamSearchScorer:
 
     @property
     def candidates_max(self) -> int:
-        """Number of top tokens per beam, so that at least `width` of them are not stop tokens."""
+        """Number of top tokens per beam: enough that at least `width` are not stop tokens."""
         return self._rule.width + len(self._stop_token_ids)
 
     @property
@@ -116,8 +117,8 @@ class BeamSearchScorer:
     def _cannot_improve(self) -> bool:
         """Whether the best live beam scores no better than the worst hypothesis.
 
-        The live beam is scored with its present length; with early_stopping "never" and a positive
-        length penalty, it is scored with the maximum length.
+        The live beam is scored as if it ended now. With early_stopping "never" and a positive
+        length penalty it is scored with the maximum length, at which its score would be best.
         """
         uses_maximum = self._rule.early_stopping == "never" and self._rule.length_penalty > 0
         length = self._tokens_max if uses_maximum else self._length

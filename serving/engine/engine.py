@@ -2,9 +2,10 @@
 
 The number of accepted requests is bounded, and each ends exactly once: with a finish reason, or
 with an error that names the cause. When the ranks are lost, requests that have received no token,
-and requests of `final_only` callers, wait for new ranks and are submitted again; after a second
-loss, a request ends with an error. The module is independent of protocols, of the model and
-of the scheduling policy: the scheduler behind the transport decides the order.
+and requests whose callers read only complete answers (`final_only`), wait for new ranks and are
+submitted again. All other requests end with an error, and so does a request that has lost its ranks
+twice. The module is independent of protocols, of the model and of the scheduling policy: the
+scheduler behind the transport decides the order.
 """
 
 import asyncio
@@ -57,7 +58,8 @@ MESSAGE_CPU_SHARE_MAX = 0.4
 # If the caller reads only complete answers, tokens are delivered at this interval: a wake-up for
 # each token would take 100 us from the caller and from a model in the same process.
 FINAL_ONLY_FLUSH_S = 0.2
-# A request ends with an error after more rank losses than this, because it may be their cause.
+# A request ends with an error after more rank losses than this, because the request may be their
+# cause.
 RANK_LOSSES_MAX = 1
 STOPPED_MESSAGE = "the engine stopped before the answer was finished; try again"
 
@@ -78,7 +80,7 @@ class Engine:
         self._scheduler_config = scheduler_config
         self._parallel_config = parallel_config
         self._observability_config = observability_config
-        self._lock = threading.Lock()  # Guards the private fields below, for short times.
+        self._lock = threading.Lock()  # Guards the private fields below; held only briefly.
         # Sequences that were submitted and have not ended, by sequence id.
         self._sequences: dict[int, TrackedSequence] = {}
         self._awaiting_ranks: list[Job] = []  # To be submitted when new ranks are ready.
@@ -416,7 +418,8 @@ class Engine:
     def _permanent_failure_error(self) -> UnavailableError:
         """The error of requests after a permanent failure.
 
-        The transport sets `refusal` before it calls `ranks_lost`, which sets `down_reason`.
+        The transport sets `refusal` before it calls `ranks_lost`, which sets `down_reason`. If
+        `down_reason` is not set yet, the error contains the text of `refusal`.
         """
         reason = self.down_reason or str(self._transport.refusal)
         return UnavailableError(f"the engine has failed ({reason}); try another server", "STOPPED")
@@ -528,9 +531,10 @@ def _push_events(events: Sequence[StreamEvent], gather_s: float) -> None:
 
 
 def _add_lost_time(sequence: TrackedSequence, phases: Phases) -> Phases | None:
-    """Add the time before the latest submission, which the lost ranks took, to the queue time.
+    """Add the time from the first to the latest submission to the queue time.
 
-    None: the lost ranks had delivered the first token, so the phases have been reported already.
+    In that time, the sequence was on ranks that were lost. None: these ranks had delivered the
+    first token, so the phases have been reported already.
     """
     if sequence.output_tokens:
         return None

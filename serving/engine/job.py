@@ -21,7 +21,8 @@ class TrackedSequence:
 
     job: "Job"
     answer: AnswerSpec
-    # Indices of the request's answers that receive the output: one, or all of a beam search.
+    # Indices of the request's answers that receive the output: one answer, or all answers of a beam
+    # search.
     answer_indices: range
     search: BeamSearch | None = None
     beam_index: int = 0  # Index among the beams of the round.
@@ -76,7 +77,7 @@ class Job:
         return sum(widths.values()) - len(unfinished) if widths else 0
 
     def start_beam_round(self, search: BeamSearch) -> list[TrackedSequence]:
-        """Replace the sequences of a search by the sequences of its next round, and return these.
+        """Replace the sequences of a search by those of its next round; return the new ones.
 
         From the second round on, the sequences have the request's priority plus 1. Without this,
         each round would wait in the queue behind requests of the same priority.

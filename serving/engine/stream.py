@@ -161,7 +161,7 @@ class Stream:
             for answer in request.answers
         ]
         self._ready_indices: dict[int, None] = {}  # Answers with unread output, in order.
-        # Whether unread output may be read now; False while output is gathered (`pause_s`).
+        # Whether unread output may be read now; False during the pause of `push_output`.
         self._can_deliver = False
         self._delivered_at = float("-inf")  # When the last piece was read, on the monotonic clock.
         self._pause_timer: asyncio.TimerHandle | None = None

@@ -20,7 +20,7 @@ class Receiver(Protocol):
         """Called with outputs of steps and with statistics, after steps and heartbeats."""
 
     def ranks_lost(self, reason: str) -> None:
-        """Called when the ranks were lost, with everything that was sent to them.
+        """Called when the ranks were lost. All messages that were sent to them are lost too.
 
         `ready` follows when new ranks have started, unless the transport was closed or has failed
         permanently (see `EngineTransport.refusal`).
@@ -32,7 +32,10 @@ class EngineTransport(Protocol):
 
     @property
     def refusal(self) -> PreambleError | None:
-        """The error of a permanent failure, set before `ranks_lost`; no `ready` follows."""
+        """The error of a permanent failure, set before `ranks_lost`; None: no such failure.
+
+        After a permanent failure, no `ready` follows.
+        """
 
     def start(self, receiver: Receiver) -> None:
         """Start the ranks in the background and return at once."""

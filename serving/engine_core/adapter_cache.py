@@ -4,7 +4,8 @@ A step must not wait for a disk, so a request whose adapter is not in the cache 
 reader thread has read the adapter. Adapters of live requests are pinned. The other adapters stay in
 the cache until it exceeds its limit in bytes; then the least recently used ones are evicted. The
 digest is checked when an adapter is read. Rows are embeddings, or the keys and values of prefix
-adapters. The scheduler, not this module, assigns adapter pool rows and KV blocks to them.
+adapters. The scheduler, not this module, decides where adapters are stored on the device: in the
+adapter pool or in KV blocks.
 """
 
 import logging
@@ -30,8 +31,9 @@ log = logging.getLogger(__name__)
 PinState = Literal["pinned", "reading", "full"]
 
 VALUE_BYTES = 4  # Rows are fp32.
-# Limit of the keys and values of prefix adapters in one step message. The messages of a few steps
-# must fit into a channel's outbox, so a large prefix is written in several steps.
+# Limit, in bytes, of the keys and values of prefix adapters in one step message. A large prefix is
+# written in several steps, because the messages of a few steps must fit into the outbox of the
+# socket to each rank (`Channel` in `serving.ranks.message_socket`).
 PREFIX_WRITE_BYTES_MAX = 16 << 20
 
 
@@ -58,7 +60,8 @@ class _CachedRows:
 class AdapterCache:
     """Adapter rows by digest.
 
-    All methods are called from one thread; `on_read` is called from the reader thread.
+    All methods are called from one thread. The reader thread passes each adapter that it has read
+    to `on_read`.
     """
 
     def __init__(
@@ -109,8 +112,8 @@ class AdapterCache:
     def insert(self, read_result: AdapterReadResult) -> None:
         """Cache the rows that were read.
 
-        The rows are not pinned yet. The requests that wait for them must call `pin` before any
-        other call, which may evict the rows.
+        The rows are not pinned yet. The requests that wait for them must call `pin` next, because
+        `unpin` or another `insert` may evict them.
         """
         self._reading.discard(read_result.adapter_ref)
         if read_result.reason or read_result.adapter_ref.digest in self._cache:

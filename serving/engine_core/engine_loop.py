@@ -64,7 +64,7 @@ CAPTURE_BUDGET_S = 20.0  # The time that start-up may spend on CUDA graph captur
 
 @dataclass(frozen=True)
 class _LaunchedStep:
-    """A step in flight. `pending` waits for its outcome; None: another rank is the last stage."""
+    """A step in flight. `pending` waits for its outcome; None: another rank sends the outcome."""
 
     step: Step
     size: StepSize
@@ -136,7 +136,10 @@ class EngineLoop:
         self._inbox.put(message)
 
     def run(self) -> str | None:
-        """Run until `Close` arrives, then return None; after an error, send and return a reason."""
+        """Run until `Close` arrives, and return None.
+
+        After an error, send its text to the front end in a `Failed` message, and return the text.
+        """
         reason = None
         try:
             while not self._closed:
@@ -427,7 +430,7 @@ class EngineLoop:
         """Write the flight recorder to a file; thread-safe, works if the loop hangs or failed."""
         try:
             stats = self._scheduler.stats
-        except Exception:  # The failure may be in the scheduler itself.
+        except Exception:  # The scheduler itself may be the cause of the crash.
             log.exception("event=load_unknown")
             stats = EngineStats()
         self.flight_recorder.write(path, reason, stats, with_token_ids=with_token_ids)
@@ -447,7 +450,7 @@ class EngineLoop:
                 path = crash_path(self._observability_config.flight_dir)
                 with_token_ids = self._observability_config.flight_ids
                 self.write_flight(path, reason, with_token_ids=with_token_ids)
-            except OSError as error:  # The loss must be reported even without a dump.
+            except OSError as error:  # The crash must be reported even without a dump.
                 log.warning("event=flight_not_written reason=%r", str(error))
 
     def _halt_ranks(self) -> None:

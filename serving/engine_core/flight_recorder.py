@@ -39,9 +39,9 @@ RING_BYTES_MAX = 64 << 20
 # Only the newest crash dumps are kept, so that ranks that crash repeatedly do not fill the disk.
 CRASH_FILES_PATTERN, CRASH_FILES_MAX = "preamble-flight-*.jsonl", 20
 
-# Sampling parameters whose values are written, besides the seed: they contain no token ids. The
-# parameters in _SAMPLING_COUNTED contain token ids: their values are written if token ids are
-# configured, otherwise only their lengths. Other parameters are not written.
+# Sampling parameters without token ids. Their values are written, and the seed. The parameters in
+# _SAMPLING_COUNTED contain token ids: their values are written if `with_token_ids`, otherwise only
+# their lengths. Other parameters are not written.
 _SAMPLING_SHOWN = (
     "max_new_tokens",
     "min_new_tokens",
@@ -68,8 +68,9 @@ class RecordedStep:
     step_id: int
     step: bytes
     started_at: float  # Wall-clock time, as in the logs.
-    adapter_write_bytes: list[int]  # Size of each adapter write; `step` is without its data.
-    prefix_write_bytes: list[int]  # Size of each prefix write; `step` is without its data.
+    # Bytes of the data of each adapter write and each prefix write. `step` does not have the data.
+    adapter_write_bytes: list[int]
+    prefix_write_bytes: list[int]
     outcome: bytes | None = None
     ended_at: float | None = None
 
@@ -145,7 +146,7 @@ class FlightRecorder:
 
 
 def crash_path(folder: str | None) -> Path:
-    """A new path for a crash dump; removes the oldest dumps beyond `CRASH_FILES_MAX`."""
+    """A new path for a dump; removes old dumps, so that `CRASH_FILES_MAX` remain with this one."""
     directory = Path(folder) if folder is not None else Path(tempfile.gettempdir())
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     for old_file in sorted(directory.glob(CRASH_FILES_PATTERN))[: 1 - CRASH_FILES_MAX]:

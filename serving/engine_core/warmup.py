@@ -53,7 +53,10 @@ def warmup_steps(
 
 
 def graph_capture_steps(block_tokens: int, model_runner: ModelRunner) -> list[Step]:
-    """A decode step for each graph size, largest first: smaller graphs reuse that memory."""
+    """A decode step for each graph size.
+
+    The largest size is first, because the graphs of smaller sizes reuse its memory.
+    """
     context = model_runner.model.config.max_position_embeddings
     past = min(block_tokens, context) - 1
     fitting_sizes = [size for size in model_runner.graph_sizes if size < model_runner.blocks]
@@ -63,7 +66,7 @@ def graph_capture_steps(block_tokens: int, model_runner: ModelRunner) -> list[St
 def _synthetic_step(
     lengths: list[int], past: int, block_tokens: int, sampling: SamplingParams = GREEDY
 ) -> Step:
-    """A step with one sequence for each entry of `lengths`, its number of new tokens.
+    """A step with `len(lengths)` sequences; sequence i has `lengths[i]` new tokens.
 
     Each sequence has `past` tokens in the KV cache, and samples a token. The sequences use
     consecutive blocks.

@@ -1,5 +1,6 @@
 """Golden-example checks: replay the golden examples of adapters on the running engine.
 
+Golden examples are inputs in an adapter's card, with the completions that they gave after training.
 A background task checks each adapter once: at the server's start, or when the adapter is new. The
 examples run as requests of the lowest priority, a few at a time, and only while the engine has
 spare capacity. The verdicts go to the log and the metrics. With `golden: strict`, an adapter that
@@ -35,7 +36,7 @@ from serving.request import Ask, EngineFaultError, RefusedError
 
 log = logging.getLogger(__name__)
 
-EXAMPLES_IN_PARALLEL = 4  # The most examples of one adapter that run at once.
+EXAMPLES_IN_PARALLEL = 4  # Maximum number of an adapter's examples that run at once.
 RETRY_S = 1.0  # Retry delay sent to callers of an adapter that is not checked yet.
 
 

@@ -77,7 +77,7 @@ def unsupported_reason(model: GPT, config: SchedulerConfig) -> str | None:
     if model.mesh.tp > 1:
         return "all-reduce over several tensor ranks is not captured"
     if model.config.num_experts:
-        return "MoE routing reads the rows of each expert on the host"
+        return "MoE routing reads the number of rows of each expert on the host"
     if not model.attention_backend.is_capturable:
         return (
             f"the attention in {type(model.attention_backend).__module__} reads lengths on the host"
@@ -86,7 +86,7 @@ def unsupported_reason(model: GPT, config: SchedulerConfig) -> str | None:
 
 
 def graph_sizes(config: SchedulerConfig) -> tuple[int, ...]:
-    """The batch sizes to capture, in rows: few sizes, but little padding for any batch."""
+    """The batch sizes to capture, in rows: few sizes, but little padding up to the next size."""
     size_max = min(config.running_requests_max, config.cuda_graph_rows_max)
     return (*(size for size in GRAPH_SIZES if size < size_max), size_max)
 
@@ -156,7 +156,7 @@ class CudaGraphRunner:
         self._changed_entries[slot] = min(low, start), max(high, end)
 
     def run(self, step: Step, x: Tensor | None) -> GraphOutput:
-        """Launch the step without waiting for it. A batch size that is new is captured first.
+        """Launch the step without waiting for it. The first step of a batch size is captured first.
 
         `x`: the hidden states from the previous pipeline stage; None on the first stage.
         """
@@ -279,7 +279,7 @@ class CudaGraphRunner:
 
 
 class _CudaGraphRecorder:
-    """Captures CUDA graphs that share one memory pool, because only one runs at a time."""
+    """Captures CUDA graphs. They can share one memory pool, because only one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -31,8 +31,8 @@ _SYMBOLS_MAX = {"json": 50_000, "choice": 50_000, "regex": 20_000, "grammar": 20
 _ITEMS_MAX = 20_000  # Earley items for one token; the library computes about 100 per millisecond.
 # Alternatives (choices, property names of a schema) that the parser follows at the same time.
 _BRANCHES_MAX = 10_000
-# Limits of patterns. The library's time for a pattern grows with the square of its length, so long
-# patterns are refused; a schema may have many short ones.
+# Limits of patterns (regular expressions). The library's time for a pattern grows with the square
+# of the pattern's length. So long patterns are refused, but a schema may have many short ones.
 _LEXER_FUEL_MAX = {"json": 200_000, "choice": 200_000, "regex": 20_000, "grammar": 20_000}
 _PATTERN_CHARS_MAX = 2_000
 # Whitespace between JSON tokens. Without a limit a model could generate only spaces, up to
@@ -78,7 +78,7 @@ class GuideMatchers:
         self._compiled: OrderedDict[Guide, llguidance.LLMatcher] = OrderedDict()
         if tokenizer is not None:
             # The tokenizer of llguidance is built now: this takes 0.2 s and would delay a step.
-            with suppress(RequestError):
+            with suppress(RequestError):  # llguidance is not installed.
                 assert self._ll_tokenizer
 
     def __contains__(self, slot: int) -> bool:
@@ -94,7 +94,8 @@ class GuideMatchers:
         default_stop_ids = self._tokenizer.stop_ids if self._tokenizer else ()
         end_ids = [i for i in stop_ids or default_stop_ids if 0 <= i < self._vocab_size]
         matcher = None
-        # Admission rejects invalid guides. Without a matcher, only this sequence fails.
+        # Admission rejects invalid guides (`check_guide`). If a guide is invalid here nevertheless,
+        # only this sequence fails: its matcher is None.
         with suppress(RequestError):
             matcher = self._new_matcher(guide)
         self._slot_matchers[slot] = slot_matcher = _SlotMatcher(matcher, tuple(end_ids))
@@ -105,7 +106,10 @@ class GuideMatchers:
         self._slot_matchers.pop(slot, None)
 
     def allowed_mask(self, slots: Sequence[int]) -> NDArray[np.bool_]:
-        """A mask (slots, V) of the tokens that each of these slots may sample next."""
+        """A mask (slots, V) of the tokens that each of these slots may sample next: True: allowed.
+
+        A row without True means that the guide of its slot allows no token.
+        """
         words = self._vocab_size // 32 + 1
         bits = np.zeros((len(slots), words), dtype=np.uint32)
         for row, slot in enumerate(slots):
@@ -125,7 +129,8 @@ class GuideMatchers:
     def accept_token(self, slot: int, token: int) -> bool:
         """Advance a slot's matcher by a sampled token; False: the guide does not allow the token.
 
-        `allowed_mask` excludes such tokens, so this happens only if the guide allows no token.
+        `allowed_mask` excludes such tokens, so False occurs only if the guide allows no token: the
+        sampler then ignores the mask (`_mask_logits` in `serving.worker.sampler`).
         """
         return self._slot_matchers[slot].accept_token(token)
 
@@ -190,7 +195,7 @@ class _TokenizerAdapter:
         self.tokens = [_token_bytes(tokenizer, i) for i in range(vocab_size)] + [b"<end of guide>"]
 
     def __call__(self, text: bytes) -> list[int]:
-        return []  # The library must not tokenize a text that the guide forces: see `_ll_grammar`.
+        return []  # llguidance does not tokenize texts, because `_ll_grammar` sets `no_forcing`.
 
 
 def _token_bytes(tokenizer: Tokenizer | None, token_id: int) -> bytes:
@@ -237,9 +242,9 @@ def _parser_limits(guide: Guide) -> "llguidance.LLParserLimits":
 def _ll_grammar(guide: Guide) -> str:
     """Convert the guide to a grammar of llguidance, as JSON.
 
-    `no_forcing`: if the guide allows only one text, llguidance must not tokenize this text and
-    prescribe the tokens. Any tokens that spell the text are allowed, because not every tokenizer
-    can encode every fragment of a text exactly.
+    `no_forcing`: where the guide allows only one text, llguidance would otherwise tokenize this
+    text and allow only these tokens. With `no_forcing` it allows any tokens that spell the text.
+    This is needed because some tokenizers cannot encode every fragment of a text exactly.
     """
     library = _import_llguidance()
     try:

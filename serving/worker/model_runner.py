@@ -212,7 +212,10 @@ class ModelRunner:
             sampler.init_slot(msgspec.structs.replace(slot_init, guide=None))
 
     def _replay_graph(self, step: Step) -> PendingOutcome | None:
-        """Launch the step with the CUDA graph runner; None: it does not support the step."""
+        """Launch the step with the CUDA graph runner.
+
+        None: there is no CUDA graph runner, or it does not support the step.
+        """
         graphs, model = self._graphs, self.model
         if graphs is None or not graphs.supports(step):
             return None
@@ -299,7 +302,8 @@ class ModelRunner:
         prompt_scores = (
             self._score_prompts(step, inputs, x, fault_indices) if len(inputs.scored_rows) else []
         )
-        # If every row is sampled, `_sample` has already checked the logits of all rows.
+        # If every row is sampled, `_sample` has already checked the logits of all rows, which are
+        # not finite if the hidden states are not.
         if not inputs.samples_every_row:
             # The hidden states are checked last, because the check waits for the device. The
             # scheduler discards the tokens of sequences with a fault.
@@ -382,8 +386,8 @@ class ModelRunner:
             for sequence_index in np.unique(indices).tolist():
                 row_numbers = np.flatnonzero(indices == sequence_index)
                 slot_init = self._scored_slots[step.slots[sequence_index]]
-                # A virtual token has no score: token 0 is scored in its place, and the scheduler
-                # drops this score.
+                # A virtual token has no score: token 0 is scored in its place, and
+                # `new_prompt_scores` in `serving.scheduler.sequence` drops this score.
                 targets = [
                     max(0, slot_init.prompt[position + 1])
                     for position in positions[row_numbers].tolist()
@@ -459,9 +463,10 @@ def available_kv_blocks(
         blocks = min(blocks, layout.pool_blocks(tokens_max))
     if blocks < 2:
         raise ConfigError(
-            f"free memory is not enough for a KV cache: {blocks} blocks fit, and at least 2 are "
-            f"needed ({layout.block_bytes} bytes per block of {block_tokens} tokens); free memory, "
-            "use more ranks (pp, tp), or set kv_tokens_max"
+            f"the memory for the KV cache has {blocks} blocks of {block_tokens} tokens "
+            f"({layout.block_bytes} bytes per block), and at least 2 are needed; stop other "
+            "processes, use more ranks (tp, pp), or set kv_tokens_max, for which all free memory "
+            "may be used"
         )
     return blocks
 
@@ -470,7 +475,7 @@ def _kv_budget_bytes(model: GPT, scheduler_config: SchedulerConfig, free_bytes: 
     """Return the bytes of the KV pool, out of the memory that is free after loading."""
     if model.mesh.device.type == "cpu":
         # No bytes are reserved for the workspace: the KV cache takes only HOST_MEMORY_FRACTION of
-        # the free memory, and the workspace uses the rest.
+        # the free memory, and the workspace fits into the remaining memory.
         return kv_cache_bytes(free_bytes, 0, on_cpu=True)
     # No bytes are reserved for the adapter rows: they are allocated after the KV pool, from the
     # memory that DEVICE_MEMORY_FRACTION leaves.

@@ -32,7 +32,7 @@ _REPETITION, _PRESENCE, _FREQUENCY, _UNIFORM = range(5, 9)
 # tokens or, for typical-p, the tokens nearest to the entropy. Rows that need more tokens are
 # computed again with the next size, and last with the whole vocabulary.
 _TOPK_SIZES = (256, 4096)
-# Rows whose log-probabilities are computed at once; each row needs a second copy of its logits.
+# Rows whose log-probabilities are computed at once; each row needs a copy of its logits in fp32.
 _SCORED_ROWS_MAX = 64
 
 _NEGATIVE_INFINITY = float("-inf")
@@ -54,7 +54,7 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """A token for each row. If any row needs a score, a score for each row, else no scores.
+    """The token of each row, and a score of each row if any row needs one, else no scores.
 
     Rows that need no score have a placeholder. `failed_guide_rows`: rows whose guide allows no
     token; their tokens are invalid.
@@ -272,7 +272,7 @@ class Sampler:
     def _apply_bans(self, x: Tensor, slots: IntArray) -> None:
         """Apply guides, then bans in the order of `SamplingParams`.
 
-        A guide or a ban that would leave no token of a row is not applied to the row.
+        A guide or a ban that would leave a row without any token is not applied to the row.
         """
         guided_rows = [row for row, slot in enumerate(slots) if slot in self._guide_matchers]
         if guided_rows:
@@ -423,9 +423,11 @@ def _atypical_mask(weights: Tensor, typical_p: Tensor) -> Tensor:
 def _typical_distance(
     distance: Tensor, p: Tensor, typical_p: Tensor, sizes: Sequence[int]
 ) -> Tensor:
-    """Return the smallest distance (R, 1) whose tokens have a total probability >= `typical_p`.
+    """For each row, return the distance (R, 1) up to which typical-p keeps tokens.
 
-    On a CPU only the `sizes[0]` nearest tokens are examined first, as in `_weight_floor`.
+    It is the smallest distance for which the tokens within it have a total probability of at least
+    `typical_p`. On a CPU only the `sizes[0]` nearest tokens are examined first, as in
+    `_weight_floor`.
     """
     vocabulary = p.shape[-1]
     size = min(vocabulary, sizes[0] if sizes and p.device.type == "cpu" else vocabulary)
@@ -501,14 +503,17 @@ def _unpack_score(numbers: Sequence[float], top_count: int) -> TokenScore:
 
 @dataclass(frozen=True)
 class _LengthDecay:
-    """The length decay of one slot: stop logits grow with the number of output tokens."""
+    """The length decay of one slot: the logits of stop tokens grow with each output token."""
 
     sampling: SamplingParams
     prompt_tokens: int
     stop_ids: Tensor
 
     def apply(self, x: Tensor, position: int) -> None:
-        """Raise the stop logits of a row (V,) in place. `position`: the next token's position."""
+        """Raise the logits of stop tokens in a row (V,), in place.
+
+        `position`: the next token's position in its sequence.
+        """
         growth = self.sampling.stop_logit_growth(position - self.prompt_tokens)
         if growth:
             stop_logits = x[self.stop_ids]

@@ -259,8 +259,9 @@ def verify_proof(model: GPT, checkpoint: Checkpoint, proof: Proof) -> list[float
         path = checkpoint.path
         raise CheckpointError(
             f"the logits of {path} differ from the reference logits in its proof file, which were "
-            f"computed from its source: {comparison.summary}; find the tensors that differ with "
-            f"`preamble verify SOURCE {path}`, or skip the check with --no-prove (prove: false)"
+            f"computed with the source checkpoint: {comparison.summary}; find the tensors that "
+            f"differ with `preamble verify SOURCE {path}`, or skip the check with --no-prove "
+            "(prove: false)"
         )
     return [
         comparison.max_difference,

@@ -47,7 +47,7 @@ class TokenBans:
 
     @staticmethod
     def is_needed(sampling: SamplingParams, output_count: int) -> bool:
-        """Whether these parameters ban a token after `output_count` or more output tokens."""
+        """Whether these parameters can ban a token after `output_count` or more output tokens."""
         has_lasting_bans = (
             sampling.allowed_token_ids or sampling.bad_words or sampling.no_repeat_ngram_size
         )

@@ -103,7 +103,10 @@ def test_tokens_are_charged_up_front_and_unused_ones_refunded(clock: Clock) -> N
     ordered.charge(request(100, 500))
     error = refusal(lambda: TenantUsage(tenant_quota).begin_request().charge(request(300, 300)))
     assert "the request needs 600 tokens (300 prompt tokens and up to 300 new tokens)" in str(error)
-    assert "'crew' has 400 left of its 1000 tokens per second (tokens_per_s)" in str(error)
+    assert (
+        "but the balance of tenant 'crew' is 400 tokens, and grows by 1000 tokens per second "
+        "(tokens_per_s)"
+    ) in str(error)
     assert error.retry_s == 0.2
 
     ordered.generated_tokens = 10

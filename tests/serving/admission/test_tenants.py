@@ -250,7 +250,10 @@ def test_rate_errors_state_the_tenants_own_numbers(
     assert 50 < wait_s <= 100
 
     generate(channel, bearer(POOR), new=300)  # More than a second's tokens: a debt remains.
-    message = r"needs 12 tokens .*, but tenant 'poor' has -\d+ left of its 1 tokens per second"
+    message = (
+        r"needs 12 tokens .*, but the balance of tenant 'poor' is -\d+ tokens, "
+        r"and grows by 1 tokens per second"
+    )
     with pytest.raises(grpc.RpcError, match=message) as caught:
         generate(channel, bearer(POOR), new=10)
     assert (
