@@ -209,7 +209,7 @@ def _is_allowed(name: str) -> bool:
 
 
 def _globals_in_zip(path: Path, source: Path | io.BytesIO) -> list[str]:
-    """Return the globals that torch does not allow; refuse compressed members of the archive."""
+    """Return the pickle's globals that torch does not allow; refuse compressed archive members."""
     with zipfile.ZipFile(source) as archive:
         for member in archive.infolist():
             if member.compress_type != zipfile.ZIP_STORED:
