@@ -209,7 +209,7 @@ class _ServingSearch:
     def _batch_sizes(
         self, capacity: MemoryCapacity, replicas: int, grid: Sequence[int]
     ) -> list[int]:
-        """Return the batch sizes to try: sizes of the grid, and the largest useful size as the last.
+        """Return the batch sizes to try: sizes of the grid, then the largest useful batch size.
 
         The largest useful batch size is the smallest of these numbers:
         - The number of requests that fit in the KV cache.

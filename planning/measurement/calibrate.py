@@ -170,7 +170,7 @@ def reference_config(sizes: tuple[int, int, int]) -> GPTConfig:
 def _reference_overhead(
     options: CalibrationOptions, timed_models: Sequence[TimedModel], log: LogFunction
 ) -> ServerOverhead | None:
-    """Measure the server overhead with one reference model, as the overhead of all of them."""
+    """Measure the server overhead with one reference model; `calibrate` adds it to all of them."""
     model_sizes = _reference_sizes(options, parse_device(options.device).type)
     # The model has a medium size, because with small models the overhead exceeds the step times.
     index = len(model_sizes) // 2

@@ -188,7 +188,7 @@ def advice_lines(
 ) -> list[str]:
     """Return remarks on the best candidate.
 
-    `other_search` is the search for the other kind of training: an adapter or all parameters.
+    `other_search` is the search for an adapter if `search` is for all parameters, and vice versa.
     """
     best, job = search.best, search.job
     assert best is not None and best.estimate is not None
