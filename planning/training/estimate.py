@@ -201,7 +201,7 @@ def _layer_work(
 def _step_parts_s(
     job: TrainingJob, split: TrainingSplit, work: LayerWork, *, is_optimizer_sharded: bool
 ) -> Mapping[str, float]:
-    """Return the seconds of each part of a step."""
+    """Return the seconds of each part of a step; the part "products" is the layers' matmuls."""
     forward_pass, backward_pass = forward(work), backward(work)
     recompute_s = _recompute_s(job, split, forward_pass)
     micro_batches = split.micro_batches(job)

@@ -87,7 +87,8 @@ def binding_lines(search: TrainingSearchResult) -> list[str]:
         )
     part_name, seconds = max(best.estimate.seconds.items(), key=lambda pair: pair[1])
     lines.append(
-        f"time: {100 * seconds / best.iteration_s:.0f} % of a step is {part_name.replace('_', ' ')}"
+        f"time: the largest part of a step is {part_name.replace('_', ' ')}, with "
+        f"{100 * seconds / best.iteration_s:.0f} %"
     )
     return lines
 
