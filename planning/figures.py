@@ -237,7 +237,7 @@ def format_ledger(memory: MemoryLedger) -> str:
 def rejections(rows: Sequence[Row], feasibility: str = "rejected") -> list[Rejection]:
     """Group the rows with this feasibility by reason; the largest groups come first.
 
-    Reasons that differ only in numbers count as equal.
+    Rows whose reasons differ only in numbers are in one group.
     """
     rows_by_reason: dict[str, list[Row]] = {}
     for row in rows:

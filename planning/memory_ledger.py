@@ -17,8 +17,8 @@ TIGHT_SHARE = 0.97
 def tight_share(memory_fraction: float) -> float:
     """Return the largest share of the memory that a tight plan may use.
 
-    The share is TIGHT_SHARE, but a `memory_fraction` below the default (FITS_SHARE) is a strict
-    limit of tight plans too.
+    The share is TIGHT_SHARE. But if the user sets `memory_fraction` below its default (FITS_SHARE),
+    tight plans may not exceed `memory_fraction` either.
     """
     return TIGHT_SHARE if memory_fraction >= FITS_SHARE else memory_fraction
 

@@ -76,7 +76,8 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         type=int,
         default=1,
-        help="model chunks per pipeline stage, interleaved schedule (default: 1)",
+        help="model chunks per pipeline stage; more than 1 is the interleaved schedule "
+        "(default: 1)",
     )
     train(
         "--micro-batch",
@@ -456,8 +457,8 @@ def _serving_text(
         overload_text = "none: the weights and one request do not fit in memory"
         if math.isfinite(estimate.utilization):
             overload_text = (
-                f"overloaded: {format_number(estimate.requests_per_s)} requests/s at most, and "
-                f"{format_number(estimate.utilization)} times that rate arrive"
+                f"overloaded: at most {format_number(estimate.requests_per_s)} requests/s are "
+                f"answered, and {format_number(estimate.utilization)} times that rate arrive"
             )
         return format_lines([*head, ("speed", overload_text), kv_line, *memory])
     return format_lines(

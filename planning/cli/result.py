@@ -41,6 +41,6 @@ def render_plan(plan: Plan, args: argparse.Namespace) -> CommandResult:
     values = plan_record(plan)
     rows = values["rows"]
     assert isinstance(rows, list)
-    # The printed JSON has only the best rows; candidates.csv in the --output folder has all rows.
     exit_code = 0 if plan.best is not None else 1
+    # The printed JSON has only the best rows; candidates.csv in the --output folder has all rows.
     return CommandResult(text, values | {"rows": rows[:JSON_ROWS_MAX]}, exit_code)

@@ -203,7 +203,8 @@ def make_workload(specification: Specification) -> Workload:
             section.output_tokens, section.output_tokens_p95, DEFAULT_OUTPUT_TOKENS
         ),
         request_rate=section.request_rate,
-        # Without a load, 1 is a valid placeholder: saturated candidates set their own concurrency.
+        # Without a load, 1 is a placeholder: `Requirements.workload_for` sets the concurrency that
+        # saturates a candidate.
         concurrency=section.concurrency if has_load(specification) else 1,
         adapters=section.adapters,
         virtual_tokens=section.virtual_tokens,

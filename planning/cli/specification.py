@@ -40,8 +40,8 @@ class ModelSection:
     kv_heads: int | None = None
     ffn: int | None = None
     vocab: int | None = None
-    # Sequence length. It is also the context length of a model that is given by sizes only, and of
-    # a preset whose context length is smaller.
+    # Sequence length. A model that is given by sizes only gets this length as context length, and
+    # the context length of a preset is raised to this length if it is smaller.
     seq: int | None = None
     gated: bool | None = None  # Whether the model has the LLaMA architecture instead of GPT-3's.
 
@@ -180,10 +180,10 @@ class HardwareSection:
         _check_positive(self)
 
     def cluster(self, gpus: int | None = None) -> Cluster:
-        """Return the cluster.
+        """Return the cluster. `gpus` is the default number of GPUs.
 
-        `gpus` is the number of GPUs if the section does not set it. Without a GPU name, the device
-        is the calibrated machine, and its number is 1 by default.
+        Without a GPU name, the cluster is the calibrated machine, and its default number of devices
+        is 1.
         """
         calibration = self.machine_calibration
         if self.gpu is None and calibration is not None:

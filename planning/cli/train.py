@@ -1,8 +1,8 @@
 """The `preamble plan train` command: find the fastest training configuration on given GPUs.
 
-The command converts the specification to a training job, for all parameters or for an adapter, from
-which `planning.training.plan` creates the plan. With `--tune CONFIG`, the plan contains a copy of
-the settings file CONFIG in which only the split is changed.
+The command converts the specification to a training job, which trains all parameters or an adapter.
+`planning.training.plan` creates the plan for this job. With `--tune CONFIG`, the plan contains a
+copy of the settings file CONFIG in which only the split is changed.
 """
 
 import argparse
@@ -184,7 +184,7 @@ def _tuning_task(
     if section.trainable not in (None, tuning.trainable):
         raise ConfigError(
             f"--trainable {section.trainable} contradicts {tuning.path}, whose method "
-            f"{tuning.config.method} trains {tuning.trainable}; remove the flag"
+            f"{tuning.config.method} means --trainable {tuning.trainable}; remove the flag"
         )
     if section.global_batch not in (None, tuning.config.batch_examples):
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Calibration file: measured step costs of several models on one machine, as YAML.
 
-The models are reference models of several sizes and, if requested, a model of the user.
-`planning.inference.step_pricing` interpolates the step costs of other models from their costs. The
-file records the date, the device and the software versions of the measurement. The module does not
+The models are reference models of several sizes and, if requested, a model of the user. From their
+step costs, `planning.inference.step_pricing` interpolates the step costs of other models. The file
+records the date, the device and the software versions of the measurement. The module does not
 import torch.
 """
 
@@ -79,7 +79,7 @@ class Calibration:
     """The measured step costs of the engine on one machine."""
 
     date: str
-    device: str  # Name for display.
+    device: str  # Name of the CPU or GPU model.
     kind: str  # "cpu" or "cuda".
     memory_bytes: int  # Memory of the device; for a CPU, memory of the machine.
     flops: float  # Highest FLOP/s that the layers of a model reached, in its largest timed step.
@@ -163,7 +163,8 @@ def _parse_model(record: Mapping[str, Any], source: str) -> MeasuredModel:
 def _require_mapping(value: object, name: str, source: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(
-            f"{source}: a model has no mapping {name}; write it again: preamble plan calibrate"
+            f"{source}: a model has no mapping {name!r}; write the file again: preamble plan "
+            "calibrate"
         )
     return {str(key): member for key, member in value.items()}
 

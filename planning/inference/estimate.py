@@ -473,9 +473,9 @@ class _LoadEstimator:
     def _make_requests(self, count_factor: int, concurrency: int = 0) -> list[SimulatedRequest]:
         """Return the requests to simulate.
 
-        Their number is `count_factor` times 5 * `concurrency`, where 5 * `concurrency` is first
-        limited to SIMULATED_REQUESTS_MIN and SIMULATED_REQUESTS_MAX. For an open loop,
-        `concurrency` is 0, which stands for the expected concurrency.
+        Their number is `count_factor` * n, where n is 5 * `concurrency`, but at least
+        SIMULATED_REQUESTS_MIN (with several pipeline stages PIPELINE_REQUESTS_MIN) and at most
+        SIMULATED_REQUESTS_MAX. `concurrency` 0 stands for the expected concurrency of an open loop.
         """
         workload = self.workload
         requests_min = (
@@ -518,8 +518,8 @@ class _LoadEstimator:
     def _expected_concurrency(self) -> float:
         """The approximate number of requests that are in one replica at once.
 
-        For an open loop it is the request rate times the duration of a request (Little's law), with
-        the steps of a full batch.
+        For an open loop it is the request rate times the duration of a request (Little's law). Each
+        token of the request is assumed to take a step with a full batch.
         """
         if self.workload.concurrency is not None:
             return self._replica_concurrency

@@ -123,8 +123,8 @@ def split_name(split: ServingSplit, *, tp_pp_only: bool = False) -> str:
 def _rows(search: ServingSearchResult) -> list[Row]:
     """Return the rows of a plan, each with its group in plots.
 
-    A group has one number of GPUs. If there are more than GROUPS_MAX such groups, a group has one
-    number of GPUs per replica.
+    The rows of a group have the same number of GPUs. If this results in more than GROUPS_MAX
+    groups, the rows of a group have the same number of GPUs per replica instead.
     """
     gpu_counts = {
         candidate.split.gpus
@@ -428,7 +428,7 @@ def _replicas_needed(
     gpus = replicas * candidate.split.tp * candidate.split.pp
     yield (
         f"at most {format_number(check.value)} tokens/s are possible "
-        f"({split_name(candidate.split)}), and the limit is at least "
-        f"{format_number(check.limit)}; this limit needs {replicas} replicas with {gpus} GPUs and "
-        f"proportionally more requests, but only {requirements.gpus} GPUs may be used"
+        f"({split_name(candidate.split)}), but the limits require at least "
+        f"{format_number(check.limit)}; this needs {replicas} replicas with {gpus} GPUs and "
+        f"proportionally more requests, and only {requirements.gpus} GPUs may be used"
     )

@@ -32,7 +32,8 @@ def simulate_with_scheduler(
 ) -> SimulationResult:
     """Simulate requests with the server's scheduler; `requests` are not modified.
 
-    Open loop (`concurrency` 0): the requests arrive at their `arrival_s`, and must be sorted by it.
+    Open loop (`concurrency` 0): each request arrives at its `arrival_s`; `requests` must be sorted
+    by this time.
     Closed loop: each of `concurrency` clients sends its next request `think_s` after a response.
     """
     simulation = _SchedulerSimulation(step_costs, rules, think_s if concurrency else None)

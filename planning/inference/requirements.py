@@ -131,8 +131,8 @@ def memory_capacity(
     """Return the KV cache capacity of a replica.
 
     The KV cache fills the usable share of the memory (`fits`). If this share is too small for one
-    request, the KV cache fills the share of tight plans (`tight`). If that is too small, the split
-    is rejected.
+    request, the KV cache fills the share of tight plans (`tight`). If that share is also too small,
+    the split is rejected.
     """
     split = ServingSplit(tp, pp, 1, batch, max(batch, preset.step_tokens_max))
     limits = requirements.limits
@@ -172,7 +172,7 @@ def memory_capacity(
 def _kv_tokens_within(requirements: Requirements, split: ServingSplit, share: float) -> int:
     """Return the size in tokens of the largest KV cache that fits in `share` of the memory.
 
-    The size is a whole number of blocks. The device that needs the most memory limits it.
+    The size is a whole number of blocks. The device that needs the most memory limits the size.
     """
 
     def ledger_with(tokens: int) -> MemoryLedger:

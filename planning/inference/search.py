@@ -42,10 +42,12 @@ STAGE_COUNTS_PER_TP = 2  # Number of PP sizes to try per TP size: the smallest s
 # The only batch sizes to try for splits with more stages than the memory requires
 # (`_is_deep_pipeline`). Such splits are rarely the best, and are slow to simulate.
 SPARSE_BATCH_SIZES = (16, 64)
-# Candidates within this fraction of the best count as equal; the simplest of them is selected.
+# Among the candidates that are worse than the best by at most this fraction, the simplest one is
+# selected.
 TIE_FRACTION = 0.02
 # If there are at most this many combinations of TP, PP and replicas, all batch sizes and presets
-# are tried. Otherwise the neighbors of REFINED_CANDIDATES_MAX candidates are tried.
+# are tried. Otherwise a coarse grid is tried first, and then the neighbors of the
+# REFINED_CANDIDATES_MAX best candidates.
 EXHAUSTIVE_SPLITS_MAX = 3
 REFINED_CANDIDATES_MAX = 3
 
@@ -57,8 +59,9 @@ class ServingCandidate:
     estimate: ServingEstimate | None = None
     reason: str = ""
     memory: MemoryLedger | None = None
-    covers_tp_pp: bool = False  # Whether it represents all candidates with the same tp and pp.
-    # The number of GPUs that the request rate needs, if it exceeds the available number; else 0.
+    # Whether this rejected candidate represents all candidates with its tp and pp.
+    covers_tp_pp: bool = False
+    # The number of GPUs that the request rate needs if the available GPUs are too few; else 0.
     gpus_needed: int = 0
     figures: Mapping[str, float] = field(default_factory=dict)
 
@@ -206,11 +209,12 @@ class _ServingSearch:
     def _batch_sizes(
         self, capacity: MemoryCapacity, replicas: int, grid: Sequence[int]
     ) -> list[int]:
-        """Return the largest useful batch size, after the smaller batch sizes of the grid.
+        """Return the batch sizes to try: sizes of the grid, then the largest useful batch size.
 
-        The largest useful batch size is the smallest of these numbers: the requests that fit in the
-        KV cache; the last size of the grid; and, if the load does not saturate the server, the
-        concurrency of a replica.
+        The largest useful batch size is the smallest of these numbers:
+        - The number of requests that fit in the KV cache.
+        - The last size of the grid.
+        - If the load does not saturate the server, the concurrency of a replica.
         """
         concurrency = self.requirements.workload.concurrency
         useful_max = capacity.running_requests_max
@@ -474,7 +478,7 @@ class _ServingSearch:
             split, ledger = candidate.split, candidate.memory
             total_bytes = ledger.total if ledger is not None else 0
             # In a closed loop the smaller batch size is simpler. In an open loop the larger one is
-            # preferred, because it costs nothing.
+            # preferred, because it allows more requests at once at no cost.
             batch = split.running_requests_max * (1 if self.requirements.is_closed_loop else -1)
             return split.gpus, split.tp * split.pp, batch, total_bytes, metric(candidate)
 

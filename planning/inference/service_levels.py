@@ -143,7 +143,7 @@ class LimitCheck:
 
 
 def violated_limit(limits: ServiceLimits, workload: Workload, figures: Mapping[str, float]) -> str:
-    """Describe overload, or else the limit that the figures violate most; "": neither."""
+    """Describe overload, or else the most violated limit. Return "" if there is neither."""
     rate = workload.request_rate
     requests_per_s = figures.get("requests_per_s", 0.0)
     if rate is not None and requests_per_s < ANSWERED_FRACTION_MIN * rate:

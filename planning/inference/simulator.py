@@ -17,8 +17,9 @@ from planning.inference.step_cost import StepCostModel
 from serving.memory_budget import KV_BLOCK_TOKENS
 from serving.scheduler.chunked_prefill import PrefillTokenBudget, chunk_end
 
-# `PrefillCostModel` reduces the weight of old steps with each recorded step. After this many equal
-# steps the weight of all older steps is 5 %, so further equal steps are not recorded.
+# `PrefillCostModel` (`serving.scheduler.chunked_prefill`) reduces the weight of old steps with each
+# recorded step. After this number of identical steps, all older steps together have a weight of
+# 5 %, so further identical steps are not recorded.
 PREFILL_COST_STEPS_MAX = 150
 # A simulation stops after this number of steps, but not before a request has finished.
 STEPS_MAX, PIPELINE_STEPS_MAX = 2_000_000, 100_000
@@ -61,8 +62,8 @@ class SimulationResult:
     """The finished requests and the counters of a simulation."""
 
     requests: list[SimulatedRequest] = field(default_factory=list)
-    # Each token gap is (seconds since the previous token, number of tokens with this gap, time in
-    # seconds).
+    # Each token gap is (seconds since the previous token, number of tokens with this gap, time of
+    # these tokens in seconds).
     token_gaps: list[tuple[float, int, float]] = field(default_factory=list)
     busy_s: float = 0.0  # Sum of the durations of all steps.
     steps: int = 0
@@ -90,7 +91,7 @@ def make_simulation(step_costs: StepCostModel, rules: SchedulerRules) -> "Simula
 
 
 class Simulation(ABC):
-    """The simulation of one replica. One of its `run_` methods can be called once."""
+    """The simulation of one replica, for a single call of one of the `run_` methods."""
 
     def __init__(self, step_costs: StepCostModel, rules: SchedulerRules) -> None:
         self._step_costs = step_costs
@@ -349,7 +350,8 @@ class _InFlightStep:
     """A step that passes through the pipeline stages."""
 
     end_s: float
-    # Seconds from the launch, or from the end of the last stage's previous step, to `end_s`.
+    # Seconds from the launch to `end_s`. If the last stage was still busy at the launch, the time
+    # until it was free is not included.
     last_stage_s: float
     decoding: list[SimulatedRequest]
     chunks: PrefillChunks
@@ -358,7 +360,7 @@ class _InFlightStep:
 class PipelineSimulation(Simulation):
     """Simulation of a pipeline with up to one step in flight per stage.
 
-    Each step decodes an equal share of the decoding requests.
+    Each step decodes at most 1 / (number of stages) of the decoding requests, rounded up.
     """
 
     def __init__(self, step_costs: StepCostModel, rules: SchedulerRules) -> None:

@@ -24,7 +24,7 @@ class PiecewiseLinear:
         points = self.points
         if len(points) == 1 or x <= points[0][0]:
             return points[0][1]
-        # The index of the first point to the right of x; for the last segment, of its end.
+        # The index of the first point to the right of x, or of the last point if there is none.
         index = min(bisect_right(points, (x, float("inf"))), len(points) - 1)
         (left, low), (right, high) = points[index - 1], points[index]
         return low + (x - left) * (high - low) / (right - left)

@@ -30,7 +30,8 @@ REQUEST_OVERHEAD_S = 4e-3
 # Bytes of memory traffic of one layer per element of the hidden state, in a 16-bit dtype, without
 # the traffic of the matrix products.
 ELEMENTWISE_BYTES = 40
-# Latency of an all-reduce by the number of ranks in a node; the last one is for other numbers.
+# Latency of an all-reduce by the number of ranks in a node. ALL_REDUCE_LATENCY_MAX_S is for numbers
+# that are not in the mapping.
 ALL_REDUCE_LATENCY_S = {1: 0.0, 2: 15e-6, 4: 20e-6}
 ALL_REDUCE_LATENCY_MAX_S = 28e-6
 LINK_EFFICIENCY = 0.6  # The fraction of the link bandwidth that an all-reduce reaches.

@@ -37,7 +37,8 @@ from serving.ranks.rank_resources import set_thread_count
 
 LogFunction = Callable[[str], None]
 
-# Hidden size, layers and heads of the reference models. Small models would not use a GPU fully.
+# Hidden size, layers and heads of the reference models. The models for a GPU are larger, because
+# small models would not use a GPU fully.
 REFERENCE_MODELS = {
     "cpu": ((64, 8, 2), (256, 8, 4), (512, 8, 8), (1024, 8, 16)),
     "cuda": ((1024, 24, 16), (2048, 16, 16), (4096, 8, 32)),
@@ -80,7 +81,7 @@ class CalibrationOptions:
 
 
 def calibrate(options: CalibrationOptions, log: LogFunction) -> Calibration:
-    """Calibrate this machine. This takes one to three minutes, with a large model longer."""
+    """Calibrate this machine. This takes one to three minutes, or longer with a large model."""
     check_dtype(options.dtype)
     device = parse_device(options.device)
     set_thread_count(RankPosition(0, 1, 0, 1), respect_environment=True)
@@ -169,7 +170,7 @@ def reference_config(sizes: tuple[int, int, int]) -> GPTConfig:
 def _reference_overhead(
     options: CalibrationOptions, timed_models: Sequence[TimedModel], log: LogFunction
 ) -> ServerOverhead | None:
-    """Measure the server overhead with one reference model; it is used for all of them."""
+    """Measure the server overhead with one reference model; `calibrate` adds it to all of them."""
     model_sizes = _reference_sizes(options, parse_device(options.device).type)
     # The model has a medium size, because with small models the overhead exceeds the step times.
     index = len(model_sizes) // 2
@@ -271,13 +272,13 @@ def fit_overhead(
         context = concurrency * (PROMPT_TOKENS + NEW_TOKENS / 2)
         decode_step_s = step_costs.step_seconds(concurrency, concurrency, context, 0, concurrency)
         extra_s = max(0.0, report.itl_ms.p50 / 1e3 - decode_step_s)
-        # The error of a step's duration is proportional to the duration, so the weight of a point
-        # is its inverse variance, 1 / duration^2.
+        # The error of a step's duration is proportional to the duration. The weight of a point is
+        # the inverse of the squared error, and therefore 1 / duration^2.
         points.append((float(concurrency), extra_s, decode_step_s**-2))
     step_s, sequence_s = _fit_line(points)
 
     def request_overhead_s(report: LoadReport, prompt: int) -> float:
-        """Return the time to first token minus the duration of its step."""
+        """Return the time to first token minus the duration of the prefill step."""
         if report.ttft_ms is None:
             return 0.0
         prefill_step_s = step_costs.step_seconds(prompt, 1, 0, prompt * (prompt + 1) // 2, 1)

@@ -23,7 +23,7 @@ JOURNAL_NAME, JOURNAL_VERSION = "measured.jsonl", 1
 DEFAULT_FOLDER = "preamble-plan"  # The default folder for results.
 # Maximum number of candidates in the second and in the third round.
 LATER_ROUND_SIZES = (4, 2)
-# Number of results from which on the first round may end early (`_cannot_win`).
+# The first round cannot end early (`_cannot_win`) before it has this number of results.
 RESULTS_MIN = 3
 SINGLE_RUN_ERROR = 0.05  # Assumed relative error of a candidate that was run only once.
 
@@ -123,8 +123,8 @@ class Journal:
 def _read_journal(path: Path) -> list[dict[str, Any]]:
     """Return the records of the complete lines; an incomplete last line is removed from the file.
 
-    The process may have been killed while it wrote that line. An invalid file gives one empty
-    record, which equals no identity.
+    A last line is incomplete if the process was killed while it wrote the line. For an invalid
+    file, return one empty record, which differs from every identity.
     """
     try:
         content = path.read_bytes()
@@ -300,8 +300,8 @@ class _MeasurementRounds:
             for row, result in self._finished_results()
             if not self.trial.violated_limit(result.figures)
         }
-        # Only candidates that ran in the most rounds can be the best, because later rounds are
-        # longer.
+        # Only candidates that ran in the most rounds can be the best, because the runs of later
+        # rounds are longer and therefore more accurate.
         rounds_max = max((len(self.results[key]) for key in valid_results), default=0)
         finalists = [key for key in valid_results if len(self.results[key]) == rounds_max]
         best_key = max(
@@ -328,7 +328,7 @@ class _MeasurementRounds:
         return 2 if row.feasibility == "fits" else 3
 
     def _measured_row(self, row: Row, factors: Mapping[str, float], *, is_best: bool) -> Row:
-        """Return a row with its measured figures; a row that has not run, with corrected ones."""
+        """Return the row with its measured figures. If it did not run, correct its predictions."""
         results = self.results.get(_settings_key(row), ())
         if not results:
             return self._corrected_row(row, factors)
@@ -386,7 +386,7 @@ class _MeasurementRounds:
             worst = max(ratios, key=lambda ratio: abs(ratio - 1))
             lines.append(
                 f"{axis.label}, measured / predicted: median {median(ratios):.2f}, worst "
-                f"{worst:.2f}, of {len(ratios)} candidates"
+                f"{worst:.2f}, over {len(ratios)} candidates"
             )
         if best is None:
             lines.append(

@@ -37,7 +37,7 @@ ADAPTER_ROW_STD = 0.02
 
 
 def check_machine(requirements: Requirements) -> None:
-    """Raise ConfigError if the plan is for GPUs without a calibration and there is no GPU."""
+    """Raise ConfigError if the plan is for GPUs of a specification sheet and there is no GPU."""
     import torch
 
     if (
@@ -46,8 +46,8 @@ def check_machine(requirements: Requirements) -> None:
         and not torch.cuda.is_available()
     ):
         raise ConfigError(
-            "--measure runs candidates on this machine, which has no CUDA device; run `preamble "
-            "plan calibrate`, and set --calibration to its file"
+            "--measure runs candidates on this machine, which has no CUDA device; to plan for its "
+            "CPU, run `preamble plan calibrate`, and set --calibration to the written file"
         )
 
 

@@ -41,14 +41,14 @@ class SteadyWindow:
     def from_run(cls, load_run: LoadRun, concurrency: int | None) -> "SteadyWindow":
         """Find the steady window. `concurrency` is the number of clients; None: open loop.
 
-        The window ends with the last start of a request. If the window were shorter than half of
-        that time, it is the whole run.
+        The window ends when the last request starts. If the load becomes steady only in the second
+        half of the time until then, the window is the whole run.
         """
         last_due_s = max(request.due_s for request in load_run.calls)
         end_times = sorted(request.ended_s for request in load_run.calls)
         if concurrency:
-            # After the first `concurrency` requests have ended, the clients do not start requests
-            # together.
+            # After the first `concurrency` requests have ended, the clients no longer start
+            # requests at the same time.
             steady_s = end_times[min(concurrency, len(end_times)) - 1]
         else:
             steady_s = last_due_s / 10
@@ -70,7 +70,7 @@ class SteadyWindow:
             if self.start_s < when <= self.end_s
         ]
         finished_count = sum(self.start_s < request.ended_s <= self.end_s for request in succeeded)
-        # A message with several tokens counts as equal gaps between these tokens.
+        # The gap before a message with n tokens counts as n gaps of 1/n of its duration.
         gaps = [
             gap / count
             for request in succeeded

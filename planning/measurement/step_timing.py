@@ -1,9 +1,9 @@
 """Step timing: times the engine's decode and prefill steps and fits a step cost model to them.
 
-The engine's model runner runs decode batches of many sizes, with short and long contexts, and
-prefill chunks. Each of these shapes is timed once per round, so that a slow moment of the machine
-affects all shapes. The time of a shape is the median over the rounds. The cost of a part of a step
-is computed from the difference between two shapes.
+The engine's model runner runs steps of many shapes: decode batches of many sizes, with short and
+long contexts, and prefill chunks. Each shape is timed once per round, so that a slow moment of the
+machine affects all shapes. The time of a shape is the median over the rounds. The cost of a part of
+a step, such as sampling, is computed from the times of two shapes that differ only in that part.
 """
 
 import time

@@ -113,7 +113,7 @@ class TuningTrial:
 
 
 def trial_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without DROPPED_KEYS, also in each task."""
+    """Return the settings without DROPPED_KEYS, which are also removed from each task."""
     remaining = {name: value for name, value in settings.items() if name not in DROPPED_KEYS}
     for task_list in ("tasks", "task_templates"):
         if isinstance(remaining.get(task_list), list):

@@ -1,8 +1,9 @@
 """Hardware efficiency of training per GPU, fitted to published runs of Megatron-LM and NeMo.
 
 `python -m planning.published.fit_training` computes and prints the constants that are marked as
-fitted. The other constants are measurements of the hardware or counts from the programs. A GPU
-without published runs uses the constants of a similar GPU, with a wider error bar.
+fitted. The other constants are measured on the hardware, or follow from what the training software
+does, such as the bytes that it reduces per gradient. A GPU without published runs has the constants
+of the 80 GB A100 or of the H100, with a wider error bar.
 """
 
 from collections.abc import Mapping
@@ -74,10 +75,16 @@ _MEGATRON_2021 = "Megatron-LM and NeMo of 2021 to 2023"
 _MEGATRON_CORE_2024 = "Megatron-Core of 2024"
 _BORROWED_NOTE = "no published run of this GPU; the H100's constants with this GPU's matmul speeds"
 
-# The H100's matmul speeds are multiplied by measured ratios, such as 0.77 / 0.80. The numbers are
-# medians of the fraction of the peak speed that matmuls of size 4096 and more reach, in 16 bits and
-# in fp8: H100 0.80 and 0.53, H200 0.77 and 0.60, L40S 0.62 and 0.50, B200 0.69 and 0.48. The L40S
-# has PCIe links with 5 GB/s among four GPUs.
+# H200, L40S and B200 have no published runs. Their matmul speed, as a fraction of the peak, is the
+# H100's fraction multiplied by a ratio of measured fractions, such as 0.77 / 0.80. A measured
+# fraction is the median over matmuls of size 4096 and more:
+#
+#           H100   H200   L40S   B200
+#   16 bits 0.80   0.77   0.62   0.69
+#   fp8     0.53   0.60   0.50   0.48
+#
+# In fp8, the H200 keeps the H100's fraction, although its measured fraction is higher. The L40S has
+# PCIe links: among four GPUs an all-reduce reaches 5.2 GB/s, 0.16 of the specification.
 SOFTWARE: Mapping[str, Software] = {
     "a100-40g": Software(_MEGATRON_2021, A100, 0.09, 0.0, "fitted on the 80 GB card"),
     "a100-80g": Software(_MEGATRON_2021, A100, 0.06, 0.0),

@@ -65,8 +65,9 @@ class TrainingJob:
     virtual_tokens: int = 0
     dtype: str = "bfloat16"  # fp8 applies to the layers' matmuls only, if the GPU supports it.
     flash: bool | None = None  # Whether attention is fused; None: the value of `Efficiency.flash`.
-    # Whether the optimizer state is sharded over the replicas. None: True for the software of 2024,
-    # whose `Efficiency.flash` is True; otherwise True if the full state does not fit on a GPU.
+    # Whether the optimizer state is sharded over the replicas. If None, it depends on the software
+    # of the GPU: the software of 2024 (`Efficiency.flash` is True) always shards it; older software
+    # shards it only if weights, gradients and the unsharded state do not fit on a GPU.
     distributed_optimizer: bool | None = None
 
     @property
@@ -200,12 +201,12 @@ def _layer_work(
 def _step_parts_s(
     job: TrainingJob, split: TrainingSplit, work: LayerWork, *, is_optimizer_sharded: bool
 ) -> Mapping[str, float]:
-    """Return the seconds of each part of a step."""
+    """Return the seconds of each part of a step; the part "products" is the layers' matmuls."""
     forward_pass, backward_pass = forward(work), backward(work)
     recompute_s = _recompute_s(job, split, forward_pass)
     micro_batches = split.micro_batches(job)
     layers = -(-job.model.num_layers // split.pp)
-    # Number of times that a micro-batch passes a layer of the stage, forward and backward.
+    # Number of forward passes of single layers in a step; the backward passes are equally many.
     passes = micro_batches * layers
     stage_s = layers * (forward_pass.total + backward_pass.total + recompute_s)
     rank_parameters = stage_parameters(job.model, split.tp, split.pp, 0)
@@ -292,23 +293,30 @@ def _time_confidence(
 ) -> Confidence:
     error = software_stack.error_fp8 if job.dtype == "fp8" else software_stack.error
     notes = [f"for {software_stack.name}", software_stack.note]
-    # Each entry is a condition without published runs, and its description for the note.
+    # Each entry is a test of the configuration, and the end of the note if the test is True.
     extrapolations = [
-        (split.vpp > 1 and software_stack.efficiency.flash, "a known number of chunks on this GPU"),
-        (job.sequence > PUBLISHED_SEQUENCE_MAX, f"sequences over {PUBLISHED_SEQUENCE_MAX} tokens"),
-        (split.gpus > PUBLISHED_GPUS_MAX, f"more than {PUBLISHED_GPUS_MAX} GPUs"),
+        # The software of the H100 (`flash` is True) was published without the numbers of chunks.
+        (split.vpp > 1 and software_stack.efficiency.flash, "on this GPU states its vpp"),
+        (
+            job.sequence > PUBLISHED_SEQUENCE_MAX,
+            f"has sequences over {PUBLISHED_SEQUENCE_MAX} tokens",
+        ),
+        (split.gpus > PUBLISHED_GPUS_MAX, f"has more than {PUBLISHED_GPUS_MAX} GPUs"),
         (
             job.model.hidden_size < PUBLISHED_HIDDEN_MIN,
-            f"a hidden size under {PUBLISHED_HIDDEN_MIN}",
+            f"has a hidden size under {PUBLISHED_HIDDEN_MIN}",
         ),
-        (any(job.model.moe_layers), "MoE layers"),
-        # The published runs of adapters are of the H100; without fp8 the GPU is an A100.
-        (job.trainable == "adapter" and not software_stack.error_fp8, "frozen weights on this GPU"),
+        (any(job.model.moe_layers), "has MoE layers"),
+        # Adapters were published on the H100 only. `error_fp8` is 0 for the A100.
+        (
+            job.trainable == "adapter" and not software_stack.error_fp8,
+            "on this GPU has frozen weights",
+        ),
     ]
     for applies, description in extrapolations:
         if applies:
             error *= EXTRAPOLATION_FACTOR
-            notes.append(f"no published run has {description}")
+            notes.append(f"no published run {description}")
     return Confidence("spec-sheet", error, "; ".join(note for note in notes if note))
 
 
@@ -403,6 +411,6 @@ def _check_block(job: TrainingJob, split: TrainingSplit) -> None:
     layers = -(-job.model.num_layers // split.pp)
     if split.recompute == "block" and not 1 <= split.recompute_layers <= layers:
         raise ConfigError(
-            f"recompute block is set for {split.recompute_layers} layers of a stage, but a stage "
-            f"has {layers} layers; it must be from 1 to {layers}"
+            f"recompute_layers is {split.recompute_layers}; recompute block needs a number from 1 "
+            f"to {layers}, the number of layers of a stage"
         )

@@ -1,4 +1,4 @@
-"""Explanations of a training plan: binding limits, alternatives, and changes that would fit.
+"""Explanations of a training plan: binding limits, alternatives, and changes that make a split fit.
 
 The explanations also describe the placement over nodes, the memory that recomputation saves, and
 the duration of a whole run.
@@ -74,7 +74,8 @@ def binding_lines(search: TrainingSearchResult) -> list[str]:
         gain = 100 * (1 - fastest.iteration_s / best.iteration_s)
         lines.append(
             f"memory: {split_name(fastest.split)} would take {gain:.0f} % less time, but needs "
-            f"{format_bytes(fastest.estimate.memory.total)} of {format_bytes(memory.capacity)}"
+            f"{format_bytes(fastest.estimate.memory.total)}; a GPU has "
+            f"{format_bytes(memory.capacity)}"
         )
     if best.estimate.bubble_fraction > BUBBLE_FRACTION_MIN:
         micro_batches = best.split.micro_batches(search.job)
@@ -86,21 +87,22 @@ def binding_lines(search: TrainingSearchResult) -> list[str]:
         )
     part_name, seconds = max(best.estimate.seconds.items(), key=lambda pair: pair[1])
     lines.append(
-        f"time: {100 * seconds / best.iteration_s:.0f} % of a step is {part_name.replace('_', ' ')}"
+        f"time: the largest part of a step is {part_name.replace('_', ' ')}, with "
+        f"{100 * seconds / best.iteration_s:.0f} %"
     )
     return lines
 
 
 def alternative_lines(search: TrainingSearchResult) -> list[str]:
-    """Return the lines on other values of the settings of the best candidate.
+    """Explain why the best candidate does not have other settings, one line per value.
 
-    For each setting, each line is on a neighboring value, and compares the fastest candidate with
-    that value to the best candidate.
+    A line takes another value of one setting, such as the next larger TP, and compares the fastest
+    candidate that has this value with the best candidate.
     """
     best = search.best
     assert best is not None
     split = best.split
-    # Each entry is the label of a setting, a function that reads the setting, and the other values.
+    # Each entry: a setting's label, a function that reads the setting, and the values to explain.
     axis_choices: list[tuple[str, Callable[[TrainingSplit], object], list[object]]] = [
         (
             "TP",
@@ -187,7 +189,7 @@ def advice_lines(
 ) -> list[str]:
     """Return remarks on the best candidate.
 
-    `other_search` is the search for the other kind of training: an adapter or all parameters.
+    `other_search` is the search for an adapter if `search` is for all parameters, and vice versa.
     """
     best, job = search.best, search.job
     assert best is not None and best.estimate is not None
@@ -262,7 +264,7 @@ def recompute_savings_line(job: TrainingJob, split: TrainingSplit, cluster: Clus
         best = sequence_parallel_only
     gain = 100 * (full_recompute.iteration_s / best.iteration_s - 1)
     text = (
-        f"{subject} {format_bytes(best.memory.activations)} of activations, TP alone "
+        f"{subject} {format_bytes(best.memory.activations)} of activations, and TP alone stores "
         f"{format_bytes(tp_only.memory.activations)}: a factor of {reduction:.1f}"
     )
     gpus_per_node = cluster.gpus_per_node
@@ -326,8 +328,8 @@ def frozen_comparison(
         ]
     lines = [
         "frozen weights have no gradients and no optimizer state: 2 bytes per parameter instead of "
-        f"18, {format_bytes(estimate.memory.weights)} on the fullest GPU; and linear layers store "
-        "no inputs for weight gradients"
+        f"18, so the weights of the fullest GPU need {format_bytes(estimate.memory.weights)}; "
+        "linear layers also store no inputs for weight gradients"
     ]
     if full_search.best is None:
         return [*lines, "training all parameters does not fit on these GPUs"]
@@ -347,8 +349,8 @@ def frozen_comparison(
         f"{format_bytes(estimate.memory.total)}, a step of "
         f"{format_figure('iteration_s', full_search.best.iteration_s)} instead of "
         f"{format_figure('iteration_s', frozen.best.iteration_s)}",
-        f"a step with frozen weights is {gain:.2f} times as fast: it has {flops:.2f} times fewer "
-        "FLOPs, since no weight gradients are computed, and no all-reduce of weight gradients",
+        f"a step with frozen weights is {gain:.2f} times as fast: weight gradients are neither "
+        f"computed ({flops:.2f} times fewer FLOPs) nor reduced over the replicas",
     ]
 
 
@@ -356,7 +358,7 @@ def frozen_comparison(
 
 
 def fit_advice_lines(search: TrainingSearchResult) -> list[str]:
-    """Return lines on why no candidate fits, and on changes with which a candidate would fit."""
+    """Explain why no candidate fits, and suggest changes with which a candidate would fit."""
     job = search.job
     cluster = search.cluster
     space = search.space
@@ -392,7 +394,7 @@ def fit_advice_lines(search: TrainingSearchResult) -> list[str]:
         )
         if distributed_search.best is not None:
             name = split_name(distributed_search.best.split)
-            lines.append(f"with --distributed-optimizer {name} fits")
+            lines.append(f"with --distributed-optimizer, {name} fits")
     if larger_cluster_split is None and not larger_gpu_line and job.sequence > 1024:
         lines.append(f"sequences shorter than {job.sequence:,} tokens need less memory")
     return lines
@@ -446,7 +448,10 @@ def _smallest_fitting_split(
 
 
 def _larger_gpu_line(job: TrainingJob, cluster: Cluster, space: SearchSpace) -> str:
-    """Return a line on the GPU type with the least memory on which the job fits; "": none."""
+    """Name the smallest GPU type, with more memory than the given type, on which the job fits.
+
+    Return "" if there is none.
+    """
     for device in sorted(DEVICES.values(), key=lambda device_choice: device_choice.memory_bytes):
         if device.memory_bytes > cluster.device.memory_bytes:
             search = search_training(
@@ -461,10 +466,11 @@ def _larger_gpu_line(job: TrainingJob, cluster: Cluster, space: SearchSpace) -> 
 def default_batch(parameters: int, trainable: str, gpus: int) -> int:
     """Return a usual global batch for a model of this size.
 
-    The batch is rounded to a multiple of the odd factor of `gpus` times a power of two, so that the
-    replicas can divide it evenly.
+    The replicas can divide the batch evenly, because it is a multiple of a divisor of `gpus`: the
+    largest odd divisor times a power of two up to 256, such as 3 x 16 for 48 GPUs.
     """
-    batch_of_size = ((1e9, 256), (4e9, 1024), (300e9, 2048))  # (maximum of parameters, batch).
+    # (maximum number of parameters, batch).
+    batch_of_size = ((1e9, 256), (4e9, 1024), (300e9, 2048))
     usual_batch = next(
         (batch for parameters_max, batch in batch_of_size if parameters <= parameters_max), 3072
     )
@@ -474,7 +480,7 @@ def default_batch(parameters: int, trainable: str, gpus: int) -> int:
     while odd_factor % 2 == 0:
         odd_factor //= 2
     unit = odd_factor * min(gpus // odd_factor, 256)
-    # If the unit is larger than the usual batch, a smaller power of two is used.
+    # If the unit is larger than the usual batch, a smaller power of two is used, if possible.
     fitting_units = [
         divisor
         for divisor in divisors(unit)

@@ -74,7 +74,7 @@ def plan_training(
 
 
 def _other_trainable_job(job: TrainingJob) -> TrainingJob:
-    """Return the job with the other kind of training: an adapter or all parameters."""
+    """Return the job that trains an adapter if `job` trains all parameters, and vice versa."""
     if job.trainable == "all":
         default_virtual_tokens = min(20, job.sequence - 1)
         return replace(
@@ -108,7 +108,7 @@ def _tuning_advice(tuning: TuningSettings, job: TrainingJob, cluster: Cluster) -
 def finalize_plan(plan: Plan, tuning: TuningSettings, best: Row | None) -> Plan:
     """Return the plan with the settings file and the command of the row `best`.
 
-    If it is None, they are empty, and so are the texts on the best candidate.
+    If `best` is None, the settings file, the command and the texts on the best candidate are empty.
     """
     if best is None:
         return replace(plan, settings_yaml="", command="", binding=[], why_not=[])

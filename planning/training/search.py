@@ -1,9 +1,9 @@
 """Training search: tries tensor, pipeline and data parallel splits, micro-batches and recompute.
 
-For each TP and PP size, the split that needs the least memory is checked first. If it does not fit,
-one rejected candidate represents all candidates with these sizes. Otherwise each candidate is
-estimated, and the candidates that fit are ranked by the time of a step. Each rejected candidate has
-a reason. `planning.training.explanation` describes the result in text.
+For each pair of a TP and a PP size, the split that needs the least memory is checked first. If this
+split does not fit, one rejected candidate represents all candidates with these sizes. Otherwise
+each candidate is estimated, and the candidates that fit are ranked by the time of a step. Each
+rejected candidate has a reason. `planning.training.explanation` describes the result in text.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,8 @@ from planning.training.estimate import (
 
 RECOMPUTE: tuple[RecomputeMode, ...] = ("none", "selective", "block", "full")
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 16, 32, 64)
-# Candidates within this fraction of the fastest count as equal; the simplest of them is selected.
+# Among the candidates that are slower than the fastest by at most this fraction, the simplest one
+# is selected.
 TIE_FRACTION = 0.02
 FEWER_REPLICAS_TRIED = 40  # Number of fastest candidates that are also tried with fewer replicas.
 
@@ -71,7 +72,8 @@ class TrainingCandidate:
     feasibility: Feasibility
     estimate: TrainingEstimate | None = None
     reason: str = ""
-    covers_tp_pp: bool = False  # Whether it represents all candidates with the same tp and pp.
+    # Whether this rejected candidate represents all candidates with its tp and pp.
+    covers_tp_pp: bool = False
 
     @property
     def iteration_s(self) -> float:
@@ -194,9 +196,10 @@ def _candidates_of_batch(
                 if kind != "block" and (not space.recompute or kind in space.recompute)
             ]
             yield from non_block_candidates
-            # If both values of sequence parallelism are tried, "block" is only tried with True.
-            is_plain_tp = split.tp > 1 and not sequence_parallel and space.sequence_parallel is None
-            if not is_plain_tp and (not space.recompute or "block" in space.recompute):
+            # If the search tries both values of sequence parallelism, it tries "block" with True
+            # only.
+            skips_block = split.tp > 1 and not sequence_parallel and space.sequence_parallel is None
+            if not skips_block and (not space.recompute or "block" in space.recompute):
                 yield from _block_recompute_candidates(
                     job, base, cluster, space, non_block_candidates
                 )
@@ -212,9 +215,9 @@ def _block_recompute_candidates(
     """Yield the candidate with the fewest recomputed layers that fits, found by binary search.
 
     Yield nothing in these cases:
-    - A candidate that recomputes no whole layers fits.
+    - A candidate with recompute "none" or "selective" already fits.
     - A model chunk has fewer than two layers.
-    - Only the recomputation of all layers fits.
+    - Only candidates that recompute all layers fit, or no candidate fits.
     """
     chunk_layers = job.model.num_layers // base.pp // base.vpp
     fits_without_layer_recompute = any(
@@ -243,7 +246,7 @@ def _evaluate(
     job: TrainingJob, split: TrainingSplit, cluster: Cluster, space: SearchSpace
 ) -> TrainingCandidate:
     try:
-        # A candidate may leave GPUs idle. The estimate needs a cluster of the GPUs that it uses.
+        # A candidate may leave GPUs idle, but the estimate needs a cluster without idle GPUs.
         estimate = estimate_training(job, split, replace(cluster, gpus=split.gpus))
     except ConfigError as error:
         return TrainingCandidate(split, "rejected", None, str(error))
@@ -354,7 +357,7 @@ def _sequence_choices(tp: int, space: SearchSpace) -> list[bool]:
 
 
 def _replicas_max(batch: int, micro_batch: int, replicas_limit: int) -> int:
-    """Return the largest number of replicas, up to the limit, that divides the batch evenly.
+    """Return the largest number of replicas, up to the limit, that get equally many micro-batches.
 
     Return 0 if the micro-batch size does not divide the batch, or if the limit is 0.
     """
@@ -364,9 +367,9 @@ def _replicas_max(batch: int, micro_batch: int, replicas_limit: int) -> int:
 
 
 def _splits_with_fewer_replicas(job: TrainingJob, split: TrainingSplit) -> Iterator[TrainingSplit]:
-    """Yield the same split with fewer replicas.
+    """Yield `split` with each possible smaller number of replicas.
 
-    Such a split can be faster if its all-reduce crosses fewer nodes.
+    A smaller number can be faster if the all-reduce then crosses fewer nodes.
     """
     for dp in divisors(job.global_batch // split.micro_batch):
         smaller_split = replace(split, dp=dp)
@@ -399,10 +402,10 @@ def _row(
 
 
 def is_optimizer_distributed(estimate: TrainingEstimate) -> bool:
-    """Return whether the optimizer state of trained weights is sharded.
+    """Infer from the sizes whether the optimizer state of trained weights is sharded.
 
-    An unsharded optimizer state has at least six times the bytes of the weights: 12 or 16 bytes per
-    parameter instead of 2.
+    A weight has 2 bytes, and its unsharded optimizer state has 12 or 16 bytes. A state of less than
+    five times the bytes of the weights is therefore sharded.
     """
     return estimate.memory.optimizer < 5 * estimate.memory.weights
 
@@ -443,7 +446,7 @@ def split_settings(split: TrainingSplit, job: TrainingJob) -> Mapping[str, Setti
 
 
 def split_from_settings(settings: Mapping[str, SettingValue]) -> TrainingSplit:
-    """Return the split of these settings; the inverse of `split_settings`."""
+    """Return the split that `split_settings` converted to these settings."""
     names = [name for name in settings if name not in ("gpus", "global_batch")]
     return TrainingSplit(**{name: settings[name] for name in names})  # type: ignore[arg-type]
 

@@ -46,7 +46,9 @@ class Efficiency:
     link: float  # Speed of collectives among the GPUs of a node.
     network: float  # Speed of collectives between nodes.
     start_s: float  # Latency of a collective or a message.
-    gap_s: float  # Idle time between a layer's kernels, forward; twice as much backward.
+    # Sum of the idle times between a layer's kernels in the forward pass. The backward pass has
+    # twice this time.
+    gap_s: float
     # Fractions of the communication time that overlaps with computation.
     hidden_forward: float  # Tensor-parallel collectives in the forward pass.
     hidden_backward: float  # Tensor-parallel collectives in the backward pass.
@@ -111,9 +113,10 @@ def forward(work: LayerWork) -> LayerPass:
 
 
 def backward(work: LayerWork) -> LayerPass:
-    """Return the time of the backward pass.
+    """Return the time of the backward pass of a layer.
 
-    If the weights are trained, the matmuls of their gradients overlap with collectives.
+    If the weights are trained, collectives overlap with the matmuls of the weight gradients.
+    Otherwise they overlap as in the forward pass.
     """
     w, e = layer_widths(work.config), work.efficiency
     linears = _linear_shapes(work, w)
@@ -121,8 +124,8 @@ def backward(work: LayerWork) -> LayerPass:
     matmuls_s = sum(_matmul_s(work, m, k, n) for m, n, k in linears)  # Gradients of the inputs.
     if trains_weights:
         matmuls_s += sum(_matmul_s(work, k, n, m) for m, n, k in linears)  # Gradients of weights.
-    # With sequence parallelism, weight gradients need the outputs of both norms again. Two
-    # all-gathers take the time of one all-reduce.
+    # With sequence parallelism, the outputs of both norms are gathered again for the weight
+    # gradients. These two all-gathers take the time of a third all-reduce.
     all_reduce_count = 3 if trains_weights and work.sequence_parallel else 2
     hidden = e.hidden_backward if trains_weights else e.hidden_forward
     collectives = all_reduce_count * _all_reduce_s(work, work.tokens * w.hidden)

@@ -48,9 +48,9 @@ class TuningSettings:
         return "all" if self.config.method == "full" else "adapter"
 
     def training_job(self, sequence: int | None) -> TrainingJob:
-        """Return the training job.
+        """Return the training job, in which each example has `sequence` tokens.
 
-        All examples have `sequence` tokens; None: the maximum length.
+        If `sequence` is None, each example has the maximum length that the settings allow.
         """
         context = self.model.max_position_embeddings
         sequence_max = min(self.config.tokens_max or context, context)
@@ -63,7 +63,7 @@ class TuningSettings:
             0 if self.trainable == "all" else virtual_tokens,
             # Other dtypes, such as float32 for a CPU, are planned as if they were bfloat16.
             self.config.dtype if self.config.dtype in ("bfloat16", "float16") else "bfloat16",
-            flash=True,  # `tune` stores no attention probabilities.
+            flash=True,  # Like flash attention, `preamble tune` stores no attention scores.
             distributed_optimizer=False,
         )
 

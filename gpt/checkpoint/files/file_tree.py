@@ -1,8 +1,8 @@
 """File tree: byte spans of a checkpoint's files by relative name, in a folder or an archive.
 
 A span is a contiguous byte range of a file on disk: a whole file, or an uncompressed member of an
-archive. The same code reads both, so a file inside an archive is memory-mapped in place. The module
-is independent of the checkpoint formats.
+archive. Files inside an archive are therefore memory-mapped in place, like files of a folder. The
+module is independent of the checkpoint formats.
 """
 
 import os
@@ -13,7 +13,8 @@ from pathlib import Path
 from gpt.checkpoint.files.safetensors_file import MappedFile
 from gpt.errors import CheckpointError
 
-# A scan ignores deeper folders. In an unpacked archive the weights are at most two folders deep.
+# A recursive scan ignores folders below this depth; the scanned folder has depth 1. In an unpacked
+# archive the weights are at most two folders deep.
 DEPTH_MAX = 4
 FILES_MAX = 100_000  # A scan refuses a folder with more files.
 

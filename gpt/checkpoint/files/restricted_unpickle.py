@@ -101,8 +101,9 @@ class StubUnpickler(pickle._Unpickler):
 
     It derives from `pickle._Unpickler`, which is written in Python. The C implementation allocates
     a table as large as the largest memo index in a file, and a hostile file can contain any index.
-    A subclass sets `extra_names` to match additional class names of its kind of file; objects of
-    these classes become stubs.
+    `extra_names` matches the names that are allowed in addition to `TRAINING_CLASSES` and
+    `SAFE_CLASSES`; a subclass sets it to the names in its files. Objects of all these classes
+    become stubs.
     """
 
     # The opcode BYTEARRAY8 is refused, because it allocates any length that the file states. No
@@ -209,7 +210,7 @@ def _is_allowed(name: str) -> bool:
 
 
 def _globals_in_zip(path: Path, source: Path | io.BytesIO) -> list[str]:
-    """Return the globals that torch does not allow; refuse compressed members of the archive."""
+    """Return the pickle's globals that torch does not allow; refuse compressed archive members."""
     with zipfile.ZipFile(source) as archive:
         for member in archive.infolist():
             if member.compress_type != zipfile.ZIP_STORED:

@@ -25,8 +25,8 @@ from gpt.errors import CheckpointError
 HEADER_BYTES_MAX = 100 << 20
 TEXT_BYTES_MAX = 64 << 20  # Limit for a config or an index.
 
-# Without this flag, Linux refuses to map a file that is larger than the memory. Python's module has
-# the flag since version 3.13.
+# Without this flag, Linux refuses a private writable mapping (see `_map`) that is larger than the
+# memory. Python's `mmap` module has the flag since version 3.13.
 MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 # If fewer file descriptors than this are left, the soft limit of the process is raised.
@@ -199,7 +199,7 @@ def _parse_header(path: Path, header: bytes) -> dict[str, Any]:
             and len(entry["data_offsets"]) == 2
         ):
             raise _broken_file_error(
-                path, f"describes {key!r} without a dtype, shape and data_offsets that are valid"
+                path, f"describes {key!r} without a valid dtype, shape or data_offsets"
             )
     return record
 

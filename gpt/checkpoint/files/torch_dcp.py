@@ -2,8 +2,8 @@
 
 The index is a pickle. Its objects are read as inert stubs, so no class of torch or of a training
 framework is imported or run. A chunk is a complete `torch.save` archive inside a larger file; its
-tensor is a view of the mapped file, without a copy. The files can be in a folder or in an archive.
-The module is independent of the model and of parameter names.
+tensor is a view of the mapped file, without a copy. The files can be in a folder or in an
+uncompressed .nemo archive. The module is independent of the model and of parameter names.
 """
 
 import io
@@ -87,7 +87,7 @@ class ChunkedTensor:
 
 @dataclass
 class DcpIndex:
-    """The entries of `.metadata` for the requested keys, and the files that contain them."""
+    """The entries of `.metadata` for the requested keys, and the files that contain their data."""
 
     tree: FileTree
     tensors: dict[str, ChunkedTensor] = field(default_factory=dict)  # By key.
@@ -118,8 +118,8 @@ def read_index(tree: FileTree, key_filter: Callable[[str], bool]) -> DcpIndex:
     return index
 
 
-# Fields of each chunk's storage entry (file name, offset, length), by (key, offsets of the chunk).
-# The offsets of a pickled object are None.
+# The storage entry of each chunk (a mapping with file name, offset and length). A key is the
+# tensor's key and the chunk's `offsets` in the tensor; a pickled object has None for `offsets`.
 StorageSpans = dict[tuple[str, tuple[int, ...] | None], Mapping[str, Any]]
 
 
@@ -146,7 +146,7 @@ def _add_entry(index: DcpIndex, key: str, entry: Stub, spans: StorageSpans) -> N
     for chunk in entry.fields["chunks"]:
         offsets, sizes = _parse_sizes(chunk.fields["offsets"]), _parse_sizes(chunk.fields["sizes"])
         if not len(offsets) == len(sizes) == len(shape):
-            raise ValueError(f"a chunk of {key} has another number of dimensions than {shape}")
+            raise ValueError(f"a chunk of {key} does not have the {len(shape)} dimensions of {key}")
         chunk_span = _chunk_span(index, key, spans.get((key, offsets)))
         chunks.append(Chunk(key, offsets, sizes, dtype, chunk_span))
     index.tensors[key] = ChunkedTensor(key, shape, dtype, tuple(chunks))

@@ -87,7 +87,7 @@ def load_weights_only(path: Path, *, mmap: bool = True) -> object:
 def _unpickling_error(path: Path, error: pickle.UnpicklingError) -> CheckpointError:
     try:
         unsafe_globals = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # Not a zip file or not a pickle: the error below contains only `error`.
+    except Exception:  # Not a zip file or not a pickle: the names of the functions are unknown.
         unsafe_globals = []
     if unsafe_globals:
         return CheckpointError(

@@ -1,9 +1,10 @@
 """`torch.save` zip archives as data: tensors viewed in the mapped file, pickles read as stubs.
 
-The archive is a zip of uncompressed members at any offset of a file: a pickle, whose foreign
-classes are read as inert stubs, and the storages of its tensors. No storage is copied or read; a
-tensor is a view of the mapped file. `view_archive` may raise any exception for a broken archive;
-`read_archive` converts it to a `CheckpointError`. The module is independent of the model.
+The archive is a zip, which may be a part of a larger file. Its members are not compressed: a
+pickle, whose foreign classes are read as inert stubs, and the storages of the tensors. A tensor is
+a view of the mapped file, so no storage is copied. `view_archive` may raise any exception for a
+broken archive; `read_archive` converts the exception to a `CheckpointError`. The module is
+independent of the model.
 """
 
 import io
@@ -39,7 +40,8 @@ STORAGE_DTYPES: Mapping[str, torch.dtype] = {
 }
 # Size of a zip member's local header, without the name and the extra field that follow it.
 LOCAL_HEADER_BYTES = 30
-# Offsets in the local header of two lengths of two bytes: of the name and of the extra field.
+# The local header states the length of the name at byte 26 and the length of the extra field at
+# byte 28, each as a two-byte integer.
 LENGTH_OFFSETS = (26, 28)
 PICKLE_BYTES_MAX = 256 << 20  # The pickle of the largest model has a few megabytes.
 
@@ -124,7 +126,8 @@ def _view_tensor(
     )
     if last_element >= storage.element_count:
         raise ValueError("a tensor exceeds its storage")
-    # An archive inside a file may be unaligned. frombuffer, unlike view(dtype), accepts any offset.
+    # An archive in a larger file may be unaligned. frombuffer accepts any offset, but view(dtype)
+    # needs a multiple of the element size.
     flat = torch.frombuffer(memory, dtype=storage.dtype, count=storage.element_count, offset=start)
     return flat.as_strided(size, stride, first_element)
 

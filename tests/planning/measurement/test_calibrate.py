@@ -107,7 +107,7 @@ def test_written_calibration_is_read_back(tmp_path: Path) -> None:
         (lambda record: record.pop("format"), "format"),
         (lambda record: record.update(format=99), "99"),
         (lambda record: record.pop("models"), "models must be a list"),
-        (lambda record: record.update(models=[{"dtype": "float32"}]), "has no mapping steps"),
+        (lambda record: record.update(models=[{"dtype": "float32"}]), "has no mapping 'steps'"),
         (lambda record: record["models"][0]["steps"].update(rows=[]), "rows"),
         (lambda record: record["models"][0]["steps"].update(draws=[[2, 1], [1, 1]]), "draws"),
         (lambda record: record["models"][0]["shape"].pop("vocab"), "vocab"),

@@ -131,7 +131,7 @@ def test_adapter_plan_needs_fewer_ranks_and_explains_the_difference() -> None:
     advice = " ".join(frozen.advice)
     assert "2 bytes per parameter instead of 18" in advice
     assert "training all parameters would use" in advice
-    assert "since no weight gradients are computed" in advice
+    assert "weight gradients are neither computed" in advice
     assert "--trainable adapter" in " ".join(full_training.advice)
 
 
