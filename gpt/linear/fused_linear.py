@@ -127,7 +127,7 @@ def unsupported_reason(model: GPT) -> str | None:
 def fuse_layers(model: GPT, fp8_layers: Collection[int] = ()) -> int:
     """Use fused linears in all layers, with fp8 weights in `fp8_layers`; return the bytes freed.
 
-    An unquantized weight is freed before the next one is quantized.
+    In `fp8_layers`, each unquantized weight is freed before the next weight is quantized.
     """
     freed_bytes = 0
     prenormed = PrenormedRows()
