@@ -62,8 +62,8 @@ class KVPool:
 
         Without the thread, the first prefill that writes to an OS page waits for a page fault;
         these faults took 10 % of the prefill time or more. Servers that start together may have
-        sized their pools by the same free memory. To leave memory to the others, the thread stops
-        when `free_bytes()` is smaller than the pool.
+        sized their pools by the same free memory. To leave memory to the other servers, the thread
+        stops when `free_bytes()` is smaller than the pool.
         """
         if self._memory.device.type == "cpu":
             arguments = (weakref.ref(self), free_bytes)

@@ -48,7 +48,7 @@ def segment_range(low, high, segment, TILE: tl.constexpr, SEGMENTS: tl.constexpr
 def finite_max(running_max):
     """Return `running_max`, with 0 in place of -inf, which means no visible key so far.
 
-    Subtracting it from a score of -inf then gives -inf; -inf - (-inf) would be NaN.
+    A score of -inf minus the result is then -inf; -inf - (-inf) would be NaN.
     """
     return tl.where(running_max == float("-inf"), 0.0, running_max)
 

@@ -51,7 +51,8 @@ class TritonMetadata:
     """
 
     context_lengths: Tensor  # (B,) the number of tokens of each sequence after this step.
-    query_starts: Tensor  # (B + 1,) the flat row of each sequence's first new token, then T.
+    # (B + 1,) the flat row of each sequence's first new token, then the number of rows.
+    query_starts: Tensor
     block_tables: Tensor  # (B, blocks)
     # (work items, 2): the index of a sequence with one new token, and 0.
     decode_items: Tensor
