@@ -63,7 +63,7 @@ class _PrefillArgs(ctypes.Structure):
 
 
 # The argument types of each function: p is an address, i an int64. An int result is nonzero on
-# failure; only `preamble_has_int8_gemm` returns 1 if the machine has an int8 GEMM, else 0. Some
+# failure, but `preamble_has_int8_gemm` returns 1 if the machine has an int8 GEMM, else 0. Some
 # functions exist only in a library for x86-64. A test compares these tables and the structures with
 # the C source.
 _ARGUMENT_KINDS = {

@@ -111,7 +111,7 @@ class PackedLinear:
         fp32_output: bool,
         gated: bool,
     ) -> None:
-        """Set the packed weight: int8 with one of `scales` per column, or bf16 if it is None."""
+        """Set the packed weight: int8 with a scale per column; bf16 if `scales` is None."""
         self._dtype = torch.float32 if fp32_output else weight.dtype
         self._columns = weight.shape[0] // (1 + gated)
         # Kept alive, because the library gets the addresses.

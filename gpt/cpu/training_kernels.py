@@ -168,7 +168,7 @@ def supports_attention(q: Tensor, k: Tensor, batch: Batch, window: int | None) -
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-    """Compute attention of complete sequences, with `Batch.parents`, without a KV pool."""
+    """Compute attention of complete sequences, which may have parents, without a KV pool."""
     return cast(Tensor, _VarlenAttention.apply(q, k, v, batch))  # type: ignore[no-untyped-call]
 
 

@@ -1,9 +1,9 @@
 """CPU weight packing: loaded weights in the C library's panels (bf16, int8) or oneDNN's layout.
 
-Packed weights make CPU inference faster. oneDNN packs them where the C library does not support
-them. A matmul with a packed weight applies bias, activation and residual while the product is in
-registers. `pack_weights` replaces the weights of a loaded model one at a time, so at most one
-weight is in memory twice. A tied embedding also stays unpacked, for lookups.
+Packed weights make CPU inference faster. The C library packs the weights, or oneDNN if the library
+does not support them. A matmul with a packed weight applies bias, activation and residual while the
+product is in registers. `pack_weights` replaces the weights of a loaded model one at a time, so at
+most one weight is in memory twice. A tied embedding also stays unpacked, for lookups.
 """
 
 import logging

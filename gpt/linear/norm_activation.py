@@ -1,8 +1,9 @@
 """Fused residual-add + norm + activation between two matmuls, with optional fp8 quantized output.
 
 On a GPU with Triton, each operation is one kernel (gpt/linear/triton_norm_activation.py). Elsewhere
-torch computes it; this is also the reference. Output rows are optionally quantized to e4m3 with one
-scale per row, as input of fp8 matmuls. Intermediate values are at least fp32 and are rounded once.
+torch computes it; the torch code is also the reference. Output rows are optionally quantized to
+e4m3 with one scale per row, as input of fp8 matmuls. Intermediate values are at least fp32 and are
+rounded once.
 """
 
 from collections.abc import Callable
