@@ -52,7 +52,7 @@ def open_atomic(
         mode: The permissions of a new file, before the umask.
         partial_path: The path of the file until the rename, in the same folder. The default is a
             new hidden name. A fixed path is for files that only one process writes; the next write
-            then replaces the partial file of a killed process.
+            then replaces the partial file that a killed process left.
     """
     partial = partial_path or _hidden_path(path, "part")
     file = open(  # noqa: SIM115, closed by the `with` below.
@@ -113,7 +113,10 @@ def rename_durable(source: Path, target: Path, *, overwrite: bool = True) -> Non
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and flush it to disk, not atomically: for files in a folder renamed later."""
+    """Write a file and flush it to disk, for a folder that is renamed later.
+
+    The write itself is not atomic.
+    """
     with open(path, "wb") as file:
         file.write(content)
         file.flush()

@@ -23,8 +23,8 @@ class Batch:
     """The tokens of one step: T new tokens of B sequences."""
 
     query_lengths: tuple[int, ...]  # Number of new tokens of each sequence.
-    # Number of earlier tokens of each sequence; their KV is in the KV pool, or in training in the
-    # parent sequence.
+    # Number of earlier tokens of each sequence. Their keys and values are in the KV pool; in
+    # training, they are those of the parent sequence (`parents`).
     past_lengths: tuple[int, ...]
     positions: Tensor  # (T,) position of each token in its sequence, virtual tokens included.
     # Where each token's KV is written: (T,) block numbers, and (T,) offsets in the block. None
@@ -34,14 +34,14 @@ class Batch:
     block_tables: Tensor | None = None
     # Flat indices of the tokens whose logits are computed. None: all tokens.
     logit_rows: Tensor | None = None
-    # (B,) int32 context lengths on the device, for CUDA graphs (serving/worker/cuda_graphs.py): the
-    # host does not know the exact lengths, so `past_lengths` is an upper bound. All query lengths
-    # are 1. None: the host knows the lengths.
+    # (B,) int32 context lengths on the device, for CUDA graphs (serving/worker/cuda_graphs.py). A
+    # graph is captured once for all lengths, so `past_lengths` is only an upper bound, and all
+    # query lengths are 1. None: `past_lengths` is exact.
     device_context_lengths: Tensor | None = None
     dropout: Dropout | None = None  # Training only.
     # Training only: for each sequence, the index of its parent, or None. A parent is an earlier
-    # sequence of the batch, and its tokens precede the sequence's own tokens. A parent has no
-    # parent. An empty tuple: no sequence has a parent.
+    # sequence of the batch without a parent. Its tokens are the beginning of every child sequence,
+    # so they are computed once. An empty tuple: no sequence has a parent.
     parents: tuple[int | None, ...] = ()
     # Cache of attention metadata (gpt/attention/paged.py): the first layer computes it, and the
     # later layers reuse it.

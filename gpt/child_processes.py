@@ -19,7 +19,8 @@ from typing import IO
 
 PR_SET_PDEATHSIG = 1
 TAIL_BYTES = 64 << 10
-# Runs a module after the call to `die_with_parent`, because the module's imports may take seconds.
+# Runs a module. `die_with_parent` is called before the module's imports: these may take seconds, in
+# which the parent may end.
 BOOTSTRAP_CODE = (
     "import os, runpy, sys; from gpt.child_processes import die_with_parent; "
     "die_with_parent(int(sys.argv[1])); sys.argv = sys.argv[2:]; "
@@ -62,8 +63,8 @@ class ChildProcess(subprocess.Popen[str]):
     def read_line(self, timeout_s: float) -> str:
         """Wait for the next line of stdout, and return it; "" if the child has closed its stdout.
 
-        An earlier read may move a second line into the buffer of `stdout`, where this method does
-        not detect it. So the child should write only one line for each call.
+        The child should write one line per call. A read can move a second line into the buffer of
+        `stdout`; the next call then waits for more output, although that line is available.
         """
         assert self.stdout is not None
         with selectors.DefaultSelector() as selector:
@@ -92,7 +93,10 @@ class ChildProcess(subprocess.Popen[str]):
         self.wait()
 
     def close_pipes(self) -> None:
-        """Close this process's ends of the pipes. Input is lost if the child closed its stdin."""
+        """Close this process's ends of the pipes.
+
+        Input that is not yet written is discarded if the child has closed its stdin.
+        """
         for pipe in (self.stdin, self.stdout, self.stderr):
             if pipe is not None:
                 with suppress(OSError):
@@ -110,16 +114,16 @@ def module_command(module_args: Sequence[str | Path]) -> list[str]:
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return `environment` with PYTHONPATH and PYTHONSAFEPATH set for a child process.
 
-    With them the child can import our packages in any working directory, and imports no modules
-    from the working directory itself.
+    With these variables the child can import our packages in any working directory, and imports no
+    modules from the working directory itself.
     """
     variables = dict(environment)
     root = str(Path(__file__).resolve().parent.parent)
     if root not in site.getsitepackages():
         paths = [root, *filter(None, [variables.get("PYTHONPATH")])]
         variables["PYTHONPATH"] = os.pathsep.join(paths)
-    # Without this variable, `-m` and `-c` search the working directory first. It may be a model's
-    # directory with untrusted files.
+    # Without this variable, `-m` and `-c` import from the working directory first, which may be a
+    # model's directory with untrusted files.
     variables["PYTHONSAFEPATH"] = "1"
     return variables
 

@@ -29,12 +29,12 @@ LAYERS_OR_EXPERTS_MAX = 65535
 class RopeScaling:
     """Scaling of the rotary frequencies for contexts longer than the training context.
 
-    `linear` divides all frequencies by `factor`. `llama3` compares the number of rotations r within
-    `original_max_position_embeddings` positions with two limits:
+    `linear` divides all frequencies by `factor`. `llama3` depends on the number of rotations r that
+    a frequency gives within `original_max_position_embeddings` positions:
 
     - r <= low_freq_factor: the frequency is divided by `factor`.
     - r >= high_freq_factor: the frequency is unchanged.
-    - Between the limits: linear interpolation of both.
+    - Between the limits: linear interpolation between the divided and the unchanged frequency.
     """
 
     kind: Literal["linear", "llama3"]
@@ -49,9 +49,9 @@ class RopeScaling:
             raise ConfigError(f"rope_scaling.kind is {self.kind!r}; choose one of: linear, llama3")
         if self.factor <= 0 or not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ConfigError(
-                f"rope_scaling has factor {self.factor} and frequency factors "
-                f"{self.low_freq_factor} and {self.high_freq_factor}; all three must be above 0, "
-                "and the second frequency factor must be larger than the first"
+                f"rope_scaling has factor {self.factor}, low_freq_factor {self.low_freq_factor} "
+                f"and high_freq_factor {self.high_freq_factor}; all three must be above 0, and "
+                "high_freq_factor must be larger than low_freq_factor"
             )
 
 
@@ -59,8 +59,8 @@ class RopeScaling:
 class GPTConfig:
     """The configuration of a GPT.
 
-    The constructor replaces a 0 or an empty tuple by a default from other fields, where a comment
-    says so.
+    A comment "0: ..." or "Empty: ..." gives the default of a field: the constructor computes it
+    from other fields and stores it in place of the 0 or the empty tuple.
     """
 
     num_layers: int
@@ -69,7 +69,7 @@ class GPTConfig:
     vocab_size: int  # Without vocabulary padding.
     max_position_embeddings: int
 
-    # Width of the MLP. fc1 has this number of rows, or twice the number if gated.
+    # Width of the MLP. The weight of fc1 has this number of rows, or twice the number if gated.
     # 0: 4 x hidden_size.
     ffn_hidden_size: int = 0
     num_query_groups: int = 0  # 0: one group per head (multi-head attention).
@@ -174,8 +174,9 @@ class GPTConfig:
             )
         if any(self.moe_layers) and not 1 <= self.moe_router_topk <= self.num_experts:
             raise ConfigError(
-                f"moe_router_topk is {self.moe_router_topk}; with {self.num_experts} experts it "
-                f"must be from 1 to {self.num_experts}"
+                f"moe_router_topk is {self.moe_router_topk}, and num_experts is "
+                f"{self.num_experts}; in a model with experts, moe_router_topk must be from 1 to "
+                "num_experts"
             )
         if self.moe_shared_expert_gate and not self.moe_shared_expert_intermediate_size:
             raise ConfigError(
@@ -257,9 +258,18 @@ _POSITIVE_FIELDS = (
 # states it. A whole number of 2^31 or more means a damaged file.
 _TYPE_CHECKS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
     bool: (lambda x: isinstance(x, bool), "true or false"),
-    int: (lambda x: type(x) is int and 0 <= x < 2**31, "a whole number of at least 0"),
-    float: (lambda x: type(x) in (int, float) and abs(x) < 1e30 and isfinite(x), "a number"),
-    int | None: (lambda x: x is None or (type(x) is int and x < 2**31), "a whole number or null"),
+    int: (
+        lambda x: type(x) is int and 0 <= x < 2**31,
+        "a whole number of at least 0 and below 2^31",
+    ),
+    float: (
+        lambda x: type(x) in (int, float) and abs(x) < 1e30 and isfinite(x),
+        "a number between -1e30 and 1e30",
+    ),
+    int | None: (
+        lambda x: x is None or (type(x) is int and x < 2**31),
+        "a whole number below 2^31, or null",
+    ),
     tuple[bool, ...]: (
         lambda x: isinstance(x, tuple) and all(isinstance(y, bool) for y in x),
         "a list of true and false",
@@ -269,7 +279,7 @@ _TYPE_CHECKS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
 
 
 def _check_types(config: Any) -> None:
-    """Raise ConfigError if a field's value has the wrong type: it comes from an untrusted file."""
+    """Raise ConfigError if a value has the wrong type, as in a damaged or malicious file."""
     for name, annotation in get_type_hints(type(config)).items():
         is_valid, requirement = _TYPE_CHECKS.get(
             annotation, (lambda x: isinstance(x, str), "a text")

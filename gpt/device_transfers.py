@@ -1,7 +1,7 @@
 """Non-blocking copies of tensors between host memory and GPU memory.
 
 A copy is queued on the CUDA stream behind the work launched earlier, and the caller continues. Only
-`PendingHostCopy.wait` blocks, until its own copy is complete.
+`PendingHostCopy.wait` blocks, until that copy is complete.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Counter-based dropout masks, drawn from a seed and the position in the model.
+"""Counter-based dropout masks, drawn from a seed and the site: the place of the dropout in a model.
 
-No random state is stored: a mask is drawn from these numbers alone, so it is equal at every
-parallel split and in every recomputation.
+No random state is stored. A mask depends only on the seed and the site, so every parallel split and
+every recomputation draws the same mask.
 """
 
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Dropout:
-    """The dropout masks of one seed."""
+    """Draws all dropout masks of one seed."""
 
     seed: int
 
     def keep_mask(
         self, shape: tuple[int, ...], p: float, site: tuple[int, ...], like: Tensor
     ) -> Tensor:
-        """Return a boolean mask on the device of `like`: an element is kept with probability 1 - p.
+        """Return a boolean mask on the device of `like`: True (keep) with probability 1 - p.
 
-        `site` is the position in the model, for example layer and sublayer.
+        `site` is the place of the dropout in the model, for example layer and sublayer.
         """
         key = self.seed
         for number in site:

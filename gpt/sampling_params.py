@@ -1,4 +1,4 @@
-"""Sampling parameters of a request with its logit bias, and the counter-based random draw.
+"""Sampling parameters of a request, such as its logit bias, and the counter-based random draw.
 
 The draw is stateless: a uniform number is computed from (seed, position). So a seed gives the same
 tokens in any batch and after a restart. Two modules apply the parameters to logits:
@@ -64,9 +64,11 @@ class SamplingParams:
     # (factor ** (n - start) - 1) * |x|. None: off.
     length_decay: tuple[int, float] | None = None
     seed: int = 0
-    # Number of alternatives to return with each new token. None: no log-probabilities.
+    # Number of alternatives to return with each new token's log-probability. None: no
+    # log-probabilities.
     logprobs: int | None = None
-    # Number of alternatives to return with each prompt token. None: no log-probabilities.
+    # Number of alternatives to return with each prompt token's log-probability. None: no
+    # log-probabilities of the prompt.
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:

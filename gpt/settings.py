@@ -22,8 +22,8 @@ S = TypeVar("S")
 YAML_BYTES_MAX = 1 << 20
 REPR_CHARACTERS_MAX = 80
 
-# Limits the printed size and depth of values, which come from a file. YAML aliases can make a value
-# of a short file huge when it is printed.
+# Limits the printed size and depth of a value from a file. With YAML aliases, a short file can have
+# a value that is huge when it is printed.
 _repr = reprlib.Repr()
 _repr.maxlevel = 2
 _repr.maxstring = _repr.maxother = REPR_CHARACTERS_MAX
@@ -55,7 +55,10 @@ def read_yaml(path: Path) -> dict[str, object]:
             f"{path} cannot be read: {error.strerror}; give the path of a YAML file"
         ) from None
     if len(raw) > YAML_BYTES_MAX:
-        raise ConfigError(f"{path} is over {YAML_BYTES_MAX} bytes; give a settings file")
+        raise ConfigError(
+            f"{path} is over {YAML_BYTES_MAX} bytes, the limit for a settings file; give the path "
+            "of a settings file"
+        )
     try:
         mapping = yaml.safe_load(raw.decode())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -104,7 +107,7 @@ class ComposedSettings:
 
 
 def setting_fields(settings_type: type[Any]) -> dict[str, "Field[Any]"]:
-    """Return each key's dataclass field; for `ComposedSettings`, of the keys of all parts."""
+    """Return the dataclass field of each key. `ComposedSettings` has the keys of all its parts."""
     if issubclass(settings_type, ComposedSettings):
         return {
             key: field
@@ -115,7 +118,7 @@ def setting_fields(settings_type: type[Any]) -> dict[str, "Field[Any]"]:
 
 
 def setting_types(settings_type: type[Any]) -> dict[str, Any]:
-    """Return each key's type; for `ComposedSettings`, of the keys of all parts."""
+    """Return the type of each key. `ComposedSettings` has the keys of all its parts."""
     if issubclass(settings_type, ComposedSettings):
         return {
             key: key_type
@@ -179,5 +182,5 @@ def _convert_setting(value: object, hint: Any, key: str, source: str) -> Any:
         "float": "a number",
         "bool": "true or false",
     }
-    requirement = type_descriptions.get(expected_type.__name__, f"a list of the type {hint}")
+    requirement = type_descriptions.get(expected_type.__name__, f"a list ({hint} in Python)")
     raise ConfigError(f"{source}: {key} is {short_repr(value)}; it must be {requirement}")

@@ -17,7 +17,8 @@ class AttentionBackend(Protocol):
     """Base class of attention backends; one object serves all layers of a model."""
 
     name: str = "torch"
-    # Whether a CUDA graph can capture the calls. The calls must not read lengths on the host.
+    # Whether a CUDA graph can capture the calls of `attend` and `store`. Then they must read
+    # sequence lengths on the device only.
     is_capturable: bool = False
     # Whether the backward pass recomputes the attention probabilities. If so, selective activation
     # checkpointing does not checkpoint the attention core, because that would save little memory.

@@ -71,7 +71,8 @@ class FlashInferAttention(AttentionBackend):
         """Compute the same attention as gpt.attention.paged.ragged_attention."""
         if kv is None:
             return ragged_attention(q, k, v, batch, kv, window)
-        # The wrappers store only the latest plan, so the plan of an earlier batch is made again.
+        # The wrappers store only the latest plan. If another batch was planned in between, this
+        # batch is planned again.
         calls = batch.attention_metadata.get(FlashInferAttention)
         if calls is None or calls is not self._calls:
             calls = self._calls = self._plan_wrappers(batch, q, kv, window)

@@ -2,8 +2,9 @@
 
 An fp8 pool has half of the bytes of a bf16 pool, so decode also reads half of the bytes. A stored
 number has four significant bits. Magnitudes above 448, the e4m3 maximum, are stored as 448; a cast
-alone could store NaN. The module is the reference implementation of the GPU kernels, and the
-fallback without them: it dequantizes the blocks that a step reads and calls `ragged_attention`.
+alone could store NaN. The module is the reference implementation of the GPU kernels, and is used
+where they are unavailable. It dequantizes the blocks that a step reads and calls
+`ragged_attention`.
 """
 
 from dataclasses import replace
@@ -21,7 +22,7 @@ class Fp8KVAttention(AttentionBackend):
     """Attention over an fp8 KV pool in torch.
 
     `scales`: the scales of keys and values of each layer, (layers of the pool, 2) in fp32; None:
-    all scales are 1. A key is its stored fp8 number times the key scale; a value likewise.
+    all scales are 1. A key or value is the stored fp8 number times the scale.
     """
 
     def __init__(self, scales: Tensor | None = None) -> None:
@@ -57,7 +58,8 @@ class Fp8KVAttention(AttentionBackend):
             )
         assert isinstance(gathered_batch, Batch)
         gathered_kv = self._dequantize(kv.view(torch.uint8).index_select(0, blocks), kv, q.dtype)
-        # Round the new keys and values to fp8 too: later steps read the rounded numbers.
+        # Round the new keys and values to fp8 too, so that this step computes with the numbers that
+        # later steps read.
         new_kv = torch.stack(self._quantize(k, v, kv), dim=1)
         k, v = self._dequantize(new_kv, kv, q.dtype).unbind(1)
         return ragged_attention(q, k, v, gathered_batch, gathered_kv, window)

@@ -60,9 +60,10 @@ class KVPool:
     def prefault(self, free_bytes: Callable[[], int]) -> None:
         """Pre-fault the OS pages of a pool in CPU memory, in a low-priority background thread.
 
-        Without it, the first prefill that writes to an OS page waits for a page fault; these faults
-        took 10 % of the prefill time or more. The thread stops when `free_bytes()` is smaller than
-        the pool: servers that start together may have sized their pools by the same free memory.
+        Without the thread, the first prefill that writes to an OS page waits for a page fault;
+        these faults took 10 % of the prefill time or more. Servers that start together may have
+        sized their pools by the same free memory. To leave memory to the other servers, the thread
+        stops when `free_bytes()` is smaller than the pool.
         """
         if self._memory.device.type == "cpu":
             arguments = (weakref.ref(self), free_bytes)

@@ -126,8 +126,8 @@ class AttentionShape:
 class GroupTile:
     """A tile of a group: some queries of each sequence, and the keys that they see."""
 
-    queries: slice  # Of the dimension (new tokens x query heads per KV head).
-    keys: slice  # Of the gathered keys.
+    queries: slice  # Slice of the dimension (new tokens x query heads per KV head).
+    keys: slice  # Slice of the gathered keys.
     # Additive mask: 0 for visible keys, -inf for the others. Decode: (sequences x G, 1, keys);
     # prefill: (1, new tokens x query heads per KV head, keys).
     mask: Tensor
@@ -138,7 +138,7 @@ class EqualLengthGroup:
     """Sequences with equal numbers of new tokens; their keys are gathered into a padded tensor."""
 
     rows: slice | Tensor  # Flat rows of the batch.
-    sequences: int
+    sequences: int  # Number of sequences.
     shape: AttentionShape
     # (2, sequences x G x blocks): indices of the rows to gather, for keys and for values. A row of
     # the pool is the keys, or the values, of one KV head in one block. None: the sequences have no
@@ -210,7 +210,7 @@ def _by_kv_head(x: Tensor, sequences: int, kv_heads: int) -> Tensor:
 
 
 def cached_plan(batch: Batch, shape: AttentionShape, like: Tensor, kv: KV) -> AttentionPlan:
-    """Return the plan of a batch, made at the first call.
+    """Return the plan of a batch; the first call makes the plan.
 
     `like` has the dtype, the device and the number of channels of the queries.
     """
@@ -222,7 +222,7 @@ def cached_plan(batch: Batch, shape: AttentionShape, like: Tensor, kv: KV) -> At
 
 
 def _make_plan(batch: Batch, shape: AttentionShape, like: Tensor, kv: KV) -> AttentionPlan:
-    """Plan the calls of the C kernels if they support the tensors; group the other sequences.
+    """Plan C kernel calls for the sequences that the kernels support; group the others for torch.
 
     A group has decode sequences with similar context lengths, or prefill sequences with equal
     numbers of new tokens and of past tokens.
@@ -262,7 +262,7 @@ def _make_plan(batch: Batch, shape: AttentionShape, like: Tensor, kv: KV) -> Att
         by_length.setdefault(lengths, []).append(sequence)
     for (length, past_length), sequences in by_length.items():
         context_length = length + past_length
-        score_bytes = (  # Of one sequence.
+        score_bytes = (  # The scores of one sequence in one tile.
             shape.heads * min(length, TILE_QUERIES) * context_length * like.element_size()
         )
         sequences_max = max(
@@ -410,7 +410,10 @@ def _prefill_group(
 def _pool_rows(
     batch: Batch, sequences: Sequence[int], table_columns: Tensor, shape: AttentionShape
 ) -> Tensor:
-    """Return `pool_rows` for the blocks in these columns of the sequences' block tables."""
+    """Return `EqualLengthGroup.pool_rows` for these sequences.
+
+    `table_columns`: for each sequence, the columns of its block table that are gathered.
+    """
     assert batch.block_tables is not None
     block_tables = batch.block_tables
     if len(sequences) < len(block_tables):

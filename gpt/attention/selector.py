@@ -120,11 +120,12 @@ _DTYPES = {
 }
 _HEAD_DIMS = {"triton": range(2, 257, 2), "flashinfer": (64, 128, 256)}
 _REMEDIES = {
-    "triton": "install a CUDA build of torch with triton (pip install triton), and use a model in "
-    "bfloat16 or float32 on a GPU of compute capability 8.0 or later (8.9 with an fp8 KV cache)",
-    "flashinfer": "install it with pip install 'preamble[flashinfer]' beside a CUDA build of "
-    "torch, and use a model in bfloat16 or float16 with heads of 64, 128 or 256 channels on a GPU "
-    "of compute capability 8.0 or later (8.9 with an fp8 KV cache)",
+    "triton": "run pip install triton beside a CUDA build of torch, and use a model in bfloat16 or "
+    "float32, whose heads have an even number of channels up to 256, on a GPU of compute "
+    "capability 8.0 or later (8.9 with an fp8 KV cache)",
+    "flashinfer": "run pip install 'preamble[flashinfer]' beside a CUDA build of torch, and use a "
+    "model in bfloat16 or float16, whose heads have 64, 128 or 256 channels, on a GPU of compute "
+    "capability 8.0 or later (8.9 with an fp8 KV cache)",
 }
 
 
@@ -139,7 +140,7 @@ def _unsupported_reason(name: str, requirements: _Requirements) -> str | None:
     capability = torch.cuda.get_device_capability(requirements.device)
     capability_min = CAPABILITY_FP8_MIN if requirements.fp8_kv else CAPABILITY_MIN
     if capability < capability_min:
-        need = "fp8 needs" if requirements.fp8_kv else f"{name} needs"
+        need = "an fp8 KV cache needs" if requirements.fp8_kv else f"{name} needs"
         major, minor = capability_min
         return (
             f"the GPU's compute capability is {capability[0]}.{capability[1]}; "

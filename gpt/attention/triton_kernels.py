@@ -1,17 +1,19 @@
 """Triton kernels of paged attention (flash-decoding and prefill), and of writes to the KV pool.
 
-A program computes some queries of one KV head over one segment of their keys. It reads each key and
-value once, with an online softmax in fp32. gpt/attention/triton_paged.py launches the kernels.
-Decode is limited by memory bandwidth: a token reads 2 x context x D elements per KV head (an H200
-has 4.8 TB/s). Prefill is limited by compute: 4 x D operations per query and visible key (an H200
-has 989 TFLOP/s in bf16). The kernels read lengths on the device, without host synchronization.
+A program computes some queries of one KV head over one segment of the visible keys. It reads each
+key and value once, with an online softmax in fp32. gpt/attention/triton_paged.py launches the
+kernels. Decode is limited by memory bandwidth: a token reads 2 x context x D elements per KV head
+(an H200 has 4.8 TB/s). Prefill is limited by compute: 4 x D operations per query and visible key
+(an H200 has 989 TFLOP/s in bf16). The kernels read lengths on the device, without host
+synchronization.
 """
 
 import triton
 import triton.language as tl
 
 # A work item is a decode token, or a run of adjacent new tokens of one sequence. `work_items` has
-# two numbers for each: its sequence, and the index of its first token in the sequence's new tokens.
+# two numbers per work item: the index of the sequence in the batch, and the index of the work
+# item's first token among the new tokens of the sequence.
 #
 # Compile-time constants:
 # D: channels per head.
@@ -44,7 +46,10 @@ def segment_range(low, high, segment, TILE: tl.constexpr, SEGMENTS: tl.constexpr
 
 @triton.jit
 def finite_max(running_max):
-    """Return `running_max`, with 0 for -inf (no visible key), since -inf - -inf is NaN."""
+    """Return `running_max`, with 0 in place of -inf, which means no visible key so far.
+
+    A score of -inf minus the result is then -inf; -inf - (-inf) would be NaN.
+    """
     return tl.where(running_max == float("-inf"), 0.0, running_max)
 
 
@@ -253,7 +258,7 @@ def append_kv(
     """Store the key and value of one KV head of a new token; skip a token whose block is < 0.
 
     DTYPE_MAX: the largest number of the pool's dtype, if k and v have another dtype and must be
-    clamped; else 0.
+    clamped; 0: no clamp.
     """
     row, kv_head, channels = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
     block, offset = tl.load(blocks + row).to(tl.int64), tl.load(offsets + row)

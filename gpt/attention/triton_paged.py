@@ -28,14 +28,14 @@ from gpt.batch import Batch
 PROGRAMS_MIN = 512
 # The possible numbers of segments. There are few, because each is a kernel variant to compile.
 SEGMENT_COUNTS = (1, 4, 32)
-# Maximum bytes of a tile of keys or values. The tiles of two programs with three pipeline stages,
-# 2 x 3 x 2 x 16 KiB = 192 KiB, fit into the 227 KiB of shared memory of a multiprocessor.
+# Maximum bytes of a tile of keys or values. 2 programs x 3 pipeline stages x 2 tiles (keys and
+# values) x 16 KiB = 192 KiB fit into the 227 KiB of shared memory of a multiprocessor.
 TILE_BYTES_MAX = 16 << 10
 # Maximum keys x channels of a tile. The fp32 accumulator then uses 64 registers of each of the 128
 # threads of a program.
 TILE_ELEMENTS_MAX = 8192
-# Maximum query rows of a tile, for heads of up to 128 channels; wider heads have half of it. bf16:
-# 64 rows for each of two warp groups. fp32 runs on the CUDA cores, with smaller tiles.
+# Maximum query rows of a tile, for heads of up to 128 channels; half the number for wider heads.
+# bf16: 64 rows for each of two warp groups. fp32 runs on the CUDA cores, with smaller tiles.
 ROWS_MAX = {torch.bfloat16: 128, torch.float32: 32}
 ROWS_MIN = 16  # The smallest tile that tl.dot supports.
 # Keys are split into segments only if work items have at most this number of new tokens. Longer
@@ -51,15 +51,22 @@ class TritonMetadata:
     """
 
     context_lengths: Tensor  # (B,) the number of tokens of each sequence after this step.
-    query_starts: Tensor  # (B + 1,) the flat row of each sequence's first new token, and the end.
+    # (B + 1,) the flat row of each sequence's first new token, then the number of rows.
+    query_starts: Tensor
     block_tables: Tensor  # (B, blocks)
-    decode_items: Tensor  # (work items, 2): a sequence with one new token, and 0.
-    prefill_items: Tensor  # (work items, 2): a sequence, and the item's first new token.
+    # (work items, 2): the index of a sequence with one new token, and 0.
+    decode_items: Tensor
+    # (work items, 2): the index of a sequence, and the index of the item's first token among the
+    # new tokens of the sequence.
+    prefill_items: Tensor
     prefill_tokens_max: int  # The largest number of new tokens of a prefill work item.
 
     @classmethod
     def from_batch(cls, batch: Batch, queries_per_kv_head: int, like: Tensor) -> "TritonMetadata":
-        """Return the metadata of a batch; `like` has the dtype and the channels of the queries."""
+        """Return the metadata of a batch.
+
+        `like` has the dtype and the number of channels of the queries.
+        """
         assert batch.block_tables is not None
         if batch.device_context_lengths is None:
             return cls._from_host_lengths(batch, queries_per_kv_head, like)
@@ -315,7 +322,8 @@ class _LayerLaunch:
 def segment_count(programs: int) -> int:
     """Return the number of key segments for a launch with `programs` programs per segment.
 
-    This is the smallest of SEGMENT_COUNTS that gives PROGRAMS_MIN programs, else the largest.
+    This is the smallest of SEGMENT_COUNTS that gives at least PROGRAMS_MIN programs. If none does,
+    it is the largest.
     """
     for count in SEGMENT_COUNTS:
         if programs * count >= PROGRAMS_MIN:

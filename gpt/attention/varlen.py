@@ -48,8 +48,8 @@ class AttentionDropout:
     """Dropout of the attention probabilities (heads, queries, keys) of one sequence."""
 
     p: float
-    # Draws the boolean mask of probabilities to keep, (heads, queries, keys). Arguments: the index
-    # of the sequence, (queries, keys), and a tensor on the target device.
+    # Draws a boolean mask (heads, queries, keys): True for probabilities to keep. Arguments: the
+    # index of the sequence, the shape (queries, keys), and a tensor on the target device.
     keep_mask: Callable[[int, tuple[int, int], Tensor], Tensor]
 
     def __call__(self, probabilities: Tensor, sequence: int) -> Tensor:
@@ -75,8 +75,8 @@ class PaddedGroup:
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the output (count, longest, H, D).
 
-        No mask for padding is needed: padding follows a sequence's own tokens, so the causal mask
-        hides it from them.
+        Padding needs no mask: it comes after the tokens of the sequence, so the causal mask hides
+        the padding from these tokens.
         """
         padded_q, *padded_kv = (
             (x if rows is None else _select_rows(x, rows.flatten()))
@@ -140,9 +140,9 @@ def padded_sdpa(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | Non
 def _padded_groups(
     batch: Batch, window: int | None, device: torch.device
 ) -> tuple[list[PaddedGroup], Tensor | None]:
-    """Return the padded groups of a batch, and each token's row in their concatenated outputs.
+    """Return the padded groups of a batch, and each token's row in the groups' joined outputs.
 
-    None instead of the rows: the outputs are in the order of the batch.
+    The second value is None if the outputs are already in the order of the batch.
     """
     lengths, past_lengths = batch.query_lengths, batch.past_lengths
     if not any(past_lengths) and min(lengths) == max(lengths):
@@ -230,7 +230,7 @@ class Tile:
     """Consecutive queries of a sequence, and the range of the keys that they see."""
 
     rows: slice  # Flat rows of the queries.
-    keys: list[slice]  # Ranges of flat rows: of the parent, of the sequence.
+    keys: list[slice]  # Flat rows of the keys: in the parent, if any, then in the sequence.
     # Additive mask, (query heads per KV head x queries, keys): 0 for visible keys, -inf for others.
     mask: Tensor
 
@@ -293,7 +293,7 @@ class _MemoryEfficient(torch.autograd.Function):
 def _cached_tiles(
     batch: Batch, window: int | None, q: Tensor, sizes: tuple[int, int]
 ) -> Iterator[tuple[int, Tile]]:
-    """Return the tiles of a batch with the indices of their sequences, made at the first call.
+    """Return all tiles of a batch, each after the index of its sequence; cached in the batch.
 
     `sizes`: the number of KV heads, and the maximum number of queries of a tile.
     """
@@ -344,7 +344,7 @@ def _additive_mask(
 ) -> Tensor:
     """Return the additive mask of a tile.
 
-    `shape`: the numbers of keys before the first query, of queries, and of keys.
+    `shape`: (number of keys before the first query, number of queries, number of keys).
     """
     first, length, keys = shape
     positions = torch.arange(keys, device=like.device)

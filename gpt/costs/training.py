@@ -76,8 +76,8 @@ class Flops:
 def forward_flops(config: GPTConfig, batch: int, sequence: int, *, causal: bool = False) -> Flops:
     """Return the FLOPs of a forward pass over `batch` sequences of `sequence` tokens.
 
-    By the usual convention, attention counts all pairs of a query and a key. `causal`: it counts
-    half of them.
+    By the usual convention, attention counts all pairs of a query and a key. With `causal` it
+    counts half of the pairs.
     """
     w, tokens = layer_widths(config), batch * sequence
     linears = 2 * tokens * w.hidden * (2 * w.queries + 2 * w.keys + w.fc1 + w.fc2)
@@ -87,7 +87,7 @@ def forward_flops(config: GPTConfig, batch: int, sequence: int, *, causal: bool 
 
 
 def step_flops(flops: Flops, trainable: Trainable) -> float:
-    """Return the FLOPs of a forward and a backward pass; frozen linears have no weight gradient."""
+    """Return the FLOPs of a forward and a backward pass, without gradients of frozen weights."""
     linear_passes = 3 if trainable == "all" else 2
     return linear_passes * (flops.linears + flops.head) + 3 * flops.attention
 
@@ -98,9 +98,9 @@ def recompute_flops(
     """Return the FLOPs of activation recomputation.
 
     `block_share` is the fraction of the layers that mode "block" recomputes. If all weights are
-    trained, selective recomputation counts the FLOPs of attention three times (forward and
-    backward), as in appendix A of arXiv 2205.05198; only this count reproduces the HFU published
-    there. With frozen weights it counts them once.
+    trained, selective recomputation counts the FLOPs of attention three times (once for forward,
+    twice for backward), as in appendix A of arXiv 2205.05198; only this count reproduces the HFU
+    published there. With frozen weights it counts these FLOPs once.
     """
     match recompute:
         case "none":
@@ -121,7 +121,7 @@ class TrainingSetup:
     sequence_parallel: bool = False
     flash: bool = False  # Whether flash attention is used, which saves no attention scores.
     trainable: Trainable = "all"
-    dropout: bool = True  # Whether masks of hidden-state dropout are saved, as in the papers.
+    dropout: bool = True  # Whether masks of hidden-state dropout are saved.
 
 
 @dataclass(frozen=True)
@@ -226,13 +226,14 @@ def communication_volume(
     """Return the numbers of elements that one GPU sends.
 
     `tokens` is the number of tokens in a micro-batch. A layer has two tensor-parallel all-reduces
-    in the forward pass and two in the backward pass. Full recomputation repeats the first two.
+    in the forward pass and two in the backward pass. Full recomputation repeats those of the
+    forward pass.
     """
     t, h = setup.tp, config.hidden_size
     trains_weights = setup.trainable == "all"
     all_reduces = 4 + (2 if recompute == "full" else 0)
-    # For weight gradients, the outputs of two norms are gathered again. An all-gather sends half of
-    # the elements of an all-reduce.
+    # For weight gradients, the outputs of two norms are gathered again. Two all-gathers send the
+    # elements of one all-reduce.
     all_reduces += 1 if setup.sequence_parallel and trains_weights else 0
     tensor_elements = all_reduces * all_reduce_elements(tokens * h, t)
     is_tied_across_stages = (

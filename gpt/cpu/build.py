@@ -24,7 +24,7 @@ def main(folder: Path) -> int:
     command = [*compiler, *COMPILER_FLAGS, "-o", str(partial), *sources, "-lm"]
     try:
         exit_code = subprocess.run(command, check=False).returncode
-        reason = f"{compiler[0]} failed (above)"
+        reason = f"{compiler[0]} failed, see above"
     except OSError as error:
         exit_code, reason = 1, f"no C compiler: {compiler[0]}: {error.strerror}"
     if exit_code == 0:
@@ -33,8 +33,8 @@ def main(folder: Path) -> int:
     for file in (partial, library):  # An old library would not match the source.
         file.unlink(missing_ok=True)
     sys.stderr.write(
-        f"{LIBRARY} was not built ({reason}), so inference on a CPU will be slower; install a C "
-        "compiler or set CC, then run make kernels\n"
+        f"{LIBRARY} was not built ({reason}), so inference on a CPU will be slower; install a "
+        "working C compiler or set CC, then run make kernels\n"
     )
     return 1
 

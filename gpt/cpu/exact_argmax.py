@@ -1,10 +1,11 @@
 """Exact greedy argmax: int8 logits bound all logits, and bf16 logits decide among the candidates.
 
-A GEMM with an int8 copy of the LM head reads half of the bytes of the bf16 head. Its logits give a
-lower and an upper bound of each exact logit. Only the panels that can contain a row's largest logit
-are then computed from the bf16 head, with the arithmetic of the full bf16 GEMM. The token is
-therefore the argmax of the full GEMM, for equal logits too. The C code is
-gpt/cpu/src/exact_argmax.c.
+A GEMM with an int8 copy of the LM head reads half of the bytes of the bf16 head. The int8 logits
+give a lower and an upper bound of each exact logit. A column of the head is the weight vector of
+one vocabulary token, and a panel is PANEL_COLUMNS adjacent columns. Only the panels that can
+contain a row's largest logit are computed from the bf16 head, with the arithmetic of the full bf16
+GEMM. The result is therefore the argmax of the full GEMM, also if several logits are equal. The C
+code is gpt/cpu/src/exact_argmax.c.
 """
 
 import ctypes
@@ -22,7 +23,7 @@ ROWS_MAX = 256  # Must equal ROWS_MAX in gpt/cpu/src/exact_argmax.c.
 MEMORY_BOUND_ROWS = 12  # Up to this number of rows the GEMM is limited by memory bandwidth.
 # Outside this range of column norms the bounds are not valid: fp32 squares underflow or overflow.
 NORM_RANGE = (1e-10, 1e10)
-CHUNK_ROWS = 4096  # Rows (tokens) of the head that are converted to fp32 at once.
+CHUNK_TOKENS = 4096  # Columns of the head (vocabulary tokens) that are converted to fp32 at once.
 # A step that computes many bf16 panels is slower than the full GEMM. After such a step, screening
 # pauses for PAUSE_STEPS_MIN steps. Each consecutive slow step doubles the pause, up to
 # PAUSE_STEPS_MAX.
@@ -52,7 +53,7 @@ class ScreenedArgmax:
         column_norms: Tensor,
         norm_max: float,
     ) -> None:
-        """Quantize `weight - column_mean`, whose columns have the norms `column_norms`.
+        """Quantize `weight - column_mean`; `column_norms` are the norms of the resulting columns.
 
         `build` computes the arguments. The unpacked `weight` is not stored.
         """
@@ -81,7 +82,7 @@ class ScreenedArgmax:
         self._pause = 0
         self._next_pause = PAUSE_STEPS_MIN
         self.steps = 0  # The number of screened steps.
-        self.panels_scored = 0  # The bf16 panels of all screened steps, counted once per row.
+        self.panels_scored = 0  # The number of (row, bf16 panel) pairs of all screened steps.
 
     @classmethod
     def build(
@@ -94,9 +95,10 @@ class ScreenedArgmax:
         """
         if not int8_linear.has_int8_gemm():
             return None
-        # Subtract the mean over all tokens: all logits of a row change by the same amount, so the
-        # argmax does not change. The mean is often large; without it the int8 scales are smaller.
-        chunks = weight.detach().split(CHUNK_ROWS)
+        # Subtract the mean column: all logits of a row change by the same amount, so the argmax
+        # does not change. The mean is often large; after the subtraction the int8 scales, and so
+        # the error bounds, are smaller.
+        chunks = weight.detach().split(CHUNK_TOKENS)
         column_mean = torch.stack([chunk.float().sum(0) for chunk in chunks]).sum(0) / len(weight)
         largest_norm = torch.stack([chunk.float().norm(dim=1).amax() for chunk in chunks]).amax()
         column_norms = torch.cat([(chunk.float() - column_mean).norm(dim=1) for chunk in chunks])
@@ -147,7 +149,10 @@ class ScreenedArgmax:
 
 
 class CpuGreedyHead:
-    """Greedy head of a packed LM head: screened if this is faster, else over all panels."""
+    """Greedy tokens of a packed LM head: by the screened argmax, or by the GEMM over all panels.
+
+    The screened argmax is used while it is faster (see `ScreenedArgmax.argmax`).
+    """
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
 """INT8 linear layers on a CPU: packed int8 weights with one scale per column, multiplied by VNNI.
 
-The GEMM also quantizes its bf16 input rows to int8, with a scale for each group of 64 channels of a
-row (gpt/cpu/src/gemm_int8.c). An int8 weight has half of the bytes of a bf16 weight. The result of
-a row does not depend on the other rows. gpt/linear/quantization_check.py measures how much the
+A column is an output column, which is a row of the weight in torch's (out, in) layout. The GEMM
+also quantizes its bf16 input rows to int8, with a scale for each group of 64 channels of a row
+(gpt/cpu/src/gemm_int8.c). An int8 weight has half of the bytes of a bf16 weight. The result of an
+input row does not depend on the other rows. gpt/linear/quantization_check.py measures how much the
 quantization changes a model's output.
 """
 
@@ -31,7 +32,7 @@ def has_int8_gemm() -> bool:
 
 
 def check_supported(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError if int8 weights are unsupported on this device, in this dtype or CPU."""
+    """Raise ConfigError if the device, the dtype or the CPU does not support int8 weights."""
     if device.type != "cpu":
         reason, remedy = f"the device is {device.type}", "set linear_backend: fp8 instead"
     elif dtype != torch.bfloat16:
@@ -102,5 +103,5 @@ def pack_int8(
 
 
 def _in_panel_order(values: Tensor, lanes: int) -> Tensor:
-    """Return one number per column, (halves, columns, 1), in the column order of the panels."""
+    """Flatten `values` (halves, columns, 1), one number per column, into panel order."""
     return values.view(len(values), -1, lanes).transpose(0, 1).flatten()

@@ -62,9 +62,10 @@ class _PrefillArgs(ctypes.Structure):
     )
 
 
-# The argument types of each function: p is an address, i an int64. An int result is a property of
-# the machine (`preamble_has_int8_gemm`), or nonzero on failure. Some functions exist only in a
-# library for x86-64. A test compares these tables and the structures with the C source.
+# The argument types of each function: p is an address, i an int64. An int result is nonzero on
+# failure, but `preamble_has_int8_gemm` returns 1 if the machine has an int8 GEMM, else 0. Some
+# functions exist only in a library for x86-64. A test compares these tables and the structures with
+# the C source.
 _ARGUMENT_KINDS = {
     "preamble_decode_attention": "p p i i p p",
     "preamble_store_kv": "ppp ii pp iiii",
@@ -126,9 +127,11 @@ def library() -> ctypes.CDLL | None:
         lib = _declare_signatures(ctypes.CDLL(str(LIBRARY)))
         abi = lib.preamble_abi()
         if abi != ABI:
-            raise OSError(f"{LIBRARY} has ABI {abi}, not {ABI}; rebuild it: make kernels")
+            raise OSError(f"{LIBRARY} has ABI {abi}, not {ABI}; rebuild it with make kernels")
     except (OSError, AttributeError) as error:
-        reason = str(error) if LIBRARY.exists() else f"{LIBRARY.name} was not built: make kernels"
+        reason = f"{LIBRARY.name} was not built; build it with make kernels"
+        if LIBRARY.exists():
+            reason = str(error)
         log.info("event=kernels_missing reason=%r", reason)
         return None
     lib.preamble_set_isa_level(-1)
@@ -152,8 +155,8 @@ def force_isa_level(name: str | None) -> None:
 def release_openmp_threads() -> None:
     """Release the calling thread's OpenMP workers before another thread runs the model.
 
-    With more OpenMP threads than cores, idle workers sleep instead of spinning, and waking a worker
-    takes longer than a small GEMM.
+    Each thread that runs the model has separate OpenMP workers. With more workers than cores, idle
+    workers sleep instead of spinning, and waking a worker takes longer than a small GEMM.
     """
     lib = library()
     if lib is not None:
@@ -188,7 +191,7 @@ class DecodeAttention:
         """Describe the decode tokens; each list has one entry per token.
 
         `rows`: the token's row in the batch. `sequences`: its sequence's row in `block_tables`.
-        `context_lengths`: the number of keys up to and including its own key; keys outside the
+        `context_lengths`: the number of keys up to and including the token's key; keys outside the
         window count too.
         """
         self._window = window or 0
@@ -246,7 +249,10 @@ def supports_prefill(x: Tensor) -> bool:
 
 
 class PrefillAttention:
-    """Attention of a step's prefill runs over the KV pool; one object serves all layers."""
+    """Attention of a step's prefill runs over the KV pool; one object serves all layers.
+
+    A run is the new tokens of one sequence, which are adjacent rows of the batch.
+    """
 
     def __init__(
         self,
@@ -260,10 +266,9 @@ class PrefillAttention:
     ) -> None:
         """Describe the prefill runs; each list has one entry per run.
 
-        A run is the new tokens of one sequence, which are adjacent rows of the batch. `rows`: the
-        run's first row. `sequences`: the sequence's row in `block_tables`. `lengths`: the number of
-        tokens of the run. `past_lengths`: the number of the sequence's earlier tokens, which are in
-        the KV pool.
+        `rows`: the run's first row. `sequences`: the sequence's row in `block_tables`. `lengths`:
+        the number of tokens of the run. `past_lengths`: the number of the sequence's earlier
+        tokens, which are in the KV pool.
         """
         self._window = window or 0
         self._lengths = lengths
@@ -290,7 +295,7 @@ class PrefillAttention:
                 self._block_tables.numpy()[sequences],
                 block_tokens,
                 queries_max=lib.preamble_prefill_task_queries(head_dim),
-                # At least two tasks per thread, to balance the load.
+                # A limit that leaves at least two tasks per thread, to balance the load.
                 runs_max=len(past_lengths) * kv_heads // (2 * threads),
             )
             part_starts = accumulate((len(task.parts) for task in tasks), initial=0)
@@ -334,7 +339,9 @@ class PrefillTask(NamedTuple):
     """
 
     parts: list[tuple[int, int, int]]  # (run, first query, number of queries)
-    shared_keys: int = 0  # Keys that all runs share, in full segments. 0 for a task of one run.
+    # Number of keys that all runs of the task share, rounded down to full segments. 0 for a task of
+    # one run.
+    shared_keys: int = 0
 
 
 def plan_prefill_tasks(

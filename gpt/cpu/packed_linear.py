@@ -22,8 +22,8 @@ from gpt.cpu.kernels import (
     library_keeping_gil,
 )
 
-# Columns of a panel of the packed weight (COLUMNS in gpt/cpu/src/packed_weight.h). A panel of a
-# gated weight has 16 gate columns and 16 up columns.
+# Output columns per panel of the packed weight (COLUMNS in gpt/cpu/src/packed_weight.h). A panel of
+# a gated weight has 16 gate columns and 16 up columns.
 PANEL_COLUMNS = 32
 # The activations of the library; the index is the library's number of an activation.
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu2")
@@ -82,9 +82,9 @@ class CpuNorm:
 
 
 class PackedLinear:
-    """A linear with its weight (columns, channels) packed in panels.
+    """A linear whose weight, of shape (output columns, input channels), is packed in panels.
 
-    The output of a row is bit-identical for any number of rows.
+    The output of an input row does not depend on the other rows, bit for bit.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class PackedLinear:
         fp32_output: bool,
         gated: bool,
     ) -> None:
-        """Set the packed weight: int8 with `scales` (one per column), bf16 without."""
+        """Set the packed weight: int8 with a scale per column; bf16 if `scales` is None."""
         self._dtype = torch.float32 if fp32_output else weight.dtype
         self._columns = weight.shape[0] // (1 + gated)
         # Kept alive, because the library gets the addresses.
@@ -168,7 +168,8 @@ class PackedLinear:
     def matmul_argmax(self, x: Tensor, norm: CpuNorm | None, columns: int) -> Tensor | None:
         """Return the index of each row's largest output in the first `columns` columns.
 
-        Of equal outputs, this is the first. Return None if any output is not finite.
+        If several outputs are the largest, it is the lowest index. Return None if any output is not
+        finite.
         """
         x, rows = x.contiguous(), x.shape[0]
         indices = torch.empty(rows, dtype=torch.int64)
@@ -193,7 +194,7 @@ class PackedLinear:
 
 
 def activation_code(activation: str | None, *, gated: bool) -> int:
-    """Return the library's number of an activation; `gated`: whether its name must be gated."""
+    """Return the library's number of an activation; `gated` must match the activation's name."""
     name = activation or ""
     assert name.startswith(GATED_PREFIX) == gated, (activation, gated)
     return ACTIVATIONS.index(name.removeprefix(GATED_PREFIX) or None)
@@ -202,8 +203,8 @@ def activation_code(activation: str | None, *, gated: bool) -> int:
 def argmax_rows(logits: Tensor) -> Tensor:
     """Return the index of each row's largest logit, the first of equal logits; `logits`: (R, V).
 
-    The C kernel ignores NaN. torch computes other tensors, and all tensors on CPUs without
-    AVX512-bf16; it returns the index of a row's first NaN.
+    On a CPU with AVX512-bf16, the C kernel computes fp32 logits whose rows are contiguous; it
+    ignores NaN. torch computes all other logits, and returns the index of a row's first NaN.
     """
     is_dense_fp32 = (
         logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.stride(1) == 1

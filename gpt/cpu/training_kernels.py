@@ -157,7 +157,7 @@ def _data_ptr(x: Tensor | None) -> int | None:
 def supports_attention(q: Tensor, k: Tensor, batch: Batch, window: int | None) -> bool:
     """Return whether the library supports attention of this batch and its backward pass."""
     return (
-        # In the first layer of prefix tuning, the queries need no gradient.
+        # In the first layer of prefix tuning, only the keys and values need gradients.
         (_has_backward(q) or _has_backward(k))
         and q.shape[-1] % PANEL_COLUMNS == 0
         and (window is None or window >= max(batch.context_lengths))
@@ -168,7 +168,7 @@ def supports_attention(q: Tensor, k: Tensor, batch: Batch, window: int | None) -
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-    """Compute attention of complete sequences and their parents, without a KV pool."""
+    """Compute attention of complete sequences, which may have parents, without a KV pool."""
     return cast(Tensor, _VarlenAttention.apply(q, k, v, batch))  # type: ignore[no-untyped-call]
 
 
@@ -218,7 +218,7 @@ def _call_attention(
 
 
 def _sequence_arrays(batch: Batch) -> Tensor:
-    """Return four rows for the sequences: start, length, parent's start, past length."""
+    """Return (4, sequences) int64: start, length, start of the parent (0: none), past length."""
     arrays = batch.attention_metadata.get(_sequence_arrays)
     if arrays is None:
         parents = batch.parents or (None,) * len(batch.query_lengths)

@@ -1,10 +1,10 @@
-"""Fused CPU decoder: all layers of a step in one call of the C library.
+"""Fused CPU decoder: all layers of a dense model in one call of the C library per step.
 
 With few rows, the overhead of one call per GEMM would exceed the time of the GEMMs. A layer range
-is the sequence of layers of one call. A range ends at each MoE layer and at the last layer: of an
-MoE layer, the library computes the attention, and torch computes the experts. The decoder supports
-models with packed weights on one tensor rank, with a bf16 KV pool. The layers of gpt/model are its
-reference.
+is the sequence of layers of one call. For an MoE layer, the library computes the attention, and
+torch computes the experts; so a range ends at each MoE layer, and at the last layer. The decoder
+supports models with packed weights on one tensor rank, with a bf16 KV pool. Tests compare it with
+the layers of gpt/model.
 """
 
 import ctypes
@@ -87,10 +87,10 @@ class _StepArgs(ctypes.Structure):
 
 
 class FusedDecoder:
-    """Decoder backend that runs all layers of a model with packed weights in the C library.
+    """Decoder backend that runs the layers of a model with packed weights in the C library.
 
-    `LayerwiseDecoder` runs batches without a KV pool, and batches that the library does not
-    support.
+    It passes batches without a KV pool, and batches that the library does not support, to
+    `LayerwiseDecoder`.
     """
 
     def __init__(self, model: GPT) -> None:

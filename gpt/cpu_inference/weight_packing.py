@@ -1,10 +1,9 @@
 """CPU weight packing: loaded weights in the C library's panels (bf16, int8) or oneDNN's layout.
 
-Packed weights make CPU inference faster. The C library, or oneDNN where the library does not
-support the weights, multiplies with a weight in its own layout, and applies bias, activation and
-residual while the product is in registers. `pack_weights` replaces the weights of a loaded model
-one at a time, so at most one weight is in memory twice. A tied embedding also stays unpacked, for
-lookups.
+Packed weights make CPU inference faster. The C library packs the weights, or oneDNN if the library
+does not support them. A matmul with a packed weight applies bias, activation and residual while the
+product is in registers. `pack_weights` replaces the weights of a loaded model one at a time, so at
+most one weight is in memory twice. A tied embedding also stays unpacked, for lookups.
 """
 
 import logging
@@ -37,7 +36,8 @@ def pack_weights(model: GPT, *, int8: bool = False) -> None:
     """Pack the weights of a loaded model, for inference only.
 
     If packing is unsupported, the model is unchanged and the reason is logged. `int8` quantizes the
-    weights, without the quantization check of `pack_int8_weights`.
+    weights, without the quantization check of `pack_int8_weights`; if int8 weights are unsupported,
+    ConfigError is raised.
     """
     if int8:
         int8_linear.check_supported(model.mesh.device, model.dtype)
@@ -110,7 +110,7 @@ def weight_bytes(model: GPT) -> int:
 def is_batch_invariant(model: GPT) -> bool:
     """Return whether a row's results are bit-identical in every batch.
 
-    This needs the C library: panels for all matmuls, and its prefill attention. MoE layers are not
+    This needs the C library's panels for all linears, and its prefill attention. MoE layers are not
     batch-invariant, because they group the rows of a batch by expert.
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
@@ -120,12 +120,18 @@ def is_batch_invariant(model: GPT) -> bool:
 
 
 class _WeightPacker:
-    """Packs all weights into panels of the C library, or all by oneDNN if one is unsupported."""
+    """Packs all weights into panels of the C library, or all weights by oneDNN.
+
+    oneDNN is used if the C library does not support one of the weights.
+    """
 
     def __init__(
         self, heads: list[Tensor], linears: list[tuple[Tensor, bool]], *, int8: bool
     ) -> None:
-        """`heads` and `linears`: all weights to pack. The bool: a gated activation follows."""
+        """`heads` and `linears`: all weights to pack, each of `linears` with `gated`.
+
+        `gated`: whether a gated activation follows the linear.
+        """
         self._panels_type: type[PackedLinear] = Int8PackedLinear if int8 else PackedLinear
         self._panel_size = int8_linear.packed_bytes if int8 else packed_linear.packed_numel
         weights = [(head, False) for head in heads] + linears
@@ -150,7 +156,8 @@ class _WeightPacker:
     ) -> LinearBackend:
         """Return a backend with `weight` packed, and with the norm in front of the linear.
 
-        `fp32_output`: the backend may return fp32, as for logits.
+        `fp32_output`: whether the panels' GEMM returns fp32, as for logits; oneDNN returns the
+        dtype of the weight.
         """
         if self._free_memory is None:
             assert norm is None, "oneDNN does not compute norms"

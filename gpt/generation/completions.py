@@ -4,7 +4,7 @@ The size of each batch is limited, so the memory of the KV pool is limited too. 
 split, all ranks make the same call and get all completions. A text ends at a stop token or a stop
 string; `StopStringDetokenizer` finds the stop strings, as in the server. The module opens no
 adapter files: the caller passes the adapter's table and its kind, and prompt ids at or above the
-vocabulary size are rows of the table.
+vocabulary size select rows of the table.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,8 @@ def complete_prompts(
     """Return the greedy completion of each prompt, in the order of the prompts.
 
     `max_new_tokens` is one limit, or one per prompt; it is reduced where the completion would
-    exceed the model's context. `tokens_max` limits the size of a batch, like BATCH_TOKENS_MAX.
+    exceed the model's context. `tokens_max` is the largest sum of prompt lengths and
+    max_new_tokens in a batch of several prompts.
     """
     if isinstance(max_new_tokens, int):
         max_new_tokens = [max_new_tokens] * len(prompts)
@@ -104,10 +105,10 @@ def complete_prompts(
 
 
 def _length_sorted_batches(sizes: Sequence[int], tokens_max: int) -> Iterator[list[int]]:
-    """Yield batches of indices of `sizes`, each with at most `tokens_max` tokens.
+    """Yield batches of prompt indices whose sizes, in tokens, add up to at most `tokens_max`.
 
-    A larger size is a batch of its own. The sizes are sorted in descending order, so that a batch
-    has similar sizes.
+    A prompt with a larger size is a batch alone. The batches are made in descending order of size,
+    so that the prompts of a batch have similar sizes.
     """
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     batch: list[int] = []

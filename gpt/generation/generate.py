@@ -26,7 +26,7 @@ from gpt.sampling_params import SamplingParams
 # - "stop": the last token is a stop token.
 # - "length": the completion has max_new_tokens tokens.
 # - "scored": max_new_tokens is 0, so only the prompt was scored.
-# - "fault": the logits were not finite, so there is no next token.
+# - "fault": the logits were not finite, so the last token has no meaning.
 FinishReason = Literal["stop", "length", "scored", "fault"]
 
 # A score is broadcast as a row of numbers: the token's log-probability and rank (2 numbers), then
@@ -43,7 +43,7 @@ class TokenOutput:
     logprob: float  # NaN if `finish_reason` is "fault".
     finish_reason: FinishReason | None
     score: Score | None = None  # Only if `logprobs` is requested.
-    # The `prompt_scores` of `Completion`; empty in all outputs of a prompt but the first.
+    # The `prompt_scores` of `Completion`, in the prompt's first output; empty in later outputs.
     prompt_scores: list[Score | None] = field(default_factory=list)
 
 
@@ -204,7 +204,7 @@ def check_prompts(
             remedy = (
                 f"request at most {tokens_left} new tokens"
                 if tokens_left > 0
-                else f"shorten the prompt by {1 - tokens_left} tokens"
+                else f"shorten the prompt by at least {1 - tokens_left} tokens"
             )
             raise RequestError(
                 f"prompt ({len(prompt)} tokens) + max_new_tokens ({sampling.max_new_tokens}) = "
@@ -326,7 +326,7 @@ def _prompt_scores(
         if sampling.prompt_logprobs is not None:
             positions = range(kv_lengths[row] + 1, len(prompt))
             scored_positions = [p for p in positions if prompt[p] < model.config.vocab_size]
-            # The logits of position p - 1 are those of the token at position p.
+            # The logits of position p - 1 predict the token at position p.
             previous_logits = (
                 None if logits is None else logits[[start + p - 1 for p in scored_positions]]
             )

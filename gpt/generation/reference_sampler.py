@@ -1,9 +1,9 @@
 """Reference sampler: logits processors and the seeded draw, one row at a time.
 
-The logits processors and their order are those of `gpt.sampling_params.SamplingParams`. A token is
-drawn by a search of one uniform number, computed from (seed, position), in the cumulative weights.
-All arithmetic is fp64. Filters such as top-k compare logits with a threshold, so of several tokens
-with equal logits, either all remain or none.
+The logits processors and their order are those of `gpt.sampling_params.SamplingParams`. To draw a
+token, a uniform number is computed from (seed, position) and searched in the cumulative weights.
+All arithmetic is fp64. Filters such as top-k compare logits with a threshold, so tokens with equal
+logits either all remain or are all removed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -79,7 +79,7 @@ def sampling_weights(logits: Tensor, sampling: SamplingParams) -> Tensor:
     if 0 < sampling.top_k < len(sorted_weights):
         sorted_weights = sorted_weights[sorted_weights >= sorted_weights[sampling.top_k - 1]]
     if sampling.top_p < 1:
-        # A token remains if the mass before it is below top_p; this is true for the first token.
+        # A token remains if the mass before it is below top_p, so the first token always remains.
         mass_before = torch.cat([sorted_weights.new_zeros(1), sorted_weights.cumsum(0)[:-1]])
         sorted_weights = sorted_weights[mass_before < sampling.top_p * sorted_weights.sum()]
     weight_min = max(float(sorted_weights[-1]), sampling.min_p)

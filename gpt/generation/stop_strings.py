@@ -1,8 +1,8 @@
 """Stop strings: incremental detokenizer that withholds text until no stop string can match it.
 
-Withheld are incomplete characters, and text at the end that may be the beginning of a stop string.
-Stop strings are found across token boundaries. The server's streams and the evaluation of trained
-adapters use the same class.
+The detokenizer withholds incomplete characters, and text at the end that may be the beginning of a
+stop string. It finds stop strings across token boundaries. The server's streams and the evaluation
+of trained adapters use `StopStringDetokenizer`.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from gpt.tokenizers.tokenizer import IncrementalDetokenizer, Tokenizer
 class StopStringDetokenizer:
     """Incremental detokenizer: call `push` for each token, then `finish`; join the returned texts.
 
-    The text ends at the stop string that is complete first, which is then `matched_stop`. The text
+    The text ends at the stop string that is complete first; `matched_stop` is this string. The text
     of the first `unsearched_tokens` tokens is not searched.
     """
 
@@ -86,7 +86,7 @@ class _StopStringMatcher:
     def __init__(self, stop_string: str) -> None:
         assert stop_string
         self.stop_string = stop_string
-        # Length of the longest beginning of the stop string that is an end of the text so far.
+        # Length of the longest beginning of the stop string with which the text so far ends.
         self.matched_length = 0
         # The KMP failure function. A border of a string is a proper prefix that is also a suffix.
         # For each prefix of the stop string: the length of its longest border.

@@ -9,7 +9,8 @@ from gpt.model.activation import ACTIVATIONS
 from gpt.model.linear import Linear, LinearBackend
 from gpt.model.norm import Norm
 
-# oneDNN selects the weight layout that is best for this number of rows. It works for any number.
+# oneDNN selects the weight layout that is best for this number of input rows. The layout works with
+# any number of rows.
 LAYOUT_ROWS = 32
 # The activations that oneDNN fuses into a linear, with oneDNN's names (activation, algorithm).
 FUSED_ACTIVATIONS = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}

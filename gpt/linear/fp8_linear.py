@@ -26,11 +26,11 @@ from gpt.model.gpt_model import GPT
 # Smallest hidden size. In narrower layers, the quantization of rows takes longer than fp8 saves.
 FP8_HIDDEN_MIN = 1025
 CAPABILITY_MIN = (8, 9)  # Ada; older GPUs have no e4m3 tensor cores.
-CHUNK_ROWS = 2048  # Number of weight rows that are quantized at once, with an fp32 copy.
+CHUNK_ROWS = 2048  # Number of weight rows (output columns) that are converted to fp32 at once.
 
 
 def fp8_layers(model: GPT, hidden_min: int = FP8_HIDDEN_MIN) -> range:
-    """Return the layers of this stage to quantize, for our fp8 and for Transformer Engine.
+    """Return the layers of this stage to quantize, for `fused_linear` and for Transformer Engine.
 
     The range excludes the first and the last layer of the model, whose quantization costs the most
     accuracy. It is empty if the hidden size is below `hidden_min`.
@@ -42,17 +42,17 @@ def fp8_layers(model: GPT, hidden_min: int = FP8_HIDDEN_MIN) -> range:
 
 
 def has_fp8_layers(model: GPT) -> bool:
-    """Return whether any stage of the model has fp8 layers, equal on all ranks."""
+    """Return whether any stage of the model has fp8 layers. All ranks return the same value."""
     config = model.config
     return config.hidden_size >= FP8_HIDDEN_MIN and config.num_layers > 2
 
 
 class Fp8Matmul:
-    """A matmul with a weight (columns, channels) in e4m3.
+    """A matmul with an e4m3 weight of shape (output columns, input channels).
 
-    The activation between fc1 and fc2 is computed in the kernel that quantizes the input rows of
-    fc2. So it is the `deferred_activation` of fc1, which does not apply it, and the
-    `input_activation` of fc2, which applies it to its input.
+    The kernel that quantizes the input rows of fc2 also computes the activation between fc1 and
+    fc2. So fc1 gets the activation as `deferred_activation` and does not apply it; fc2 gets it as
+    `input_activation` and applies it to the input rows.
     """
 
     def __init__(

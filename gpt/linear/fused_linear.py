@@ -65,9 +65,9 @@ class PrenormedRows:
 class FusedLinear(LinearBackend):
     """A linear with the norm before its matmul, or with the residual sum after its matmul.
 
-    A row-parallel linear adds the residual and, in the same kernel, applies `next_norm` to the sum,
-    in fp8 if `next_fp8`. It stores the normed rows in `prenormed`, where the next linear reads
-    them. `next_norm` is None if the next operation is not a linear with a norm.
+    One kernel of a row-parallel linear adds the residual, applies `next_norm` to the sum, and with
+    `next_fp8` quantizes the normed rows. The linear stores these rows in `prenormed`, where the
+    next linear reads them. `next_norm` is None if the next operation is not a linear with a norm.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ def unsupported_reason(model: GPT) -> str | None:
 def fuse_layers(model: GPT, fp8_layers: Collection[int] = ()) -> int:
     """Use fused linears in all layers, with fp8 weights in `fp8_layers`; return the bytes freed.
 
-    Each weight is freed before the next one is quantized.
+    In `fp8_layers`, each unquantized weight is freed before the next weight is quantized.
     """
     freed_bytes = 0
     prenormed = PrenormedRows()
@@ -138,15 +138,15 @@ def fuse_layers(model: GPT, fp8_layers: Collection[int] = ()) -> int:
         attention = layer.self_attention
         freed_bytes += _fuse_linear(attention.linear_qkv, prenormed, fp8=is_fp8)
         # The linear that norms the residual sum after attention. None for an MoE layer, whose norm
-        # is a module of its own, and with a parallel residual, where the MLP does not read the sum.
+        # is a separate module, and with a parallel residual, where the MLP does not read the sum.
         mlp_input = None
         if isinstance(layer.mlp, MLP) and not layer.config.parallel_residual:
             mlp_input = layer.mlp.linear_fc1
         freed_bytes += _fuse_linear(
             attention.linear_proj, prenormed, fp8=is_fp8, next_linear=mlp_input, next_fp8=is_fp8
         )
-        # The linear that norms the residual sum after the MLP. None for an MoE layer, which sums
-        # the outputs of its experts before it adds the residual.
+        # The linear that norms the residual sum after the MLP. None for the last layer, and for an
+        # MoE layer, which sums the outputs of its experts before it adds the residual.
         next_qkv = None
         if next_layer is not None and isinstance(layer.mlp, MLP):
             next_qkv = next_layer.self_attention.linear_qkv

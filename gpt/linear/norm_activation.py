@@ -1,9 +1,9 @@
 """Fused residual-add + norm + activation between two matmuls, with optional fp8 quantized output.
 
-Each operation is one pass over each row: a Triton kernel on a GPU with Triton
-(gpt/linear/triton_norm_activation.py), else torch, which is the reference. Output rows are
-optionally quantized to e4m3 with one scale per row, as input of fp8 matmuls. Intermediate values
-are at least fp32 and are rounded once. The module does not depend on weights, ranks or layers.
+On a GPU with Triton, each operation is one kernel (gpt/linear/triton_norm_activation.py). Elsewhere
+torch computes it; the torch code is also the reference. Output rows are optionally quantized to
+e4m3 with one scale per row, as input of fp8 matmuls. Intermediate values are at least fp32 and are
+rounded once.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0  # The largest e4m3 value.
 ABSMAX_MIN = 1e-12  # Lower bound of a row's absolute maximum, so that no scale is 0.
 FP8_ALIGNMENT = 16  # fp8 matmuls need a multiple of this number of channels.
-# The dtypes and the largest width that the Triton kernels support. The norm kernel has a whole row
-# in registers.
+# The dtypes and the largest row width that the Triton kernels support. The norm kernel holds a
+# whole row in registers.
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NORM_WIDTH_MAX = 32768
 
@@ -34,8 +34,8 @@ NORM_WIDTH_MAX = 32768
 class Fp8Rows:
     """Rows in e4m3: the real numbers are `values * scales`."""
 
-    values: Tensor  # (T, channels), padded with zeros to a multiple of FP8_ALIGNMENT.
-    scales: Tensor  # (T, 1), fp32
+    values: Tensor  # (rows, channels), padded with zeros to a multiple of FP8_ALIGNMENT.
+    scales: Tensor  # (rows, 1), fp32
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +78,7 @@ class NormParameters:
 def add_norm(
     y: Tensor, bias: Tensor | None, x: Tensor, norm: NormParameters | None, *, fp8: bool = False
 ) -> tuple[Tensor, Rows | None]:
-    """Return the sum x + y + bias, and its norm, or None if `norm` is None.
+    """Return the sum x + y + bias, and the norm of the sum (None if `norm` is None).
 
     `x` is the residual, and `y` the output of a matmul. With `fp8` the norm is in e4m3.
     """
@@ -93,7 +93,7 @@ def add_norm(
 
 
 def norm_rows(x: Tensor, norm: NormParameters, *, fp8: bool = False) -> Rows:
-    """Return the LayerNorm or RMSNorm of each row, with `fp8` in e4m3."""
+    """Return the LayerNorm or RMSNorm of each row. `fp8`: quantized to e4m3."""
     triton_module = _triton_module_for(x)
     if triton_module is not None:
         return triton_module.norm_rows(x, norm, fp8)  # type: ignore[no-any-return]
@@ -124,9 +124,9 @@ def quantize_rows(x: Tensor, activation: str | None = None) -> Fp8Rows:
 
 
 def quantize_e4m3(x: Tensor) -> Fp8Rows:
-    """Return the rows in e4m3, scaled by their absolute maximum, in torch.
+    """Quantize the rows to e4m3 in torch, each scaled by its absolute maximum.
 
-    A row with NaN or inf has values that are not finite in the result too.
+    A row with NaN or inf is not finite after dequantization either, so later checks find it.
     """
     absmax = x.abs().amax(-1, keepdim=True).float().clamp_min(ABSMAX_MIN)
     values = F.pad(x * (FP8_MAX / absmax), (0, -x.shape[-1] % FP8_ALIGNMENT)).to(FP8_DTYPE)

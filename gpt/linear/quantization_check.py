@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 PROBE_TEXTS = 8
 PROBE_TEXT_TOKENS = 32
-# The largest mean divergence in nats: perplexity grows by 0.5%, which other engines accept without
-# a check.
+# The largest permitted mean divergence in nats. It corresponds to a growth of perplexity by 0.5%;
+# other engines quantize with such a growth and do not measure it.
 DIVERGENCE_MAX = 0.005
 # With experts, rounding may also change the choice between experts with nearly equal scores.
 MOE_DIVERGENCE_MAX = 0.05
@@ -44,7 +44,7 @@ class Divergence:
 
 
 class DivergenceProbe:
-    """Measures how far a model's next-token distributions change after the construction.
+    """Measures how far a model's next-token distributions differ from those at construction.
 
     The constructor samples texts and computes the reference distributions. All ranks of a model
     must construct the probe together and call `measure` together.
@@ -69,7 +69,7 @@ class DivergenceProbe:
         self._reference_logits = self._probe_logits(model)
 
     def measure(self, model: GPT) -> Divergence | None:
-        """Return the divergence from the reference distributions; None unless on the last stage."""
+        """Return the divergence from the reference; on all stages but the last, return None."""
         logits = self._probe_logits(model)
         if logits is None or self._reference_logits is None:
             return None
@@ -101,8 +101,8 @@ def enforce_limit(divergence: Divergence | None, setting: str) -> None:
     )
     if not divergence.is_within_limit:
         raise ConfigError(
-            f"with {setting} the model's next tokens diverge by {divergence.mean_kl_nats:.3g} nats "
-            f"over {divergence.positions} positions of its own texts "
-            f"({divergence.top1_agreement:.0%} have the same most likely token); the limit is "
-            f"{divergence.limit:g} nats: remove that setting, or raise the limit (divergence_max)"
+            f"with {setting} the model's next-token distributions diverge by "
+            f"{divergence.mean_kl_nats:.3g} nats on average, and the most likely token is the same "
+            f"at {divergence.top1_agreement:.0%} of the {divergence.positions} compared positions; "
+            f"the limit is {divergence.limit:g} nats: remove the setting, or raise divergence_max"
         )

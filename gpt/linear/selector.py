@@ -1,7 +1,7 @@
 """Linear backend selection: torch, fused, fp8 or Transformer Engine, chosen and logged once.
 
 "auto" selects the fused backend, or torch where the fused backend is unsupported: both give the
-same output except for rounding. A requested backend that is unavailable raises ConfigError with the
+same output except for rounding. A setting that names an unavailable backend is an error with the
 reason. Quantized weights must pass the check of gpt/linear/quantization_check.py: the next-token
 distributions must be close to those of the unquantized model.
 """
@@ -19,6 +19,7 @@ from gpt.model.gpt_model import GPT
 log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "torch", "fp8", "te")
+_TE_REMEDY = "install preamble[te] and use a CUDA device, or remove linear_backend"
 
 
 def check_backend(backend: str, recipe: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -35,7 +36,7 @@ def check_backend(backend: str, recipe: str, device: torch.device, dtype: torch.
         reason = engine if isinstance(engine, str) else None
         if device.type != "cuda":
             reason = f"the device is {device.type}"
-        _raise_if_unavailable(backend, reason, "install preamble[te], and run it on a CUDA device")
+        _raise_if_unavailable(backend, reason, _TE_REMEDY)
     if recipe != "none" and backend != "te":
         raise ConfigError(
             f"te_recipe is {recipe!r}, a recipe of Transformer Engine, but linear_backend is "
@@ -106,7 +107,7 @@ def _apply_fp8(model: GPT, divergence_max: float | None) -> AppliedBackend:
 def _apply_te(model: GPT, recipe: str, divergence_max: float | None) -> AppliedBackend:
     engine = te_linear.import_transformer_engine()
     reason = engine if isinstance(engine, str) else fused_linear.unsupported_reason(model)
-    _raise_if_unavailable("te", reason, "install preamble[te], and run it on a CUDA device")
+    _raise_if_unavailable("te", reason, _TE_REMEDY)
     assert not isinstance(engine, str)
     layers = range(0) if recipe == "none" else fp8_linear.fp8_layers(model)
 
@@ -128,7 +129,7 @@ def _apply_te(model: GPT, recipe: str, divergence_max: float | None) -> AppliedB
 def _apply_with_probe(
     probe: DivergenceProbe, model: GPT, setting: str, replace_linears: Callable[[], int]
 ) -> AppliedBackend:
-    """Call `replace_linears`, which returns the bytes freed; then check the divergence."""
+    """Call `replace_linears`, then check the divergence; return it with the bytes freed."""
     freed_bytes = replace_linears()
     if model.mesh.device.type == "cuda":
         torch.cuda.empty_cache()  # Return the freed memory to the device.
@@ -145,7 +146,7 @@ def _format_layers(layers: range) -> str:
 def _fp8_remedy(device: torch.device) -> str:
     if device.type == "cpu":
         return "on a CPU, set weights: int8 instead"
-    return "remove it, or set dtype: bfloat16 if the dtype is the problem"
+    return "remove linear_backend, or set dtype: bfloat16 if the dtype is the problem"
 
 
 def _raise_if_unavailable(backend: str, reason: str | None, remedy: str) -> None:

@@ -47,8 +47,8 @@ def import_transformer_engine() -> TransformerEngine | str:
     """Return the package, or the reason why it is unavailable.
 
     The import can raise more than ImportError: RuntimeError if only the meta package is installed
-    or a CUDA library is missing, OSError if its own library cannot be loaded, and AssertionError if
-    versions do not match.
+    or a CUDA library is missing, OSError if the package's library cannot be loaded, and
+    AssertionError if versions do not match.
     """
     try:
         pytorch = import_module("transformer_engine.pytorch")

@@ -12,9 +12,10 @@ from gpt.cpu.packed_linear import ACTIVATIONS, GATED_PREFIX
 from gpt.linear import triton_row_kernels as kernels
 from gpt.linear.norm_activation import FP8_ALIGNMENT, FP8_DTYPE, Fp8Rows, NormParameters, Rows
 
-# Largest blocks of the activation kernel, in elements.
-BLOCK_SIZE_MAX = 4096  # If one program reads the row block by block (e4m3 output).
-SPLIT_BLOCK_SIZE_MAX = 1024  # If there is one program per block.
+# Largest blocks of the activation kernel, in elements. With e4m3 output one program reads a whole
+# row, block by block; otherwise there is one program per block.
+BLOCK_SIZE_MAX = 4096  # With e4m3 output.
+SPLIT_BLOCK_SIZE_MAX = 1024  # Otherwise.
 ELEMENTS_PER_WARP = 512  # Elements of a block per warp.
 
 
@@ -66,7 +67,7 @@ def _launch_add_norm(
     out: Rows | None,
     addition: tuple[Tensor, Tensor | None, Tensor] | None,
 ) -> None:
-    """Launch the norm kernel; `out` gets the norm, None: no norm.
+    """Launch the norm kernel. The norm is written to `out`; if `out` is None, there is no norm.
 
     `addition` is (tensor to add to `x`, bias, output of the sum); None: nothing is added.
     """

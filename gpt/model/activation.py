@@ -24,7 +24,7 @@ def _gated_activation(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tens
 
 
 # The activations that may follow a linear. A gated activation returns activation(gate) * up; gate
-# is the first half of the columns, up the second half.
+# is the first half of the linear's output columns, up the second half.
 ACTIVATIONS = UNGATED_ACTIVATIONS | {
     f"{GATED_PREFIX}{name}": partial(recompute_from_inputs, partial(_gated_activation, activation))
     for name, activation in UNGATED_ACTIVATIONS.items()

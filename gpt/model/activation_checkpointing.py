@@ -3,7 +3,7 @@
 `RecomputePolicy` selects what is recomputed: all layers (full), some layers (block), or the
 attention core (selective). Independently of the policy, `recompute_from_inputs` recomputes gated
 activations, RMSNorms and norms with a zero-centered gamma. No random state is saved, because
-dropout is counter-based: a recomputation draws equal masks. The module does not depend on the
+dropout is counter-based: a recomputation draws the same masks. The module does not import the
 layers.
 """
 

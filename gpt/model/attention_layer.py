@@ -35,10 +35,10 @@ class PrefixKV:
     before the first step of a sequence.
     """
 
-    # By global layer number: (virtual tokens, 2, G, D), for the G KV heads of this rank.
+    # By global layer number: keys and values, (virtual tokens, 2, G, D), of this rank's G KV heads.
     kv_by_layer: Mapping[int, Tensor]
     batch_rows: Tensor  # The rows of the batch that are virtual tokens.
-    prefix_rows: Tensor  # For each of `batch_rows`, the index of its virtual token.
+    prefix_rows: Tensor  # For each of `batch_rows`, its index in the tensors of `kv_by_layer`.
 
     def replace_kv(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         prefix_kv = self.kv_by_layer[layer].index_select(0, self.prefix_rows).to(k.dtype)
@@ -52,7 +52,9 @@ class ForwardContext:
 
     batch: Batch
     rotary_cos_sin: tuple[Tensor, Tensor] | None  # cos and sin, each (T, rotary channels / 2).
-    output_rows: Tensor | None = None  # The rows whose output the layer computes. None: all rows.
+    # The rows that a layer computes after its attention core; set for the last layer of the model
+    # only. None: all rows.
+    output_rows: Tensor | None = None
     prefix: PrefixKV | None = None
 
 
@@ -115,7 +117,10 @@ class Attention(nn.Module):
     def _attention_dropout_mask(
         self, dropout: Dropout, sequence: int, shape: tuple[int, int], like: Tensor
     ) -> Tensor:
-        """Return dropout masks (heads, queries, keys), drawn by the global number of each head."""
+        """Return the dropout masks (heads, queries, keys) of this rank's heads.
+
+        The global number of a head selects its mask, so the masks do not depend on the split.
+        """
         heads = self.config.num_attention_heads // self.mesh.tp
         first_head = self.mesh.tp_rank * heads
         p = self.config.attention_dropout

@@ -21,7 +21,10 @@ class Embedding(nn.Module):
     """
 
     def __init__(self, build: BuildContext, *, has_positions: bool) -> None:
-        """`has_positions`: on the first stage, learned position embeddings are added if any."""
+        """`has_positions`: whether to add the learned position embeddings, if the model has them.
+
+        Only the first stage adds them. On the last stage, a tied LM head uses the word embeddings.
+        """
         super().__init__()
         self.config = build.config
         self.mesh = build.mesh

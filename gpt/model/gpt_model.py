@@ -105,7 +105,7 @@ class GPT(nn.Module):
         self.decoder_backend = backend
 
     def use_head_backend(self, backend: LinearBackend) -> None:
-        """Compute the LM head with `backend`, and remove its weight unless it is tied."""
+        """Compute the LM head with `backend`, and remove the head's weight unless it is tied."""
         self.head_backend = backend
         if self.output_layer is not None:
             self.output_layer._parameters["weight"] = None
@@ -159,7 +159,8 @@ class GPT(nn.Module):
         if self.is_first_stage:
             assert self.embedding is not None
             if prefix is not None:
-                # Only the keys and values of virtual tokens matter, so any valid id replaces them.
+                # The prefix has the keys and values of the virtual tokens, so their embeddings have
+                # no effect: token 0 stands for each of them.
                 x = x.index_fill(0, prefix.batch_rows, 0)
             x = self.embedding(x, batch, virtual_embeddings)
         return self.decoder_backend.forward(x, batch, kv, prefix)
@@ -213,7 +214,7 @@ class GPT(nn.Module):
         return self.embedding.weight_shard
 
     def logits(self, ids: Tensor, virtual_embeddings: Tensor | None = None) -> Tensor:
-        """Return the logits (b, s, vocabulary) of ids (b, s); only for one pipeline stage."""
+        """Return the logits (b, s, vocabulary) of ids (b, s), without pipeline parallelism."""
         assert self.mesh.pp == 1, "logits() needs all layers, not one pipeline stage"
         batch = Batch.unpaged((ids.shape[1],) * ids.shape[0], ids.device)
         logits: Tensor = self(ids.flatten(), batch, virtual_embeddings=virtual_embeddings)

@@ -103,8 +103,8 @@ class Linear(nn.Module):
 class ColumnParallelLinear(Linear):
     """A linear whose weight is split by rows: each rank computes its own output columns.
 
-    As in Megatron-Core, it contains the norm in front of it if it has the parameters
-    `layer_norm_weight` and `layer_norm_bias` (see the table in `gpt.parallel.weight_sharding`).
+    As in Megatron-Core, some of these linears contain the norm in front of the matmul. They have
+    the parameters `layer_norm_weight` and, for a LayerNorm, `layer_norm_bias`.
     """
 
     layer_norm_weight: Tensor | None
@@ -125,7 +125,7 @@ class ColumnParallelLinear(Linear):
         return self.project_gathered(to_column_parallel(x, self.mesh, tokens), activation)
 
     def project_gathered(self, x: Tensor, activation: str | None = None) -> Tensor:
-        """Return the backend's output for all rows, which `to_column_parallel` has gathered."""
+        """Return the backend's output for `x`, in which `to_column_parallel` gathered all rows."""
         return self.backend.forward(x, self.bias, activation, None)
 
     def _trains_weight(self) -> bool:

@@ -1,8 +1,8 @@
 """MLP of a layer, or one expert of a mixture-of-experts layer: fc1, activation, fc2.
 
 With a gated activation (SwiGLU, GEGLU), the output of fc1 consists of gate columns, then up
-columns. Each tensor rank computes the same range of both (`ShardRule.GATED` in
-gpt/parallel/weight_sharding.py).
+columns. Each tensor rank computes one range of the gate columns and the same range of the up
+columns (`ShardRule.GATED` in gpt/parallel/weight_sharding.py).
 """
 
 from typing import cast

@@ -1,9 +1,10 @@
 """Mixture-of-experts layer: top-k router, experts split over tensor ranks, shared expert.
 
 Every expert is split over the tensor ranks like a dense MLP. The model does not use expert
-parallelism, so any number of experts is possible. With sequence parallelism, the router computes
-the logits of this rank's rows. `to_column_parallel` then gathers the logits in the same way as the
-rows, so the backward pass sums their gradients over the tensor ranks.
+parallelism, so the number of ranks need not divide the number of experts. With sequence
+parallelism, the router computes the logits of this rank's rows, and `to_column_parallel` gathers
+rows and logits. Its backward pass sums the gradients that the tensor ranks' parts of the experts
+contribute to both.
 """
 
 from typing import cast

@@ -3,7 +3,7 @@
 Pipeline parallelism for inference: a stage receives hidden states, runs its layers, and sends the
 output to the next stage. A stage may have several chunks of the model; the last stage then sends
 the output of a chunk to the first stage, which runs its next chunk. With one stage nothing is sent.
-The passes of training, with micro-batches and gradients, are in `ptuning.training.pipeline`.
+Training, with micro-batches and gradients, is in `ptuning.training.pipeline`.
 """
 
 from collections.abc import Sequence

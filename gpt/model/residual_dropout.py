@@ -1,7 +1,7 @@
 """Residual connection, with hidden dropout of the sublayer output.
 
 Hidden dropout is applied to the output of each sublayer before the residual is added, and to the
-embeddings. The masks are counter-based, so they are equal at every parallel split.
+embeddings. The masks are counter-based, so every parallel split has the same masks.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,10 @@ class Residual:
 def apply_hidden_dropout(
     x: Tensor, config: GPTConfig, mesh: Mesh, batch: Batch, site: tuple[int, int]
 ) -> Tensor:
-    """Return the hidden states of this rank's rows after dropout, if the batch has dropout.
+    """Return `x`, this rank's rows, after hidden dropout; unchanged if there is no dropout.
 
-    The mask is drawn for all rows, then split like the rows. `site` is the position in the model.
+    The mask is drawn for all rows of the batch, then split over the tensor ranks like the rows.
+    `site`: see `Dropout.keep_mask`.
     """
     p = config.hidden_dropout
     if batch.dropout is None or not p:

@@ -26,8 +26,8 @@ from gpt.errors import CheckpointError
 PROOF_FILE = "preamble.proof.safetensors"
 FORMAT, VERSION = "preamble.proof", 1
 
-# Limits of a proof, whose source may be untrusted: a server replays it when it starts, so a huge
-# proof must not delay the start.
+# Limits of a proof, which may come from an untrusted source. A server replays the proof when it
+# starts, and a huge proof would delay the start.
 TOKENS_MAX = 4096
 LOGITS_MAX = 1 << 28
 
@@ -42,7 +42,7 @@ class Proof:
     best: Tensor  # (n, s) int64: the id of the largest logit at each position.
     logits: Tensor  # (n, vocabulary) fp32: the logits of each row's last position.
     base: str  # The base digest of the model.
-    dtype: str  # Dtype of the stored weights from which the logits were computed.
+    dtype: str  # Dtype of the stored weights. The logits are computed from them in fp32.
     software_versions: str = ""  # Versions of Preamble and torch.
 
     @property
@@ -157,7 +157,7 @@ def check_proof_fits(
 
 def _check_metadata(path: Path, metadata: Mapping[str, str]) -> None:
     if metadata.get("format") != FORMAT:
-        raise _proof_error(path, "has no proof format in its metadata")
+        raise _proof_error(path, f"has metadata without the format {FORMAT!r}")
     version_text = metadata.get("version", "")[:9]
     if version_text.isascii() and version_text.isdigit() and int(version_text) > VERSION:
         raise CheckpointError(
@@ -176,7 +176,10 @@ def _check_shapes(path: Path, stored_tensors: Mapping[str, SafetensorsTensor]) -
     dtypes = {name: tensor.dtype for name, tensor in stored_tensors.items()}
     if dtypes != TENSOR_DTYPES:
         names = ", ".join(f"{name[:20]!r} {dtype}" for name, dtype in list(dtypes.items())[:4])
-        raise _proof_error(path, f"has {names or 'no tensors'} instead of ids, best and logits")
+        raise _proof_error(
+            path,
+            f"has {names or 'no tensors'} instead of ids, best and logits (int64, int64, float32)",
+        )
     ids, best, logits = (stored_tensors[name].shape for name in ("ids", "best", "logits"))
     if len(ids) != 2 or best != ids or len(logits) != 2 or logits[0] != ids[0]:
         raise _proof_error(

@@ -117,9 +117,10 @@ def replay_proof(
 def logit_tolerance(proof: Proof, checkpoint: Checkpoint, dtype: str) -> float:
     """Return the largest permitted difference of a replay in `dtype`.
 
-    It is the tolerance of `dtype`, or that of the checkpoint's dtype if it is larger and the
-    weights were rounded to this dtype after the proof was computed. Below fp32 precision, models
-    with experts have a tolerance of their own.
+    - LOGIT_TOLERANCES has the limit of `dtype`.
+    - If the weights were rounded to the checkpoint's dtype after the proof was computed, the larger
+      one of the limits of both dtypes applies.
+    - For a model with experts, MOE_LOGIT_TOLERANCE replaces a limit above the limit of float32.
     """
     weights_dtype = stored_dtype(checkpoint)
     limit = LOGIT_TOLERANCES[dtype]

@@ -65,7 +65,7 @@ def test_each_missing_gpu_requirement_is_named(
     with pytest.raises(ConfigError, match=f"compute capability is 7.5; {name} needs 8.0"):
         select_backend(name, config, gpu)
     capability[:] = [8, 0]
-    with pytest.raises(ConfigError, match=r"fp8 needs 8.9"):
+    with pytest.raises(ConfigError, match=r"an fp8 KV cache needs 8.9"):
         select_backend(name, config, gpu, kv_dtype="fp8")
     with pytest.raises(ConfigError, match="the model computes in float64"):
         select_backend(name, config, gpu, dtype="float64")

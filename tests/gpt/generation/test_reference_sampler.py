@@ -337,7 +337,7 @@ def test_invalid_sampling_params_are_refused_by_field(
     [
         ([], 1, "the prompt is empty"),
         ([1] * 60, 10, r"= 70, more than the model's context of 64; request at most 4 new tokens"),
-        ([1] * 64, 1, "shorten the prompt by 1 tokens"),
+        ([1] * 64, 1, "shorten the prompt by at least 1 tokens"),
         ([103], 1, "token id 103 is outside the vocabulary of 103"),
         ([-1], 1, "token id -1 is outside"),
     ],

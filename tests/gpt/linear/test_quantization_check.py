@@ -73,7 +73,9 @@ def test_a_divergence_over_the_limit_is_refused_with_the_setting() -> None:
     fuse_layers(model)
     enforce_limit(probe.measure(model), "fusing")  # Only changes where sums are rounded.
     add_bias_error(model, 9)
-    with pytest.raises(ConfigError, match="with weights: int3 the model's next tokens diverge by"):
+    with pytest.raises(
+        ConfigError, match="with weights: int3 the model's next-token distributions diverge by"
+    ):
         enforce_limit(probe.measure(model), "weights: int3")
 
 

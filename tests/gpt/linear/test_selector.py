@@ -64,7 +64,7 @@ def test_gpu_backends_are_refused_on_a_cpu_before_loading(
 
 
 def test_fp8_is_refused_for_other_dtypes_before_loading() -> None:
-    message = r"the model's dtype is torch.float32.*remove it, or set dtype: bfloat16"
+    message = r"the model's dtype is torch.float32.*remove linear_backend, or set dtype: bfloat16"
     with pytest.raises(ConfigError, match=message):
         check_backend("fp8", "none", CUDA, torch.float32)
 

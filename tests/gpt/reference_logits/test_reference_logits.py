@@ -306,7 +306,10 @@ def changed_proof_file(proof: Proof, changed: Mapping[str, Tensor], **metadata: 
 
 NEWER = "has proof version 2, but this release of Preamble reads version 1; use a newer release"
 INVALID_FILES: dict[str, tuple[dict[str, Any], str]] = {
-    "another format": ({"format": "preamble.adapter"}, "has no proof format in its metadata"),
+    "another format": (
+        {"format": "preamble.adapter"},
+        "has metadata without the format 'preamble.proof'",
+    ),
     "a newer version": ({"version": "2"}, NEWER),
     "no version": ({"version": "absent"}, "has the invalid version ''"),
     "a version that is not a number": ({"version": "²"}, "has the invalid version '²'"),

@@ -280,9 +280,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "more experts per token than experts": (
         "mixtral",
         {"num_experts_per_tok": 6},
-        "moe_router_topk is 6; with 5 experts it must be from 1 to 5",
+        "moe_router_topk is 6, and num_experts is 5; in a model with experts, moe_router_topk must "
+        "be from 1 to num_experts",
     ),
-    "no experts": ("mixtral", {"num_local_experts": 0}, "moe_router_topk is 2; with 0 experts"),
+    "no experts": (
+        "mixtral",
+        {"num_local_experts": 0},
+        "moe_router_topk is 2, and num_experts is 0",
+    ),
     "more experts": (
         "mixtral",
         {"num_local_experts": 6},
