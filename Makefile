@@ -1,29 +1,32 @@
-# Each target installs what it needs into .venv, without prompting.
-# PYTHON=python3.12 selects the interpreter. `make test-gpu` and `make bench-gpu` use a given PYTHON
-# without installing anything.
+# Each target installs its dependencies into .venv without a prompt. PYTHON=python3.12 selects the
+# interpreter of .venv. If PYTHON is set, `make test-gpu` and `make bench-gpu` run with this
+# interpreter directly and install nothing.
 VENV   := .venv
 BASE   := $(or $(PYTHON),python3)
 MINOR  := $(shell $(BASE) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt
 PROTOS := $(wildcard protos/preamble/v1/*.proto protos/foreign/*.proto)
-# Two test processes, a file at a time: one can compute while the other waits for a server.
+# Two test processes; each runs one test file at a time. While a process waits for a server, the
+# other one can compute.
 PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist loadfile
-# Stages of the environment: interpreter, runtime and development dependencies, gRPC stubs.
+# Stages of the environment: interpreter, runtime dependencies, development dependencies, gRPC stubs.
 INTERPRETER := $(VENV)/bin/python$(MINOR)
 RUNTIME     := $(VENV)/.runtime
 DEVELOPMENT := $(VENV)/.development
 STUBS       := protos/preamble/v1/generation_pb2.py
-LEARNED     := build/demo/learned
-# The CPU kernels in C (gpt/cpu/build.py). Without them the same operations run in torch.
+# Time stamp of the demo's tuning run.
+DEMO_ADAPTER := build/demo/learned
+# The C library of CPU kernels (gpt/cpu/build.py). Without it, torch computes the same operations,
+# except int8 weights.
 KERNELS     := gpt/cpu/libkernels.so
 
 .DEFAULT_GOAL := help
 .PHONY: setup demo serve-demo test test-slow test-gpu soak bench bench-gpu bench-peers peers check tools protos wheel kernels clean help
 
 setup: $(DEVELOPMENT) $(STUBS) $(KERNELS)  ## installs the development environment
-demo: $(LEARNED)  ## p-tunes the bundled demo model, serves it and sends it requests
+demo: $(DEMO_ADAPTER)  ## p-tunes the bundled demo model, serves it and sends it requests
 	@$(VENV)/bin/python -m examples.demo
-serve-demo: $(LEARNED)  ## serves the demo model until Ctrl-C
+serve-demo: $(DEMO_ADAPTER)  ## serves the demo model until Ctrl-C
 	$(VENV)/bin/preamble serve examples/demo/checkpoint --adapters build/demo/adapters
 test: setup  ## runs the test suite (at most five minutes on two cores)
 	$(PYTEST)
@@ -31,9 +34,9 @@ test-slow: setup tools  ## runs the slow tests and prints the duration of each
 	$(PYTEST) -m slow
 test-gpu: $(if $(PYTHON),,setup)  ## runs the tests that need a CUDA device
 	$(or $(PYTHON),$(VENV)/bin/python) -m pytest -m gpu -W default
-soak: setup  ## runs the soak tests, which take longer than the suites
+soak: setup  ## runs the soak tests, each of which takes longer than the test suite
 	$(VENV)/bin/python -m pytest -m soak
-bench: setup  ## runs the benchmarks of speed and memory, with comparisons
+bench: setup  ## runs the benchmarks of speed and memory, and compares other engines
 	$(VENV)/bin/python -m bench
 bench-gpu: $(if $(PYTHON),,setup)  ## runs the benchmarks that need a CUDA device
 	$(or $(PYTHON),$(VENV)/bin/python) -m bench --device cuda
@@ -45,7 +48,7 @@ check: setup  ## checks lint, format, types, protos and repository rules
 	$(VENV)/bin/python -m pytest -q tests/repository/test_tidy.py
 peers:  ## installs the other engines of `make bench-peers` under build/peers
 	bench/peers_install.sh
-bench-peers: setup  ## compares generation speed with those engines
+bench-peers: setup  ## compares the generation speed with the other engines
 	$(VENV)/bin/python -m bench --only peers
 tools: setup  ## installs the dependencies of the slow tests
 	@$(PIP) --no-deps megatron-core triton==3.6.0
@@ -76,7 +79,7 @@ $(STUBS): $(PROTOS) protos/build.py | $(RUNTIME)
 	@$(VENV)/bin/python protos/build.py && touch $@
 $(KERNELS): $(wildcard gpt/cpu/src/*) gpt/cpu/build.py
 	@$(BASE) gpt/cpu/build.py || :
-$(LEARNED): examples/demo/tune.yaml $(wildcard examples/demo/checkpoint/*/*/*) | $(RUNTIME) $(STUBS)
+$(DEMO_ADAPTER): examples/demo/tune.yaml $(wildcard examples/demo/checkpoint/*/*/*) | $(RUNTIME) $(STUBS)
 	@rm -rf build/demo && mkdir -p build/demo/adapters
 	$(VENV)/bin/python -m examples.demo.tasks --task mood --count 400 > build/demo/mood.jsonl
 	$(VENV)/bin/python -m examples.demo.tasks --task mood --count 200 --split held-out > build/demo/mood-held-out.jsonl

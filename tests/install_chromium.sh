@@ -1,7 +1,7 @@
 #!/bin/sh
 # Unpacks Debian's headless Chromium and its missing libraries under build/tools/chromium, for the
-# slow tests. Needs no root: apt gets its own list and cache directories. Without apt it prints a
-# notice and succeeds; the tests that need Chromium are then skipped.
+# slow tests. Root is not needed, because apt gets its own list and cache directories. Without apt,
+# the script prints a notice and exits with 0; the tests that need Chromium are then skipped.
 set -eu
 cd "$(dirname "$0")/.."
 tools=$PWD/build/tools
