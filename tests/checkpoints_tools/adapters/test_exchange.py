@@ -265,7 +265,7 @@ def test_positions_are_subtracted_from_rows_of_an_adapter_inside_a_nemo_model(
         (
             nemo_state(),
             {"task_templates": [TASK | {"virtual_token_splits": [2]}]},
-            "`splits` has 1 numbers",
+            r"`splits` is \[2\]; number the markers",
         ),
         (
             nemo_state(),
