@@ -206,8 +206,8 @@ def _open_native(path: Path) -> Adapter:
     adapter = build_adapter(Card.from_json(metadata.get("card", "")), tensors[TABLE].tensor())
     if adapter.digest != metadata.get("digest"):
         raise AdapterError(
-            f"{path} was changed after it was saved: its content has the digest "
-            f"{_short_digest(adapter.digest)}, but its metadata has "
+            f"{path} was changed after it was saved: its digest is "
+            f"{_short_digest(adapter.digest)}, but its metadata records "
             f"{_short_digest(metadata.get('digest'))}; copy the file again"
         )
     return adapter

@@ -63,7 +63,7 @@ class PromptTemplate:
     truncate_field: str | None = None
     answer_field: str | None = None  # The completion to learn; rendered in training only.
     bos: str = "none"  # One of BOS_POSITIONS.
-    eos: bool = True  # Whether answers end with the end-of-text token; prompts never do.
+    eos: bool = True  # Whether answers end with the end-of-text token; prompts do not.
 
     def __post_init__(self) -> None:
         markers = [int(marker) for marker, _ in PART_PATTERN.findall(self.text) if marker]

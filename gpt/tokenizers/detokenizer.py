@@ -18,7 +18,7 @@ Piece = str | bytes | None
 # "keep": nothing.
 # "text": one leading space of the text.
 # "mark": the first character of the first text piece, if it is a space mark.
-# "marks": the first character of each text piece, if it is a space mark, until some text remains.
+# "marks": as "mark" for each text piece, until the decoded text is no longer empty.
 # "token": all space marks in the first text piece.
 LeadingSpace = Literal["keep", "text", "mark", "marks", "token"]
 
