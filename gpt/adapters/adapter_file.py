@@ -1,9 +1,9 @@
 """Adapter file: reads and writes the safetensors file with the virtual-token table and the card.
 
-The table is the file's only tensor, and the card is the file's metadata. Writes are atomic, and a
-read compares the digest, so no incomplete or changed file is used. Adapters of Hugging Face PEFT,
-TGIS and NeMo can be read too. The module checks whether an adapter fits a model; it does not apply
-adapters.
+The table is the file's only tensor, and the card is in the file's metadata. Writes are atomic, and
+a read compares the adapter's digest with the recorded digest, so an incomplete or changed file is
+refused. Adapters of Hugging Face PEFT, TGIS and NeMo can be read too. The module checks whether an
+adapter fits a model; it does not apply adapters.
 """
 
 import secrets
@@ -88,7 +88,7 @@ def publish_adapter(adapter: Adapter, folder: Path) -> Path:
 
 
 def latest_adapter(folder: Path, name: str) -> tuple[Path, Adapter] | None:
-    """Open the newest version of `name`, NAME@N; return None if there is no such file."""
+    """Open the file NAME@N with the largest N; return None if no file has a version number."""
     path = folder / f"{name}@{_last_version(folder, name)}{SUFFIX}"
     return (path, open_adapter(path)) if path.exists() else None
 
@@ -101,18 +101,19 @@ def check_publish_directory(folder: Path) -> None:
         write_atomic(probe, b"", overwrite=False, durable=False)
         probe.unlink()
     except FileExistsError:
-        raise AdapterError(
-            f"{folder} is not a directory; give a new or existing directory"
-        ) from None
+        raise AdapterError(f"{folder} is not a directory; give the path of a directory") from None
     except OSError as error:
         raise AdapterError(
-            f"{folder} cannot be written to: {error.strerror}; give a new or existing directory "
-            "that is writable, on a file system with hard links"
+            f"{folder} cannot be written to: {error.strerror}; give a writable directory on a file "
+            "system that supports hard links"
         ) from None
 
 
 def _last_version(folder: Path, name: str) -> int:
-    """Return the largest version number; 0 without files. A file without a number is version 1."""
+    """Return the largest version number of an adapter, or 0 if the adapter has no files.
+
+    A file name without a number counts as version 1.
+    """
     versions = [0]
     for file in folder.glob(f"{name}*{SUFFIX}"):
         try:
@@ -132,8 +133,8 @@ def _write_file(adapter: Adapter, path: Path, *, overwrite: bool) -> None:
         "digest": adapter.digest,
     }
     content = safetensors.torch.save({TABLE: adapter.table}, metadata)
-    # A server can scan the directory at any time. The partial file of `write_atomic` is hidden, so
-    # the server ignores it.
+    # A server can scan the directory at any time. `write_atomic` writes to a hidden file first,
+    # which the server ignores.
     try:
         write_atomic(path, content, overwrite=overwrite)
     except FileExistsError:
@@ -146,7 +147,7 @@ def _write_file(adapter: Adapter, path: Path, *, overwrite: bool) -> None:
 
 
 def open_adapter(path: Path, *, task: str | None = None, base: Checkpoint | None = None) -> Adapter:
-    """Open an adapter: a native file, a PEFT or TGIS file or directory, or a .nemo file.
+    """Open an adapter: a native file, a PEFT or TGIS file or directory, or a .nemo (also unpacked).
 
     `task` selects one of several tasks: by number in a multitask PEFT adapter, by name in a NeMo
     adapter. `base` is used only if the table cannot be read or checked without the base model.
@@ -181,7 +182,7 @@ def _open_native(path: Path) -> Adapter:
             f"{path} is not an adapter; give a {SUFFIX} file, a PEFT directory, a decoder.pt, or "
             "a .nemo file of prompt learning"
         )
-    tensors = open_safetensors(path)  # Its errors about the header are better than the library's.
+    tensors = open_safetensors(path)  # Describes a broken header better than `safe_open` below.
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
@@ -195,18 +196,18 @@ def _open_native(path: Path) -> Adapter:
     _check_version(metadata.get("version", ""), path)
     if list(tensors) != [TABLE] or tensors[TABLE].dtype != torch.float32:
         tensor_summary = ", ".join(
-            f"{name} {stored.dtype}" for name, stored in list(tensors.items())[:4]
+            f"{name} ({stored.dtype})" for name, stored in list(tensors.items())[:4]
         )
         raise AdapterError(
-            f"{path} contains {tensor_summary or 'nothing'}; version {VERSION} of the format has "
-            f"one tensor, {TABLE}, in torch.float32: export the adapter again"
+            f"{path} contains {tensor_summary or 'no tensor'}; version {VERSION} of the format has "
+            f"one tensor, {TABLE} (torch.float32): export the adapter again"
         )
-    # build_adapter copies the table, since the mapped file may be truncated during use.
+    # `build_adapter` copies the table, because another process may truncate the mapped file.
     adapter = build_adapter(Card.from_json(metadata.get("card", "")), tensors[TABLE].tensor())
     if adapter.digest != metadata.get("digest"):
         raise AdapterError(
             f"{path} was changed after it was saved: its digest is "
-            f"{_short_digest(adapter.digest)}, but it records "
+            f"{_short_digest(adapter.digest)}, but its metadata records "
             f"{_short_digest(metadata.get('digest'))}; copy the file again"
         )
     return adapter
@@ -222,8 +223,7 @@ def _check_version(version: str, path: Path) -> None:
             "release"
         )
     raise AdapterError(
-        f"{path} has the format version {version[:20]!r}, which must be {VERSION}; copy the file "
-        "again"
+        f"{path} has the format version {version[:20]!r}; it must be {VERSION}: copy the file again"
     )
 
 
@@ -234,10 +234,10 @@ def check_adapter(
     *,
     rows_max: int | None = None,
 ) -> tuple[str, ...]:
-    """Refuse an adapter that does not fit this model; return notes on omitted checks.
+    """Refuse an adapter that does not fit this model; return notes for the user.
 
-    `rows_max` limits the number of virtual tokens; the default is half of the model's context
-    length.
+    The notes list omitted checks and conversions of the model's dtype. `rows_max` limits the number
+    of virtual tokens; the default is half of the model's context length.
     """
     card = adapter.card
     rows, width = adapter.table.shape
@@ -262,8 +262,8 @@ def check_adapter(
         )
     if not bool(adapter.table.to(FLOAT_DTYPES[config.dtype]).isfinite().all()):
         raise AdapterError(
-            f"adapter {card.name!r} has values that overflow in {config.dtype}, up to "
-            f"{float(adapter.table.abs().max()):.3g}; serve the model in bfloat16 or float32"
+            f"adapter {card.name!r} has values up to {float(adapter.table.abs().max()):.3g}, which "
+            f"overflow in {config.dtype}; serve the model in bfloat16 or float32"
         )
     if card.base_digest is None:
         return (
@@ -272,8 +272,8 @@ def check_adapter(
         )
     if identity is None:
         return (f"adapter {card.name!r} was not compared with the model's digest",)
-    # One match is enough. The fingerprint is available at every start; the digest may be empty, but
-    # does not depend on the config.
+    # Either an equal fingerprint or an equal digest identifies the base model. The fingerprint is
+    # computed at every start, but depends on the config; the digest does not, but may be unknown.
     is_same_base = (
         card.base_fingerprint is not None and card.base_fingerprint == identity.fingerprint
     )
@@ -288,7 +288,7 @@ def check_adapter(
 
 
 def table_width(kind: str, config: GPTConfig) -> int:
-    """Return the values per virtual token that an adapter of `kind` must have for this model."""
+    """Return the number of values per virtual token in an adapter of `kind` for this model."""
     return config.prefix_width if kind == "prefix" else config.hidden_size
 
 
@@ -299,9 +299,8 @@ def _short_digest(digest: str | None) -> str:
 def instruction_adapter(card: Card, token_ids: Sequence[int], rows: Tensor) -> Adapter:
     """Return an adapter whose rows are the token embeddings of an instruction text.
 
-    `rows` are the word embeddings of `token_ids`, without position embeddings, because the model
-    adds these to virtual tokens. The model's outputs with the adapter equal its outputs with the
-    text.
+    `rows` are the word embeddings of `token_ids`. They do not include position embeddings, which
+    the model adds to virtual tokens as to any token. So the adapter has the effect of the text.
     """
     if len(rows) != len(token_ids):
         raise AdapterError(

@@ -3,8 +3,8 @@
 An adapter is a table and a card. The table has a row for each virtual token; virtual tokens are
 inserted into a prompt, usually before its text (the preamble). The card describes the table. An
 adapter is immutable. Its digest covers the table, the template and the base model, so adapters of
-equal digests have the same effect. A card is plain JSON: a card that is written and read again is
-equal. The module opens no files.
+equal digests have the same effect. A card can be written as JSON and read again without a change.
+The module opens no files.
 """
 
 import hashlib
@@ -33,10 +33,11 @@ STOP_BYTES_MAX = 256
 TABLE_BYTES_MAX = 1 << 30  # In fp32, for example 8,192 rows at hidden size 32,768.
 GOLDEN_EXAMPLES_MAX = 32  # Limit of one card; a server replays all examples of a card.
 
-# The content of a table. "rows": input embeddings of virtual tokens. "prefix": keys and values of
-# each layer for tokens before the prompt, in the shape (tokens, layers, 2, KV heads, channels):
-# index 0 of the third dimension has the keys (after RoPE, as attention reads them), index 1 the
-# values.
+# The content of a table row.
+# "rows": the input embedding of a virtual token.
+# "prefix": the keys and values of a token before the prompt, in all layers. The row is a flattened
+# array (layers, 2, KV heads, channels). Its second dimension has the keys at index 0, with RoPE
+# already applied, and the values at index 1.
 ADAPTER_KINDS = ("rows", "prefix")
 
 
@@ -67,7 +68,7 @@ class GoldenExample:
 
     inputs: Mapping[str, str]
     output: str  # The text of greedy decoding.
-    # Includes the stop token that ended the output, if any. Empty: only the text is recorded.
+    # Includes the stop token if one ended the output. Empty: only the text is recorded.
     token_ids: tuple[int, ...] = ()
     logprob: float | None = None  # Sum of the log-probabilities of `token_ids`.
     dtype: str = ""  # The dtype of the model that computed `logprob`.
@@ -143,7 +144,9 @@ class Card:
                 "which UTF-8 cannot encode; remove it"
             ) from None
         except (TypeError, ValueError, RecursionError) as error:
-            raise AdapterError(f"the card of {self.name!r} is not JSON: {error}") from None
+            raise AdapterError(
+                f"the card of {self.name!r} cannot be written as JSON: {error}"
+            ) from None
         if len(text) > CARD_BYTES_MAX:
             raise AdapterError(
                 f"the card of {self.name!r} has {len(text)} bytes; at most {CARD_BYTES_MAX} are "
@@ -153,7 +156,7 @@ class Card:
         if not is_reversible:
             raise AdapterError(
                 f"the card of {self.name!r} would change if it were written as JSON and read "
-                "again; in metrics, use strings as keys, and lists instead of tuples"
+                "again; in `metrics`, use strings as keys, and lists instead of tuples"
             )
 
     def _check_stop_strings(self) -> None:
@@ -234,8 +237,8 @@ def build_adapter(card: Card, table: Tensor) -> Adapter:
     if rows * hidden * 4 > TABLE_BYTES_MAX:
         # Checked before the copy: a small stored tensor with strides of 0 can have any shape.
         raise AdapterError(
-            f"the table of {card.name!r} has {rows} rows of {hidden}: {rows * hidden * 4} bytes, "
-            f"over the limit of {TABLE_BYTES_MAX}; give fewer rows"
+            f"the table of {card.name!r} has {rows} rows of {hidden} values: {rows * hidden * 4} "
+            f"bytes, over the limit of {TABLE_BYTES_MAX}; give fewer rows"
         )
     sizes = {"virtual_tokens": rows, "hidden_size": hidden}
     for name, size in sizes.items():
@@ -261,7 +264,7 @@ def build_adapter(card: Card, table: Tensor) -> Adapter:
     fp32_table = torch.empty(rows, hidden, dtype=torch.float32).copy_(table.detach())
     if not bool(fp32_table.isfinite().all()):
         raise AdapterError(
-            f"the table of {card.name!r} has values that are not finite, because training "
+            f"the table of {card.name!r} has values that are not finite, probably because training "
             "diverged; give an adapter that was saved earlier"
         )
     card = replace(card, virtual_tokens=rows, hidden_size=hidden)

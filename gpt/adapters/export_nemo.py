@@ -81,8 +81,8 @@ def check_nemo_target(path: Path, *, overwrite: bool) -> None:
         )
     if os.path.lexists(path) and (not overwrite or path.is_symlink() or not path.is_file()):
         raise AdapterError(
-            f"{path} exists already; give --overwrite if it is a regular file, else choose another "
-            "path"
+            f"{path} exists already; choose another path, or give --overwrite, which replaces only "
+            "regular files"
         )
 
 
@@ -114,7 +114,7 @@ def _order_rows(
     """
     template, table = adapter.card.template, adapter.table.contiguous()
     if template is None:
-        notes.append("the adapter had no template, so its rows are before {prompt}")
+        notes.append("the adapter has no template, so its rows are placed before {prompt}")
         return PromptTemplate(DEFAULT_TEMPLATE, (len(table),)), table
     _check_literals(adapter.card.name, template)
     row_ranges = [part for part in template.parts if isinstance(part, range)]
@@ -171,11 +171,12 @@ def _check_literals(name: str, template: PromptTemplate) -> None:
             brace = next((character for character in "{}" if character in text), None)
             pseudo_token = PSEUDO_TOKEN.search(text)
             if brace or pseudo_token or text.endswith("$"):
-                conflict = brace or (pseudo_token[0] if pseudo_token else "$ before a field")
+                conflict = repr(brace or (pseudo_token[0] if pseudo_token else "$"))
+                position = "" if brace or pseudo_token else " before a field"
                 raise AdapterError(
-                    f"the template of adapter {name!r} has {conflict!r} in its text, which NeMo "
-                    "would not read as text; export the adapter with --to peft, or train it with "
-                    "a template without this text"
+                    f"the template of adapter {name!r} has {conflict}{position} in its text, which "
+                    "NeMo would not read as text; export the adapter with --to peft, or train it "
+                    "with a template without this text"
                 )
 
 

@@ -8,8 +8,9 @@ A golden example is recorded after training. The verdict of a replay is one of t
   caused the change;
 - "different": otherwise.
 
-For an example without recorded token ids, only the text is compared. A comparison needs only token
-ids and scores, so servers compare with `compare_example` too.
+For an example without recorded token ids, only the text is compared. `compare_example` needs only
+the token ids and scores of the new completion, so servers, which have no `GPT` object in their
+front end, call this function too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,9 +42,10 @@ TOLERANCES: Mapping[str, float] = {
     "float16": 0.02,
     "bfloat16": 0.1,
 }
-# Two tokens tie if their log-probabilities differ by at most TIE_TOLERANCES * tolerance, because
-# one token has a larger rounding error than the mean. In the random models above, if bfloat16 chose
-# another token, the log-probabilities of both tokens differed by at most 0.2 nats.
+# Two tokens tie if their log-probabilities differ by at most TIE_TOLERANCES * tolerance. The factor
+# is above 1, because the rounding error of one token is larger than the error of the mean. Wherever
+# bfloat16 chose another token than fp32 in the random models above, the log-probabilities of the
+# two tokens differed by at most 0.2 nats.
 TIE_TOLERANCES = 4
 
 ReplayVerdict = Literal["same", "tie", "different"]
@@ -67,7 +69,7 @@ class ExampleReplay:
     """The comparison of one example."""
 
     verdict: ReplayVerdict
-    # Absolute difference of the mean log-probability per token, in nats; 0 if it is not compared.
+    # Absolute difference of the mean log-probability per token, in nats; 0 if not compared.
     logprob_difference: float = 0.0
     reason: str = ""  # For a verdict other than "same"; contains no text of the example.
 
@@ -102,7 +104,7 @@ class GoldenReplay:
 
 
 def golden_tolerance(golden: Sequence[GoldenExample], dtype: str) -> float:
-    """Return the largest tolerance among the model's dtype and the dtypes of the examples."""
+    """Return the largest of the tolerances of the model's dtype and of the examples' dtypes."""
     dtypes = {dtype, *(example.dtype for example in golden)}
     return max(TOLERANCES[name] for name in dtypes & TOLERANCES.keys())
 
@@ -132,11 +134,11 @@ def record_golden_examples(
     adapter: Adapter,
     inputs: Sequence[Mapping[str, str]],
 ) -> tuple[GoldenExample, ...]:
-    """Record greedy completions as golden examples. All ranks must call it with equal arguments.
+    """Record greedy completions as golden examples.
 
-    At most `GOLDEN_EXAMPLES_MAX` inputs are used. Inputs that are too long or lack a field of the
-    template are skipped, and so are completions with non-finite logits. The answer field of the
-    inputs is not recorded.
+    All ranks must call this function with equal arguments. At most `GOLDEN_EXAMPLES_MAX` inputs are
+    used. Inputs that are too long or lack a field of the template are skipped, and so are
+    completions with non-finite logits. The answer field of the inputs is not recorded.
     """
     card = adapter.card
     answer_tokens = _answer_token_limit(card)
@@ -178,9 +180,10 @@ def record_golden_examples(
 def replay_golden_examples(
     model: GPT, tokenizer: Tokenizer, adapter: Adapter, *, tolerance: float | None = None
 ) -> GoldenReplay:
-    """Replay the adapter's golden examples on this model. All ranks must call it.
+    """Replay the adapter's golden examples on this model.
 
-    `tolerance` is in nats per token; None: the largest tolerance of the dtypes.
+    All ranks must call this function. `tolerance` is in nats per token; None: `golden_tolerance` of
+    the examples and the model's dtype.
     """
     card, config = adapter.card, model.config
     if tolerance is None:
@@ -257,8 +260,8 @@ def compare_example(
         if logprob_gap is not None and logprob_gap <= TIE_TOLERANCES * tolerance:
             return ExampleReplay(
                 "tie",
-                reason=f"its token {mismatch + 1} differs, but the log-probabilities of both "
-                f"tokens differ by only {logprob_gap:.1g} nats",
+                reason=f"its token {mismatch + 1} differs, but the log-probabilities of the "
+                f"recorded and the new token differ by only {logprob_gap:.1g} nats",
             )
         return ExampleReplay("different", reason=f"its token {mismatch + 1} differs")
     if len(token_ids) != len(expected_ids):
@@ -271,8 +274,8 @@ def compare_example(
         return ExampleReplay(
             "different",
             difference,
-            f"its tokens are the same, but their log-probabilities differ by {difference:.2g} nats "
-            "per token",
+            "its tokens are the same, but their log-probabilities differ from the recorded ones by "
+            f"{difference:.2g} nats per token",
         )
     return ExampleReplay("same", difference)
 

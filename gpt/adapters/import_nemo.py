@@ -127,7 +127,7 @@ def _weight_files(path: Path, tree: FileTree) -> list[Span]:
 
 
 def _read_state_dict(span: Span) -> dict[str, Any]:
-    """Return the state dict of a file, with a nested prompt table as top-level entries."""
+    """Return the state dict of a file, with the entries of a nested prompt table at top level."""
     record = read_archive(span)
     if isinstance(record, dict) and isinstance(record.get("state_dict"), dict):
         record = record["state_dict"]
@@ -141,7 +141,7 @@ def _read_state_dict(span: Span) -> dict[str, Any]:
 
 
 def _new_tasks(fields: NemoConfig) -> list[str]:
-    """Return the tasks in the config whose rows the encoder computes."""
+    """Return the config's `new_tasks`, whose rows the encoder can compute."""
     tasks = fields.get("new_tasks", [])
     return [task for task in tasks if isinstance(task, str)] if isinstance(tasks, list) else []
 
@@ -189,7 +189,8 @@ def _task_template(fields: NemoConfig, task: str) -> PromptTemplate | None:
         )
     data_section = fields.section("data")
     answer = record.get("answer_field")
-    # NeMo requires the answer at the end only with answer_only_loss.
+    # `PromptTemplate` requires the answer at the end, but NeMo only if answer_only_loss is set. An
+    # answer field elsewhere becomes an input field.
     is_answer_last = isinstance(answer, str) and text.endswith(f"{{{answer}}}")
     try:
         return PromptTemplate(
@@ -209,8 +210,8 @@ def _subtract_positions(
 ) -> tuple[Tensor, str]:
     """Subtract the learned positions from the rows if the model has them; return rows and a note.
 
-    NeMo inserts these rows after it has added the positions; Preamble adds positions to the rows.
-    The note is empty if nothing is subtracted.
+    NeMo inserts these rows after the addition of position embeddings to the text. Preamble adds
+    position embeddings to the rows too. The note is empty if nothing is subtracted.
     """
     if base is not None:
         has_learned_positions = base.config.has_learned_positions

@@ -59,8 +59,9 @@ def open_peft(folder: Path, task: str | None, model_config: GPTConfig | None = N
     )
     if set(tensors) != expected_keys:
         raise AdapterError(
-            f"{weights} has {', '.join(sorted(tensors)[:4])}; a {peft_type} adapter has "
-            f"{', '.join(sorted(expected_keys))}: only soft prompts and prefixes are supported"
+            f"{weights} has the tensors {', '.join(sorted(tensors)[:4]) or '(none)'}; a "
+            f"{peft_type} adapter must have exactly {', '.join(sorted(expected_keys))}: give a "
+            "soft prompt or a prefix, because other adapters are not supported"
         )
     tensors = {key: checked_table(tensor, f"{weights}: {key}") for key, tensor in tensors.items()}
     table = tensors[PROMPT_EMBEDDINGS_KEY]
@@ -111,7 +112,7 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     if saved_modules:
         raise AdapterError(
             f"{path} also replaces weights ({str(saved_modules)[:99]}); only adapters that do not "
-            "change the model are supported: train it without modules_to_save"
+            "change the model are supported: train the adapter without modules_to_save"
         )
     base = config.get("base_model_name_or_path")
     if isinstance(base, str) and base:
@@ -120,11 +121,15 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _check_sizes(config: dict[str, Any], table: Tensor, weights: Path) -> None:
-    """Compare the table's shape with (num_virtual_tokens, token_dim * factor) of the config."""
+    """Compare the table's shape with (num_virtual_tokens, token_dim * factor) of the config.
+
+    `factor` is 2 * num_layers for a prefix, which has keys and values of each layer, and 1 for
+    other adapters.
+    """
     layers = config.get("num_layers")
     factor = 1
     if config.get("peft_type") == PREFIX_TUNING:
-        # Keys and values of each layer; 0 if unknown, then token_dim is not compared.
+        # If the config does not have num_layers, the factor is 0, and token_dim is not compared.
         factor = 2 * layers if isinstance(layers, int) else 0
     for key, actual_size, key_factor in (
         ("num_virtual_tokens", table.shape[0], 1),
@@ -152,9 +157,9 @@ def _check_layers(config: dict[str, Any], model_config: GPTConfig, weights: Path
         size = config.get(key)
         if size is not None and size != required_size:
             raise AdapterError(
-                f"{weights} is a prefix for a model with {key} {str(size)[:20]}, but this model "
-                f"has {required_size} (heads are KV heads); use the prefix with the model that it "
-                "was trained on"
+                f"{weights} is a prefix with {key} {str(size)[:20]}, but this model needs "
+                f"{required_size} (num_attention_heads of a prefix counts KV heads); use the "
+                "prefix with the model that it was trained on"
             )
 
 

@@ -50,7 +50,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class SavedEncoder:
-    """The prompt encoder of a NeMo file; the file may lack a prompt encoder."""
+    """Access to the prompt encoder in a NeMo file; not every file has a prompt encoder."""
 
     path: Path
     state: Mapping[str, Any]  # State dict of the first tensor parallel rank.
@@ -66,7 +66,7 @@ class SavedEncoder:
 
     @property
     def is_per_task(self) -> bool:
-        """Whether the encoder is one of prompt learning, which has named tasks."""
+        """Whether the encoder belongs to NeMo's prompt learning, in which tasks have names."""
         return _find_layout(_flatten_state_dict(self.state)) not in (None, MODEL_LAYOUT)
 
     @torch.no_grad()
@@ -77,7 +77,7 @@ class SavedEncoder:
         """
         layout = _find_layout(_flatten_state_dict(self.state))
         if layout is None:
-            raise self._unusable_error("the file has no encoder to compute the prompt again")
+            raise self._unusable_error("the file has no encoder to compute it")
         states = [_flatten_state_dict(state) for state in (self.state, *self.other_ranks())]
         name, *duplicates = (
             name for name in states[0] if f".{name}".endswith(f".{layout.input_suffix}")
@@ -90,7 +90,9 @@ class SavedEncoder:
             for flat_state in states
         ]
         if rows.ndim != 2:
-            raise self._unusable_error(f"its encoder has input of shape {tuple(rows.shape)}")
+            raise self._unusable_error(
+                f"the input of its encoder is not a matrix, but has the shape {tuple(rows.shape)}"
+            )
         if encoder_kind(shards[0]) is None:
             encoder_type = self.fields.section("p_tuning").text("encoder_type")
             if layout.uses_task_name or encoder_type != "embedding":
@@ -145,8 +147,8 @@ class SavedEncoder:
         base = self.base
         if base is None or base.tokenizer is None:
             raise self._unusable_error(
-                "its encoder also used embeddings of the task's name, which need the base model "
-                "and its tokenizer: give the model with --model"
+                "its encoder also uses embeddings of the task's name, which need the base model "
+                "and its tokenizer (give the model with --model)"
             )
         ids = open_tokenizer(base.tokenizer).encode(task)[: len(rows)]
         word_embeddings = base.tensors[WORD_EMBEDDING_KEY]
@@ -159,9 +161,9 @@ class SavedEncoder:
 
     def _unusable_error(self, reason: str) -> AdapterError:
         return AdapterError(
-            f"the prompt in {self.path} is missing or is all zeros or not finite, because training "
-            f"stopped before a validation, and {reason}; give a file that NeMo saved after a "
-            "validation, or train longer"
+            f"the prompt in {self.path} is missing, all zeros or not finite, probably because "
+            f"training stopped before a validation, and {reason}; give a file that NeMo saved "
+            "after a validation, or train longer"
         )
 
 

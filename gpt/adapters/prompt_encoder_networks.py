@@ -24,7 +24,7 @@ from gpt.parallel.tensor_parallel import from_row_parallel, to_column_parallel
 
 EncoderKind = Literal["linears", "lstm", "split"]
 EncoderWeights = Mapping[str, Tensor]
-# Called with the input of an LSTM layer and the number of that layer.
+# Applies dropout to the input of an LSTM layer; called with the input and the layer's number.
 LstmDropout = Callable[[Tensor, int], Tensor]
 
 # The sharded dimension of each sharded tensor of a split network.
@@ -37,7 +37,7 @@ LSTM_GATES = 4
 def encoder_kind(weights: Mapping[str, object]) -> EncoderKind | None:
     """Infer the kind of network from tensor names.
 
-    Returns None if there is no network; then the input rows are the rows of the table.
+    Returns None if there is no network; then the table consists of the encoder's input rows.
     """
     if "first.weight" in weights:
         return "split"
@@ -51,8 +51,8 @@ def encoder_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the tensor shapes of a network from `input_width` (default `width`) to `width`.
 
-    `layers` is the number of LSTM layers for the kind "lstm", else of linear layers; a split
-    network always has two linear layers.
+    `layers` is the number of LSTM layers for the kind "lstm", and the number of linear layers for
+    the kind "linears". It is not used for the kind "split", which always has two linear layers.
     """
     input_width = input_width or width
     if kind == "split":
@@ -89,9 +89,10 @@ def _lstm_names(layer: int, direction: str) -> list[str]:
 
 
 def expected_shapes(weights: EncoderWeights, rows: Tensor) -> dict[str, tuple[int, ...]]:
-    """Infer the sizes from `weights` and `rows`; return the shapes of a network of these sizes.
+    """Return the tensor shapes of a complete network, with the sizes of `weights` and `rows`.
 
-    The caller compares the shapes with the tensors of a file, to detect an incomplete network.
+    `rows` are the input rows. The caller compares the shapes with the tensors of a file, to detect
+    an incomplete network.
     """
     kind = encoder_kind(weights)
     assert kind is not None
@@ -126,7 +127,7 @@ def run_encoder(
 ) -> Tensor:
     """Compute the adapter's rows (n, width) from a task's input rows (n, input_width).
 
-    All tensor parallel ranks must call with the same complete rows; the mesh must not use sequence
+    All tensor parallel ranks must pass the same complete `rows`; the mesh must not use sequence
     parallelism.
     """
     kind = encoder_kind(weights)
@@ -147,7 +148,7 @@ def encoder_features(
     mesh: Mesh | None = None,
     dropout: LstmDropout | None = None,
 ) -> Tensor:
-    """Compute the input of the last linear layer; a split network computes this rank's columns."""
+    """Compute the input of the last linear layer; for a split network, only this rank's columns."""
     kind = encoder_kind(weights)
     if kind == "split":
         mesh = mesh or Mesh.single(rows.device)

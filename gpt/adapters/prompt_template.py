@@ -1,9 +1,9 @@
 """Prompt template: converts text, fields and virtual tokens to token ids, for training and serving.
 
-Each virtual token becomes a token id at or above the vocabulary size. A template is parsed once,
-and each of its parts is converted to ids separately. So the value of a field is always text: it
-cannot become a marker of virtual tokens, another field or a control token. Text between virtual
-tokens is tokenized in one piece. In a training example, the ids before the answer equal the
+Each virtual token becomes a token id at or above the vocabulary size. A template is parsed before
+the fields get their values. So the value of a field is always text: it cannot become a marker of
+virtual tokens, another field or a control token. The text between two markers, with the values of
+its fields, is tokenized in one piece. In a training example, the ids before the answer equal the
 prompt's ids in serving. The module uses no model and opens no files.
 """
 
@@ -33,7 +33,7 @@ class TemplateField:
     name: str
 
 
-# The literals and fields between virtual tokens, which are tokenized in one piece.
+# The literals and fields between two markers. Their text is tokenized in one piece.
 TextPart = tuple[str | TemplateField, ...]
 VirtualPart = range  # The table rows that a marker stands for.
 
@@ -53,16 +53,17 @@ class RenderedPrompt:
 class PromptTemplate:
     """A text with fields `{name}` and markers `<|VIRTUAL_PROMPT_n|>`.
 
-    Marker n stands for splits[n] virtual tokens. Braces are a field only around a name; other
-    braces are text. Spaces at both ends of the prompt are removed.
+    Marker n stands for splits[n] virtual tokens. Braces around a name are a field; other braces are
+    text. Spaces at both ends of the prompt are removed.
     """
 
     text: str
     splits: tuple[int, ...] = ()
-    truncate_field: str | None = None  # Truncated at its end if a prompt is too long; None: error.
+    # The field that is truncated at its end if a prompt is too long; None: the prompt is refused.
+    truncate_field: str | None = None
     answer_field: str | None = None  # The completion to learn; rendered in training only.
     bos: str = "none"  # One of BOS_POSITIONS.
-    eos: bool = True  # Whether answers end with the end-of-text token; prompts never do.
+    eos: bool = True  # Whether answers end with the end-of-text token; prompts do not.
 
     def __post_init__(self) -> None:
         markers = [int(marker) for marker, _ in PART_PATTERN.findall(self.text) if marker]
@@ -73,13 +74,13 @@ class PromptTemplate:
             )
         if sorted(markers) != list(range(len(self.splits))):
             raise ConfigError(
-                f"the template has the markers {markers}, but `splits` has {len(self.splits)} "
-                "numbers; number the markers from 0, use each once, and give the number of virtual "
-                "tokens of each in `splits`"
+                f"the template has the markers {markers}, but `splits` is {list(self.splits)}; "
+                "number the markers from 0, use each marker once, and give its number of virtual "
+                "tokens in `splits`"
             )
         if any(rows < 1 for rows in self.splits):
             raise ConfigError(
-                f"splits has {list(self.splits)}; each must be at least 1 virtual token"
+                f"splits is {list(self.splits)}; each number must be at least 1 virtual token"
             )
         if self.bos not in BOS_POSITIONS:
             raise ConfigError(
@@ -96,7 +97,10 @@ class PromptTemplate:
 
     def _check_answer(self, name: str) -> None:
         if self.answer_field == self.truncate_field:
-            raise ConfigError(f"{name!r} is the answer; truncate_field must be another field")
+            raise ConfigError(
+                f"{name!r} is both answer_field and truncate_field; the answer cannot be "
+                "truncated: choose another truncate_field"
+            )
         if not self.text.endswith(f"{{{name}}}") or self.text.count(f"{{{name}}}") > 1:
             raise ConfigError(
                 f"the answer {{{name}}} must occur once, at the end of the template; move it to "
@@ -105,7 +109,7 @@ class PromptTemplate:
 
     @cached_property
     def parts(self) -> tuple[TextPart | VirtualPart, ...]:
-        """The text parts and virtual parts in order; adjacent literals and fields are one part."""
+        """The text parts and virtual parts, in the order of the text."""
         parts: list[TextPart | VirtualPart] = []
         text: list[str | TemplateField] = []
         end = 0
@@ -202,7 +206,7 @@ class PromptTemplate:
                     bos_index = len(ids)
             else:
                 has_text = True
-                # The answer can only be in the last part.
+                # Only the last part can contain the answer (`_check_answer`).
                 prompt_ids, answer_ids = self._encode_text_part(
                     tokenizer,
                     part,
@@ -231,8 +235,8 @@ class PromptTemplate:
     ) -> tuple[list[int], list[int]]:
         """Return the ids of a text part without the answer, and the ids of the answer.
 
-        The ids of the answer are empty if the answer does not end the part, or if `with_answer` is
-        not set.
+        The ids of the answer are empty if the part does not end with the answer, or if
+        `with_answer` is not set.
         """
         answer_part = part[-1] if part[-1] == TemplateField(self.answer_field or "") else None
         texts = [
@@ -263,7 +267,7 @@ class PromptTemplate:
         return token_id
 
     def _field_hint(self, name: str) -> str:
-        return suggest_nearest(name, self.fields) if self.fields else "it has no fields"
+        return suggest_nearest(name, self.fields) if self.fields else "the template has no fields"
 
     def _check_inputs(self, inputs: Mapping[str, str], with_answer: bool) -> None:
         for name, value in inputs.items():
@@ -290,7 +294,8 @@ class PromptTemplate:
         self, prompt_tokens: int, tokens_max: int, answer_tokens: int | None
     ) -> PromptTooLongError:
         subject = "the prompt has" if answer_tokens is None else "prompt and answer have"
-        truncation_note = f" without {self.truncate_field!r}" if self.truncate_field else ""
+        if self.truncate_field:
+            subject = f"without the text of {self.truncate_field!r}, {subject}"
         remedy = f"shorten it by {prompt_tokens - tokens_max} tokens"
         if self.virtual_tokens >= tokens_max:
             remedy = "the virtual tokens alone reach the limit, so raise the limit"
@@ -303,7 +308,7 @@ class PromptTemplate:
                 f"the answer alone has {answer_tokens} tokens, so shorten it, or raise the limit"
             )
         return PromptTooLongError(
-            f"{subject} {prompt_tokens - self.virtual_tokens} tokens{truncation_note} + "
+            f"{subject} {prompt_tokens - self.virtual_tokens} tokens + "
             f"{self.virtual_tokens} virtual tokens = {prompt_tokens}, over "
             f"the limit of {tokens_max}; {remedy}",
             "inputs",
@@ -320,7 +325,7 @@ def _text_length(tokenizer: Tokenizer, ids: list[int]) -> int:
     """Return the length in characters of the text of `ids`, the first tokens of a longer text.
 
     An incomplete character at the end does not count. The length is approximate if the tokenizer
-    does not decode the ids to exactly the original text. The caller truncates the original text.
+    does not decode the ids to exactly the longer text; `render` encodes the truncated text again.
     """
     stream = IncrementalDetokenizer(tokenizer)
     return sum(len(stream.push(token_id)) for token_id in ids)

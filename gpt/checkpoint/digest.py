@@ -2,7 +2,7 @@
 
 The base digest is a SHA-256 over the name, dtype, shape and SHA-256 of every logical (unsharded,
 unpadded) tensor. The fingerprint hashes the config fields that affect the forward pass, and a few
-elements of each tensor; it is cheap enough to compute at every start. A computed base digest is
+elements of each tensor, so it can be computed at every start. A computed base digest is
 cached in the user's cache directory, because the checkpoint's directory may be read-only.
 """
 
@@ -85,7 +85,7 @@ def _tensor_header(name: str, logical: LogicalTensor) -> str:
 def functional_config(config: GPTConfig) -> dict[str, Any]:
     """Return the config fields that affect the forward pass.
 
-    The fields that are left out may differ between formats of a model.
+    The other fields are omitted, because formats can record different values for the same model.
     """
     fields = config.to_dict()
     ignored_fields = ["dtype", "hidden_dropout", "attention_dropout"]
@@ -114,8 +114,9 @@ def _normalize_numbers(value: Any) -> Any:
 def lookup_identity(checkpoint: Checkpoint, cache: Path | None = None) -> ModelIdentity:
     """Return the identity from the manifest or, without a manifest, from the digest cache.
 
-    Only the samples of the fingerprint are read. Without a manifest and a cache record, the digest
-    is empty. Raises CheckpointError if the manifest records another fingerprint.
+    Of the weights, only the elements that the fingerprint hashes are read. The digest is empty if
+    there is neither a manifest nor a cache record. Raises CheckpointError if the fingerprint of the
+    files differs from the fingerprint in the manifest.
     """
     sampled = fingerprint(checkpoint)
     if checkpoint.identity is None:
@@ -170,8 +171,8 @@ def digest_cache_folder() -> Path:
 def _cache_key(checkpoint: Checkpoint, sampled: str) -> str:
     """Return a key that changes with the path, size or modification time of a file.
 
-    The key includes the fingerprint `sampled`, which differs for most other weights in files of the
-    same size and time.
+    The key includes the fingerprint `sampled`, so it usually changes with the weights even if the
+    sizes and modification times do not.
     """
     key_parts: list[Any] = [str(checkpoint.path.resolve()), sampled]
     for file in checkpoint.files:

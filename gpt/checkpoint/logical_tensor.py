@@ -98,9 +98,10 @@ class SourceSlice:
         ]
 
     def required_shape(self, width: int) -> tuple[int, int]:
-        """Return the least (rows, columns) of the stored tensor, after it is transposed if needed.
+        """Return the smallest (rows, columns) of a stored tensor that contains this slice.
 
-        `width` is the number of columns of the logical tensor.
+        With `transposed`, this is the shape of the transposed stored tensor. `width` is the number
+        of columns of the logical tensor.
         """
         row_count = self.rows[1] - self.rows[0]
         columns = self.columns or (0, width)
@@ -130,7 +131,7 @@ class LogicalTensor:
         """Copy a shard into `out` and convert it to the dtype of `out`; return `out`.
 
         Without `shard` the whole tensor is read. Without `out` a tensor of `dtype` is allocated.
-        Rows of the shard after its ranges are vocabulary padding and are set to zero.
+        Rows of `out` after those of `shard.ranges` are vocabulary padding and are set to zero.
         """
         shard = shard or ShardSpec(0, ((0, self.shape[0]),), self.shape[0])
         shape = shard.local_shape(self.shape)
@@ -216,7 +217,7 @@ class LogicalTensor:
                 supported_dtypes = ", ".join(FLOAT_DTYPES)
                 return (
                     f"{source_slice.source.location} is {source_slice.source.dtype}, not one of "
-                    f"{supported_dtypes}"
+                    f"{supported_dtypes}, so it may be quantized"
                 )
             padded_shape = (*source_slice.source.shape, 1)[:2]
             stored_shape = padded_shape[::-1] if source_slice.transposed else padded_shape
@@ -228,10 +229,10 @@ class LogicalTensor:
             ):
                 actual = tuple(source_slice.source.shape)
                 return (
-                    f"{source_slice.source.location} has shape {actual}, too small for the slice "
-                    "that is mapped to it"
+                    f"{source_slice.source.location} has shape {actual}, which does not contain "
+                    "the slice that is mapped to it"
                 )
-        # Slices with equal rows must cover all columns, and the different row ranges all rows.
+        # The slices of each row range must cover all columns, and the row ranges all rows.
         columns_by_rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for source_slice in self.slices:
             columns_by_rows.setdefault(source_slice.rows, []).append(
@@ -243,7 +244,7 @@ class LogicalTensor:
         return (
             None
             if _covers_exactly(list(columns_by_rows), self.shape[0])
-            else "its rows are not covered exactly once"
+            else "some rows are not covered exactly once"
         )
 
 
@@ -260,7 +261,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 def concat_rows(
     row_runs: Iterable[tuple[StoredTensor, int, int]], *, transposed: bool = False
 ) -> LogicalTensor:
-    """Return a logical tensor of consecutive runs, each (stored tensor, first row, row count)."""
+    """Concatenate runs of rows, each (stored tensor, first row, row count), to a logical tensor."""
     slices = []
     row = 0
     for source, first_row, count in row_runs:
@@ -297,14 +298,15 @@ def _covers_exactly(spans: list[tuple[int, int]], size: int) -> bool:
 class ModelIdentity:
     """The identity of a model, independent of the format of its files.
 
-    The original weights are those before any conversion of their dtype.
+    After a conversion of the dtype, `digest` and `fingerprint` still are those of the original
+    weights, before the conversion.
     """
 
-    digest: str  # Base digest of the original weights.
+    digest: str  # Base digest of the original weights; empty if not computed yet.
     fingerprint: str  # Fingerprint of the original weights.
     note: str = ""  # The dtype conversions; empty if there was none.
-    sampled: str = ""  # Fingerprint of the tensors in these files; a dtype conversion changes it.
-    stored: str = ""  # Base digest of the tensors in these files; empty if it equals `digest`.
+    sampled: str = ""  # Fingerprint of the tensors in the checkpoint's files.
+    stored: str = ""  # Base digest of the tensors in the files; empty if it equals `digest`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +334,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()  # For the user: assumptions of the reader, ignored files.
     identity: ModelIdentity | None = None  # From the manifest; None if there is no manifest.
     split: Mapping[str, int] = field(default_factory=dict)  # tp, pp, vpp, ep of the training run.
-    copies: tuple[ReplicaPair, ...] = ()  # Duplicates that the model does not read.
+    copies: tuple[ReplicaPair, ...] = ()  # Each stored duplicate with the tensor that is read.
 
     def read(self, name: str, shard: ShardSpec | None = None, out: Tensor | None = None) -> Tensor:
         return self.tensors[name].read(shard, out)
@@ -357,7 +359,7 @@ class Checkpoint:
         if missing:
             raise CheckpointError(
                 f"{self.path} lacks {summarize_names(missing)}; the config does not fit the "
-                "weights, or files are missing: take both from the same complete checkpoint"
+                "weights, or files are missing: take the config and all files from one checkpoint"
             )
         refuse_unexpected_weights(
             self.path, [name for name in self.tensors if name not in expected_parameters]
@@ -367,14 +369,14 @@ class Checkpoint:
             if logical.shape != parameter.shape:
                 raise CheckpointError(
                     f"{name} in {self.path}: found shape {logical.shape}, but the config requires "
-                    f"{parameter.shape}; the config does not fit the weights: take both from the "
-                    "same model"
+                    f"{parameter.shape}; the config does not fit the weights: take the config and "
+                    "the weights from the same model"
                 )
             error = logical.mapping_error()
             if error:
                 raise CheckpointError(
-                    f"{name} in {self.path}: {error}; files are missing or are of different "
-                    "checkpoints: copy the whole checkpoint again"
+                    f"{name} in {self.path}: {error}; take all files from one checkpoint that is "
+                    "complete and not quantized"
                 )
 
 
@@ -395,7 +397,7 @@ def checkpoint_from_tensors(
 def apply_overrides(
     config: GPTConfig, overrides: GPTConfig | Mapping[str, Any] | None
 ) -> GPTConfig:
-    """Return the config with the user's overrides: a config that replaces it, or some fields."""
+    """Return `overrides` if it is a config, else `config` with the fields of `overrides`."""
     if isinstance(overrides, GPTConfig):
         return overrides
     return GPTConfig.from_dict({**config.to_dict(), **overrides}) if overrides else config

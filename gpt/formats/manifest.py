@@ -52,7 +52,7 @@ def is_native(folder: Path) -> bool:
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a directory, and check the existence and size of each listed file.
 
-    Checksums are not compared; the command `verify` does that.
+    Checksums are not compared here, but by the command `verify`.
     """
     path = folder / MANIFEST
     record = _load_record(path)

@@ -27,10 +27,10 @@ def open_native(path: Path, overrides: GPTConfig | Mapping[str, Any] | None = No
     manifest = read_manifest(path)
     if manifest.layout != NATIVE:
         raise CheckpointError(
-            f"{path / MANIFEST} describes files in {manifest.layout} format, which are missing; "
-            "copy the whole directory again"
+            f"{path / MANIFEST} is the manifest of a {manifest.layout} checkpoint, not of a native "
+            "checkpoint; copy the whole directory again"
         )
-    config = manifest.config  # Before the overrides.
+    config = manifest.config  # The config without the overrides.
     try:
         effective_config = apply_overrides(config, overrides)
     except ConfigError as error:

@@ -1,8 +1,8 @@
 """User overrides of a checkpoint: `--config-json`, `--true-vocab-size` and the tokenizer.
 
 If a checkpoint does not record a value, the reader's error message asks for one of these flags.
-This module refuses unknown keys in the file of `--config-json`, because its errors name that file;
-the readers check the values.
+This module refuses unknown keys in the file of `--config-json`, with an error that names the file.
+The readers, which do not know the file, check the values.
 """
 
 import difflib
@@ -41,7 +41,10 @@ def read_overrides(config_json: str | None, true_vocab_size: int | None) -> dict
 def open_with_overrides(
     path: str, overrides: Mapping[str, Any], tokenizer: str | None = None
 ) -> "Checkpoint":
-    """Open a checkpoint with the user's config fields and, if it is not None, `tokenizer`."""
+    """Open a checkpoint with the user's config fields.
+
+    `tokenizer` replaces the checkpoint's tokenizer; None: no replacement.
+    """
     from gpt.formats.registry import open_checkpoint
 
     checkpoint = open_checkpoint(path, overrides)

@@ -42,7 +42,8 @@ def open_checkpoint(
         resolved_path = Path(path).expanduser()
     except RuntimeError:
         raise CheckpointError(
-            f"{path} begins with ~ and a user without a home directory; give an absolute path"
+            f"{path} begins with ~ and the name of a user without a home directory; give an "
+            "absolute path"
         ) from None
     try:
         return _with_recorded_identity(_open_detected(resolved_path, config))
@@ -92,8 +93,9 @@ def _open_detected(path: Path, config: GPTConfig | Mapping[str, Any] | None) -> 
     unsupported_format = _detect_format(path, UNSUPPORTED_FORMATS)
     if unsupported_format is not None:
         raise CheckpointError(
-            f"{path} is {unsupported_format}, which this release does not read; convert it to "
-            f"Hugging Face's format first. This release reads: {READABLE_FORMATS}"
+            f"{path} is {unsupported_format}, which cannot be opened as a model; give the model in "
+            "one of these formats, for example after a conversion to Hugging Face's: "
+            f"{READABLE_FORMATS}"
         )
     names = sorted(child.name for child in path.iterdir())[:5] if path.is_dir() else ["a file"]
     raise CheckpointError(
@@ -105,8 +107,8 @@ def _open_detected(path: Path, config: GPTConfig | Mapping[str, Any] | None) -> 
 def _with_recorded_identity(checkpoint: Checkpoint) -> Checkpoint:
     """Add the identity from a manifest that Preamble wrote beside files of another format.
 
-    Other tools may have changed the files since. So the manifest is ignored, with a note, if it is
-    unreadable or if its config differs from the config in the files.
+    After that, other tools may have changed the files. So the manifest is ignored, with a note, if
+    it is unreadable or if its config differs from the config in the files.
     """
     if checkpoint.identity is not None or not (checkpoint.path / MANIFEST).is_file():
         return checkpoint
@@ -137,8 +139,8 @@ UNSUPPORTED_FORMATS: FormatPatterns = (
     ("mp_rank_*_model_states.pt", "a DeepSpeed checkpoint"),
     ("zero_pp_rank_*", "a DeepSpeed checkpoint"),
     ("*.gguf", "a directory of GGUF files"),
-    ("params.json", "a checkpoint in Meta's or Mistral's own format"),
-    ("adapter_config.json", "an adapter, not a model"),
+    ("params.json", "a checkpoint in Meta's or Mistral's format"),
+    ("adapter_config.json", "an adapter"),
 )
 
 UNSUPPORTED_FILES: Mapping[str, str] = {

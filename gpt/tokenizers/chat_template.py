@@ -28,8 +28,8 @@ def trie_pattern(words: Iterable[str]) -> str:
     """Return a regular expression that matches the longest of these words at a position.
 
     The pattern is a trie, so the cost per position depends on the length of a word, not on the
-    number of words. With a list of words, a message of many word prefixes could block the process,
-    because `re` holds the GIL.
+    number of words. With an alternation of all words, a long search in a hostile message could
+    block the process, because `re` holds the GIL.
     """
     trie: dict[str, Any] = {}
     for word in words:
@@ -125,8 +125,8 @@ def _template_from_config(file: Path) -> str | None:
         if len(templates) == len(template) and isinstance(text, str):
             return text
     raise CheckpointError(
-        f"{file} has a chat_template that is neither a string nor a list of names and templates "
-        "with one named 'default'; correct or remove the chat_template"
+        f"{file} has a chat_template that is neither a string nor a list of named templates with "
+        "one named 'default'; correct or remove the chat_template"
     )
 
 
@@ -146,7 +146,7 @@ class EscapedMessages:
         if mark is None:
             raise RequestError(
                 "the messages contain all of the noncharacters U+FDD0 to U+FDEF; remove one of "
-                "them",
+                "these characters",
                 "messages",
             )
         self.mark = mark
@@ -193,7 +193,8 @@ class ChatTemplateEncoder:
             for text, control in tokenizer.control_tokens.items()
             if control.special or (text in template.text and not text.isalnum())
         }
-        # `Tokenizer.encode` prevents special tokens in user text. This class prevents the others.
+        # `Tokenizer.encode` prevents special tokens in user text. This class prevents the control
+        # tokens that are not special.
         self._guarded_tokens = {
             control.id: text
             for text, control in self._control_tokens.items()

@@ -18,13 +18,14 @@ Piece = str | bytes | None
 # "keep": nothing.
 # "text": one leading space of the text.
 # "mark": the first character of the first text piece, if it is a space mark.
-# "marks": the same, and also in the next pieces, until a piece has other text.
+# "marks": as "mark" for each text piece, until the decoded text is no longer empty.
 # "token": all space marks in the first text piece.
 LeadingSpace = Literal["keep", "text", "mark", "marks", "token"]
 
 SPACE_MARK = "\u2581"  # The character that stands for a space in a sentencepiece piece.
 # Error handler that writes one replacement character per invalid byte, as sentencepiece does.
-# Python's "replace" writes one per truncated sequence, as byte-level tokenizers do.
+# Python's "replace" writes one replacement character per truncated sequence, as byte-level
+# tokenizers do.
 BYTEWISE_ERRORS = "preamble.bytewise"
 
 
@@ -48,7 +49,7 @@ class DecodingRules:
 
     @property
     def keeps_space_marks(self) -> bool:
-        """Whether pieces contain space marks, because the rule `leading_space` reads them."""
+        """Whether pieces keep their space marks, which some rules of `leading_space` remove."""
         return self.leading_space in ("mark", "marks", "token")
 
 

@@ -1,9 +1,9 @@
 """Hugging Face tokenizer: tokenizer.json, or GPT-2's vocab.json and merges.txt.
 
-The `tokenizers` library encodes, and `gpt/tokenizers/detokenizer.py` decodes. Therefore only some
-decoders of tokenizer.json are supported; the error for another decoder names them. The library
-could encode "</s>" in user text as the control token in two ways, as a special token or by BPE
-merges; both are prevented unless `allow_special=True`.
+The `tokenizers` library encodes, and `gpt/tokenizers/detokenizer.py` decodes. The detokenizer
+supports only some decoders of tokenizer.json, so other decoders are refused. The library could
+encode "</s>" in user text as the control token in two ways, as a special token or by BPE merges;
+both are prevented unless `allow_special=True`.
 """
 
 import json
@@ -90,8 +90,8 @@ class HFTokenizer(TokenizerBase):
             else special_tokens.adds_bos
         )
         self.adds_bos = adds_bos and self.bos_id is not None
-        # The unknown token is allowed in user text, unless it is also BOS or EOS. BPE models record
-        # its text, Unigram models its id.
+        # The unknown token is allowed in user text, unless it is also BOS or EOS. tokenizer.json
+        # records the token's text for a BPE model, and the token's id for a Unigram model.
         model = record["model"]
         unknown_ids = {model.get("unk_id"), vocabulary.get(model.get("unk_token"))}
         guarded_ids = self._special_ids - (unknown_ids - {self.bos_id, self.eos_id})
@@ -99,7 +99,7 @@ class HFTokenizer(TokenizerBase):
 
     def _library_variant(self, allow_special: bool, continues_text: bool) -> tokenizers.Tokenizer:
         if (allow_special, continues_text) not in self._libraries:
-            # A library object stores its options, so each combination has an object of its own.
+            # A library object stores its options, so each combination of options needs an object.
             record = json.loads(self._libraries[False, False].to_str())
             if continues_text:
                 for component in ("normalizer", "pre_tokenizer"):
@@ -137,7 +137,7 @@ class HFTokenizer(TokenizerBase):
         if self._piece_style == "letters":
             if all(letter in _BYTE_OF_LETTER for letter in token):
                 return bytes(_BYTE_OF_LETTER[letter] for letter in token)
-            return token.encode()  # An added token is plain text.
+            return token.encode()  # The text of an added token is not written as byte letters.
         if self._piece_style == "fallback" and re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
             return bytes([int(token[3:5], 16)])
         if self._piece_style == "words":
@@ -186,7 +186,7 @@ def _parse_decoder(decoder: Any, source: Path) -> tuple[PieceStyle, DecodingRule
     middle_types = step_types[1 : -1 if strips_space else None]
     if steps[0] == _MARKS_TO_SPACES and middle_types in (["Fuse"], ["ByteFallback", "Fuse"]):
         # If one byte is invalid, the library replaces all bytes of the run of byte tokens. A stream
-        # has returned earlier bytes already, so only invalid bytes are replaced, as in
+        # may have returned the earlier bytes already. So only invalid bytes are replaced, as in
         # sentencepiece.
         style: PieceStyle = "fallback" if "ByteFallback" in step_types else "marks"
         return style, DecodingRules("text" if strips_space else "keep", BYTEWISE_ERRORS)
@@ -226,7 +226,7 @@ def gpt2_tokenizer(vocabulary: Path, merges: Path, special_tokens: SpecialTokens
     library = tokenizers.Tokenizer(bpe)
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
-    # Only tokens in the vocabulary are added, because others would get new ids.
+    # Only tokens in the vocabulary become special tokens; the library would give others new ids.
     special = {EOS_CANDIDATES[0], *special_tokens.special}
     library.add_special_tokens([t for t in sorted(special) if library.token_to_id(t) is not None])
     # As in Megatron and NeMo, <|endoftext|> is both BOS and EOS by default.

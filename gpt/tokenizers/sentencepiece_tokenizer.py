@@ -1,7 +1,7 @@
 """SentencePiece tokenizer: byte fallback, dummy prefix and whitespace as in the model file.
 
-The library does not report all settings of the model file. The others are inferred from decoded
-test tokens, or read from the file's protobuf bytes. Text that follows other text is encoded by a
+Settings of the model file that the library does not report are inferred from decoded test tokens,
+or read from the file's protobuf bytes. Text that follows other text is encoded by a
 second copy of the model that adds no dummy prefix (leading space) and removes no whitespace.
 """
 
@@ -140,7 +140,7 @@ def _load_model(path: Path) -> tuple[sentencepiece.SentencePieceProcessor, bytes
 def _is_user_defined(proto: bytes, piece: str) -> bool:
     """Return whether a piece has the type USER_DEFINED (4), which the library does not report."""
     text = piece.encode()
-    if len(text) > 127:  # The length field would have two bytes. Control tokens are shorter.
+    if len(text) > 127:  # Pieces with a length field of two bytes are too long for control tokens.
         return False
     header = re.escape(b"\x0a" + bytes([len(text)]) + text)
     return re.search(header + rb"(?:\x15.{4})?\x18\x04", proto, re.DOTALL) is not None

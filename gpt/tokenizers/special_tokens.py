@@ -72,7 +72,8 @@ class SpecialTokens:
     eos: str | None = None
     adds_bos: bool | None = None  # None: not declared.
     special: frozenset[str] = frozenset()  # The texts of all special tokens.
-    bos_id: int | None = None  # From generation_config.json, as `stop_ids`.
+    # The ids are those in generation_config.json.
+    bos_id: int | None = None
     stop_ids: tuple[int, ...] = ()
 
 
@@ -130,7 +131,7 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
 
 
 def read_token_names(folder: Path) -> dict[str, str]:
-    """Read the token texts by name (`bos_token`, `eos_token` and others), for chat templates."""
+    """Read the texts of named tokens (`bos_token`, `eos_token` and others), for chat templates."""
     names: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         record = read_json(folder / file) if (folder / file).is_file() else {}

@@ -119,9 +119,9 @@ _FILE_NAMES: dict[TokenizerKind, tuple[str, ...]] = {
 
 
 def _find_single_file(folder: Path, suffix: str) -> Path | None:
-    """Return the file named `suffix`, else the only file whose name ends with it, else None.
+    """Return the file named `suffix`, else the only file whose name ends with `suffix`, else None.
 
-    NeMo writes a hash before file names.
+    The names in NeMo's archives begin with a hash.
     """
     if (folder / suffix).is_file():
         return folder / suffix
@@ -154,7 +154,10 @@ def _find_tokenizer_file(path: Path, kind: TokenizerKind | None) -> tuple[Tokeni
 
 
 def open_tokenizer(path: Path, *, kind: str | None = None) -> Tokenizer:
-    """Open the tokenizer in a file or a directory; `kind` selects one if there are several."""
+    """Open the tokenizer in a file or a directory.
+
+    `kind` selects a tokenizer of a directory that contains tokenizers of several kinds.
+    """
     if kind is not None and kind not in get_args(TokenizerKind):
         raise ConfigError(
             f"tokenizer kind {kind!r} does not exist; choose one of "
@@ -182,7 +185,7 @@ def _open_kind(kind: TokenizerKind, file: Path) -> Tokenizer:
     merges = file.with_name(f"{prefix}merges.txt")
     merges = merges if merges.is_file() else _find_single_file(file.parent, "merges.txt") or merges
     if not merges.is_file():
-        raise CheckpointError(f"{file} has no {merges.name} beside it; copy both BPE files")
+        raise CheckpointError(f"{file} has no {merges.name} beside it; copy the two files together")
     return gpt2_tokenizer(file, merges, special_tokens)
 
 

@@ -25,11 +25,10 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu2": "relu2",
 }
 
-
-# Exclusive limit of sizes. No model has a larger size, and the products of sizes stay small.
+# Exclusive limit of a size. It is above the sizes of all models, and keeps products of sizes small.
 INTEGER_MAX = 1 << 31
-# Exclusive limit of the numbers of layers and experts, because the parameter table has entries for
-# each layer and expert.
+# Exclusive limit of the numbers of layers and experts. It limits the parameter table, which has
+# entries for each layer and expert.
 COUNT_MAX = 1 << 16
 
 
@@ -132,8 +131,8 @@ def rotary_fields(
     rope = fields.record.get("rope_parameters") or fields.record.get("rope_scaling") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError(
-            f"{fields.path}: rope_parameters differ by layer, which Preamble does not support; all "
-            "layers must have the same parameters"
+            f"{fields.path}: rope_parameters (or rope_scaling) is not one mapping for all layers, "
+            "but Preamble supports only the same RoPE parameters in all layers; give another model"
         )
     legacy_fields = {"rope_theta": fields.number(theta_key)}
     if percent_key is not None:
@@ -155,8 +154,8 @@ def _rope_scaling(fields: ConfigJson, rope: ConfigJson, rope_type: object) -> Ro
     if rope_type == "linear":
         return RopeScaling("linear", rope.number("factor"))
     if rope_type == "llama3":
-        # As in transformers, the value is the first that exists: the top-level key, the key in the
-        # RoPE section, max_position_embeddings.
+        # As in transformers: `original` is the top-level key, or if absent, the key in the RoPE
+        # section, or if both are absent, max_position_embeddings.
         original = fields.integer(
             "original_max_position_embeddings",
             rope.integer(

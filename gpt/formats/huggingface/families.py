@@ -196,7 +196,8 @@ def _nemotron(fields: ConfigJson) -> GPTConfig:
 
 def _gpt_neox(fields: ConfigJson) -> GPTConfig:
     heads, bias = fields.integer("num_attention_heads"), fields.flag("attention_bias")
-    # GPT-NeoX always has hidden_size // heads channels; head_dim would only affect the rotation.
+    # GPT-NeoX always has hidden_size // heads channels per head. In transformers, another head_dim
+    # would affect only RoPE.
     fields.refuse("head_dim", fields.integer("hidden_size") // max(1, heads))
     return _llama_like(
         fields,

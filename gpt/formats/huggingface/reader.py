@@ -2,8 +2,14 @@
 
 The weights are safetensors or torch.save files; torch.save files are loaded weights-only. The
 family's table lists the keys of each canonical tensor. The reader checks the shapes against the
-config and maps the tensors to slices: q, k and v by query group, gate rows above up rows, GPT-2's
-Conv1D transposed, fused experts split. No complete weight is read, and nothing is downloaded.
+config and maps the logical tensors to slices of the stored tensors:
+
+- the rows of q, k and v are interleaved by query group;
+- the gate rows are placed above the up rows;
+- GPT-2's Conv1D weights are transposed;
+- stacked experts are split.
+
+No complete weight is read, and nothing is downloaded.
 """
 
 import json
@@ -215,7 +221,7 @@ def _normalize_keys(stored: dict[str, StoredTensor], family: Family) -> dict[str
         for alias_part, table_part in family.key_renames.items():
             name = name.replace(alias_part, table_part)
         if name in stored:
-            name = key  # The file has both keys; the unused key is refused later as unexpected.
+            name = key  # The file has both keys; `open_huggingface` refuses the unused key.
         fused_suffix = next((end for end in family.fused_experts if name.endswith(end)), None)
         if fused_suffix is None or len(tensor.shape) != 3:
             normalized_tensors[name] = tensor
@@ -224,7 +230,7 @@ def _normalize_keys(stored: dict[str, StoredTensor], family: Family) -> dict[str
         rows = tensor.shape[1] // len(expert_suffixes)
         for expert in range(tensor.shape[0]):
             for part_index, end in enumerate(expert_suffixes):
-                # The last part includes any remaining rows, which the shape check then detects.
+                # The last part includes any remaining rows, which `_TensorFinder` then refuses.
                 stop = (
                     tensor.shape[1]
                     if part_index == len(expert_suffixes) - 1
@@ -257,7 +263,8 @@ class _TensorFinder:
         if stored is None:
             raise CheckpointError(
                 f"{self.path}: the weights lack {key!r}, which config.json requires; the download "
-                "is incomplete, or config.json is of another model: fetch both again"
+                "is incomplete, or config.json is of another model: fetch the whole directory "
+                "again"
             )
         if tuple(stored.shape) != shape:
             raise CheckpointError(

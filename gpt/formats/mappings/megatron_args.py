@@ -78,8 +78,8 @@ ARCHITECTURE_ARGS: tuple[str, ...] = (
     "expert_tensor_parallel_size",
 )
 
-# Args of unsupported features, and the values that switch the feature off. An absent arg and None
-# switch it off too.
+# Args of unsupported features, and the values that switch the feature off. The feature is also off
+# if the arg is absent or None.
 UNSUPPORTED_ARGS: Mapping[str, tuple[object, ...]] = {
     "multi_latent_attention": (False,),
     "softmax_type": ("vanilla",),
@@ -299,8 +299,8 @@ def _query_groups(args: MegatronArgs, weights: WeightShapes) -> int:
     """
     heads = args.integer("num_attention_heads")
     if args.get("group_query_attention") is None and args.get("num_query_groups") is not None:
-        # A converter wrote these args. The number of rows of the QKV weight shows whether the model
-        # has grouped-query attention.
+        # Megatron saves both args or neither, so a converter wrote these. The number of rows of the
+        # QKV weight shows whether the model has grouped-query attention.
         channels = args.integer("kv_channels") or args.integer("hidden_size") // max(1, heads)
         rows = weights.rows("decoder.layers.0.self_attention.linear_qkv.weight")
         return heads if rows == 3 * heads * channels else args.integer("num_query_groups")
@@ -378,7 +378,7 @@ def _set_window(args: MegatronArgs, weights: WeightShapes, partial_config: Parti
     ):
         raise args.unsupported_arg_error("window_size")
     if tokens_before >= 0:
-        # Megatron counts the tokens before the current token; window_size includes this token.
+        # Megatron's size excludes the current token; GPTConfig.window_size includes it.
         partial_config.fields["window_size"] = tokens_before + 1
 
 
@@ -395,7 +395,7 @@ def _set_activation(
         # Transformer Engine's TransformerLayer can ignore `swiglu`, so check the shapes.
         fc1, fc2 = (f"decoder.layers.0.mlp.linear_fc{number}.weight" for number in (1, 2))
         fields["gated"] = weights.rows(fc1) == 2 * weights.columns(fc2)
-        if args.flag("apply_layernorm_1p"):  # Only the final norm would store gamma - 1.
+        if args.flag("apply_layernorm_1p"):  # In such a model, only the final norm uses this arg.
             raise args.unsupported_arg_error("apply_layernorm_1p")
     # Transformer Engine's GELU is always the tanh approximation.
     if fields["gated"] or is_full_te_layer or args.flag("use_te_activation_func"):
@@ -501,7 +501,7 @@ def _padding_unknown_note(rows: int) -> str:
 
 
 def config_from_shapes(weights: WeightShapes) -> PartialConfig:
-    """Infer config fields from the shapes; the files of 2019 and 2020 have no args."""
+    """Infer config fields from the shapes, for files without args, such as those of 2019."""
     partial_config = PartialConfig()
     rows, hidden = weights.rows(EMBEDDING), weights.rank_shapes[EMBEDDING][0][1]
     fc1 = weights.rows("decoder.layers.0.mlp.linear_fc1.weight")

@@ -2,8 +2,9 @@
 
 Names changed without a version number, so the generation is inferred from the names: older names
 begin with `language_model.transformer` or `language_model.encoder`, newer names with `decoder`.
-Layer and expert numbers are not changed. A tensor of another architecture is refused, and the error
-names that architecture. The module opens no files. It uses shapes only to split grouped experts.
+Canonical names keep a file's layer and expert numbers until `renumber` replaces them. A tensor of
+another architecture is refused, and the error names that architecture. The module opens no files.
+It uses shapes only to split grouped experts.
 """
 
 import re
@@ -39,7 +40,7 @@ LAYER_RENAMES: tuple[tuple[str, str], ...] = (
     (r"input_(?:layer)?norm\.(.+)", r"self_attention.linear_qkv.layer_norm_\1"),
     (r"post_attention_(?:layer)?norm\.(.+)", r"mlp.linear_fc1.layer_norm_\1"),
     (r"mlp\.dense_h_to_4h\.(.+)", r"mlp.linear_fc1.\1"),
-    # NeMo stores gate and up as two matrices; this is the up matrix.
+    # NeMo's legacy layers store the gate and up matrices separately; this is the up matrix.
     (r"mlp\.dense_h_to_4h_2\.(weight|bias)", rf"mlp.linear_fc1.\1{UP_SUFFIX}"),
     (r"mlp\.dense_4h_to_h\.(.+)", r"mlp.linear_fc2.\1"),
     # Names in Transformer Engine's TransformerLayer.

@@ -207,7 +207,7 @@ def config_from_nemo1(
         "gated_linear_unit": gated,
         "bias_activation_fusion": fuses_bias,
         "add_bias_linear": fields.get("bias", True),
-        # Only some NeMo versions read `qkv_bias`. A QKV bias in the weights was trained.
+        # Only some NeMo versions read `qkv_bias`, so a QKV bias in the weights counts too.
         "add_qkv_bias": fields.get("qkv_bias") or weights.has_tensor("linear_qkv.bias"),
         "seq_length": fields.get("encoder_seq_length"),
         "rotary_percent": fields.get("rotary_percentage"),
@@ -328,7 +328,7 @@ def _nemo1_activation(fields: NemoConfig, legacy: bool) -> tuple[str, bool, Any]
 def _is_gelu_ambiguous(fields: NemoConfig, function: str, legacy: bool) -> bool:
     """Tell whether the effect of `openai_gelu` depends on the NeMo version.
 
-    NeMo before 2.0 did not pass this field to Megatron-Core; in NeMo 2.0 and newer the field has
+    NeMo before 2.0 did not pass `openai_gelu` to Megatron-Core; in NeMo 2.0 and newer it has
     precedence over `activation`.
     """
     if legacy or fields.get("openai_gelu") is not True:
@@ -436,7 +436,7 @@ def _unsupported_field_error(fields: NemoConfig, name: str) -> CheckpointError:
 
 
 def _handle_unresolved(fields: NemoConfig, partial_config: PartialConfig) -> None:
-    """Require the GPTConfig fields of unresolved references from the user.
+    """Add the GPTConfig fields of unresolved references to those that the user must give.
 
     An unresolved reference that affects inference but has no field of GPTConfig is refused.
     """

@@ -53,7 +53,7 @@ def read_config(span: Span) -> dict[str, Any]:
         record = yaml.load(span.read(TEXT_BYTES_MAX).decode(), _Loader)
     except (CheckpointError, OSError):
         raise
-    # PyYAML does not convert Python's exceptions for a bad date, number or key, or deep nesting.
+    # For a bad date, number or key, or deep nesting, PyYAML raises other errors than YAMLError.
     except Exception as error:
         raise _unreadable_error(span, error) from None
     if not isinstance(record, dict):
@@ -64,7 +64,10 @@ def read_config(span: Span) -> dict[str, Any]:
 
 
 def read_fiddle_graph(span: Span) -> list[dict[str, Any]]:
-    """Return the objects with attributes in a fiddle JSON graph, as dicts without references."""
+    """Return the objects of a fiddle JSON graph that have attributes, as dicts.
+
+    References to other objects are replaced by these objects.
+    """
     try:
         objects = json.loads(span.read(TEXT_BYTES_MAX))["objects"]
         object_cache: dict[str, Any] = {}
@@ -209,7 +212,7 @@ def _resolve(value: Any, scopes: tuple[Mapping[str, Any], ...], depth: int) -> A
 
 
 def unwrap_omegaconf(value: Any, depth: int = 0) -> Any:
-    """Return OmegaConf containers, which a pickle yields as stubs, as dicts, lists and scalars.
+    """Convert OmegaConf containers, which are unpickled as stubs, to dicts, lists and scalars.
 
     Values that are nested too deeply become None.
     """

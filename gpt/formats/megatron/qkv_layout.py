@@ -26,7 +26,7 @@ def current_qkv_rows(parts: RankParts, config: GPTConfig, version: float) -> lis
         raise CheckpointError(
             f"{parts[0].location}: checkpoint_version {version} does not support grouped-query "
             f"attention, but the config has num_query_groups {config.num_query_groups}; it must be "
-            f"num_attention_heads, {config.num_attention_heads}"
+            f"{config.num_attention_heads}, the number of attention heads"
         )
     channels = config.kv_channels
     heads = config.num_attention_heads // len(parts)  # The heads of one rank.

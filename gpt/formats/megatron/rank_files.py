@@ -2,7 +2,7 @@
 
 A checkpoint root has a tracker file that names an iteration; an iteration has a directory for each
 tensor, pipeline and expert rank. The directory names are ambiguous, so the parallel sizes are read
-from the args in the files; only old files without args require the names. All ranks must exist,
+from the args in the files; for old files without args, the names are used. All ranks must exist,
 with the same iteration and architecture. `reader` interprets the tensors.
 """
 
@@ -118,7 +118,8 @@ def find_iteration(path: Path) -> Path | None:
 def newer_iteration_notes(iteration: Path) -> list[str]:
     """Return a note if the tracker file names `iteration` but a newer iteration exists.
 
-    The save of the newer iteration may have failed. Otherwise the list is empty.
+    The note tells the user that the save of the newer iteration may have failed. Without a newer
+    iteration, the list is empty.
     """
     tracker = iteration.parent / TRACKER_FILE
     if not tracker.is_file() or tracked_iteration(iteration.parent) != iteration:

@@ -68,8 +68,8 @@ class GatheredTensors:
     """The tensors of all ranks by canonical name, with global layer and expert numbers."""
 
     parts: dict[str, RankParts] = field(default_factory=dict)
-    # (name, parts) of each tensor that an earlier stage or model chunk has too; the parts are those
-    # of the later stage or chunk.
+    # If two stages or model chunks have the same tensor, `parts` contains the copy of the earlier
+    # one, and this list contains (name, parts) of the copy of the later one.
     stage_duplicates: list[tuple[str, RankParts]] = field(default_factory=list)
     # The replicas of non-expert tensors on expert ranks other than 0.
     expert_replicas: list[ReplicaPair] = field(default_factory=list)
@@ -118,7 +118,7 @@ def join_ranks(
     gathered = gather_tensors(ranks)
     config, notes = _resolve_config(gathered, path, overrides, infer_config)
     if not config.untie_embeddings_and_output_weights and HEAD in gathered.parts:
-        # The last stage has a copy of a tied embedding; a different head is refused.
+        # With a tied embedding, the head is the last stage's copy of the embedding.
         head = gathered.parts.pop(HEAD)
         refuse_untied_head(path, head, gathered.parts[EMBEDDING], UNTIED_HINT)
         gathered.stage_duplicates.append((EMBEDDING, head))
@@ -158,7 +158,11 @@ def join_ranks(
 
 
 def gather_tensors(ranks: RankFiles) -> GatheredTensors:
-    """Collect all tensors by name, with global layer numbers: by chunk, then by stage."""
+    """Collect all tensors by name.
+
+    Layers are numbered globally: model chunk 0 of all stages, then model chunk 1 of all stages, and
+    so on.
+    """
     gathered = GatheredTensors()
     for chunk in range(ranks.chunks):
         for stage in range(ranks.parallel_sizes.pp):

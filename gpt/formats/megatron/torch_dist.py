@@ -80,7 +80,7 @@ class ChunkSlice:
     """The part of a chunk that belongs to one layer, or to one expert of a layer."""
 
     chunk: Chunk
-    leading_index: tuple[int, ...]  # Index in the chunk's leading dimensions, the stacked ones.
+    leading_index: tuple[int, ...]  # Index in the stacked (leading) dimensions of the chunk.
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,9 +102,9 @@ class ChunkSlice:
 class ShardedTensor:
     """The chunk slices of a canonical tensor.
 
-    The tensor has one key (half 0), or separate keys for gate (half 0) and up (half 1). `shapes`
-    and `chunk_slices` are indexed by half; each chunk slice is paired with its offsets in this half
-    of the tensor.
+    If a gated fc1 has separate keys for gate and up, the gate matrix is half 0 and the up matrix is
+    half 1. A tensor with a single key has only half 0. `shapes` and `chunk_slices` are indexed by
+    half; each chunk slice is paired with its offsets in this half.
     """
 
     key: str
@@ -240,7 +240,7 @@ def join_chunks(
     for name, parameter in table.items():
         sharded_tensor = dist_checkpoint.tensors.get(name)
         if sharded_tensor is not None:
-            # The stored embedding and head may have padding rows; the parameter has none.
+            # The stored embedding and head may have padding rows, which `parameter.shape` excludes.
             has_vocab_rows = name in (EMBEDDING, HEAD)
             shape = parameter.shape if has_vocab_rows else sharded_tensor.shape
             tensors[name] = _logical_tensor(sharded_tensor, shape)
@@ -266,7 +266,7 @@ def _refuse_other_formats(tree: FileTree) -> None:
     if backend == "zarr":
         raise CheckpointError(
             f"{folder} is a zarr checkpoint, a format that Megatron-Core has removed; load it with "
-            "a version that supports zarr and save it as torch_dist"
+            "a Megatron-Core version that supports zarr, and save it as torch_dist"
         )
     if backend not in (None, "torch_dist"):
         raise CheckpointError(
@@ -282,9 +282,9 @@ def _refuse_other_formats(tree: FileTree) -> None:
         keys = read_index(tree, lambda key: key.startswith("model.")).tensors
         if keys:
             raise CheckpointError(
-                f"{folder} is a torch_dcp or fsdp_dtensor checkpoint: it has no {BACKEND_FILE}, "
-                f"and keys such as {next(iter(keys))}; only torch_dist is supported: save it with "
-                "--ckpt-format torch_dist"
+                f"{folder} is a torch_dcp or fsdp_dtensor checkpoint: it has keys such as "
+                f"{next(iter(keys))}, but no readable {BACKEND_FILE}; only torch_dist is "
+                "supported: save it with --ckpt-format torch_dist"
             )
         raise CheckpointError(
             f"{folder} has no readable {BACKEND_FILE}, which is written last, so the save did not "
@@ -338,7 +338,7 @@ def gather_tensors(index: DcpIndex) -> DistCheckpoint:
         if unprefixed_key.startswith(MTP_PREFIX):
             dist_checkpoint.has_mtp_heads = True
             continue
-        # The patterns of unsupported parts require a layer number, which a key of all layers lacks.
+        # `refuse_unsupported_part` expects a layer number, which the key of stacked layers lacks.
         numbered_key = re.sub(r"\blayers\.(?!\d)", "layers.0.", key)
         refuse_unsupported_part(numbered_key, f"{index.folder}/{METADATA_FILE}")
         pattern = _parse_key(unprefixed_key, entry, index.folder / METADATA_FILE)
@@ -458,7 +458,10 @@ def _logical_tensor(sharded_tensor: ShardedTensor, shape: tuple[int, ...]) -> Lo
 
 
 def _split_at_row_cuts(slices: list[SourceSlice]) -> Iterator[SourceSlice]:
-    """Split slices at the row bounds of all slices, so that any two have equal or disjoint rows."""
+    """Split slices at the row bounds of all slices.
+
+    Any two resulting slices have equal or disjoint rows, as `LogicalTensor.mapping_error` requires.
+    """
     cuts = sorted({row for source_slice in slices for row in source_slice.rows})
     next_cut = dict(pairwise(cuts))
     for source_slice in slices:

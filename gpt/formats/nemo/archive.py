@@ -29,7 +29,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 # Limit of a read by tarfile, which reads a member's header with its long name and extended
 # attributes into memory.
 HEADER_BYTES_MAX = 1 << 20
-# Limit of unpacked size / compressed size. The ratio is near 1 for weights, and tens for some text.
+# Limit of unpacked size / compressed size. Weights have a ratio near 1; texts can exceed 10.
 EXPANSION_MAX = 100
 COPY_BYTES = 4 << 20
 CONFIG_FILE = "model_config.yaml"
@@ -108,7 +108,7 @@ def _unpack(path: Path, target: Path) -> None:
                 continue
             if member.offset_data + member.size > bounded_reader.offset_max:
                 raise _broken_archive_error(
-                    path, f"grows more than {EXPANSION_MAX} times with its member {name}"
+                    path, f"grows by more than {EXPANSION_MAX} times when {name} is unpacked"
                 )
             _refuse_full_disk(path, target, member.size)
             (target / name).parent.mkdir(parents=True, exist_ok=True)

@@ -94,7 +94,7 @@ def _open_weights(
     if any(name.endswith((".zarray", ".zmetadata")) for name in distributed.spans):
         raise CheckpointError(
             f"{path} has its weights in zarr, a format that NeMo has removed; load it with a "
-            "version that supports zarr and save it as torch_dist"
+            "NeMo version that supports zarr, and save it as torch_dist"
         )
     if any("fsdp_shard" in name for name in tree.spans):
         raise CheckpointError(
@@ -202,8 +202,8 @@ def assign_ranks(
     split = ParallelSizes(sizes[0], sizes[1], 1)
     expected_ranks = set(split.ranks())
     ranks_with_sizes = (
-        f"the {len(expected_ranks)} ranks (TP {split.tp} x PP {split.pp} according to the config "
-        "or, without these sizes in the config, to the directory names)"
+        f"the {len(expected_ranks)} ranks (TP {split.tp} x PP {split.pp} according to the config, "
+        "or to the directory names if the config lacks these sizes)"
     )
     missing = expected_ranks - set(span_by_rank)
     if missing:
@@ -242,10 +242,10 @@ def _extract_tokenizer(path: Path, tree: FileTree, fields: NemoConfig) -> Bundle
             }
     spans = {name: span for name, span in artifacts.items() if span is not None}
     if not spans or len(spans) < len(artifacts):
-        library, kind = fields.text("library", "no library"), fields.text("type", "no type")
+        library, kind = fields.text("library", "unknown"), fields.text("type", "unknown")
         return BundledTokenizer(
-            note=f"the tokenizer ({library}, {kind}) is not in the archive; give a tokenizer file "
-            "or directory"
+            note=f"the tokenizer (library {library}, type {kind}) is not in the archive; give a "
+            "tokenizer file or directory"
         )
     try:
         file_stats = [(s.file.path.stat().st_mtime_ns, s.offset, s.length) for s in spans.values()]
@@ -259,7 +259,8 @@ def _extract_tokenizer(path: Path, tree: FileTree, fields: NemoConfig) -> Bundle
             note=f"the tokenizer cannot be copied to the user's cache ({error})"
         )
     if fields.get("sentencepiece_legacy") is True:
-        return BundledTokenizer(tokenizer_folder)  # NeMo adds tokens, so the size is unknown.
+        # NeMo adds tokens when it loads the tokenizer, so the vocabulary size is unknown.
+        return BundledTokenizer(tokenizer_folder)
     try:
         return BundledTokenizer(tokenizer_folder, open_tokenizer(tokenizer_folder).vocab_size)
     except CheckpointError as error:
@@ -267,7 +268,7 @@ def _extract_tokenizer(path: Path, tree: FileTree, fields: NemoConfig) -> Bundle
 
 
 def _artifact_span(tree: FileTree, reference: str) -> Span | None:
-    """Return the archive member of a reference `nemo:<name>`; None for a path outside it."""
+    """Return the archive member of a reference `nemo:<name>`; None for an external path."""
     name = reference.removeprefix("nemo:")
     return tree.spans.get(name) if "/" not in name else None
 

@@ -249,9 +249,9 @@ def test_positions_are_subtracted_from_rows_of_an_adapter_inside_a_nemo_model(
         (
             nemo_state(table=TABLE * 0),
             CONFIG_1,
-            "is all zeros or not finite, because training stopped",
+            "is missing, all zeros or not finite, probably because",
         ),
-        (nemo_state(table=TABLE / 0), CONFIG_1, "is all zeros or not finite"),
+        (nemo_state(table=TABLE / 0), CONFIG_1, "is missing, all zeros or not finite"),
         (nemo_state() | nemo_state("b"), CONFIG_1, "has several tasks; set task to one of b, mood"),
         ({"model.word": TABLE}, CONFIG_1, "has no soft prompt of NeMo; it contains model.word"),
         ([TABLE], CONFIG_1, "is a list, not a state dict"),
@@ -265,7 +265,7 @@ def test_positions_are_subtracted_from_rows_of_an_adapter_inside_a_nemo_model(
         (
             nemo_state(),
             {"task_templates": [TASK | {"virtual_token_splits": [2]}]},
-            "`splits` has 1 numbers",
+            r"`splits` is \[2\]; number the markers",
         ),
         (
             nemo_state(),

@@ -173,7 +173,7 @@ def test_bos_after_the_rows_becomes_a_row(
         ('<|VIRTUAL_PROMPT_0|>{"a": {x}}', "'{' in its text"),
         ("<|VIRTUAL_PROMPT_0|>{x} 5}", "'}' in its text"),
         ("<|VIRTUAL_PROMPT_0|><prompt_3>{x}", "'<prompt_3>' in its text"),
-        ("<|VIRTUAL_PROMPT_0|>${x}", "'$ before a field' in its text"),
+        ("<|VIRTUAL_PROMPT_0|>${x}", "'$' before a field in its text"),
     ],
 )
 def test_template_text_that_nemo_would_parse_is_refused(

@@ -168,7 +168,7 @@ def scores(*logprobs: float, tops: tuple[tuple[int, float], ...] = ()) -> list[S
             (5, 7),
             scores(-0.2, -0.3, tops=((7, -0.3), (6, -0.303))),
             "tie",
-            "token 2 differs, but the log-probabilities of both tokens differ by only",
+            "token 2 differs, but the log-probabilities of the recorded and the new token differ",
         ),
         ((5, 7), scores(-0.2, -0.3, tops=((7, -0.3), (6, -0.305))), "different", "token 2"),
         ((5, 7), scores(-0.2, -0.3, tops=((7, -0.3), (8, -0.3))), "different", "token 2"),

@@ -101,7 +101,7 @@ def test_multitask_prompt_is_reduced_to_the_chosen_task(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="inconsistent shapes"):
         open_adapter(multitask)
     peft_folder(multitask, config, prompt_embeddings=TABLE)
-    with pytest.raises(AdapterError, match="a MULTITASK_PROMPT_TUNING adapter has prefix_task"):
+    with pytest.raises(AdapterError, match="adapter must have exactly prefix_task_cols"):
         open_adapter(multitask)
 
 
@@ -134,8 +134,8 @@ def test_a_peft_config_without_task_type_is_read_with_a_note(tmp_path: Path) -> 
         ({"modules_to_save": ["wte"]}, {"prompt_embeddings": TABLE}, "also replaces weights"),
         ({"num_virtual_tokens": 4}, {"prompt_embeddings": TABLE}, "3 x 4, .*num_virtual_tokens 4"),
         ({"token_dim": 8}, {"prompt_embeddings": TABLE}, "3 x 4, but its config has token_dim 8"),
-        ({}, {"lora_A": TABLE}, "has lora_A; a PROMPT_TUNING adapter has prompt_embeddings"),
-        ({}, {"prompt_embeddings": TABLE, "x": TABLE + 1}, "has prompt_embeddings, x; a PROMPT"),
+        ({}, {"lora_A": TABLE}, "has the tensors lora_A; a PROMPT_TUNING adapter must"),
+        ({}, {"prompt_embeddings": TABLE, "x": TABLE + 1}, "has the tensors prompt_embeddings, x;"),
         ({}, {"prompt_embeddings": TABLE.double()}, r"is torch\.float64, .* must be a dense"),
         ({}, {"prompt_embeddings": TABLE.int()}, r"is torch\.int32, .* must be a dense"),
         ({}, {"prompt_embeddings": NAN}, "values that are not finite"),

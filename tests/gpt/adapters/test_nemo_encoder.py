@@ -152,7 +152,7 @@ def test_encoder_with_the_task_name_needs_the_base_model(tmp_path: Path) -> None
     )
     assert (open_adapter(source, base=base).table - expected).abs().max() < 1e-5
     with pytest.raises(
-        AdapterError, match=r"also used embeddings of the task's name, .* with --model"
+        AdapterError, match=r"also uses embeddings of the task's name, .* with --model"
     ):
         open_adapter(source)
 

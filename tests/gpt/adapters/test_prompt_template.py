@@ -193,7 +193,7 @@ def test_truncate_field_is_cut_until_the_prompt_fits() -> None:
     with pytest.raises(RequestError) as caught:
         fit(6, True)
     assert str(caught.value) == (
-        "prompt and answer have 4 tokens without 'context' + 3 virtual tokens = 7, "
+        "without the text of 'context', prompt and answer have 4 tokens + 3 virtual tokens = 7, "
         "over the limit of 6; shorten it by 1 tokens"
     )
     assert caught.value.field == "inputs"
@@ -266,19 +266,22 @@ def test_invalid_fields_are_refused_by_name(
     [
         (
             {"text": f"{P0}{P0}", "splits": (1, 1)},
-            r"the markers \[0, 0\], but `splits` has 2 numbers",
+            r"the markers \[0, 0\], but `splits` is \[1, 1\];",
         ),
-        ({"text": f"{P1}", "splits": (1,)}, r"the markers \[1\], but `splits` has 1 numbers"),
-        ({"text": f"{P0}"}, r"the markers \[0\], but `splits` has 0 numbers"),
-        ({"text": "{a}", "splits": (1,)}, r"the markers \[\], but `splits` has 1 numbers"),
-        ({"text": f"{P0}", "splits": (0,)}, "each must be at least 1 virtual token"),
+        ({"text": f"{P1}", "splits": (1,)}, r"the markers \[1\], but `splits` is \[1\];"),
+        ({"text": f"{P0}"}, r"the markers \[0\], but `splits` is \[\];"),
+        ({"text": "{a}", "splits": (1,)}, r"the markers \[\], but `splits` is \[1\];"),
+        ({"text": f"{P0}", "splits": (0,)}, "each number must be at least 1 virtual token"),
         ({"text": "<|VIRTUAL_PROMPT_x|>"}, "broken marker"),
         ({"text": "{a}", "bos": "last"}, "choose one of: none, first, text"),
         ({"text": "{a}", "truncate_field": "b"}, "truncate_field 'b' is not in the template"),
-        ({"text": "a", "answer_field": "b"}, "'b' is not in the template; it has no fields"),
+        ({"text": "a", "answer_field": "b"}, "'b' is not in the template; the template has no"),
         ({"text": "{a}.", "answer_field": "a"}, "must occur once, at the end of the template"),
         ({"text": "{a}{a}", "answer_field": "a"}, "must occur once"),
-        ({"text": "{a}", "answer_field": "a", "truncate_field": "a"}, "must be another field"),
+        (
+            {"text": "{a}", "answer_field": "a", "truncate_field": "a"},
+            "the answer cannot be",
+        ),
     ],
 )
 def test_invalid_template_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -156,9 +156,9 @@ FAULTS: dict[str, tuple[tuple[SourceSlice, ...], str]] = {
         (SourceSlice(BOX, (0, 4), (0, 2)), SourceSlice(BOX, (0, 4), (1, 3))),
         "exactly once",
     ),
-    "a file too short": ((SourceSlice(BOX, (0, 4), source_row=1),), "shape .4, 3., too small"),
-    "a step too long": ((SourceSlice(BOX, (0, 4), row_stride=2),), "too small"),
-    "turned the wrong way": ((SourceSlice(BOX, (0, 4), transposed=True),), "too small"),
+    "a file too short": ((SourceSlice(BOX, (0, 4), source_row=1),), "shape .4, 3., which does not"),
+    "a step too long": ((SourceSlice(BOX, (0, 4), row_stride=2),), "not contain the slice"),
+    "turned the wrong way": ((SourceSlice(BOX, (0, 4), transposed=True),), "not contain the"),
     "whole numbers": (
         (SourceSlice(stored(torch.ones(4, 3).char(), "f: k"), (0, 4)),),
         "f: k is torch.int8",

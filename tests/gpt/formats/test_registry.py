@@ -46,7 +46,7 @@ FORMAT_FILES = {
     "layer_00-model_00-model_states.pt": "is a DeepSpeed checkpoint",
     "model.gguf": "is a directory of GGUF files",
     "consolidated.00.pth": "is not a checkpoint",
-    "adapter_config.json": "is an adapter, not a model",
+    "adapter_config.json": "is an adapter, which cannot be opened as a model",
 }
 
 
@@ -63,7 +63,7 @@ def test_formats_without_a_reader_are_refused_by_name(sign: str, tmp_path: Path)
 
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "gpt.gguf").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"is a GGUF file, .* convert it to Hugging Face's"):
+    with pytest.raises(CheckpointError, match=r"is a GGUF file, .* conversion to Hugging Face's"):
         open_checkpoint(tmp_path / "gpt.gguf")
     (tmp_path / "gpt.gguf").unlink()
     with pytest.raises(CheckpointError, match="does not exist; give the directory"):
@@ -83,7 +83,7 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
     [
         (
             "~nosuchuser/x",
-            "~nosuchuser/x begins with ~ and a user without a home directory; give an absolute",
+            "~nosuchuser/x begins with ~ and the name of a user without a home directory; give",
         ),
         ("/" + "a" * 256, "cannot read /a+: File name too long; give the directory of"),
         (__file__ + "/below", "does not exist; give the directory"),

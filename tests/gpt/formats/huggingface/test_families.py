@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "positions by layer": (
         "qwen3, wide heads",
         {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-        "rope_parameters differ by layer",
+        "is not one mapping for all layers",
     ),
     "partial positions": (
         "llama, multi-head",

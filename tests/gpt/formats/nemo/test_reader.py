@@ -284,8 +284,8 @@ def test_tokenizers_outside_the_archive_are_requested_in_a_note(tmp_path: Path) 
     checkpoint = open_nemo(tmp_path / "gpt.nemo")
     assert checkpoint.tokenizer is None
     assert checkpoint.notes == (
-        "the tokenizer (huggingface, meta/x) is not in the archive; give a tokenizer file or "
-        "directory",
+        "the tokenizer (library huggingface, type meta/x) is not in the archive; give a tokenizer "
+        "file or directory",
     )
 
 
