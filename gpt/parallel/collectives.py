@@ -34,7 +34,7 @@ def all_reduce_no_grad(
 
 
 def all_gather_rows(x: Tensor, mesh: Mesh) -> Tensor:
-    """Return the rows of all tensor ranks, in the order of the ranks, including padding rows."""
+    """Return the rows of all tensor ranks, in the order of the ranks; padding rows are kept."""
     local = to_backend_memory(x, mesh)
     y = local.new_empty(mesh.tp * x.shape[0], *x.shape[1:])
     _all_gather_into_tensor(y, local, group=mesh.tp_group)
@@ -50,7 +50,7 @@ def all_gather_columns(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def reduce_scatter_rows(x: Tensor, mesh: Mesh) -> Tensor:
-    """Return this rank's rows of the sum of `x`, padded by `pad_rows`, over the tensor ranks."""
+    """Sum `x` over the tensor ranks, and return this rank's rows; `pad_rows` pads `x` first."""
     padded = to_backend_memory(pad_rows(x, mesh), mesh)
     y = padded.new_empty(padded.shape[0] // mesh.tp, *x.shape[1:])
     _reduce_scatter_tensor(y, padded, group=mesh.tp_group)

@@ -7,10 +7,10 @@ of the tensor ranks. The operations on a mesh are in other modules:
 - `pipeline_communication`: the exchange of tensors between stages.
 - `collectives`: the collectives that these modules use.
 
-The same model code runs at every split. On a mesh of one rank, the operations that it calls at
-every split are no-ops: those of `tensor_parallel`, `scatter_to_sequence_parallel`,
-`all_reduce_no_grad`, the broadcasts and `barrier`. The other operations need a process group; the
-model calls them only if the mesh has several tensor ranks or stages.
+The model code is the same for all parallel sizes. The model always calls the operations of
+`tensor_parallel`, `scatter_to_sequence_parallel`, `all_reduce_no_grad`, the broadcasts and
+`barrier`; on a mesh of one rank, they are no-ops. All other operations need a process group, and
+the model calls them only if the mesh has several tensor ranks or stages.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ class Mesh:
         device: torch.device | str = "cpu",
         sequence_parallel: bool = False,
     ) -> Self:
-        """Create the process groups of the mesh; all ranks of the world must call it together."""
+        """Create the process groups of the mesh; all ranks of the world must call this together."""
         world_size = dist.get_world_size()
         if tp * pp * dp != world_size:
             raise ConfigError(
@@ -105,7 +105,8 @@ class Mesh:
     def local_rows(self, tokens: int) -> int:
         """Return the number of rows that this rank has of the hidden states of `tokens` tokens.
 
-        With sequence parallelism the rows are split over the tensor ranks, and padding rows count.
+        With sequence parallelism the rows are split over the tensor ranks, and the number includes
+        padding rows.
         """
         return -(-tokens // self.tp) if self.sequence_parallel else tokens
 

@@ -35,7 +35,7 @@ class AsyncSender:
 
     def send(self, x: Tensor) -> None:
         # The buffer is a copy, because the next step may reuse the memory of `x` before the send is
-        # complete. It is contiguous, because gloo refuses other tensors.
+        # complete. The copy is contiguous, because gloo refuses tensors that are not.
         buffer = (
             to_backend_memory(x, self._mesh)
             if self._mesh.stages_through_host

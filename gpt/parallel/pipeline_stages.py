@@ -12,10 +12,14 @@ def stage_layers(
     The layers are assigned in order: first to chunk 0 of every stage, then to chunk 1 of every
     stage, and so on. `stages` gives the number of layers of each stage.
 
-    By default the layers are divided evenly over all chunks. If they do not divide, the chunks in
-    the middle have one layer more than the others, because the first and the last chunk also have
-    the embedding and the LM head. Examples: 4 layers are divided into 1, 2, 1; 5 layers into 2, 2,
-    1; 3 layers over two chunks into 2, 1.
+    By default the layers are divided evenly over all chunks. If they do not divide evenly, some
+    chunks have one layer more: the chunks in the middle, because the first chunk also has the
+    embedding, and the last chunk the LM head. If the larger chunks cannot be centered, they are
+    nearer to the start. Examples:
+
+    - 4 layers over 3 chunks: 1, 2, 1
+    - 5 layers over 3 chunks: 2, 2, 1
+    - 3 layers over 2 chunks: 2, 1
     """
     if stages is None:
         chunk_sizes = _split_evenly(num_layers, pp * vpp)

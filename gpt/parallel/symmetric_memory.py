@@ -28,11 +28,12 @@ KIB = 1 << 10
 BUFFER_BYTES = 8 << 20
 ALIGNMENT_BYTES = 16  # Size of the kernels' vector loads and stores.
 DTYPES = (torch.bfloat16, torch.float32)  # The dtypes that the kernels support.
-# By number of ranks: the largest tensor for which the one-shot kernel is the fastest, as published
-# for Hopper GPUs.
+# By number of ranks: the largest tensor, in bytes, for which the one-shot kernel is the fastest, as
+# published for Hopper GPUs. The kernels are:
 # - one-shot: each rank reads the complete buffers of all other ranks. With two ranks this kernel is
 #   the fastest for all tensors that fit in a buffer.
-# - two-shot: each rank sums one slice of the tensor, then reads the other slices' sums.
+# - two-shot: each rank sums one slice of the tensor, then reads the sums of the other slices.
+# - multimem: an NVLink switch adds the buffers (multicast).
 ONE_SHOT_BYTES_MAX: Mapping[int, int] = MappingProxyType(
     {2: BUFFER_BYTES, 4: 512 * KIB, 8: 256 * KIB}
 )
@@ -57,7 +58,7 @@ class SymmetricBuffer:
     """Memory that all ranks of a group can read, and the kernels that sum its contents."""
 
     buffer: Tensor  # (BUFFER_BYTES,) uint8: this rank's memory.
-    has_multicast: bool  # Whether an NVLink switch can add the buffers (the multimem kernel).
+    has_multicast: bool  # Whether the multimem kernel is available.
     group: str  # Name of the process group.
     kernels: Any  # torch.ops.symm_mem, or in tests an object with the same functions.
 
@@ -118,8 +119,8 @@ def use_symmetric_memory(
 ) -> Mesh:
     """Return the mesh with a symmetric-memory all-reduce if all tensor ranks support it.
 
-    If a rank does not support it, return the mesh unchanged and log the reason. All tensor ranks
-    must call this function together.
+    If a rank does not support it, return the mesh unchanged and log the reason. In the log, `by` is
+    the library that sums over the tensor ranks. All tensor ranks must call this function together.
     """
     if mesh.tp == 1:
         return mesh
@@ -130,7 +131,8 @@ def use_symmetric_memory(
         reducer = reducer_or_reason
         reducer_or_reason = _run_on_all_ranks(mesh, lambda: _self_test(reducer, mesh))
     if isinstance(reducer_or_reason, str):
-        log.info("event=sums by=%s reason=%r", _backend(mesh), reducer_or_reason)
+        reason = f"symmetric memory is not used: {reducer_or_reason}"
+        log.info("event=sums by=%s reason=%r", _backend(mesh), reason)
         return mesh
     log.info(
         "event=sums by=symmetric_memory ranks=%d bytes_max=%d multicast=%s",
@@ -163,12 +165,15 @@ def _run_on_all_ranks(
     return (
         reducer_or_reason
         if isinstance(reducer_or_reason, str) or succeeded
-        else "symmetric memory failed on another rank"
+        else "another rank failed to use it"
     )
 
 
 def _unsupported_reason(mesh: Mesh) -> str | None:
-    """Return why the ranks cannot use symmetric memory, equal on all ranks; None if they can."""
+    """Return why the ranks cannot use symmetric memory; None if they can.
+
+    The reason is the same on all ranks.
+    """
     if mesh.device.type != "cuda":
         return f"the device is {mesh.device.type}"
     if _backend(mesh) != "nccl":

@@ -3,8 +3,8 @@
 `to_column_parallel` prepares the input of a column-parallel linear: it is a copy, or with sequence
 parallelism an all-gather of the rows. `from_row_parallel` sums the outputs of a row-parallel
 linear: it is an all-reduce, or with sequence parallelism a reduce-scatter of the rows. The backward
-pass of one of the two is the forward pass of the other. On one tensor rank all operations of this
-module are no-ops.
+pass of a copy is an all-reduce, and of an all-reduce a copy; all-gather and reduce-scatter are a
+pair in the same way. On one tensor rank all operations of this module are no-ops.
 """
 
 from typing import Any, cast
@@ -45,7 +45,10 @@ def from_row_parallel(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def all_reduce(x: Tensor, mesh: Mesh) -> Tensor:
-    """Return the sum over the tensor ranks, with all rows; the backward pass is the identity."""
+    """Return the sum of `x` over the tensor ranks: all rows, even with sequence parallelism.
+
+    The backward pass is the identity.
+    """
     if mesh.tp == 1:
         return x
     return cast(Tensor, _ReduceFromTensorParallel.apply(x, mesh))  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from gpt.parallel.vocabulary_padding import local_vocab_range
 
 
 def token_losses(logits: Tensor, targets: Tensor, mesh: Mesh, vocab_size: int) -> Tensor:
-    """Return the negative log-probability of each target (n,), equal on all tensor ranks.
+    """Return the negative log-probability of each target (n,), the same on all tensor ranks.
 
     `logits` (n, padded vocabulary / ranks) is this rank's shard, in at least fp32. The forward pass
     overwrites it with the probabilities, and the backward pass with its gradient.
@@ -38,7 +38,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             width = logits.shape[1]
             vocab_start = mesh.tp_rank * width
             start, stop = local_vocab_range(vocab_size, width, mesh.tp_rank)
-            # The columns of vocabulary padding are never targets.
+            # The columns of vocabulary padding get the probability 0.
             exponentials[:, stop - start :] = float("-inf")
             exponentials -= all_reduce_no_grad(exponentials.amax(1), mesh, ReduceOp.MAX).unsqueeze(
                 1

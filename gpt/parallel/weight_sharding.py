@@ -158,7 +158,8 @@ def _linear_specs(
 ) -> Iterator[ParameterSpec]:
     yield ParameterSpec(f"{prefix}weight", (rows, columns), rule)
     if bias:
-        # The bias of a row-parallel linear is added once, after the sum over ranks.
+        # A row-parallel linear, whose weight is split by COLUMNS (its inputs), adds the bias once,
+        # after the sum over ranks. So every rank has the whole bias.
         yield ParameterSpec(
             f"{prefix}bias", (rows,), ShardRule.REPLICATED if rule is ShardRule.COLUMNS else rule
         )

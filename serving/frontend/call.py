@@ -74,7 +74,7 @@ class Call:
         self._send_started: float | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self.has_accepted_request = False
-        self._reservations: dict[Stream, RequestReservation] = {}  # Of the open streams.
+        self._reservations: dict[Stream, RequestReservation] = {}  # By open stream.
         self._final_only_streams: set[Stream] = set()  # Streams that are sent as one response.
 
     @property
@@ -143,7 +143,7 @@ class Call:
                 self.trace.add_request(self.service.name, stream, reservation.generated_tokens)
 
     async def send_part(self, write: Awaitable[object]) -> None:
-        """Await a write of the response; end the call if it takes longer than `slow_reader_s`."""
+        """Await a write of the response; a write longer than `slow_reader_s` ends the call."""
         self._send_started = time.monotonic()
         # One timer serves all writes of a call, since most writes finish immediately.
         if self._stall_timer is None:

@@ -1,7 +1,8 @@
 """Call origin: a call's method, headers, request id and W3C trace context, for logs and tracing.
 
-A transport creates a `CallOrigin`; logs and tracing read it. It is in a separate module so that
-`call` and `tracing` need not import each other. The module is independent of protocols and models.
+A transport creates a `CallOrigin`; logs and tracing read it. The class is in a separate module so
+that `call` and `tracing` need not import each other. The module is independent of protocols and
+models.
 """
 
 import re

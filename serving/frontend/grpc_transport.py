@@ -163,8 +163,8 @@ async def abort(context: Context, error: CallFailure) -> None:
     """End a call with an error status; cancel it instead if the status cannot be sent."""
     is_slow_reader = error.reason.name == "SLOW_READER"
     try:
-        # The status is sent after messages that a slow reader has not read, so the wait for it has
-        # a limit.
+        # The status is sent after messages that a slow reader has not read, so sending it may never
+        # finish without a time limit.
         async with asyncio.timeout(ABORT_TIMEOUT_S if is_slow_reader else None):
             await context.abort(error.reason.code, _error_text(error), error_trailers(error))
     except (grpc.aio.InternalError, TimeoutError):

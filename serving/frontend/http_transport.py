@@ -30,8 +30,8 @@ from serving.service.error_reasons import REASONS
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-# Handlers by path, then by method. A path with a final "/", except "/" itself, also matches paths
-# with one more segment.
+# Handlers by path, then by method. A path with a final "/" also matches paths with one more
+# segment. Exception: the path "/" matches only itself.
 Routes = Mapping[str, Mapping[str, Handler]]
 
 JSON_TYPE = "application/json"
@@ -251,7 +251,7 @@ class _HttpConnection(web.RequestHandler):
         self._connections_max = connections_max
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # The limit is checked here and not at accept, since aiohttp counts connections here.
+        # The limit is checked here, since aiohttp counts a connection when it calls this method.
         if len(self._server.connections) < self._connections_max:
             return super().connection_made(transport)
         assert isinstance(transport, asyncio.Transport)
@@ -350,8 +350,8 @@ class HttpServer:
         trace: TracebackType | None,
     ) -> None:
         self._asyncio_server.close()
-        # Idle connections are closed now, the other ones after their responses, at the latest after
-        # SHUTDOWN_TIMEOUT_S.
+        # Idle connections are closed now. A connection with a running response is closed after the
+        # response, at the latest after SHUTDOWN_TIMEOUT_S.
         self._aiohttp_server.pre_shutdown()
         await self._aiohttp_server.shutdown(SHUTDOWN_TIMEOUT_S)
 
@@ -381,7 +381,7 @@ class HttpServer:
     def _find_handler(self, request: web.BaseRequest) -> Handler:
         path = request.path
         parent = path[: path.rfind("/") + 1]
-        # "/" is an exact path; other paths with a final "/" also match their children.
+        # The path "/" matches only itself; other paths with a final "/" also match their children.
         methods = self._routes.get(path) or (self._routes.get(parent) if parent != "/" else None)
         if methods is None:
             served_paths = ", ".join(path for path in self._routes if not path.endswith("/"))

@@ -74,7 +74,8 @@ class TlsCertificates:
             stamp = self._read_stamps()
             if stamp == self._stamp:
                 return
-            self._stamp = stamp  # Set before the check, so that invalid files are logged only once.
+            # Set before the verification, so that invalid files are logged only once.
+            self._stamp = stamp
             files = self._read_files()
             expires_at = _verify_by_handshake(self._build_context(), files.cert, self._cert)
             # The HTTP ports use this context: new connections get the certificate loaded into it.

@@ -37,7 +37,7 @@ EXPORT_INTERVAL_S = 1.0  # An incomplete batch is exported after this time.
 EXPORT_TIMEOUT_S = 5.0  # Time limit of a batch's export, retries included.
 SHUTDOWN_TIMEOUT_S = 2.0  # Time limit of the last export when the server stops.
 LOG_INTERVAL_S = 60.0  # Minimum time between two log lines about failed exports.
-ANSWERS_TRACED_MAX = 8  # Only this number of answers per call get phase spans.
+ANSWERS_TRACED_MAX = 8  # At most this number of answers per call get phase spans.
 
 
 class CallTrace:
@@ -129,7 +129,7 @@ class CallTrace:
                 attributes["preamble.request_id"] = request_id
             if reason is not None:
                 attributes["error.type"] = reason.name
-                # By OpenTelemetry's conventions, client errors do not mark a server span.
+                # By OpenTelemetry's conventions, a client error is no ERROR of a server span.
                 if reason.status >= 500:
                     span.set_status(StatusCode.ERROR, reason.name)
             span.set_attributes(attributes)
@@ -149,9 +149,9 @@ class CallTracer:
     """Creates and exports the spans of calls. `close` tries to export the remaining spans."""
 
     def __init__(self, endpoint: str, sample_ratio: float, version: str) -> None:
-        """`sample_ratio`: the share of traced calls, for calls without a trace context.
+        """`sample_ratio`: the share of the calls without a trace context that are traced.
 
-        A trace context contains the caller's decision, which is followed.
+        A call with a trace context is traced if the context says so: the caller has decided.
         """
         _silence_library_log()
         self.processor = SpanBatchExporter(
@@ -243,7 +243,7 @@ class SpanBatchExporter(SpanProcessor):
         if is_exported:
             self.exported += count
         else:
-            self._drop(count, "the receiver does not accept them")
+            self._drop(count, "the receiver does not accept the spans")
         return is_exported
 
     def _drop(self, count: int, reason: str) -> None:

@@ -67,7 +67,7 @@ class Channel:
 
     def send(self, frame: bytes) -> bool:
         """Send or buffer a frame. Return False if the channel has ended and the frame is lost."""
-        assert len(frame) <= self._frame_bytes_max, f"a frame of {len(frame)} bytes"
+        assert len(frame) <= self._frame_bytes_max, f"a frame of {len(frame)} bytes is too long"
         with self._send_lock:
             if self._is_closed:
                 return False

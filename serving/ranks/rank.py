@@ -1,4 +1,4 @@
-"""Rank: a worker process that joins the mesh, starts up its worker, runs steps and handles losses.
+"""Rank: a worker process that joins the mesh, loads its shard, runs steps and handles losses.
 
 Rank 0 also runs the engine loop, which plans the steps; the other ranks run the steps that they
 receive. A rank exits when one of its control channels closes, when a collective fails, or when the
@@ -127,7 +127,7 @@ class Rank:
     # ------------------------------------------------------------------------------------ start-up
 
     def _start_up(self) -> ModelRunner:
-        """Join the mesh, load and prove this rank's shard, and return its model runner.
+        """Join the mesh, load this rank's shard, and return its model runner.
 
         Rank 0 also creates and warms up the engine loop. Most of the start-up runs in phases, which
         end on all ranks together (`StartupExchange`). Joining the mesh, creating the model runner
@@ -244,7 +244,7 @@ class Rank:
         engine_loop = self._engine_loop
         assert engine_loop is not None, "the front end sends no message before `Ready`"
         if isinstance(message, DumpFlightRecorder):
-            # Written by this thread, because the engine loop may be hung.
+            # This thread writes the file, because the engine loop may be hung.
             engine_loop.write_flight(message.path, "asked", with_token_ids=message.with_token_ids)
             return
         if isinstance(message, Close):
@@ -261,7 +261,8 @@ class Rank:
         each rank's process exited.
         """
         if self._is_stopping:
-            return  # If the main thread still waits for the lost rank, this process is killed.
+            # If the main thread still waits for the lost rank, the supervisor kills this process.
+            return
         if self._position.rank == 0:
             reason = f"rank {rank} has exited"
             if self._engine_loop is not None:

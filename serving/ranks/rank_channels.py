@@ -1,8 +1,9 @@
 """Control channels between rank 0 and every other rank: steps, start-up agreement, liveness.
 
 The channels are separate from torch's collectives. So rank 0 sends a step without waiting for busy
-ranks, and a rank detects at once that its peer has exited, even while its main thread is blocked in
-a collective. The ranks authenticate with a secret that rank 0 writes into the rendezvous store.
+ranks, and a rank detects at once that its peer has exited, even if the rank's own main thread is
+blocked in a collective. The ranks authenticate with a secret that rank 0 writes into the rendezvous
+store.
 """
 
 import hmac
@@ -110,7 +111,7 @@ class RankChannels:
             channel.send(frame)
 
     def request_drain(self) -> None:
-        """Ask rank 0 for a drain of the server; not for calls on rank 0 itself."""
+        """Ask rank 0 for a drain of the server; rank 0 itself must not call this."""
         self.broadcast(_DRAIN_REQUEST)
 
     def receive(self, rank: int, timeout_s: float | None = None) -> bytes:
@@ -205,8 +206,8 @@ def _accept_ranks(store: Store, host: str, world_size: int, timeout_s: float) ->
 def _open_server_socket(host: str, backlog: int) -> socket.socket:
     """Return a server socket on `host` if it is a loopback address, else on all addresses.
 
-    Another `host` is not bound itself: on its own node, its name may resolve to an address at which
-    other nodes cannot connect.
+    The socket is not bound to `host` itself: on this node, the name may resolve to an address that
+    other nodes cannot reach, such as 127.0.1.1.
     """
     if is_loopback(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -23,7 +23,7 @@ class RankPosition:
 class WorkerSpec(msgspec.Struct, frozen=True):
     """Start-up data that a rank process reads from stdin.
 
-    The rank process inherits both descriptors under the same numbers.
+    The rank process inherits the descriptors `store_fd` and `frontend_fd` under these numbers.
     """
 
     position: RankPosition

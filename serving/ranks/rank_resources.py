@@ -43,7 +43,7 @@ def select_rank_device(name: str, position: RankPosition) -> RankDevice:
 
 
 def set_thread_count(position: RankPosition, *, respect_environment: bool) -> None:
-    """Set torch's number of threads to the node's usable CPU cores, divided by its ranks.
+    """Set torch's number of threads to (usable CPU cores of the node) / (ranks of the node).
 
     `respect_environment`: use OMP_NUM_THREADS instead, if it is set.
     """

@@ -39,7 +39,7 @@ class StartupExchange:
     """The exchange on one rank; all ranks must call the same methods in the same order.
 
     `report_failure` is called on rank 0 with the error that ends the start-up. Rank 0 then raises
-    `StartupFailedError`; the other ranks wait until its exit closes their channels.
+    `StartupFailedError`; the other ranks wait until the exit of rank 0 closes their channels.
     """
 
     def __init__(

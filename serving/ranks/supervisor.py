@@ -38,9 +38,10 @@ from serving.ranks.watchdog import (
 
 log = logging.getLogger(__name__)
 
-# The wait before a restart after 1, 2, 3, ... consecutive losses; more losses: the last wait.
+# The wait before a restart after 1, 2, 3, ... consecutive losses. After more losses than waits, the
+# last wait applies.
 BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-HEALTHY_RESET_S = 60.0  # If the ranks were ready for this time, the count of losses starts again.
+HEALTHY_RESET_S = 60.0  # If the ranks were ready for this time, their loss counts as the first.
 FAILED_STARTS_MAX = 3  # Number of losses that end the engine if the ranks were never ready.
 DUMP_TIMEOUT_S = 0.5  # Rank 0 has this time to write its flight recorder after a loss.
 KILL_TIMEOUT_S = 10.0  # Killed ranks have this time to exit.

@@ -94,7 +94,7 @@ class TorchrunSupervisor(RankSupervisor):
                 raise
             raise ConfigError(
                 f"cannot create the ranks' socket in {folder} ({error}); set XDG_RUNTIME_DIR to a "
-                "writable directory with a shorter path"
+                "writable directory with a short path"
             ) from None
 
     def close(self, timeout_s: float = 10.0) -> None:

@@ -2,9 +2,10 @@
 
 Torchrun starts all workers again after a loss; each start is a round. In the rendezvous the workers
 of a round exchange their addresses through torchrun's own store, which may still contain entries of
-earlier rounds. Mesh rank 0 must be on the front end's node: if torchrun's rank r becomes mesh rank
-0, a worker's mesh rank is (its torchrun rank - r) mod world size. If a worker receives SIGTERM,
-mesh rank 0 sends SIGTERM to the front end, which drains and then ends the ranks.
+earlier rounds. Mesh rank 0 must be on the front end's node, which may not be the node of torchrun's
+rank 0. If torchrun's rank r becomes mesh rank 0, a worker's mesh rank is (its torchrun rank - r)
+mod world size. If a worker receives SIGTERM, mesh rank 0 sends SIGTERM to the front end, which
+drains and then ends the ranks.
 """
 
 import json

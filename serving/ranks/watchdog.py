@@ -75,7 +75,7 @@ class RankLoss:
     # "failed": rank 0 sent a `Failed` that is not permanent, or an invalid message.
     # "refused": rank 0 sent a permanent `Failed`. "closed": the supervisor closes.
     kind: str
-    healthy_s: float = 0.0  # Seconds from `Ready` to the loss; 0 if they were never ready.
+    healthy_s: float = 0.0  # Seconds from `Ready` to the loss; 0: the ranks were never ready.
 
 
 class Waker:
@@ -91,7 +91,7 @@ class Waker:
         os.eventfd_write(self._descriptor, 1)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for a call of `wake`; return whether it was ever called."""
+        """Wait up to `timeout_s` for a call of `wake`; return whether `wake` was ever called."""
         return bool(select.select([self._descriptor], [], [], timeout_s)[0])
 
     def close(self) -> None:
@@ -298,8 +298,8 @@ def _expected_seconds(measurements: Iterable[tuple[int, float]], count: int) -> 
     """Return `count` times the largest seconds per token of the steps of similar or larger size.
 
     `measurements`: (tokens, seconds) of each step. Steps of at least `count` / 2 tokens are used.
-    If all steps are smaller, the largest steps are used; a step of `count` tokens then takes fewer
-    seconds per token. The estimate is 0 if no step has tokens.
+    If all steps are smaller, the largest ones are used; the estimate is then rather too long,
+    because longer steps take fewer seconds per token. The estimate is 0 if no step has tokens.
     """
     measured_steps = [(tokens, seconds) for tokens, seconds in measurements if tokens > 0]
     if not measured_steps:

@@ -1,16 +1,19 @@
 """Asynchronous scheduling: the steps in flight, and the decodes that can be planned early.
 
 A step is in flight from its plan to its outcome. Each pipeline stage runs one step. Asynchronous
-scheduling plans one more step (an early step) while these run, before the tokens of the last step
-are known. This requires that these tokens cannot change the plan. Two conditions must therefore
-hold for each sequence of the last step that has not ended. It samples a token in that step, as a
-decode or as the last chunk of a prefill; and it has no sampling rule that depends on earlier
-output. If a sequence ends with the last step, the token that the early step samples for the
-sequence is discarded. All other work waits for the outcome of the last step.
+scheduling plans one more step (an early step) while these steps run, before the tokens of the last
+planned step are known. The early step has only decodes, and its plan must not depend on these
+tokens. So each sequence of the last planned step that has not ended must fulfill two conditions:
+
+- It samples a token in that step, as a decode or as the last chunk of a prefill.
+- It has no sampling rule that depends on earlier output (`Sequence.has_stateless_sampling`).
+
+If a sequence ends with the last planned step, the token that the early step samples for the
+sequence is discarded. Admissions and prefills wait until a pipeline stage has no step.
 
 Asynchronous scheduling and speculative decoding exclude each other, for two reasons. Drafts are
-proposed from the last token, which is not known yet; and the token positions of the next step
-depend on the number of draft tokens that are accepted. `uses_async_scheduling` of the server's
+proposed from the last token, which an early plan does not know; and the token positions of the next
+step depend on the number of draft tokens that are accepted. `uses_async_scheduling` of the server's
 configuration is therefore false if `speculate_tokens_max` is not 0, and `Scheduler` asserts it.
 """
 
@@ -66,10 +69,12 @@ class InFlightSteps:
     def early_decodes(self) -> list[Sequence]:
         """The sequences that decode in an early step, after the last planned step.
 
-        These are the sequences of the last step, except the ones that have ended or reach their
-        length limit with its token. The list is empty, because no early step can be planned, if any
-        sequence that has not ended samples no token in the last step, or has a sampling rule that
-        depends on earlier output.
+        These are the sequences of the last planned step, except the ones that have ended, and the
+        ones that reach their length limit with the token of that step. The list is empty if no
+        early step can be planned, because a sequence that has not ended
+
+        - is in the middle of its prefill, so it samples no token in the last planned step, or
+        - has a sampling rule that depends on earlier output.
         """
         last = self._steps[-1]
         continuing = list[Sequence]()

@@ -30,7 +30,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that can be allocated now: the free ones, and the cached ones by eviction."""
+        """Number of blocks that can be allocated now: the free blocks and the cached blocks."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -69,8 +69,8 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Decrease the reference count of each block of a block table.
 
-        The last block is released first, so that the end of a prefix is evicted before its start:
-        the blocks at the end can be matched only after the blocks at the start.
+        The last block is released first, so that the end of a prefix is evicted before its start: a
+        cached block can be matched only if all blocks before it are cached too.
         """
         for block in reversed(blocks):
             ref_count = self._ref_counts[block] - 1

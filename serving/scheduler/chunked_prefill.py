@@ -59,7 +59,7 @@ class PrefillCostModel:
 class PrefillTokenBudget:
     """The stall limit in tokens: `stall_s_max` is the time that prefill may add to a decode step.
 
-    A step may always prefill one block of `block_tokens`, so that each prompt makes progress.
+    The limit is never below one block of `block_tokens`, so that prefill always makes progress.
     """
 
     def __init__(self, stall_s_max: float, block_tokens: int) -> None:
@@ -72,10 +72,10 @@ class PrefillTokenBudget:
         self._cost.record_step(prompt_tokens, seconds)
 
     def limit_tokens(self, tokens: int, first_tokens_pending: int) -> int:
-        """How many of `tokens` prefill may use, so that the decode stall stays within its limit.
+        """The number of tokens, out of `tokens`, that prefill may use within the stall limit.
 
-        `first_tokens_pending`: the number of sequences that need their first token; the limit is
-        multiplied by this number.
+        `first_tokens_pending`: the number of sequences that need their first token; the stall limit
+        is multiplied by this number.
         """
         stall_s = self._stall_s_max * max(1, first_tokens_pending)
         return min(tokens, self._cost.tokens_within(stall_s, self._block_tokens))

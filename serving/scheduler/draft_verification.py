@@ -19,8 +19,9 @@ def verify_draft(
     """The valid sampled tokens: the accepted draft tokens and the token sampled after them.
 
     `sampled_tokens` has one token more than `draft_tokens`. Its first token is always valid; each
-    further one is valid if the draft token before it is accepted. The list ends at the first stop
-    token, and has at most `tokens_left` tokens, the number that the sequence may still generate.
+    further token is valid if the draft tokens before it are accepted. The returned list ends at the
+    first stop token, and has at most `tokens_left` tokens, the number that the sequence may still
+    generate.
     """
     count = 1
     for draft_token, sampled_token in zip(draft_tokens, sampled_tokens, strict=False):

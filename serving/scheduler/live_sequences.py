@@ -3,8 +3,8 @@
 A deadline applies to waiting and to running sequences. A sequence that has ended stays live while a
 step in flight contains it. The deadline of a removed sequence stays in the heap until it passes, or
 until the heap has more than 2 * (live sequences) + 64 entries. `pop_expired` then removes the
-deadlines of all removed sequences together. The scheduler ends the sequences; this
-module only finds them.
+deadlines of all removed sequences together. The scheduler ends the sequences; this module only
+finds them.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
 """N-gram speculative decoding: propose the tokens that followed the same suffix earlier.
 
 The proposer finds the longest suffix of a sequence's tokens that also occurs earlier; the tokens
-after the earlier occurrence are the draft. Its length depends on the acceptance rate so far.
-A draft changes no output: the model verifies it, and a rejected draft token costs only its
-computation in the step. This module is independent of steps and KV blocks.
+after the earlier occurrence are the draft. The number of draft tokens depends on the acceptance
+rate so far. A draft changes no output: the model verifies it, and a rejected draft token costs only
+its computation in the step. This module is independent of steps and KV blocks.
 """
 
 from array import array
@@ -24,14 +24,14 @@ ACCEPTANCE_START, ACCEPTANCE_STEP = 0.6, 0.2
 class NgramProposer:
     """Proposes draft tokens for one sequence.
 
-    `tokens` is the sequence's own list, which only grows. Virtual tokens (ids >= `vocab_size`)
-    never match and are never proposed.
+    `tokens` is the list of the sequence itself, not a copy; it only grows. Virtual tokens
+    (ids >= `vocab_size`) never match and are never proposed.
     """
 
     def __init__(self, tokens: list[int], vocab_size: int) -> None:
         self._tokens = tokens
         self._vocab_size = vocab_size
-        # By bigram: the end position (of the second token) of its latest occurrence.
+        # By bigram: the end position (position of the second token) of its latest occurrence.
         self._last_position: dict[int, int] = {}
         # By end position of a bigram: the end position of its previous occurrence; 0: none.
         self._previous_position = array("q")
@@ -40,7 +40,7 @@ class NgramProposer:
         self.acceptance_rate = ACCEPTANCE_START
 
     def propose(self, tokens_max: int) -> list[int]:
-        """Draft tokens, at most `tokens_max`; none if their acceptance is too unlikely."""
+        """Draft tokens, at most `tokens_max`; none if nothing matches or acceptance is unlikely."""
         tokens = self._tokens
         if tokens_max <= 0 or not self._index_tokens():
             return []
@@ -66,8 +66,8 @@ class NgramProposer:
     def _draft_length(self, tokens_max: int) -> int:
         """The length of the longest draft that is likely enough to be accepted.
 
-        Its last token is accepted with a probability of at least ACCEPTANCE_MIN. If there is no
-        such draft, the length is 0, except 1 at every PROBE_INTERVAL-th of these matches.
+        The last token of such a draft is accepted with a probability of at least ACCEPTANCE_MIN. If
+        there is no such draft, the length is 0, but every PROBE_INTERVAL-th time it is 1 (a probe).
         """
         count, probability = 0, self.acceptance_rate
         while count < tokens_max and probability >= ACCEPTANCE_MIN:

@@ -5,10 +5,10 @@ and computes its uncached KV again after the next admission. The policy only rea
 `ResourceAllocator` owns their resources: it asks the policy for victims, releases their resources
 and pushes them to the waiting queue (`ResourceAllocator.requeue`).
 
-Two events preempt: the admission of a waiting sequence, and the growth of a running one beyond its
-blocks. The sequence of the lowest scheduling priority is preempted first, and no sequence preempts
-one of higher priority, so the sequence of the highest priority always finishes. A sequence that a
-step in flight contains cannot be a victim, because the step writes into its blocks.
+Two events can preempt sequences: the admission of a waiting sequence, and the growth of a running
+one beyond its blocks. The sequence of the lowest scheduling priority is preempted first, and no
+sequence preempts one of higher priority, so the sequence of the highest priority always finishes. A
+sequence that a step in flight contains cannot be a victim, because the step writes into its blocks.
 """
 
 from collections.abc import Callable, Iterable

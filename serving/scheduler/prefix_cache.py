@@ -20,7 +20,7 @@ NO_ADAPTER_KEY = bytes(KEY_BYTES)
 
 
 def hash_strings(*strings: str) -> bytes:
-    """A key for a list of strings. Each string's length is hashed too, so boundaries matter."""
+    """A key for a list of strings; ("ab", "c") and ("a", "bc") have different keys."""
     encoded_bytes = b"".join(
         len(string.encode()).to_bytes(8, "little") + string.encode() for string in strings
     )
@@ -33,7 +33,7 @@ class PrefixMatch:
 
     tokens: int = 0
     blocks: list[int] = field(default_factory=list)  # Full blocks, to be retained and shared.
-    # A block to copy; its first tokens follow the tokens of the full blocks. 0: no block.
+    # A cached block to copy: its first tokens continue the match after the full blocks. 0: none.
     partial_block: int = 0
 
 
@@ -64,7 +64,7 @@ class PrefixCache:
         self._pending: dict[bytes, Sequence] = {}
         # By pending key: the sequences that are parked until it is published.
         self._parked_by_key: dict[bytes, list[Sequence]] = {}
-        # By published partial block: the sequence that still writes the rest of the block.
+        # By published partial block: the running sequence that writes later tokens into the block.
         self._writers: dict[int, Sequence] = {}
 
     # -------------------------------------------------------------------------------------- keys
@@ -238,9 +238,10 @@ class PrefixCache:
         return keys
 
     def park_if_pending(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        """Park a sequence if a running sequence computes its next blocks; True: it is parked now.
+        """Park a waiting sequence if a running one computes blocks of its prompt.
 
-        A parked sequence is not in the waiting queue; it waits for a pending key.
+        Returns whether the sequence is parked now. A parked sequence is not in the waiting queue:
+        it waits for a pending key.
         """
         key = self._pending_key(sequence, match)
         if key is None:

@@ -121,7 +121,7 @@ class ResourceAllocator:
 
     @property
     def adapter_loads(self) -> int:
-        """Number of writes of an adapter into the adapter pool, without prefix adapters."""
+        """Number of writes of adapters into the adapter pool, which has no prefix adapters."""
         return self._adapter_rows.loads
 
     @property
@@ -172,9 +172,10 @@ class ResourceAllocator:
     def next_decodes(self, now: float) -> list[Sequence]:
         """The sequences that can decode now, in order.
 
-        Starved sequences of the throughput class come first, then the latency class, then the rest
-        of the throughput class. If fewer blocks than sequences are available, all sequences are
-        ordered by scheduling priority instead.
+        Starved sequences of the throughput class come first, then the latency class, then the other
+        sequences of the throughput class. A sequence is starved if no token of it was planned for
+        `_starvation_s`. If fewer blocks than sequences are available, all sequences are ordered by
+        scheduling priority instead.
         """
         sequences = list(self._ready[True].values())
         if self._ready[False]:
@@ -193,8 +194,8 @@ class ResourceAllocator:
     def next_prefills(self, now: float) -> list[Sequence]:
         """The sequences with unplanned prefill tokens that have not ended, in order.
 
-        Starved sequences and the latency class come first, together, then the other sequences. Each
-        of these two groups is in order of scheduling priority.
+        Starved sequences (`next_decodes`) and the latency class come first, as one group; the other
+        sequences are the second group. Each group is in order of scheduling priority.
         """
 
         def prefill_priority(sequence: Sequence) -> tuple[bool, SchedulingPriority]:
@@ -264,10 +265,11 @@ class ResourceAllocator:
     ) -> AdmissionResult:
         """Give a waiting sequence a slot, its cached blocks and its adapter rows, if it can run.
 
-        It can run if a slot is free and the pool has enough blocks:
+        The sequence can run if a slot is free and the pool has enough blocks:
 
-            blocks for min(its tokens + block_tokens, kv_tokens_max), minus its cached blocks
-            + blocks reserved for running sequences <= available blocks
+            blocks for min(tokens of the sequence + block_tokens, kv_tokens_max)
+            - cached blocks of the sequence
+            + blocks reserved for running sequences  <=  available blocks
 
         Sequences of lower priority are preempted if necessary.
         """
@@ -336,7 +338,7 @@ class ResourceAllocator:
         return True
 
     def can_preempt_for(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence may preempt a running one, now or when no step contains it."""
+        """Whether a waiting sequence may preempt a running one, now or after its step in flight."""
         return bool(self._preemption_policy.preemptible_by(sequence, self._running.values()))
 
     def _blocks_freed_by_preempting(self, sequence: Sequence) -> int:
@@ -350,7 +352,7 @@ class ResourceAllocator:
         )
 
     def _reserved_blocks(self, sequence: Sequence) -> int:
-        """Number of blocks to reserve for a running sequence: for its prefill, and one more."""
+        """Number of blocks that a running sequence lacks for its prefill and a block of output."""
         tokens_needed = min(
             max(sequence.prefill_target, sequence.planned_tokens) + self._block_tokens,
             sequence.kv_tokens_max,

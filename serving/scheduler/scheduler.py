@@ -1,8 +1,8 @@
 """Continuous-batching scheduler: plans decodes and chunked prefills within a token budget.
 
 Continuous batching: sequences join and leave the batch between steps. Each plan first admits
-waiting sequences while there are slots and blocks. It then fills one token budget with decodes, and
-the rest of the budget with chunked prefill. The latency class precedes the throughput class. The
+waiting sequences while there are slots and blocks. It then fills one token budget: first with
+decodes, then with chunked prefill. The latency class precedes the throughput class. The
 outcome of a step advances its sequences, publishes the blocks that they filled, and ends finished
 sequences.
 
@@ -43,8 +43,8 @@ from serving.scheduler.submission_limits import SubmissionLimits
 from serving.scheduler.waiting_queue import TenantFairness, WaitingQueue
 
 GUIDE_STUCK_MESSAGE = (
-    "the guide allows none of this model's tokens next, or the search for one took too long; "
-    "simplify the guide, and check that a text can match it"
+    "the guide allows none of this model's tokens next, or the search for an allowed token took "
+    "too long; simplify the guide, and check that a text can match it"
 )
 NONFINITE_MESSAGE = (
     "the model computed values for this sequence that are not finite (NaN or infinity); the "
@@ -75,8 +75,8 @@ class Scheduler:
 
     Steps must run in the order in which they were planned, and be committed in that order. With
     `async_scheduling` one more step may be in flight: the next decodes of the last step's
-    sequences, planned before its tokens are known. Asynchronous scheduling and speculative decoding
-    exclude each other; `async_scheduling.py` gives the reasons.
+    sequences, planned before the tokens of the last step are known. Asynchronous scheduling and
+    speculative decoding exclude each other; `async_scheduling.py` gives the reasons.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Scheduler:
         if self._in_flight.is_full:
             return self._plan_early(now) if self._in_flight.can_plan_early else None
         builder = self._new_builder()
-        # Admission precedes decodes, because it may preempt a decoding sequence.
+        # Admission precedes decodes, because an admission may preempt a decoding sequence.
         if len(self._waiting) and not self._is_admission_blocked(now):
             self._admit(builder, now)
         self._plan_decodes(builder, now)
@@ -255,7 +255,10 @@ class Scheduler:
         return step
 
     def _prefill_budget(self, tokens: int) -> int:
-        """How many of `tokens` prefill may use; without latency-class decodes, all of them."""
+        """The number of tokens, out of `tokens`, that prefill may use.
+
+        All of them, if no latency-class sequence decodes.
+        """
         if not self._allocator.latency_decoding_count:
             return tokens
         first_tokens_pending = (
@@ -326,7 +329,7 @@ class Scheduler:
     def _count_prompt(self, sequence: Sequence) -> None:
         """Count the prompt and charge the tenant, only at the first admission of a sequence.
 
-        A prefill that is repeated after a preemption is free.
+        A prefill that is repeated after a preemption is not charged.
         """
         if sequence.record_cached_tokens():
             self._totals.prompt += sequence.prompt_tokens
@@ -366,8 +369,8 @@ class Scheduler:
         """Add draft tokens to the planned decodes, within the limit `speculate_rows_max`.
 
         The limit applies to decode and draft tokens together; it bounds the time that drafts add to
-        a step. If prefills are waiting, drafts leave the tokens of one block to them. Drafts do not
-        cause preemptions.
+        a step. If sequences have unplanned prefill tokens, drafts leave one block of tokens of the
+        budget to them. Drafts do not cause preemptions.
         """
         allocator = self._allocator
         sequences = builder.sequences

@@ -190,9 +190,10 @@ class Sequence:
         """Positions where other prompts are likely to diverge from this one.
 
         - The start and the end of each run of virtual tokens.
-        - If the first prompt tokens need no scores: the last of these tokens, because its logits
-          score the next token.
-        - The last prompt token.
+        - If the first prompt tokens need no scores: the last of these tokens. A cached prefix ends
+          before it (`cache_match_max`), because its logits must be computed: they score the token
+          after it.
+        - The last prompt token. A cached prefix ends before it, because its logits are needed.
         - If exactly one token is generated: the position after the prompt, because the next round
           of a beam search continues there.
         """
@@ -435,9 +436,9 @@ class Sequence:
 
     def check(self) -> None:
         """Assert that the counts of a running sequence are consistent."""
-        # Each step in flight except the oldest was planned for a token that is not in `tokens` yet.
-        # If the sequence has ended, this can apply to the oldest step too, because tokens sampled
-        # after the end are not appended.
+        # Each step in flight except the oldest may compute a token that the step before it still
+        # samples, and that is therefore not in `tokens` yet. After the end of the sequence, this
+        # can also apply to the oldest step, because tokens sampled after the end are not appended.
         has_ended = self.end_reason is not None
         unsampled_tokens = max(0, self.steps_in_flight - (not has_ended))
         unknown_tokens = len(self.draft_tokens) + unsampled_tokens

@@ -1,8 +1,9 @@
 """Layout of the `Step` message: arrays of decodes, drafts and prefill chunks, and resource updates.
 
 The scheduler (`scheduler.py`) decides which sequences a step has, and with how many tokens; the
-builder of the message lays out its arrays. It owns the lists of the step that is being planned, and
-the unused part of its token budgets. It reads sequences, and does not change them.
+builder lays out the arrays of the message. The builder owns the lists of the step that is being
+planned, and the unused part of the step's token budgets. It reads sequences, and does not change
+them.
 """
 
 from serving.messages import PrefixKVWrite, SlotInit, Step
@@ -13,9 +14,9 @@ from serving.scheduler.sequence import Sequence
 class StepMessageBuilder:
     """The `Step` message that is being laid out.
 
-    `tokens_left` is the rest of the token budget, and `prefix_tokens_left` the number of prefix
-    adapter tokens that the step may still write. The sequences are in the order in which they were
-    added: first all decodes, then the prefill chunks.
+    `tokens_left` is the unused part of the token budget, and `prefix_tokens_left` the number of
+    prefix adapter tokens that the step may still write. The sequences are in the order in which
+    they were added: first all decodes, then the prefill chunks.
     """
 
     def __init__(self, vocab_size: int, token_budget: int, prefix_write_tokens_max: int) -> None:
@@ -47,7 +48,7 @@ class StepMessageBuilder:
         return not (self._sequences or self._slot_inits or self._prefix_writes)
 
     def init_slot(self, sequence: Sequence) -> None:
-        """Initialize the slot of an admitted sequence on the ranks."""
+        """Add the initialization of an admitted sequence's slot on the ranks."""
         submission = sequence.submission
         prompt = sequence.tokens[: sequence.prompt_tokens]
         if sequence.virtual_end:
@@ -72,7 +73,10 @@ class StepMessageBuilder:
         self.tokens_left -= 1
 
     def add_drafts(self, drafts: list[list[int]]) -> None:
-        """Add the draft tokens of each decode, after all decodes and before any prefill."""
+        """Add the draft tokens of each decode.
+
+        Call this after all decodes were added, and before any prefill is added.
+        """
         token_ids = list[int]()
         for last_id, draft in zip(self._token_ids, drafts, strict=True):
             token_ids += [last_id, *draft]
@@ -82,7 +86,7 @@ class StepMessageBuilder:
         self._token_ids = token_ids
 
     def add_prefix_write(self, sequence: Sequence, count: int) -> None:
-        """Write the next `count` tokens of the sequence's prefix adapter into its blocks."""
+        """Add the write of the next `count` prefix adapter tokens into the sequence's blocks."""
         adapter_ref = sequence.submission.adapter_ref
         assert adapter_ref is not None and sequence.unwritten_prefix_tokens >= count > 0, (
             "the prefix write is empty or longer than the unwritten prefix"

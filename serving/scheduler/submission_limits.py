@@ -31,8 +31,8 @@ class SubmissionLimits:
         ):
             return _reject(
                 submission,
-                f"the adapter is a prefix of {row_count} tokens (keys and values); the prompt must "
-                "begin with these tokens, in order, and have other tokens after them",
+                f"the adapter is a prefix of {row_count} virtual tokens; the prompt must begin "
+                "with these tokens, in order, and have tokens of the vocabulary after them",
             )
         if row_count > self.adapter_rows and not is_prefix:
             return _reject(
@@ -46,12 +46,13 @@ class SubmissionLimits:
     def _reject_token_ids(self, submission: Submission, row_count: int) -> SequenceOutput | None:
         prompt = submission.prompt
         ids_end = self.vocab_size + row_count
+        rows_phrase = f" and the adapter's {row_count} rows" if row_count else ""
         for token in (min(prompt), max(prompt)):
             if not 0 <= token < ids_end:
                 return _reject(
                     submission,
-                    f"token id {token} is outside the vocabulary of {self.vocab_size} tokens and "
-                    f"the adapter's {row_count} rows; use ids from 0 to {ids_end - 1}",
+                    f"token id {token} is outside the vocabulary of {self.vocab_size} tokens"
+                    f"{rows_phrase}; use ids from 0 to {ids_end - 1}",
                 )
         for token in submission.output_tokens:
             if not 0 <= token < self.vocab_size:

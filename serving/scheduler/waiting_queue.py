@@ -1,7 +1,8 @@
 """Waiting queue: admission order by class, priority with aging, tenant fairness, arrival.
 
-Of several tenants, the one with the fewest served tokens is first. A tenant that returns after a
-pause starts with at least the count of the least-served active tenant, so a pause gives no credit.
+Within one class and priority, the tenant with the fewest served tokens is first. A tenant that
+returns after a pause starts with at least the count of the least-served tenant that has live
+sequences, so a pause gives no credit.
 This is the fair scheduler VTC of Sheng et al., 2023. The module is independent of free slots and
 blocks: the caller pops the next sequence, and pushes it back if it cannot be admitted.
 """
@@ -156,7 +157,7 @@ class AdmissionOrder:
         heapify(self._fronts)
 
     def pop_next(self, *, latency_only: bool) -> Sequence | None:
-        """Remove and return the next sequence, or None.
+        """Remove and return the next sequence; None: no sequence waits.
 
         `latency_only`: return None also if the next sequence is not treated as latency class.
         """

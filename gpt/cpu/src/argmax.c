@@ -8,8 +8,8 @@
 
 #if defined(__x86_64__)
 
-/* Stores the column of each row's largest number in `best`: the first of equal numbers. Ignores
-   NaN; for a row of only NaN, stores 0. */
+/* Stores the column of each row's largest number in `best`; on a tie, the first such column.
+   Ignores NaN; for a row of only NaN, stores 0. */
 TARGET_AVX512_BF16 void preamble_argmax(const float *x, int64_t stride, int64_t rows, int64_t width,
                                         int64_t *best, int64_t threads)
 {
@@ -49,7 +49,8 @@ TARGET_AVX512_BF16 void update_argmax(const Gemm *p, const __m512 (*sum)[2], int
         for (int i = 0; i < rows; i++) {
             const __m512 y = sum[i][half], best_logits = _mm512_loadu_ps(argmax[i].logit);
             const __m512i best_columns = _mm512_loadu_si512(argmax[i].column);
-            /* The first of equal logits counts, and panels are processed in any order. */
+            /* On a tie the smaller column wins. Columns are compared, because a thread may process
+               the panels in any order. */
             __mmask16 equal = _mm512_mask_cmp_ps_mask(mask, y, best_logits, _CMP_EQ_OQ);
             __mmask16 better = _mm512_mask_cmp_ps_mask(mask, y, best_logits, _CMP_GT_OQ) |
                                _mm512_mask_cmplt_epi32_mask(equal, columns, best_columns);
@@ -62,7 +63,7 @@ TARGET_AVX512_BF16 void update_argmax(const Gemm *p, const __m512 (*sum)[2], int
     }
 }
 
-/* Stores the column of each row's largest logit in `best`: the first of equal logits. Returns
+/* Stores the column of each row's largest logit in `best`; on a tie, the first such column. Returns
    nonzero, with `best` undefined, if a logit is not finite or if memory allocation fails. */
 int preamble_gemm_argmax(const PackedWeight *weight, const uint16_t *x, int64_t rows,
                          const NormArgs *norm, int64_t *best, int64_t threads)

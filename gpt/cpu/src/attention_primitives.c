@@ -7,8 +7,8 @@
 #include "vectors.h"
 
 #if defined(__x86_64__)
-/* Dot products of a bf16 query with 16 keys, summed in fp32. Instead of keys after `last`, reads
-   key `last` again. */
+/* Dot products of a bf16 query with 16 keys, summed in fp32. `last`: the index of the last key that
+   may be read; if there are fewer than 16 keys, this key is read again for the missing ones. */
 TARGET_AVX512_BF16 INLINE void dots_bf16(const uint16_t *q, const uint16_t *keys, int last,
                                          int width, float *to)
 {
@@ -54,7 +54,8 @@ TARGET_AVX512_BF16 static void scores_bf16_dots(const void *q, int64_t stride, i
 }
 #endif
 
-/* Stores the scores of `tokens` keys for each query, in rows of SEGMENT + LANES numbers. */
+/* Stores the scores (dot products) of each query with `tokens` keys: one row of `to` per query.
+   Rows are SEGMENT + LANES numbers apart. */
 INLINE void compute_scores(const void *q, int64_t stride, int queries, const void *keys, int tokens,
                            int width, float *to, int bf16)
 {
@@ -89,8 +90,8 @@ INLINE void compute_scores(const void *q, int64_t stride, int queries, const voi
         }
 }
 
-/* Replaces each score with the softmax weight exp(scale * score - max), which is not divided by the
-   sum of the weights. Stores this sum, and the largest scale * score in `max`. */
+/* Replaces each score with exp(scale * score - max): the softmax weight before the division by the
+   sum. Stores the largest scale * score in `max`, and the sum of the weights in `sum`. */
 INLINE void compute_softmax(float *scores, int tokens, float scale, float *max, float *sum)
 {
     const float lowest = -INFINITY;
@@ -106,7 +107,7 @@ INLINE void compute_softmax(float *scores, int tokens, float scale, float *max, 
     float row_max = lowest, row_sum = 0;
     for (int i = 0; i < LANES; i++)
         row_max = lane_max[i] > row_max ? lane_max[i] : row_max;
-    /* `row_max` ignores scores that are NaN, but their weights are NaN. */
+    /* A NaN score does not change `row_max`. Its weight is NaN, and so is the sum. */
     for (int i = 0; i < padded_tokens; i += LANES) {
         Floats x = exp_nonpositive(*(Floats *)(scores + i) - row_max);
         for (int t = 0; i + LANES > tokens && t < LANES; t++)
@@ -120,7 +121,8 @@ INLINE void compute_softmax(float *scores, int tokens, float scale, float *max, 
     *max = row_max, *sum = row_sum;
 }
 
-/* Adds the weighted values to `out`, for `vectors` * 64 bytes of the channels of each value. */
+/* Adds the weighted values to `out`, for a slice of the channels: `vectors` * 64 bytes of each
+   value, from the address `values` on. */
 INLINE void add_values_vectors(const float *weights, int queries, const char *values, int tokens,
                                int width, float *out, int vectors, int bf16)
 {
@@ -162,8 +164,8 @@ INLINE void add_values_queries(const float *weights, int queries, const void *va
                                              weights[i * (SEGMENT + LANES) + t];
 }
 
-/* Adds the weighted values to `out`. For bf16, each 32 channels of `out` are in the order of
-   `load_fp32`: first the even channels, then the odd channels. */
+/* Adds the weighted values to `out`. For bf16, each complete group of 32 channels is stored in
+   `out` as `load_fp32` loads it: the 16 even channels, then the 16 odd channels. */
 INLINE void add_values(const float *weights, int queries, const void *values, int tokens, int width,
                        float *out, int bf16)
 {

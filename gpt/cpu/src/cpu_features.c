@@ -21,8 +21,9 @@ static int isa_level_max(void)
 
 int isa_level = UNKNOWN;
 
-/* Ends the OpenMP worker threads of the calling thread. If OpenMP has more threads than the CPU has
-   cores, idle threads sleep, and waking a thread takes longer than a small GEMM. Therefore a thread
+/* Ends the OpenMP worker threads of the calling thread. Each thread that runs parallel regions has
+   its own workers. If two threads have workers, there are more workers than cores: idle workers
+   then sleep instead of spinning, and waking one takes longer than a small GEMM. Therefore a thread
    that has loaded a model ends its workers before another thread runs the model. */
 void preamble_release_threads(void) { omp_pause_resource_all(omp_pause_soft); }
 

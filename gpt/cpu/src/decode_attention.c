@@ -1,27 +1,30 @@
-/* Decode attention over the paged KV cache: one new token per row, its keys read block by block.
+/* Decode attention over the paged KV cache: one new token per row; keys are read block by block.
 
-   Each block is read once, in place. Sums are fp32, in an order that depends only on a row's own
-   keys, so results do not change with the batch or with the number of threads.
+   Keys and values are read in place. Sums are fp32, in an order that depends only on the number of
+   keys of a row, so results do not change with the batch or with the number of threads.
 
-   An item is one KV head (group) of one row: index row * groups + group. A job is up to QUERIES
-   query heads of an item. A task is a job, or one segment of a job's keys. */
+   - item: one KV head (group) of one row. Its index is row * groups + group.
+   - segment: the keys of an item between two multiples of SEGMENT positions.
+   - job: up to QUERIES query heads of an item.
+   - task: a job, or one segment of a job. */
 
 #include "vectors.h"
 
 #define PREFETCH_BYTES 2048 /* Prefetch distance in bytes, to hide memory latency. */
 
-/* The decode rows of a step; the same for all layers. `groups`: KV heads; `queries`: query heads
-   per KV head; `width`: channels per head; `table_width`: blocks per row of the block tables. */
+/* The decode rows of a step. All layers use the same arguments. `groups`: KV heads; `queries`:
+   query heads per KV head; `width`: channels per head; `table_width`: blocks per row of the block
+   tables. */
 typedef struct {
     int64_t rows, groups, queries, width, block_tokens, table_width;
-    int64_t window; /* 0: no window. */
+    int64_t window; /* Sliding window in tokens; 0: no window. */
     int64_t bf16;   /* Nonzero: bf16; 0: fp32. */
     int64_t threads;
     double scale;
     const int64_t *row;          /* Index of each decode row in q and in out. */
     const int64_t *sequence;     /* Index of each decode row's sequence in block_tables. */
     const int64_t *context;      /* Each decode row sees the keys before this position. */
-    const int64_t *block_tables; /* Blocks of each sequence. */
+    const int64_t *block_tables; /* Block numbers of each sequence: (sequences, table_width). */
 } DecodeArgs;
 
 /* Partial attention output of some queries for one segment of keys, to be merged with other
@@ -41,7 +44,8 @@ static const char *kv_address(const DecodeArgs *r, const char *kv, int64_t block
 
 static void prefetch(const char *from, int64_t bytes)
 {
-    /* The hardware prefetcher stops at the end of an OS page, and a block is about one OS page. */
+    /* The hardware prefetcher stops at the end of an OS page. A block is about one OS page, so the
+       hardware does not prefetch the next block. */
     for (int64_t i = 0; i < bytes; i += 64)
         __builtin_prefetch(from + i, 0, 2);
 }
@@ -127,8 +131,9 @@ static int64_t first_visible_key(const DecodeArgs *r, int64_t context)
     return r->window && context > r->window ? context - r->window : 0;
 }
 
-/* Segments begin at multiples of SEGMENT in the sequence, for any window. `segment` 0 is the first
-   segment with a visible key. */
+/* Stores the bounds of a segment's visible keys: [low, high). Segments begin at multiples of
+   SEGMENT in the sequence, with or without a window. Segment 0 is the first one with a visible
+   key. */
 static void segment_bounds(const DecodeArgs *r, int64_t item, int64_t segment, int64_t *low,
                            int64_t *high)
 {
@@ -144,7 +149,7 @@ static int64_t segment_count(const DecodeArgs *r, int64_t item)
     return (context - 1) / SEGMENT - first_visible_key(r, context) / SEGMENT + 1;
 }
 
-/* The address of the first keys that an item reads. */
+/* The address of the first key that an item reads. */
 static const char *first_key_address(const DecodeArgs *r, const char *kv, int64_t item)
 {
     int64_t row = item / r->groups, low = first_visible_key(r, r->context[row]);
@@ -152,9 +157,9 @@ static const char *first_key_address(const DecodeArgs *r, const char *kv, int64_
     return kv_address(r, kv, block, 0, item % r->groups, low % r->block_tokens);
 }
 
-/* Attention for rows of q. `row_stride` and `head_stride` are the strides of q in elements. Writes
-   the same rows of `out`, which is contiguous. Returns nonzero if heads have more than HEAD_DIM_MAX
-   channels. */
+/* Attention for the rows of q that `args` (DecodeArgs) lists. `row_stride` and `head_stride` are
+   the strides of q in elements. Writes the rows of `out` with the same indices; `out` is
+   contiguous. Returns nonzero if heads have more than HEAD_DIM_MAX channels. */
 int preamble_decode_attention(const void *args, const void *q, int64_t row_stride,
                               int64_t head_stride, const void *kv, void *out)
 {
@@ -167,13 +172,15 @@ int preamble_decode_attention(const void *args, const void *q, int64_t row_strid
     int64_t longest = 1;
     for (int64_t i = 0; i < items; i += r->groups)
         longest = segment_count(r, i) > longest ? segment_count(r, i) : longest;
-    /* With fewer jobs than threads, each segment of a job is a task; the sums are the same. */
+    /* If there are fewer jobs than threads, each segment of a job is a task. The sums are the same,
+       because segments are merged in the same order. */
     int64_t split = items * chunks < r->threads ? longest : 1;
     PartialOutput *parts = NULL;
     if (split > 1 && (parts = malloc(items * chunks * split * sizeof(PartialOutput))) == NULL)
         split = 1;
     const int64_t tasks = items * chunks * split;
-    /* A thread computes adjacent tasks. During an item, it prefetches the keys of the next item. */
+    /* A thread gets batches of adjacent tasks, so that it also computes the next item, for which
+       its task prefetches keys. */
     const int64_t task_batch = tasks / (r->threads * 8) + 1;
 #pragma omp parallel for schedule(dynamic, task_batch) num_threads(r->threads) if (r->threads > 1)
     for (int64_t task = 0; task < tasks; task++) {

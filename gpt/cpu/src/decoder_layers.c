@@ -14,7 +14,8 @@ typedef struct {
     PackedWeight proj;
     const uint16_t *proj_bias;
     NormArgs mlp_norm;
-    PackedWeight fc1; /* Without panels, the layer ends after the attention projection (MoE). */
+    /* If `fc1.panels` is NULL (MoE), the layer ends after the attention projection. */
+    PackedWeight fc1;
     const uint16_t *fc1_bias;
     PackedWeight fc2;
     const uint16_t *fc2_bias;
@@ -26,9 +27,9 @@ typedef struct {
 typedef struct {
     int64_t layers, hidden, groups, queries, width, ffn;
     int64_t activation;
-    int64_t parallel_residual; /* Nonzero: the MLP reads the same input as attention. */
+    int64_t parallel_residual; /* Nonzero: the MLP reads the layer's input, like attention. */
     int64_t rotary_dim;        /* Channels of a head that RoPE rotates; 0: no RoPE. */
-    int64_t interleaved;       /* Nonzero: RoPE pairs adjacent channels. */
+    int64_t interleaved;       /* Nonzero: RoPE pairs channels 2i and 2i + 1; 0: the two halves. */
     const DecoderLayer *layer_array;
 } LayerRange;
 
@@ -37,13 +38,13 @@ typedef struct {
     uint16_t *x;                     /* Input rows; replaced by the output. */
     uint16_t *memory;                /* `preamble_decoder_scratch_numel` elements. */
     const float *cos, *sin;          /* (rows, rotary_dim / 2) */
-    const int64_t *blocks, *offsets; /* The slot of each row: block of the pool, offset in it. */
+    const int64_t *blocks, *offsets; /* Each row's block of the pool, and token in the block. */
     int64_t block_tokens;
     char *pool;
     int64_t layer_bytes;
     const void *decode, *prefill; /* DecodeArgs and PrefillArgs; NULL if the step has none. */
-    /* The rows whose output of the last layer is needed, and their number. For the other rows the
-       last layer does not compute projection and MLP. NULL: all rows. */
+    /* The rows whose output of the range's last layer is needed, and their number. For other rows
+       this layer does not compute projection and MLP. NULL: all rows are needed. */
     const int64_t *output_rows;
     int64_t output_count;
 } StepArgs;
@@ -56,7 +57,8 @@ typedef struct {
 static int64_t layout_scratch(const LayerRange *s, int64_t rows, uint16_t *memory, Scratch *to)
 {
     const int64_t heads = s->groups * s->queries * s->width;
-    const int64_t q = heads > s->hidden ? heads : s->hidden; /* Also holds copies of rows of x. */
+    /* `proj_and_mlp_of_rows` also stores copies of rows of x in the buffer `q`. */
+    const int64_t q = heads > s->hidden ? heads : s->hidden;
     const int64_t sizes[] = {heads + 2 * s->groups * s->width, q, heads, s->hidden, s->ffn};
     uint16_t **buffers[] = {&to->qkv, &to->q, &to->attended, &to->mlp_residual, &to->mlp_hidden};
     int64_t total = 0;
@@ -119,7 +121,7 @@ static void apply_rope_plain(uint16_t *x, const float *cos, const float *sin, in
     }
 }
 
-/* Applies the norm (if any) and RoPE to one head of a query or key, and stores the head at `to`. */
+/* Applies norm and RoPE, if the model has them, to a head of q or k; stores the head at `to`. */
 static void norm_and_rope(const LayerRange *s, const StepArgs *p, const NormArgs *norm, int64_t row,
                           const uint16_t *from, uint16_t *to)
 {
@@ -133,8 +135,8 @@ static void norm_and_rope(const LayerRange *s, const StepArgs *p, const NormArgs
             s->rotary_dim / 2, s->interleaved);
 }
 
-/* Applies the head norms and RoPE to a row. Stores its queries contiguously in `q`, and its keys
-   and values in the pool. */
+/* Applies the head norms and RoPE to a row of `qkv`. Stores the row's queries contiguously in `q`,
+   and the keys and values in the pool. */
 static void split_qkv(const LayerRange *s, const StepArgs *p, const DecoderLayer *layer,
                       int64_t row, const uint16_t *qkv, uint16_t *q)
 {
@@ -173,7 +175,8 @@ static void proj_and_mlp_of_rows(const LayerRange *s, const StepArgs *p, const D
                                  const Scratch *scratch)
 {
     const int64_t attended_width = s->groups * s->queries * s->width, hidden = s->hidden;
-    uint16_t *x = scratch->q, *attended = scratch->qkv; /* Both are free after attention. */
+    /* After attention, nothing reads these two buffers any more. */
+    uint16_t *x = scratch->q, *attended = scratch->qkv;
     for (int64_t i = 0; i < p->output_count; i++) {
         memcpy(x + i * hidden, p->x + p->output_rows[i] * hidden, hidden * sizeof *x);
         memcpy(attended + i * attended_width,
@@ -185,7 +188,8 @@ static void proj_and_mlp_of_rows(const LayerRange *s, const StepArgs *p, const D
         memcpy(p->x + p->output_rows[i] * hidden, x + i * hidden, hidden * sizeof *x);
 }
 
-/* Runs all layers of a range. Returns nonzero if attention does not support the heads or CPU. */
+/* Runs all layers of a range. Returns nonzero if attention does not support the head dimension or
+   the CPU. */
 int preamble_decoder_layers(const LayerRange *s, const StepArgs *p)
 {
     Scratch scratch;

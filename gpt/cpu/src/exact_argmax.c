@@ -1,7 +1,8 @@
 /* Exact greedy argmax: int8 logit bounds screen the LM head, bf16 panels decide.
 
-   An int8 copy of the head, with half of its bytes, bounds each token's logit. Only the logits of
-   the candidates are computed from the bf16 head, bit by bit as gemm_bf16.c computes them. */
+   An int8 copy of the LM head has half the bytes. It gives an upper and a lower bound of each
+   token's logit. Only panels whose upper bound reaches the row's largest lower bound are computed
+   from the bf16 head; their logits are bit-identical to those of gemm_bf16.c. */
 
 #include <omp.h>
 
@@ -12,21 +13,22 @@
 #define ROWS_MAX 256 /* Must equal ROWS_MAX in gpt/cpu/exact_argmax.py. */
 
 typedef struct {
-    PackedWeight int8_weight;  /* The head minus `column_mean`, in int8. */
+    PackedWeight int8_weight;  /* The LM head minus `column_mean`, in int8. */
     const float *error_norms;  /* Upper bound of the norm of each column's quantization error. */
     const float *column_norms; /* Upper bound of the norm of each quantized column. */
-    const float *column_mean;  /* The mean of the columns, which the int8 copy does not contain. */
-    const uint16_t *bf16_panels; /* The head in bf16 panels. */
-    double norm_max; /* Upper bound of the norms of all columns, with and without the mean. */
+    const float *column_mean;  /* The mean of the columns; subtracted before the quantization. */
+    const uint16_t *bf16_panels; /* The LM head in bf16 panels. */
+    double norm_max; /* Upper bound of the norms of all columns, before and after subtraction. */
 } ScreenedHead;
 
-/* Error bounds of a row's int8 logits. For column c of the head:
+/* Error bounds of a row's int8 logits. For column c of the LM head:
 
        |bf16 logit - mean_logit - int8 logit|
            <= norm * error_norms[c] + error_norm * column_norms[c] + slack
 
-   `norm` is the norm of the row, `error_norm` the norm of the row's quantization error, `slack` the
-   rounding error, and `mean_logit` the product of the row and the column mean. */
+   `norm` is the L2 norm of the row, `error_norm` the L2 norm of the row's quantization error,
+   `slack` the bound of the rounding errors, and `mean_logit` the product of the row and
+   `column_mean`. */
 typedef struct {
     float norm, error_norm, slack, mean_logit;
 } RowError;
@@ -96,7 +98,8 @@ TARGET_AVX512_VNNI void update_bounds(const Gemm *p, const __m512 (*sum)[2], int
             lower_logits =
                 _mm512_mask_max_ps(lower_logits, mask, lower_logits, sum[i][half] - margin);
         }
-        /* In most panels no logit reaches the row's lower bound, so they need no reduction. */
+        /* In most panels no logit reaches the row's lower bound. Such a panel needs no
+           reduction. */
         upper[i] = -INFINITY;
         if (_mm512_cmp_ps_mask(upper_logits, _mm512_set1_ps(lower[i].logit), _CMP_GE_OQ)) {
             const float row_lower = _mm512_reduce_max_ps(lower_logits);
@@ -136,13 +139,13 @@ TARGET_AVX512_VNNI static void score_panel(const ScreenedHead *s, const uint16_t
 /* The state of the search for the largest logits of some rows. */
 typedef struct {
     Gemm product; /* The int8 GEMM. */
-    const uint16_t *x; /* The rows after the norm. */
+    const uint16_t *x; /* The rows that the LM head multiplies: after the norm, if there is one. */
     uint16_t *normed;  /* Memory for the rows after the norm. */
     Candidate best[ROWS_MAX];
     LowerBound lower[ROWS_MAX];
 } Search;
 
-/* Quantizes a row, through the norm if it is not NULL, and returns its error bounds. */
+/* Applies the norm, if it is not NULL, to a row; quantizes the row and returns its error bounds. */
 TARGET_AVX512_VNNI static RowError quantize_query(const Search *search, const NormArgs *norm,
                                                   const uint16_t *from, int64_t row)
 {
@@ -156,8 +159,8 @@ TARGET_AVX512_VNNI static RowError quantize_query(const Search *search, const No
     return row_error(x, p->bounds->head, groups);
 }
 
-/* Scores the panel that gives the row's highest lower bound, and raises the lower bound to the
-   panel's largest logit, less the rounding error. Few other panels can then have a larger logit. */
+/* Scores the panel that gives the row's highest lower bound, and raises the bound to the panel's
+   largest logit, less the rounding error. Few other panels then have an upper bound above it. */
 TARGET_AVX512_VNNI static void score_likeliest_panel(Search *search, int64_t row, int64_t threads)
 {
     const Bounds *bounds = search->product.bounds;
@@ -175,7 +178,7 @@ TARGET_AVX512_VNNI static void score_likeliest_panel(Search *search, int64_t row
     lower->logit = fmaxf(lower->logit, best->logit - error->mean_logit - 2 * error->slack);
 }
 
-/* Scores a panel for each row whose largest logit the panel may contain, and returns the number of
+/* Scores a panel for each row whose largest logit may be in the panel, and returns the number of
    these rows. Skips the rows for which `score_likeliest_panel` has scored the panel. */
 TARGET_AVX512_VNNI static int64_t score_candidate_panel(const Search *search, int64_t panel,
                                                         Candidate *best)
@@ -190,9 +193,10 @@ TARGET_AVX512_VNNI static int64_t score_candidate_panel(const Search *search, in
     return count;
 }
 
-/* Stores the column of each row's largest logit in `best`: the first of equal logits. There are at
-   most ROWS_MAX rows, and `norm`, if not NULL, is applied to them first. Returns the number of
-   scored panels, counted once per row, or -1 if a row's norm is outside the supported range. */
+/* Stores the column of each row's largest logit in `best`; on a tie, the first such column. There
+   are at most ROWS_MAX rows. `norm`, if not NULL, is applied to the rows first. Returns the sum
+   over the rows of the number of scored panels, or -1 if the L2 norm of a row is outside the
+   supported range. */
 TARGET_AVX512_VNNI int64_t preamble_screened_argmax(const ScreenedHead *s, const NormArgs *norm,
                                                     const uint16_t *x, int64_t rows, int64_t *best,
                                                     int64_t threads)
@@ -222,8 +226,8 @@ TARGET_AVX512_VNNI int64_t preamble_screened_argmax(const ScreenedHead *s, const
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++) {
             errors[row] = quantize_query(&search, norm, x, row);
-            /* Outside this range, squares underflow or overflow in fp32. Rows that are not finite
-               are outside too. */
+            /* Outside this range, squares underflow or overflow in fp32. The norm of a row that is
+               not finite is outside too. */
             unsupported_rows += !(errors[row].norm > 1e-10f && errors[row].norm < 1e10f);
         }
 #pragma omp for schedule(dynamic, panels_per_turn)

@@ -12,8 +12,9 @@
 #define TARGET_AVX512_VNNI                                                                         \
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma")))
 
-/* Adds to each int32 lane the products of four unsigned bytes and four signed bytes. With the
-   intrinsic, the compiler would copy the sums at each call. */
+/* Adds to each int32 lane of `sum` the dot product of four unsigned `bytes` and four signed
+   `codes`. This is inline assembly, because with the intrinsic the compiler copies the sums at each
+   call. */
 TARGET_AVX512_VNNI INLINE void dot_int8(__m512i *sum, __m512i bytes, __m512i codes)
 {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(*sum) : "v"(bytes), "v"(codes));
@@ -47,12 +48,12 @@ typedef struct {
     const uint16_t *x, *bias, *residual;
     void *out;
     int64_t rows, activation;
-    uint16_t *pre_activation; /* Receives the rows before the activation, or is NULL. */
+    uint16_t *pre_activation; /* Receives the outputs before the activation, or is NULL. */
     QuantizedGroup *groups;   /* The quantized rows, if the weight is int8. */
     int64_t x_stride;         /* Elements from one row of x to the next. */
     /* Memory for rows that are normed, padded or interleaved before the GEMM reads them. The first
-       `interleaved_rows` rows are interleaved, tile by tile: the first pair of channels of each row
-       of the tile, then the second pair of each row, and so on. */
+       `interleaved_rows` rows are interleaved in tiles of TILE rows: the first pair of channels of
+       each row of the tile, then the second pair of each row, and so on. */
     uint16_t *staged;
     int64_t interleaved_rows;
     /* If `argmaxes` or `bounds` is not NULL, it receives the outputs, and `out` is not written. */
@@ -60,7 +61,7 @@ typedef struct {
     Bounds *bounds;
 } Gemm;
 
-/* `gemm` (gemm_bf16.c) applies `norm` to the rows of x if it is not NULL, stages the rows, and
+/* `gemm` (gemm_bf16.c) applies `norm`, if it is not NULL, to the rows of x, stages the rows, and
    multiplies them. `update_argmax` (argmax.c) and `update_bounds` (exact_argmax.c) are epilogues
    that store only the largest outputs, or bounds of them. */
 HIDDEN void gemm(Gemm product, const uint16_t *x, const NormArgs *norm, int64_t threads);
@@ -217,9 +218,9 @@ HIDDEN void gemm_panel_avx2(const Gemm *p, const uint16_t *panel, int64_t column
                             int64_t end);
 HIDDEN void norm_row_avx2(const NormArgs *norm, const uint16_t *x, int64_t width, uint16_t *out);
 
-/* Defined in gemm_int8.c. `thread_scratch` returns memory of this thread, valid until its next
-   call. `quantize_row` quantizes a row to int8. `gemm_int8_panel` computes a panel's columns for
-   all rows. */
+/* Defined in gemm_int8.c. `thread_scratch` returns memory of this thread, valid until this thread's
+   next call. `quantize_row` quantizes a row to int8. `gemm_int8_panel` computes a panel's columns
+   for all rows. */
 HIDDEN void *thread_scratch(int64_t bytes);
 HIDDEN void quantize_row(const uint16_t *x, int64_t width, QuantizedGroup *to);
 HIDDEN void gemm_int8_panel(const Gemm *p, int64_t panel);

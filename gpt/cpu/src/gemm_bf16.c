@@ -7,7 +7,9 @@
 #include "work_stealing.h"
 
 #if defined(__x86_64__)
-#define INTERLEAVE_ROWS_MIN (2 * TILE) /* From this number of rows on, interleaving is faster. */
+/* From this number of rows on, the GEMM is faster if `interleave_tile` interleaves the rows
+   first. */
+#define INTERLEAVE_ROWS_MIN (2 * TILE)
 /* Maximum bytes of a block of rows. A core's private cache must also have space for two panels. */
 #define CACHE_BLOCK_BYTES (384 << 10)
 
@@ -60,8 +62,8 @@ TARGET_AVX512_BF16 static void gemm_panel(const Gemm *p, const uint16_t *panel, 
         }
 }
 
-/* The number of rows of a block, which stays in the cache while all panels are read. It is a
-   multiple of TILE, and about equal for all blocks of a GEMM. */
+/* The number of rows of a block. A block stays in the cache while all panels are read. The number
+   is a multiple of TILE, and makes the blocks of a GEMM about equally large. */
 static int64_t cache_block_rows(int64_t rows, int64_t channels)
 {
     const int64_t fitting_rows = CACHE_BLOCK_BYTES / (channels * 2) / TILE * TILE,
@@ -122,8 +124,8 @@ TARGET_AVX512_BF16 static void interleave_tile(const uint16_t *from, int64_t cha
     }
 }
 
-/* Decides where to stage the rows of x for a GEMM, and allocates the memory. `norm` is NULL without
-   a norm. */
+/* Decides where to stage the rows of x for a GEMM, and allocates the memory. `norm` is NULL if
+   there is no norm. */
 static void plan_staging(Gemm *p, const uint16_t *x, const NormArgs *norm, int64_t threads)
 {
     const int64_t width = p->weight->channels, int8_rows = p->weight->scales ? p->rows : 0;
@@ -226,8 +228,8 @@ TARGET_AVX512_BF16 static void pack_weight_panel(const uint16_t *weight, int64_t
 /* Like `preamble_gemm`, but without a norm, and with an unpacked weight, whose dimensions are
    multiples of 32. Each thread packs one panel at a time into its part of `memory`. The shape of
    the weight is (channels, columns) if `transposed` is nonzero, else (columns, channels). If
-   `pre_activation` is not NULL, it receives the rows before the activation, rounded to bf16, and
-   the activation reads the rounded rows. */
+   `pre_activation` is not NULL, it receives the outputs before the activation, rounded to bf16, and
+   the activation reads the rounded numbers. */
 void preamble_gemm_unpacked(const uint16_t *weight, int64_t channels, int64_t columns,
                             int64_t transposed, const uint16_t *x, int64_t rows,
                             const uint16_t *bias, int64_t activation, const uint16_t *residual,

@@ -1,10 +1,10 @@
 /* GEMM in int8 (AVX512-VNNI): one scale per weight column, one per 64 channels of a row.
 
-   Rows are quantized before the GEMM. With one scale per 64 channels, a large number reduces the
-   precision of the other channels of its group only. VNNI multiplies unsigned bytes by signed
-   bytes, so 128 is added to the codes of weights, and an offset for each group of a row corrects
-   the sums. The int32 sums of a group are exact. The groups are added in fp32, in the same order
-   for any number of rows. */
+   Rows are quantized before the GEMM. With one scale per group of 64 channels, a large number
+   reduces the precision of its own group only. VNNI multiplies unsigned bytes by signed bytes, so
+   128 is added to the codes of weights, and an offset for each group of a row corrects the sums.
+   The int32 sums of a group are exact. The groups are added in fp32, in the same order for any
+   number of rows. */
 
 #include "gemm.h"
 
@@ -44,8 +44,8 @@ TARGET_AVX512_VNNI void quantize_row(const uint16_t *x, int64_t width, Quantized
         __m512i absmax = _mm512_setzero_si512(), code_sums = absmax;
         for (int i = 0; i < GROUP_CHANNELS / LANES; i++) {
             y[i] = load_bf16(x + c + i * LANES, lane_mask(width - c - i * LANES));
-            /* The bits of absolute fp32 numbers, as integers, have the order of the numbers; NaN is
-               the largest. */
+            /* The bits of nonnegative fp32 numbers, compared as integers, have the order of the
+               numbers. NaN is above infinity. */
             absmax = _mm512_max_epi32(absmax, _mm512_and_si512((__m512i)y[i], abs_mask));
         }
         const int32_t bits = _mm512_reduce_max_epi32(absmax);

@@ -1,4 +1,7 @@
-/* Packed weights: panels of 32 columns, by pairs of channels for bf16, and the GEMM loop. */
+/* Packed weights and the GEMM loop.
+
+   A panel has 32 columns (outputs) of a weight. In a bf16 panel, each 32-bit word holds the weights
+   of one column for two adjacent channels (inputs). */
 
 #pragma once
 
@@ -20,8 +23,7 @@ typedef struct {
     const float *scales; /* For int8, the scale of each column, in panel order; NULL for bf16. */
 } PackedWeight;
 
-/* LayerNorm or RMSNorm of the rows before the GEMM, with fp32 parameters. `scale` is NULL if there
-   is no norm. */
+/* A LayerNorm or RMSNorm with fp32 parameters. `scale` is NULL if there is no norm. */
 typedef struct {
     const float *scale, *shift; /* `shift` is NULL if the norm has no shift. */
     double epsilon;
@@ -174,8 +176,9 @@ TARGET_AVX512_BF16 INLINE void transpose_block(const uint32_t *from, int64_t str
         *(Ints *)(to + i * to_stride) = x[i];
 }
 
-/* Interleaves two rows as a pair of channels of a panel, for a GEMM that sums over rows. If `b` is
-   NULL, the second row is zeros. */
+/* Interleaves two rows: each 32-bit word holds the numbers of both rows in one column, like a pair
+   of channels in a panel. For GEMMs that sum over the rows. If `b` is NULL, the second row is
+   zeros. */
 TARGET_AVX512_BF16 INLINE void interleave_rows(const uint16_t *a, const uint16_t *b, int64_t width,
                                                uint16_t *to)
 {
@@ -188,7 +191,8 @@ TARGET_AVX512_BF16 INLINE void interleave_rows(const uint16_t *a, const uint16_t
     }
 }
 
-/* Packs a panel whose columns are `rows` rows of x, at most 32. `channels` is a multiple of 32. */
+/* Packs a panel: its columns are `rows` rows of x, at most 32, then columns of zeros. `channels` is
+   a multiple of 32. */
 TARGET_AVX512_BF16 INLINE void pack_panel(const uint16_t *x, int64_t stride, int64_t rows,
                                           int64_t channels, uint16_t *to)
 {

@@ -1,11 +1,14 @@
 /* Prefill attention over the paged KV cache: runs of new tokens, with shared-prefix batching.
 
    A run is the new tokens of one sequence. A task is some queries of one KV head, from one run or
-   from several runs that begin with the same blocks, for example prompts about one document. A task
-   packs a segment's keys and values into panels, once for all runs that share the segment, and
-   multiplies tiles of its queries with them. The softmax is updated from segment to segment.
-   Segment bounds are positions in the sequence, and a tile's queries belong to one run, so a
-   query's sums depend neither on the chunks of its prompt nor on other runs. */
+   from several runs whose sequences begin with the same blocks, for example prompts about one
+   document. A segment is the keys between two multiples of SEGMENT positions. A task packs a
+   segment's keys and values into panels, once for all runs that share the segment, and multiplies
+   tiles of its queries with them. The softmax is updated from segment to segment.
+
+   Segments begin at multiples of SEGMENT in the sequence, wherever a run begins, and a tile's
+   queries belong to one run. So a query's sums depend neither on the chunks of its prompt nor on
+   other runs. */
 
 #include <omp.h>
 
@@ -13,37 +16,42 @@
 
 #if defined(__x86_64__)
 
-#define TASK_QUERIES 192 /* Queries of a task, for heads of at most 128 channels. */
+#define TASK_QUERIES 192 /* Maximum queries of a task, for heads of at most 128 channels. */
 #define OUT_ELEMENTS (TASK_QUERIES * 128)
 
+/* `count` queries of a run, from query `first` on. Query i of a run is head i % `queries` of the KV
+   head, of token i / `queries` (`PrefillArgs.queries`). */
 typedef struct {
-    int64_t run, first, count; /* `count` queries, from `first` on, in order of token, then head. */
+    int64_t run, first, count;
 } RunPart;
 
-/* The prefill runs of a step; the same for all layers. `groups`: KV heads; `queries`: query heads
-   per KV head; `width`: channels per head; `table_width`: blocks per row of the block tables. */
+/* The prefill runs of a step. All layers use the same arguments. `groups`: KV heads; `queries`:
+   query heads per KV head; `width`: channels per head; `table_width`: blocks per row of the block
+   tables. */
 typedef struct {
     int64_t tasks, groups, queries, width, block_tokens, table_width;
-    int64_t window; /* 0: no window. */
+    int64_t window; /* Sliding window in tokens; 0: no window. */
     int64_t threads;
     double scale;
     const int64_t *row;          /* The row of each run's first token in q. */
-    const int64_t *past;         /* The number of past tokens of each run (in the KV cache). */
+    const int64_t *past;         /* The number of cached tokens before each run. */
     const int64_t *sequence;     /* Each run's row in the block tables. */
-    const int64_t *block_tables; /* Blocks of each sequence. */
+    const int64_t *block_tables; /* Block numbers of each sequence: (sequences, table_width). */
     const RunPart *parts;
-    const int64_t *part_starts; /* Index of each task's first part, then the number of parts. */
-    const int64_t *shared_keys; /* The number of keys that all runs of a task share. */
+    const int64_t *part_starts; /* Index of each task's first part; last: the number of parts. */
+    const int64_t *shared_keys; /* Number of keys that all runs of a task share; 0 for one run. */
     void *scratch;              /* One WorkerScratch per thread; it may be too large for a stack. */
 } PrefillArgs;
 
 typedef struct {
-    uint16_t keys[SEGMENT * HEAD_DIM_MAX];   /* Panels of 32 keys. */
-    uint16_t values[SEGMENT * HEAD_DIM_MAX]; /* Panels of 32 channels, by pairs of keys. */
+    uint16_t keys[SEGMENT * HEAD_DIM_MAX]; /* Panels of 32 keys. */
+    /* Panels of 32 channels; each 32-bit word holds one channel of two adjacent keys. */
+    uint16_t values[SEGMENT * HEAD_DIM_MAX];
     uint16_t queries[TASK_QUERIES * 128];
     float out[OUT_ELEMENTS];
     float max[TASK_QUERIES], sum[TASK_QUERIES];
-    int64_t end[TASK_QUERIES]; /* Each query sees the keys before this position; 0: padding. */
+    /* Each query sees the keys before this position; 0: the query is padding. */
+    int64_t end[TASK_QUERIES];
 } WorkerScratch;
 
 /* Packs the segment that begins at `start`: its keys [low, high), and zeros for other positions. */
@@ -99,8 +107,9 @@ TARGET_AVX512_BF16 static void pack_segment(const PrefillArgs *r, int64_t run, i
     }
 }
 
-/* Replaces a row's scores of the columns [low, high) with softmax weights, and the other columns
-   from `begin` to `end` with zeros. Returns the factor for the output of earlier segments. */
+/* Stores in `weights` the softmax weights of a query for the segment's keys [low, high), and zeros
+   for the other keys of [begin, end). Updates the query's `max` and `sum`. Returns the factor by
+   which the output of earlier segments must be multiplied. */
 TARGET_AVX512_BF16 INLINE float softmax_row(const float *scores, uint16_t *weights, int begin,
                                             int end, int low, int high, float scale, float *max,
                                             float *sum)
@@ -125,14 +134,14 @@ TARGET_AVX512_BF16 INLINE float softmax_row(const float *scores, uint16_t *weigh
     return rescale;
 }
 
-/* Attention of the tile of queries that begins at `first` over the packed segment. */
+/* Computes attention over the packed segment, for the tile of queries that begins at `first`. */
 TARGET_AVX512_BF16 static void attend_tile(const PrefillArgs *r, int64_t start, int64_t low,
                                            int64_t high, int64_t first, WorkerScratch *scratch)
 {
     float scores[TILE][SEGMENT];
     uint16_t weights[TILE][SEGMENT];
     const int64_t width = r->width, padded_width = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
-    int visible[TILE][2]; /* The columns that each row sees: begin, end. */
+    int visible[TILE][2]; /* The keys of the segment that each query sees: begin, end. */
     int begin = SEGMENT, end = 0;
     for (int i = 0; i < TILE; i++) {
         int64_t last = scratch->end[first + i];
@@ -204,12 +213,13 @@ TARGET_AVX512_BF16 static void attend_keys(const PrefillArgs *r, int64_t run, in
     }
 }
 
-/* The row of q with the token of a part's query i. `query_head` is the head of this query. */
+/* The row of q of a part's query i: the row of the query's token. */
 INLINE int64_t token_row(const PrefillArgs *r, const RunPart *part, int64_t i)
 {
     return r->row[part->run] + (part->first + i) / r->queries;
 }
 
+/* The query head of a part's query i. */
 INLINE int64_t query_head(const PrefillArgs *r, const RunPart *part, int64_t group, int64_t i)
 {
     return group * r->queries + (part->first + i) % r->queries;
@@ -220,7 +230,7 @@ INLINE int64_t padded_queries(const RunPart *part)
     return (part->count + TILE - 1) / TILE * TILE;
 }
 
-/* The first key that a part's first query sees; its other queries see no earlier keys. */
+/* The first key that a part's first query sees. No query of the part sees an earlier key. */
 INLINE int64_t first_visible_key(const PrefillArgs *r, const RunPart *part)
 {
     int64_t end = r->past[part->run] + part->first / r->queries + 1;
@@ -287,16 +297,18 @@ int64_t preamble_prefill_task_queries(int64_t width)
                                                       : TASK_QUERIES;
 }
 
-/* Attention for runs of bf16 rows of q. `row_stride` and `head_stride` are the strides of q in
-   elements. Writes the same rows of `out`, which is contiguous. Returns nonzero if the kernel does
-   not support the heads or the CPU. */
+/* Attention for the runs of bf16 rows of q that `args` (PrefillArgs) lists. `row_stride` and
+   `head_stride` are the strides of q in elements. Writes the rows of `out` with the same indices;
+   `out` is contiguous. Returns nonzero if the kernel does not support the head dimension or the
+   CPU. */
 int preamble_prefill_attention(const void *args, const void *q, int64_t row_stride,
                                int64_t head_stride, const void *kv, void *out)
 {
     const PrefillArgs *r = args;
     if (r->width > HEAD_DIM_MAX || r->width % 2 || isa_level < AVX512_BF16)
         return 1;
-    /* The last task of a run sees the most keys, so tasks start in reverse order. */
+    /* The last task of a run sees the most keys. Tasks start in reverse order, so that no long task
+       starts last. */
 #pragma omp parallel for schedule(dynamic, 1) num_threads(r->threads) if (r->threads > 1)
     for (int64_t index = r->tasks * r->groups - 1; index >= 0; index--)
         attend_task(r, index / r->groups, index % r->groups, q, row_stride, head_stride, kv, out);

@@ -1,8 +1,11 @@
 /* Varlen attention of complete sequences for training, with its backward pass.
 
-   A sequence may see the tokens of another sequence, its parent, before its own tokens. 32 queries
-   of a head are computed at once, as the columns of a panel. Their scores are stored as one row of
-   32 numbers per key, which is the layout of the next GEMM. Only the output is transposed. */
+   A sequence may see the tokens of another sequence, its parent, before its own tokens. A flat row
+   is a row of q, k or v, which contain the tokens of all sequences one after the other.
+
+   32 queries of a head are computed at once, as the columns of a panel. Their scores are stored as
+   (keys, 32), and the next GEMM reads them so: they are not transposed. The output is computed as
+   (channels, 32), and is then transposed. */
 
 #include "packed_weight.h"
 
@@ -18,9 +21,11 @@ typedef struct {
     const int64_t *start, *length, *parent, *past; /* As in SequenceView, for each sequence. */
 } VarlenArgs;
 
+/* `dy`: the gradient of the output; NULL in the forward pass. `out`: the attention output, or in
+   the backward pass the gradient of q. */
 typedef struct {
     const uint16_t *q, *k, *v, *dy;
-    uint16_t *out, *dk, *dv; /* `out`: the attention output, or with dy the gradient of q. */
+    uint16_t *out, *dk, *dv;
 } VarlenTensors;
 
 /* The scratch memory of a thread. */
@@ -32,7 +37,8 @@ typedef struct {
 /* A sequence and the keys that it sees. */
 typedef struct {
     int64_t start, length; /* The flat row of the first own token, and the number of own tokens. */
-    int64_t parent, past;  /* The same of the parent; `past` is 0 without a parent. */
+    int64_t parent;        /* The flat row of the parent's first token. */
+    int64_t past;          /* The number of the parent's tokens that are seen; 0: no parent. */
     int64_t keys;          /* past + length. */
     int64_t stride;        /* Elements between adjacent keys of a head. */
 } SequenceView;
@@ -43,7 +49,7 @@ INLINE int64_t flat_row(const SequenceView *s, int64_t key)
     return key < s->past ? s->parent + key : s->start + key - s->past;
 }
 
-/* Stores the products of `rows` keys (or values) with a panel, times `scale`. */
+/* Stores scale * keys @ panel in `out` (rows, 32), for `rows` keys or values. */
 TARGET_AVX512_BF16 INLINE void gemm_rows_tile(const uint16_t *from, int64_t stride,
                                               const uint16_t *panel, int64_t width, float scale,
                                               float *out, int rows)
@@ -60,7 +66,8 @@ TARGET_AVX512_BF16 INLINE void gemm_rows_tile(const uint16_t *from, int64_t stri
     }
 }
 
-/* Adds to the fp32 rows of `rows` keys the products of rows of 32 numbers with a panel. */
+/* Multiplies x (rows, 32), one row per key, with a panel of 32 channels, and adds the products to
+   the keys' fp32 sums in `out`. */
 TARGET_AVX512_BF16 INLINE void gemm_accumulate_tile(float *out, int64_t stride, const uint16_t *x,
                                                     const uint16_t *panel, int rows)
 {
@@ -94,7 +101,7 @@ INLINE int64_t contiguous_keys(const SequenceView *s, int64_t key, int64_t keys)
 #define GEMM_ACCUMULATE_CASE(n)                                                                    \
     case n: gemm_accumulate_tile(to, width, from, panels + c * COLUMNS, n); break;
 
-/* Stores the products of keys (or values) with a panel, times `scale`: `keys` rows of 32. */
+/* Stores scale * keys @ panel in `out` (keys, 32), for keys or values. */
 TARGET_AVX512_BF16 static void gemm_rows(const SequenceView *s, const uint16_t *x, int64_t keys,
                                          const uint16_t *panel, int64_t width, float scale,
                                          float *out)
@@ -109,8 +116,8 @@ TARGET_AVX512_BF16 static void gemm_rows(const SequenceView *s, const uint16_t *
     }
 }
 
-/* Adds to the fp32 rows of `keys` keys the products of rows of 32 numbers with the panels, one
-   panel for each 32 channels. */
+/* Multiplies x (keys, 32) with the panels, one panel for each 32 channels, and adds the products to
+   the keys' fp32 sums in `out`. */
 TARGET_AVX512_BF16 static void gemm_accumulate(const SequenceView *s, float *out, const uint16_t *x,
                                                int64_t keys, const uint16_t *panels, int64_t width)
 {
@@ -132,7 +139,8 @@ TARGET_AVX512_BF16 INLINE void store_bf16(uint16_t *to, const float *from)
     _mm256_storeu_si256((__m256i_u *)to, (__m256i)rounded);
 }
 
-/* Stores the transposed product of interleaved keys and a panel: `rows` rows of `width` numbers. */
+/* Multiplies interleaved keys (or values) with a panel, and stores the transposed product in `out`:
+   `rows` rows, one per query, of `width` channels. */
 TARGET_AVX512_BF16 static void gemm_transposed(const uint16_t *words, int64_t pairs,
                                                const uint16_t *panel, int64_t width,
                                                float *transposed, uint16_t *out, int64_t stride,
@@ -193,16 +201,16 @@ TARGET_AVX512_BF16 static void pack_row_pairs(const uint16_t *x, int64_t stride,
                             to + (c + row) * COLUMNS);
 }
 
-/* The mask for one half of the 32 queries of a tile: the queries that do not see the key `behind`
-   positions after the tile's first query. */
-INLINE Ints masked_lanes(int64_t behind, int half)
+/* The mask of the queries that do not see a key, for 16 of a tile's 32 queries: `half` 0 or 1.
+   `distance`: how many positions the key is after the token of the tile's first query. */
+INLINE Ints masked_lanes(int64_t distance, int half)
 {
     const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return lanes + half * LANES < (int32_t)behind;
+    return lanes + half * LANES < (int32_t)distance;
 }
 
 /* Replaces scores (keys, 32) with probabilities. `own` is the key of the first query's token. Query
-   i sees the keys up to own + i. */
+   i sees the keys up to and including own + i. */
 TARGET_AVX512_BF16 static void softmax_tile(float *scores, int64_t keys, int64_t own)
 {
     for (int half = 0; half < 2; half++) {
@@ -227,7 +235,7 @@ TARGET_AVX512_BF16 static void softmax_tile(float *scores, int64_t keys, int64_t
     }
 }
 
-/* Rounds fp32 rows of 32 numbers to bf16, and appends zeros. */
+/* Rounds x (keys, 32) to bf16, and appends TILE rows of zeros. */
 TARGET_AVX512_BF16 static void round_rows(const float *x, int64_t keys, uint16_t *to)
 {
     for (int64_t at = 0; at < keys * COLUMNS; at += LANES)
@@ -288,7 +296,7 @@ TARGET_AVX512_BF16 static void attend_tile(const VarlenArgs *f, const VarlenTens
                     scratch->transposed, t->out + offset, stride, rows);
 }
 
-/* Attention of the sequences from `s` to `end`, for the heads of a group. */
+/* Attention, or its backward pass, of the sequences [s, end), for the heads of a group. */
 TARGET_AVX512_BF16 static void attend_group(const VarlenArgs *f, const VarlenTensors *t,
                                             const WorkerScratch *scratch, int64_t group, int64_t s,
                                             int64_t end)

@@ -1,7 +1,7 @@
 /* Vectors of 16 lanes, bf16 conversion and the ISA level: shared by all kernels.
 
-   The vector types are the compiler's vector extensions, so one source compiles for every CPU.
-   Intrinsics are used only where they are faster, beside the portable code. */
+   The vector types are the compiler's vector extensions, so one source compiles for every CPU. The
+   x86 kernels use intrinsics where these are faster. */
 
 #pragma once
 
