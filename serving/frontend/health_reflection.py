@@ -14,7 +14,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from protos.foreign import described, package
+from protos.foreign.descriptor_pools import load_package, reflection_pool
 
 HEALTH_STATUS = health_pb2.HealthCheckResponse
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
@@ -34,7 +34,7 @@ class HealthService:
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-        pb = package("health")
+        pb = load_package("health")
 
         async def list_health(request: Any, context: Any) -> Any:
             response = pb.HealthListResponse()
@@ -53,7 +53,7 @@ class HealthService:
 def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
     """Enable server reflection for these services and for the health and reflection services."""
     names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1]
-    pool: Any = _MethodAwarePool(described(names))
+    pool: Any = _MethodAwarePool(reflection_pool(names))
     reflection.enable_server_reflection(names, server, pool=pool)
     servicer = reflection.aio.ReflectionServicer(names, pool=pool)
     # The messages of v1 and v1alpha have the same encoding.

@@ -26,7 +26,7 @@ from gpt.generation.generate import generate
 from gpt.model.gpt_model import GPT
 from gpt.sampling_params import SamplingParams
 from gpt.tokenizers.tokenizer import Tokenizer, open_tokenizer
-from protos.foreign import package
+from protos.foreign.descriptor_pools import load_package
 from protos.preamble.v1 import adapters_pb2, adapters_pb2_grpc
 from protos.preamble.v1 import generation_pb2 as pb
 from serving.server import SERVICES
@@ -362,8 +362,8 @@ def test_health_reflection_and_pages_report_serving(deployment: ServedModel) -> 
 
 
 def test_health_lists_services_and_reflection_has_both_versions(deployment: ServedModel) -> None:
-    pb = package("reflection")
-    health = package("health")
+    pb = load_package("reflection")
+    health = load_package("health")
     with grpc.insecure_channel(deployment.server.address) as channel:
         call: Any = channel.unary_unary("/grpc.health.v1.Health/List")
         listed = health.HealthListResponse.FromString(call(b"", timeout=WAIT_S)).statuses
@@ -390,7 +390,7 @@ def test_health_lists_services_and_reflection_has_both_versions(deployment: Serv
 
 
 def _reflect(call: Any, **query: str) -> Any:
-    request = package("reflection").ServerReflectionRequest(**query)
+    request = load_package("reflection").ServerReflectionRequest(**query)
     (response,) = call(iter([request]), timeout=WAIT_S)
     return response
 

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from protos.foreign import package
+from protos.foreign.descriptor_pools import load_package
 from protos.preamble.v1 import generation_pb2 as pb
 from protos.preamble.v1 import generation_pb2_grpc
 from tests.support.servers import ROOT
@@ -113,7 +113,7 @@ async def open_streams(address: str, count: int, prompt: str, new: int) -> list[
 
 async def open_idle_calls(address: str, count: int) -> list[Any]:
     """Connections for many streams that carry none."""
-    kserve = package("kserve")
+    kserve = load_package("kserve")
     calls: list[Any] = []
     for share in split_count(count):
         channel = grpc.aio.insecure_channel(address, [OWN_CONNECTION])

@@ -14,12 +14,12 @@ from google.rpc.error_details_pb2 import BadRequest
 from google.rpc.status_pb2 import Status
 
 from gpt.tokenizers.tokenizer import open_tokenizer
-from protos.foreign import package
+from protos.foreign.descriptor_pools import load_package
 from protos.preamble.v1 import generation_pb2 as own_pb
 from protos.preamble.v1 import generation_pb2_grpc
 from tests.support.servers import WAIT_S, Server
 
-pb = package("tgis")
+pb = load_package("tgis")
 TEXT = "twelve and thirty? answer:"
 # A parameter, an invalid value, and the error message.
 REFUSED: list[tuple[str, Any, str]] = [

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpt.errors import RequestError
-from protos.foreign import package
+from protos.foreign.descriptor_pools import load_package
 from serving.engine.stream import Stream, build_completion
 from serving.frontend.call import Call, CallFailure
 from serving.frontend.field_names import translate_error
@@ -26,7 +26,7 @@ from serving.request import Piece, RefusedError, UnavailableError
 from serving.service.error_reasons import REASONS
 from serving.service.metrics import version
 
-pb = package("kserve")
+pb = load_package("kserve")
 SERVICE = "inference.GRPCInferenceService"
 PLATFORM = "preamble"
 VERSION = "1"  # Version of the base model. Each adapter has versions of its own.

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from gpt.errors import RequestError
-from protos.foreign import package
+from protos.foreign.descriptor_pools import load_package
 from serving.config import LimitsConfig
 from serving.frontend.field_names import translate_error
 from serving.messages import Guide
 from serving.request import Ask, UnknownAdapterError
 
-pb = package("tgis")
+pb = load_package("tgis")
 
 SEED_BITS = 32  # Size of the seed that is drawn for a request without a seed.
 STOPS_MAX = 6

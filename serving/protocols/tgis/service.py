@@ -14,7 +14,7 @@ from typing import Any
 
 from gpt.errors import RequestError
 from gpt.tokenizers.tokenizer import Tokenizer
-from protos.foreign import package
+from protos.foreign.descriptor_pools import load_package
 from serving.engine.stream import Stream, build_completion
 from serving.frontend.call import Call
 from serving.frontend.grpc_transport import RpcMethod, WriteMessage
@@ -29,7 +29,7 @@ from serving.protocols.tgis.request import (
 from serving.request import AnswerSpec, Ask, Completion, FinishReason, Piece
 
 SERVICE = "fmaas.GenerationService"
-pb = package("tgis")
+pb = load_package("tgis")
 STOP_REASONS = pb.file.enum_types_by_name["StopReason"].values_by_name
 # `_token_offsets` skips at most this number of bytes of the text to find a token.
 TOKEN_GAP_BYTES_MAX = 64

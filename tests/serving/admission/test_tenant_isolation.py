@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from clients.adapter_client import AdapterCalls
 from clients.client import Client, Options
 from clients.transport import CallError, Retries, read_call_error
-from protos.foreign import package
+from protos.foreign.descriptor_pools import load_package
 from tests.support.broken.kserve_requests import input_tensor, request, texts
 from tests.support.servers import WAIT_S, Server, serving, write_adapter, write_checkpoint
 from tests.support.tokens_file import tokens_file
@@ -33,7 +33,7 @@ SECRET = "secret"
 SHARED = "shared"
 NEW = 2
 ROWS = 2
-tgis = package("tgis")
+tgis = load_package("tgis")
 
 
 @dataclass(frozen=True)

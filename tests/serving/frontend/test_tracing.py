@@ -20,7 +20,7 @@ import grpc
 import pytest
 
 from clients.client import Client, Options
-from protos.foreign import package
+from protos.foreign.descriptor_pools import load_package
 from protos.preamble.v1 import generation_pb2 as pb
 from protos.preamble.v1 import generation_pb2_grpc
 from serving.frontend.call_origin import CallOrigin
@@ -278,7 +278,7 @@ def test_http_calls_have_http_attributes(deployment: TracedServer) -> None:
 
 
 def test_requests_of_a_stream_are_its_child_spans(deployment: TracedServer) -> None:
-    infer = package("kserve")
+    infer = load_package("kserve")
     request = infer.ModelInferRequest(model_name="preamble", id="7")
     tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
     tensor.contents.bytes_contents.append(SECRET.encode())

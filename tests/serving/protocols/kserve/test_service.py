@@ -20,7 +20,7 @@ from tritonclient.utils import InferenceServerException
 
 from clients.client import Client, Options
 from examples.tritonclient.generate import main as example
-from protos.foreign import package
+from protos.foreign.descriptor_pools import load_package
 from serving.config import LimitsConfig
 from serving.protocols.kserve import service
 from serving.protocols.kserve.metadata import INPUT_ALIASES, INPUT_KINDS, OUTPUTS
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.slow  # Servers of its own: too long for the fast suite
 
 
 LONG = {"max_tokens": 4000, "ignore_eos": True}
-preamble_package = package("kserve")
+preamble_package = load_package("kserve")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from gpt.errors import PreambleError
-from protos.foreign import package
+from protos.foreign.descriptor_pools import load_package
 from serving.messages import Guide
 from serving.protocols.kserve import service as kserve
 from serving.protocols.kserve.inputs import read_request
@@ -26,7 +26,7 @@ from serving.protocols.kserve.tensors import (
 from serving.request import Ask
 from tests.support.broken.kserve_requests import framed, request, sampling
 
-kserve_package = package("kserve")
+kserve_package = load_package("kserve")
 
 
 def test_field_names_and_numbers_equal_the_published_ones() -> None:
