@@ -307,7 +307,7 @@ def measure_table(
             samples = {"ours": ours.samples, engine.name: theirs.samples, "bound": [bound]}
             yield measured_row(name, ratio, summary, bound_share=bound_share, samples=samples)
     yield from (f"{engine.name} failed {engine.failure}" for engine in engines if engine.failure)
-    yield "figures: new tokens/s, with prefill unless decode only; if one token is new, prompt tokens/s"
+    yield "figures: new tokens/s, prefill included unless decode only; if new is 1: prompt tokens/s"
     yield "+-: half of (fastest - slowest round); in parentheses: our speed / speed of the engine"
     yield f"{rounds} interleaved rounds; load {_load_average()}"
 
