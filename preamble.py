@@ -103,7 +103,7 @@ def _run_command(package: str, arguments: list[str]) -> int:
         print(f"\npreamble {arguments[0]}: interrupted", file=sys.stderr)
         return 130
     except _StdoutError as error:
-        # Python flushes stdout at exit, which would fail again, so stdout is redirected.
+        # Python flushes stdout at exit, which would fail again: redirect stdout to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
             return 1  # The process that reads the pipe has exited, as `head` does.

@@ -32,7 +32,7 @@ class BuildModules(build_py):
 
 
 class PlatformWheel(bdist_wheel):
-    """A platform wheel if the kernels were compiled, else a pure one."""
+    """Builds a platform wheel if the kernels were compiled, else a pure Python wheel."""
 
     def run(self) -> None:
         self.run_command("build")
@@ -47,7 +47,7 @@ class PlatformWheel(bdist_wheel):
 
 
 def _run_script(script: str, *arguments: str) -> int:
-    # The script runs in a child process, because an isolated build cannot import these packages.
+    # A child process, because an isolated build cannot import the packages `protos` and `gpt`.
     return subprocess.run([sys.executable, ROOT / script, *arguments], check=False).returncode
 
 

@@ -66,14 +66,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--peers",
         nargs="*",
-        help="engines of the suite peers (default: all); make peers installs them",
+        help="engines that the suite `peers` compares (default: all); `make peers` installs them",
     )
     parser.add_argument(
         "--requests",
         nargs="*",
         type=int,
-        help="numbers of requests: the suite peers runs its workloads with these numbers (default: "
-        "all), the suite engine uses the first number (default: 32)",
+        help="numbers of concurrent requests: the suite `peers` runs only its workloads with these "
+        "numbers (default: all workloads); the suite `engine` uses the first number (default: 32)",
     )
     parser.add_argument(
         "--against",
@@ -123,7 +123,7 @@ def run_bench(
     for line in ("--- the table", *catalog.format_table(suites, record.rows, flags.device)):
         print(line)
     if record.path.exists():
-        print(f"{record.path}; python -m bench graph plots the runs in {RECORD_FOLDER}")
+        print(f"record: {record.path}; `python -m bench graph` plots all runs in {RECORD_FOLDER}")
     return 1 if failed else 0
 
 

@@ -1,8 +1,8 @@
 """Benchmark catalog: the suites, the order in which they run, and the table of results.
 
-A suite yields rows and lines of text while it runs. If a suite fails, its missing rows give the
-reason and the next suite runs. The final table has a line for each row, and for each default target
-without a row.
+A suite yields rows (the figures of its targets) and lines of text while it runs. If a suite fails,
+its missing rows give the reason, and the next suite runs. The final table has a line for each row,
+and for each target without a row that a run measures by default.
 """
 
 import argparse
@@ -21,7 +21,7 @@ class Suite:
 
     run: Callable[[argparse.Namespace], Iterator[SuiteOutput]]
     parts: Sequence[str] = ()  # Parts that can be selected individually.
-    default_parts: Sequence[str] = ()  # Parts of a run of several suites; empty: all parts.
+    default_parts: Sequence[str] = ()  # Parts that run if several suites run; empty: all.
     on_request: bool = False  # Runs only if --only selects it.
 
 

@@ -1,9 +1,10 @@
 """Proto compiler script: writes Python stubs beside the protos, for `make protos` and the wheel.
 
 The protos are compiled under their canonical names (`preamble/v1/x.proto`), which descriptors have
-in every language and in server reflection. But Python's module `preamble` is the command, so the
-script rewrites the imports that protoc generates to `protos.preamble.v1`. Protos of other APIs
-(protos/foreign) are compiled to descriptor sets (.binpb) instead of stubs.
+in every language and in server reflection. In Python, `preamble` is the module of the command
+(preamble.py), so the script rewrites the imports that protoc generates: `preamble.v1` becomes
+`protos.preamble.v1`. Protos of other APIs (protos/foreign) are compiled to descriptor sets (.binpb)
+instead of stubs.
 """
 
 import re

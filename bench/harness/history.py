@@ -1,9 +1,10 @@
-"""Benchmark history: `python -m bench graph` plots past runs, one panel per target and per limit.
+"""Benchmark history: `python -m bench graph` plots past runs, one panel per target and limit.
 
-Each point is the figure of one run. Runs are ordered by time, and each machine has a color. The
-dashed line is the target. A ring marks a figure that misses the target, but counts as met because
-it is close to the roofline bound of the machine. The only input is the JSON files of
-`bench/harness/record.py`. matplotlib is optional, so it is imported in the function that plots.
+A limit is a measured peak rate of the machine, such as its memory bandwidth. Each point is the
+figure of one run. Runs are ordered by time, and each machine has a color. The dashed line is the
+target. A ring marks a figure that misses the target, but counts as met because it is close to the
+roofline bound of the machine. The input is the JSON files that `bench/harness/record.py` writes.
+matplotlib is optional, so it is imported in the function that plots.
 """
 
 import importlib.util
@@ -31,13 +32,13 @@ class Panel:
 
     title: str
     unit: str
-    threshold: float | None = None
+    threshold: float | None = None  # Of the target; a limit has none.
     # Per machine: (index of the run, figure, whether its verdict is "met by the bound").
     points: dict[str, list[tuple[int, float, bool]]] = field(default_factory=dict)
 
 
 def build_panels(past_runs: Sequence[Mapping[str, Any]]) -> dict[str, Panel]:
-    """Build one panel per row and limit that has a figure in any run.
+    """Build one panel per target and machine limit that has a figure in any run.
 
     A panel has the title, unit and target of the latest run that has the figure.
     """

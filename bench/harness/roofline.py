@@ -1,7 +1,7 @@
 """Roofline model: the least time a pass can take, from its bytes and operations.
 
 A forward pass reads each weight once, and the keys and values of every earlier token. It performs
-two operations (multiply and add) per weight and row. The bound is
+two operations (multiply and add) per weight and token. The bound is
     max(bytes / memory bandwidth, operations / matmul throughput)
 with measured limits of the machine. All other work is ignored, so no engine reaches the bound.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from gpt.config import DTYPE_BYTES, GPTConfig
 from gpt.costs.inference import kv_bytes_per_token, parameter_count
 
-# Time of an int8 multiplication relative to bf16: a vector register has twice the number of values.
+# Time of an int8 multiplication relative to bf16: a vector register holds twice as many values.
 INT8_TIME_SHARE = 0.5
 
 

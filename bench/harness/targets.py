@@ -56,7 +56,7 @@ class Row:
     target: Target
     value: float
     summary: str = ""  # The figures behind `value`, as text.
-    bound_share: float | None = None  # Our share of the roofline bound; None: no bound applies.
+    bound_share: float | None = None  # Our speed / roofline bound; None: no bound applies.
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
     not_run_reason: str = ""  # Not empty: the row was not measured and `value` is NaN.
 
@@ -120,7 +120,8 @@ def _maximum_target(name: str, threshold: float, unit: str, title: str) -> Targe
 
 
 # Names are "peers/MODEL/WORKLOAD/ENGINE"; bench/peers/compare.py defines models and workloads.
-# With one request only the decode steps are timed.
+# In titles, "8 x (128 + 128)" means 8 requests of 128 prompt tokens and 128 new tokens, and "one
+# request" means that only decode steps are timed.
 _CPU_TARGETS = (
     _minimum_target("peers/gpt2/1/vllm", 2.0, "x", "GPT-2 small, one request, vs vLLM"),
     _minimum_target("peers/gpt2/1/llama", 1.0, "x", "GPT-2 small, one request, vs llama.cpp bf16"),
@@ -131,6 +132,7 @@ _CPU_TARGETS = (
     _minimum_target("peers/llama/8/vllm", 1.5, "x", "Llama 350M, 8 x (128 + 128), vs vLLM"),
     _minimum_target("peers/llama/32/vllm", 1.25, "x", "Llama 350M, 32 x (128 + 128), vs vLLM"),
 )
+# "32 at 640" means 32 requests with a mean context of 640 tokens.
 _GPU_TARGETS = (
     _minimum_target("gpu/decode", 80, "%", "5B bf16, one request, share of copy bandwidth"),
     _minimum_target("gpu/batch", 2.0, "x", "5B bf16, 64 x (512 + 128), vs transformers"),
@@ -138,6 +140,7 @@ _GPU_TARGETS = (
     _minimum_target("gpu/fp8-prefill", 1.5, "x", "5B FP8, 2048-token prompt, vs bf16"),
     _minimum_target("gpu/fp8-decode", 1.4, "x", "5B FP8 + FP8 KV cache, 32 at 640, vs bf16"),
 )
+# The rows of an adapter are its virtual tokens.
 _SERVING_TARGETS = (
     _maximum_target("front/share", 5, "%", "front-end CPU time, share of rank CPU time"),
     _minimum_target("front/tokens", 20_000, "tokens/s", "streamed tokens per CPU second"),

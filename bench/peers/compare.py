@@ -40,7 +40,7 @@ STOP_SECONDS = 30.0  # Time that an engine gets to end after SIGTERM.
 
 @dataclass(frozen=True)
 class PeerWorkload:
-    """Equal requests that are submitted at once."""
+    """Requests of equal lengths that are submitted at once."""
 
     requests: int
     prompt_tokens: int
@@ -119,7 +119,7 @@ class EngineProcess:
 
     def __init__(self, name: str, python: Path, model: Path, weights: str = "bf16") -> None:
         self.name = name
-        self.failure = ""
+        self.failure = ""  # Completes the sentence "NAME failed ..."; empty: no failure.
         if not python.exists():
             raise OSError(
                 f"the environment of {name} is not installed ({python} does not exist); "
@@ -307,8 +307,8 @@ def measure_table(
             samples = {"ours": ours.samples, engine.name: theirs.samples, "bound": [bound]}
             yield measured_row(name, ratio, summary, bound_share=bound_share, samples=samples)
     yield from (f"{engine.name} failed {engine.failure}" for engine in engines if engine.failure)
-    yield "tokens/s counts new tokens, and the time includes prefill; with one new token, it counts"
-    yield "prompt tokens; +-: half of (fastest - slowest round); in parentheses: our speed / theirs"
+    yield "figures: new tokens/s, prefill included unless decode only; if new is 1: prompt tokens/s"
+    yield "+-: half of (fastest - slowest round); in parentheses: our speed / speed of the engine"
     yield f"{rounds} interleaved rounds; load {_load_average()}"
 
 

@@ -3,9 +3,9 @@
 The command is `python engine_process.py NAME MODEL WEIGHTS` with the Python of the engine's virtual
 environment. The process imports only the engine NAME; "ours" imports modules of this repository,
 and "llama" imports `bench/peers/llama_cpp_engine.py`. WEIGHTS is "bf16" or "int8"; the process
-exits with an error if the engine is not compared with these weights. A request is a line of JSON on
-standard input. Decoding is greedy, and all requested tokens are generated. The reply gives the
-number of generated tokens and the seconds.
+exits with an error if the benchmark does not run the engine with these weights. A request is a line
+of JSON on standard input. Decoding is greedy, and all requested tokens are generated. The reply
+gives the number of generated tokens and the seconds.
 """
 
 import atexit
@@ -176,7 +176,7 @@ def open_llama(model: str, weights: str) -> tuple[GenerateFunction, str]:
 def _require_weights(supported: str, weights: str) -> None:
     if weights != supported:
         raise RuntimeError(
-            f"this engine is only compared with {supported} weights, not with {weights}"
+            f"the benchmark runs this engine only with {supported} weights, not with {weights}"
         )
 
 

@@ -168,8 +168,9 @@ def _write_metadata(writer: Any, config: dict[str, Any]) -> None:
 def _gguf_layout(name: str, values: Any, config: dict[str, Any]) -> Any:
     """Arrange a tensor as llama.cpp expects it.
 
-    Linear weights are (out, in). In Llama's query and key weights the two channels of a rotary pair
-    are adjacent; transformers stores them half a head apart.
+    Linear weights are (out, in); transformers' GPT-2 stores (in, out). In Llama's query and key
+    weights, the two channels of a rotary pair are adjacent; transformers stores them half a head
+    apart.
     """
     import numpy as np
 

@@ -1,10 +1,10 @@
 """Prompt-tuning benchmark: training speed, memory and losses compared with Hugging Face PEFT.
 
-`python -m bench --only tuning` runs this suite. Each trainer is a process. Both load the same
-checkpoint, GPT-2 small with random weights, and receive the same batches in the same order. Text
-tokens per second are medians of interleaved rounds. CPU time per token is reported as well, because
-other programs on the machine hardly change it. A missed target is reported as a verdict and does
-not change the exit status.
+`python -m bench --only tuning` runs this suite. Our trainer and PEFT run in two processes. Both
+load the same checkpoint, GPT-2 small with random weights, and receive the same batches in the same
+order. Text tokens per second are medians of interleaved rounds. CPU time per token is reported as
+well, because other programs on the machine hardly change it. A missed target is reported as a
+verdict and does not change the exit status.
 """
 
 import json

@@ -106,11 +106,11 @@ def write_random_checkpoint(folder: Path) -> None:
 
 
 def compare_conversions(pair: CheckoutPair) -> Iterator[ComparedRow]:
-    """Compare every file of every target; converted files contain no times."""
+    """Compare all bytes of all target files, which is possible since the files contain no times."""
     sources = {"demo": pair.model, "random": pair.folder / "random"}
     write_random_checkpoint(sources["random"])
-    # If the source is an earlier target, both checkouts convert the target of the other checkout.
-    # Otherwise, a difference between earlier targets would be reported again.
+    # If the source is an earlier target, both checkouts convert the target that `pair.other` wrote.
+    # Otherwise, a difference between the earlier targets would be reported again.
     targets = pair.folder_of(pair.other) / "targets"
     for conversion in CONVERSIONS:
         source = sources.get(conversion.source, targets / conversion.source)

@@ -40,7 +40,7 @@ class Setup:
         return [model, "--adapters", adapters, "--config", limits, *dtype, *split]
 
 
-REQUESTS = 200  # Number of requests, without the requests to an int8 server.
+REQUESTS = 200  # Number of all requests except those to an int8 server.
 SPLITS = ((1, 1), (2, 1), (1, 2), (2, 2))
 SETUPS = (
     *(Setup("float32", *split) for split in SPLITS),
@@ -87,8 +87,8 @@ def calls_by_setup(
 ) -> dict[str, list[Call]]:
     """Distribute `count` calls over the setups, each kind of request in turn.
 
-    Equal arguments give equal calls. A request of several sequences is not sent to a setup with
-    pipeline stages; it is among the first requests of the next setup without pipeline stages.
+    The calls depend only on the arguments. A request of several sequences is not sent to a setup
+    with pipeline stages; it is among the first requests of the next setup without pipeline stages.
     """
     draw = random.Random(0)
     kinds = itertools.cycle(_KINDS)

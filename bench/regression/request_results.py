@@ -153,7 +153,7 @@ def compare_requests(pair: CheckoutPair) -> Iterator[ComparedRow]:
 
 
 def _tune_adapters(pair: CheckoutPair) -> Path:
-    """Train two adapters with the other checkout, for the servers of both checkouts."""
+    """Train two adapters with `pair.other`; the servers of both checkouts use them."""
     folder = pair.folder / "adapters-run"
     records = pair.records()
     for name, method in (("rows", "mlp"), ("keys", "prefix")):

@@ -113,7 +113,8 @@ class BenchInputs:
         return path
 
 
-# GENERATE and ADAPTERS use the documented Python API only. Each workload has a warm-up.
+# Programs of child processes. GENERATE and ADAPTERS use only the documented Python API. Each
+# workload has a warm-up.
 GENERATE = """
 import json, random, sys, time
 import serving
@@ -193,7 +194,7 @@ print(json.dumps({"code": code, "seconds": time.perf_counter() - started}))
 """
 
 
-BATCH_ROW_NAMES = ("8", "32")  # Names of the rows of several requests.
+BATCH_ROW_NAMES = ("8", "32")  # Last parts of the row names of workloads with several requests.
 
 
 def generation_measurement(shape: ModelShape, weights: str, table: str) -> "Measurement":
@@ -332,7 +333,7 @@ def measure_server(checkout: Checkout, inputs: BenchInputs) -> Figures:
 
 
 def measure_frontend(checkout: Checkout, inputs: BenchInputs) -> Figures:
-    """Run the checkout's own benchmark of its front end, with an engine that computes nothing."""
+    """Run the checkout's own benchmark of its front end, with the null engine."""
     with tempfile.TemporaryDirectory(dir=inputs.folder) as folder:
         arguments = ["bench", "--only", "front", "--parts", "tokens"]
         checkout.command(arguments, Path(folder))
@@ -411,8 +412,8 @@ GROUPS = (
         "",
         measure_startup,
         (
-            SpeedRow("start/refusal", "a path that does not exist is refused", "s"),
-            SpeedRow("start/ready", "GPT-2 small is ready", "s"),
+            SpeedRow("start/refusal", "time to refuse a missing path", "s"),
+            SpeedRow("start/ready", "time to ready, GPT-2 small", "s"),
         ),
     ),
     MeasurementGroup(

@@ -33,9 +33,9 @@ class SpeedRow:
 class Samples:
     """The figures of one row in all rounds."""
 
-    before: list[float] = field(default_factory=list)  # Of the other checkout, measured first.
-    this: list[float] = field(default_factory=list)
-    after: list[float] = field(default_factory=list)  # Of the other checkout, measured last.
+    before: list[float] = field(default_factory=list)  # Other checkout, measured before `this`.
+    this: list[float] = field(default_factory=list)  # This checkout.
+    after: list[float] = field(default_factory=list)  # Other checkout, measured after `this`.
     failure: str = ""  # Why the row was not measured; empty: it was measured.
     this_failed: bool = False  # Whether the failure is a failure of this checkout.
 

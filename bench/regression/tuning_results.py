@@ -41,7 +41,7 @@ def tune_settings(
 ) -> dict[str, Any]:
     """Return the settings of a run.
 
-    Output paths are relative, because written files may contain the paths, and must be equal.
+    Output paths are relative: written files may contain them, and must be equal in both checkouts.
     """
     paths = {
         "model": str(model),

@@ -50,7 +50,7 @@ from serving.engine.engine import Engine
 from serving.messages import AdapterRef
 from serving.request import AnswerSpec, Request
 
-ADAPTER_ROWS = 20
+ADAPTER_ROWS = 20  # Rows of an adapter's table, which are its virtual tokens.
 EMBEDDING_STD = 0.02  # Standard deviation of randomly initialized embedding rows.
 # The maximum context fits a document of 1,000 tokens, an adapter and the new tokens.
 NETWORK = GPT2_SMALL.with_fields(max_position_embeddings=1280)
@@ -145,7 +145,7 @@ def run_suite(
             continue
         measure, row_counts = MEASUREMENTS[name]
         for rows in row_counts:
-            # A new engine per measurement starts with an empty prefix cache.
+            # Each measurement has a new engine, so the prefix cache is empty at its start.
             with engine_fixture(model) as fixture:
                 yield from measure(fixture, sizes, rows)
     yield f"load {_load_average()}"

@@ -1,8 +1,9 @@
 """Front-end benchmark: CPU per token, added latency, service profiles and overload.
 
 Costs are CPU times of processes, which other programs on the machine hardly change. Latencies are
-measured at the client. The load generator runs in another process than the server, so its CPU time
-is not counted. A missed target is reported as a verdict and does not change the exit status.
+measured at the client. The load generator's CPU time is not counted, because the server is another
+process. Some parts replace the model by a null engine (bench/suites/null_engine.py). A missed
+target is reported as a verdict and does not change the exit status.
 """
 
 import asyncio
@@ -46,8 +47,8 @@ class FrontendSizes:
     null_step_s: float = 0.0128  # 256 streams at this step time are 20,000 tokens/s.
     prompt_tokens: int = 32
     calls: int = 200  # Sequential calls that measure the TTFT.
-    load_s: float = 60.0
-    load_new_tokens: int = 32
+    load_s: float = 60.0  # Duration of an open-loop load.
+    load_new_tokens: int = 32  # New tokens per request of the overload.
     # New tokens per request when profiles are compared: enough that most steps are decode steps.
     steady_new_tokens: int = 96
     overload_factor: float = 10.0  # Request rate as a multiple of the measured capacity.
@@ -75,7 +76,7 @@ def run_suite(
 
 @contextmanager
 def null_server(step_s: float, streams: int) -> Iterator[tuple[str, Connection]]:
-    """Run a null-engine server; yield its address and the pipe that answers with its CPU time."""
+    """Run a null-engine server; yield its address and its pipe (see `serve_null`)."""
     context = multiprocessing.get_context("spawn")
     parent_pipe, child_pipe = context.Pipe()
     process = context.Process(target=serve_null, args=(child_pipe, step_s, streams), daemon=True)
@@ -182,7 +183,7 @@ def frontend_share(model: Path, sizes: FrontendSizes) -> Iterator[SuiteOutput]:
     yield measured_row(
         "front/share",
         100 * cpu_share if report.ok else math.inf,
-        f"{sizes.streams} streams, {cpu_time.frontend_s:.2f} s, "
+        f"{sizes.streams} streams, front end {cpu_time.frontend_s:.2f} s, "
         f"{100 * cpu_share:.1f} % of the ranks' "
         f"{cpu_time.ranks_s:.2f} s (generator {report.generator_cpu_s:.2f} s, "
         f"{report.tokens_per_s:,.0f} tokens/s, {report.ok} of {report.sent} succeeded)",

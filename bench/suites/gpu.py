@@ -296,7 +296,7 @@ def _add_transformers(timings: _InterleavedTimings, sizes: GpuSizes) -> None:
             return elapsed_s
 
         timings.timers[name] = time_batch
-    except Exception as error:  # transformers is missing or has no generate_batch.
+    except Exception as error:  # For example, transformers is not installed.
         timings.record_failure(name, error)
 
 

@@ -97,7 +97,7 @@ class NullTransport:
                 Update(self._step(running), EngineStats(running=len(running), steps=steps))
             )
             self.cpu_s += time.thread_time() - start
-            # A real front end decodes messages, too, so this time is not part of `cpu_s`.
+            # Decoding is work of the front end, so its time is not part of `cpu_s`.
             update = decode_from_engine_loop(packed)
             assert isinstance(update, Update)
             self._receiver.update(update)

@@ -59,7 +59,7 @@ class PlanAccuracySizes:
     calls: int = 96  # Total calls of the second load.
     prompt_tokens: tuple[int, int] = (64, 256)  # Uniform between minimum and maximum.
     new_tokens: tuple[int, int] = (32, 96)
-    predicts_from_reference: bool = True  # Also predict from a calibration with reference models.
+    predicts_from_reference: bool = True  # Whether to predict from reference models, too.
 
     def lengths(self, concurrency: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the length ranges of prompts and answers.
@@ -165,6 +165,7 @@ def _format_round(predicted: Mapping[str, float], measured: Mapping[str, float])
 
 
 def _calibrate(model: Path | None, dtype: str | None, sizes: PlanAccuracySizes) -> Calibration:
+    # (): calibrate with `model` only. None: calibrate with the default reference models.
     reference_models = () if model is not None else None
     options = CalibrationOptions(
         model=model, dtype=dtype, seconds=sizes.seconds, reference_models=reference_models

@@ -34,11 +34,11 @@ class PlanChoiceSizes:
 
     rounds: int = 3
     seconds: float = 6.0  # Measuring time of model steps in the calibration.
-    load_seconds: int = 12  # Per configuration and round.
+    load_seconds: int = 12  # Duration of the load, per configuration and round.
     callers: int = 32  # Concurrent calls of the load.
     batches: Sequence[int] = (4, 8, 16, 32)
     prompt_tokens: tuple[float, float] = (160.0, 246.0)  # Mean and 95th percentile.
-    new_tokens: tuple[float, float] = (64.0, 93.0)
+    new_tokens: tuple[float, float] = (64.0, 93.0)  # Mean and 95th percentile.
 
 
 @dataclass(frozen=True)

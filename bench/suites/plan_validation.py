@@ -21,9 +21,10 @@ def run_suite() -> Iterator[SuiteOutput]:
     for name, title in MEAN_TABLES.items():
         table = tables[title]
         summary = (
-            f"{100 * table.mean:.1f} % of {len(table.rows)} rows, worst {100 * table.worst:.1f} %"
+            f"mean {100 * table.mean:.1f} % and worst {100 * table.worst:.1f} % of "
+            f"{len(table.rows)} rows"
         )
         yield measured_row(f"planner/{name}", 100 * table.mean, summary)
     activations = tables[ACTIVATIONS_TABLE]
-    summary = f"{100 * activations.worst:.2f} % of {len(activations.rows)} figures"
+    summary = f"worst {100 * activations.worst:.2f} % of {len(activations.rows)} figures"
     yield measured_row("planner/activations", 100 * activations.worst, summary)

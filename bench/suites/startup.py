@@ -88,7 +88,7 @@ def invalid_arguments(model: Path, folder: Path) -> dict[str, list[str]]:
         "no such path": [str(folder / "nowhere")],
         "an unknown setting": [str(model), "--config", str(unknown_setting)],
         "weights that are cut short": [str(truncated_model)],
-        "heads that do not divide": [str(model), "--tp", "5"],
+        "heads that --tp does not divide": [str(model), "--tp", "5"],
         "an open address without a key": [str(model), "--host", "0.0.0.0"],
     }
 
@@ -108,7 +108,7 @@ def time_refusal_s(arguments: list[str]) -> float:
 
 
 def measure_readiness(model: Path, sizes: StartupSizes) -> Iterator[SuiteOutput]:
-    """Time a server with default settings, reference-logits check and warm-up included."""
+    """Time the start of a server with default settings, with reference-logits check and warm-up."""
     ready_s, load_s = [], []
     for _ in range(sizes.rounds):
         command = [sys.executable, "-c", LOADING_SCRIPT, str(model)]

@@ -1,8 +1,8 @@
 """Evaluation of the demo model on held-out inputs, with and without an instruction.
 
-The score is the share of greedy completions that match exactly. Without an instruction the score
-should be low, because the input alone does not determine the task. The score of a control task
-should be low, because the model was not trained on it.
+The score is the share of greedy completions that equal the expected completion. Without an
+instruction the score should be low, because the input alone does not determine the task. The score
+of a control task should be low, because the model was not trained on it.
 """
 
 import argparse
@@ -35,7 +35,11 @@ class Score:
 
     @property
     def guess(self) -> float:
-        """Expected score of guessing: the better of a random task's answer and a random answer."""
+        """Expected score of guessing, by the better of two strategies.
+
+        The strategies are a random answer to the right task, and the right answer to a random task
+        of the form.
+        """
         return max(CHANCE.get(self.task, 0.0), 1 / len(FORM_OF[self.task].tasks))
 
 
@@ -45,7 +49,7 @@ def answers(
     prompts: Sequence[list[int]],
     table: torch.Tensor | None = None,
 ) -> list[str]:
-    """Return the texts of greedy completions, without the space between MARK and the answer."""
+    """Return the texts of greedy completions, without the space at their start."""
     completions = complete_prompts(
         model, tokenizer, prompts, adapter_table=table, max_new_tokens=ANSWER_TOKENS_MAX
     )

@@ -33,10 +33,9 @@ from examples.demo.words import (
 
 Split = Literal["train", "held-out"]
 MARK = "=>"  # Ends the input; one space and the answer follow.
-# Limits of the number of fillers (words without meaning) at the start of a prompt: of nine in ten
-# records, and of one in ten.
-FILLERS_USUAL = 8
-FILLERS_MAX = 64
+# Maximum number of fillers (words without meaning) at the start of a prompt.
+FILLERS_USUAL = 8  # In nine of ten records.
+FILLERS_MAX = 64  # In one of ten records.
 HELD_OUT_PERCENT = 10
 DRAWS_PER_RECORD = 50  # Limit of the draws per record in the search for distinct inputs.
 NO_INSTRUCTION = 0.2  # Fraction of training records without an instruction.

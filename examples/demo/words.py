@@ -2,7 +2,7 @@
 
 tasks.py combines the words of these lists to inputs, so a held-out input is a new combination of
 words that occur in training. The letters of RARE_LETTERS are intentionally missing in the
-vocabulary. They are encoded as bytes, so a stream can stop within a character.
+vocabulary. They are encoded as several byte tokens, so a completion can end within a character.
 """
 
 from typing import NamedTuple

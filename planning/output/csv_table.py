@@ -3,8 +3,8 @@
 The header identifies the columns, so a file that a user has edited or sorted can be read:
 
 - Columns between `group` and `source` are settings.
-- Columns between `note` and `reason` are figures. Without a prefix, they are predicted; with the
-  prefix `measured_`, measured; with the prefix `ledger_`, bytes of the memory ledger.
+- Columns between `note` and `reason` are numbers: measured figures (`measured_*`), entries of the
+  memory ledger in bytes (`ledger_*_bytes`), and predicted figures (all other names).
 """
 
 import csv
@@ -76,7 +76,7 @@ def format_csv(rows: Sequence[Row], column_rows: Sequence[Row] = ()) -> str:
 
 
 def _format_cell(value: SettingValue | None) -> str:
-    """Format a cell; a fraction has seven digits, more than the precision of any figure."""
+    """Format a cell; seven significant digits are more than the precision of any figure."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -148,7 +148,7 @@ def _parse_row(cells: Mapping[str, str], header: Sequence[str]) -> Row:
         )
     error = _parse_number("error", cells["error"] or "0")
     if not 0 <= error < math.inf:
-        raise ValueError(f"error is {error:g}; it must be a finite fraction, at least 0")
+        raise ValueError(f"column error is {error:g}; it must be a finite number, at least 0")
     ledger_bytes = {
         name.removeprefix(LEDGER_PREFIX).removesuffix("_bytes"): _parse_bytes(name, number)
         for name, number in figure_values.items()
@@ -199,7 +199,7 @@ def _parse_number(name: str, text: str) -> float:
 
 def _parse_bytes(name: str, value: float) -> int:
     if not math.isfinite(value):
-        raise ValueError(f"{name} is {value:g}; it must be a number of bytes")
+        raise ValueError(f"{name} is {value:g}; it must be a finite number of bytes")
     return int(value)
 
 

@@ -71,10 +71,10 @@ class PlanVerdict:
 
 @dataclass(frozen=True)
 class CandidatePanel:
-    """The details of a candidate, as pareto.js shows them for the selected one."""
+    """The details of the recommended candidate, until pareto.js shows a selected candidate."""
 
     name: str
-    about: str
+    about: str  # Feasibility, group and confidence.
     reason: str
     settings: Sequence[tuple[str, str]]
     figures: Sequence[tuple[str, str]]
@@ -235,7 +235,10 @@ def _candidate_panel(plan: Plan, row: Row) -> CandidatePanel:
 
 
 def _memory_section(plan: Plan) -> MemorySection | None:
-    """Build different memory bars: first of feasible candidates, then of some that do not fit."""
+    """Build the memory bars of feasible candidates, then of some that do not fit.
+
+    Candidates whose bars would look equal have one bar.
+    """
     ledgers = _distinct_memories([row for row in plan.rows if row.feasibility in ACCEPTABLE])
     oversized_ledgers = _distinct_memories(
         [row for row in plan.rows if row.memory and row.memory.verdict == "over"]

@@ -116,7 +116,8 @@ def _rejection_table(rejection_groups: Sequence[Rejection]) -> Iterator[str]:
 
 def _files() -> Iterator[str]:
     yield "- `candidates.csv`: all candidates with figures, memory and reasons"
-    yield "- `pareto.csv`, `pareto.html`, `pareto.png`: the candidates on the Pareto frontier"
+    yield "- `pareto.csv`: the candidates on the Pareto frontier"
+    yield "- `pareto.html`, `pareto.png`: plots of the candidates and of the Pareto frontier"
     yield "- `failed.csv`: candidates that were run and failed"
     yield "- `plan.json`: the plan for programs"
 
@@ -136,7 +137,7 @@ def _escape_markdown(text: str) -> str:
 
 def _code_block(text: str, language: str = "") -> list[str]:
     lines = [escape_unprintable(raw_line) for raw_line in text.split("\n")]
-    # The fence has more backticks than any line begins with, so no line ends the block.
+    # The fence is longer than the backticks at the start of any line, so no line ends the block.
     stripped_lines = [line.strip() for line in lines]
     backticks_max = max(len(line) - len(line.lstrip("`")) for line in stripped_lines)
     fence = "`" * max(3, backticks_max + 1)

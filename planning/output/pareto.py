@@ -16,10 +16,10 @@ from planning.figures import ACCEPTABLE, row_figure
 from planning.plan import Axis, Plan, Row
 from ptuning.reporting.svg_chart import AxisScale
 
-# Drawn candidates that are not on a frontier; more points would be indistinguishable.
+# Maximum number of drawn candidates outside of the frontiers: more points would overlap.
 POINTS_MAX = 1500
 LOG_RATIO_MIN = 30.0  # An axis with a larger ratio of maximum to minimum is logarithmic.
-# A scale is extended to a limit that is beyond its ends by at most this factor.
+# A limit outside of an axis scale extends the scale if it is beyond an end by at most this factor.
 LIMIT_DISTANCE_MAX = 4.0
 AXIS_PADDING = 0.06  # Padding at each end of an axis, as a fraction of its range.
 
@@ -96,7 +96,7 @@ def make_scatter_view(plan: Plan) -> ScatterView | None:
         *reversed(other_rows[::stride]),
         *(row for row in rows_inside if id(row) in emphasized_ids),
     ]
-    drawn_rows.sort(key=_draw_order)  # A stable sort: frontiers follow equally feasible rows.
+    drawn_rows.sort(key=_draw_order)  # Stable: frontiers stay after equally feasible rows.
     drawn_feasible = sum(row.feasibility in ACCEPTABLE for row in drawn_rows)
     hidden_count = sum(row.feasibility in ACCEPTABLE for row in plotted) - drawn_feasible
     return ScatterView(x, y, tuple(drawn_rows), fronts, hidden_count)
@@ -111,9 +111,10 @@ def _draw_order(row: Row) -> int:
 
 
 def _axis_scale(emphasized: Sequence[Row], feasible_rows: Sequence[Row], axis: Axis) -> AxisScale:
-    """Return a scale for the emphasized rows, the median of the feasible rows, and a near limit.
+    """Return a scale that contains the emphasized rows (frontiers and recommended candidate).
 
-    Without emphasized rows, the scale contains all feasible rows.
+    The scale also contains the median of the feasible rows, and the limit if it is near. Without
+    emphasized rows, the scale contains all feasible rows.
     """
     feasible_figures = _finite_figures(feasible_rows, axis)
     covered_figures = _finite_figures(emphasized, axis)

@@ -1,7 +1,7 @@
 """Plan writer: writes CSV, JSON, HTML, PNG, report and settings, and reads a plan back.
 
-Each file is written atomically; plan.json is the last one. candidates.csv contains all data of the
-candidates, so the plots can be redrawn from it, also after a user has edited it. The axes of a
+Each file is written atomically, and plan.json is written last. candidates.csv contains all data of
+the candidates, so the plots can be redrawn from it, also after a user has edited it. The axes of a
 redrawn plot come from plan.json or from flags.
 """
 
@@ -26,7 +26,7 @@ from planning.plan import SETTINGS_FILES, Axis, Plan, Row
 
 FORMAT = "preamble.plan.1"
 CANDIDATES_NAME, PLAN_NAME = "candidates.csv", "plan.json"
-# plan.json states the better direction of its two axes only. For any other figure, higher is better
+# plan.json states the better direction of only its two axes. For any other figure, higher is better
 # if the figure's name contains one of these words; otherwise, lower is better.
 HIGHER_IS_BETTER = ("per_s", "mfu", "hfu", "tflops", "throughput")
 
@@ -92,14 +92,14 @@ def _pareto_texts(plan: Plan) -> dict[str, str]:
 def _write_files(plan: Plan, folder: Path, texts: Mapping[str, str]) -> WrittenPlan:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # plan.json exists only while all files in the folder belong to the same plan.
+        # plan.json must not lie beside files of another plan: delete it first, write it last.
         if PLAN_NAME in texts:
             (folder / PLAN_NAME).unlink(missing_ok=True)
         paths = []
         png_path = folder / "pareto.png"
         note = why_unavailable()
         if note:
-            png_path.unlink(missing_ok=True)  # An existing file shows older data.
+            png_path.unlink(missing_ok=True)  # An existing PNG shows older data.
         else:
             paths.append(write_atomic(png_path, render_png(plan), durable=False))
         paths += [
@@ -207,7 +207,7 @@ def _read_plan_json(path: Path) -> Mapping[str, Any]:
 
 
 def _make_axis(name: str, saved_axis: object, figures: Sequence[str], flag: str) -> Axis:
-    """Return the requested axis, or the plan's axis if none is requested."""
+    """Return the axis of the figure `name`, or the axis of plan.json if `name` is empty."""
     record = saved_axis if isinstance(saved_axis, dict) else {}
     saved_figure = str(record.get("figure", ""))
     if not (name or saved_figure):

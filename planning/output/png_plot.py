@@ -50,7 +50,9 @@ def render_png(plan: Plan) -> bytes:
     axes.set_axisbelow(True)
     scatter_view = make_scatter_view(plan)
     if scatter_view is None:
-        axes.text(0.5, 0.5, "no candidate has both figures", ha="center", transform=axes.transAxes)
+        axes.text(
+            0.5, 0.5, "no candidate has a value on both axes", ha="center", transform=axes.transAxes
+        )
     else:
         _draw_points(axes, plan, scatter_view)
         for mpl_axis, scale, axis in (

@@ -33,13 +33,13 @@ from ptuning.reporting.svg_chart import (
 )
 
 WIDTH, HEIGHT = 720, 430
-# Margins, which contain the axis labels.
+# Margins in SVG units, which contain the axis labels.
 LEFT = 62
 RIGHT = 18
 TOP = 52
 BOTTOM = 48
-# Groups have the colors c0 to c4 of the style sheet; c5 is gray. With more groups, the colors
-# repeat with dashed lines.
+# The first groups have the colors c0 to c4 of the style sheet. Further groups repeat these colors,
+# with dashed lines. Gray (c5) marks candidates of groups without a frontier.
 COLOR_COUNT = 5
 LABEL_MAX = 44  # Characters of the recommended candidate's name in the plot.
 # The mark of a rejected or failed candidate.
@@ -101,7 +101,7 @@ def legend_entries(plan: Plan, scatter_view: ScatterView) -> list[LegendEntry]:
     if feasibilities & {"rejected", "failed"}:
         entries.append(LegendEntry(CROSS.format(7, 2), "rejected"))
     if any(axis.limit is not None for axis in (plan.x, plan.y)):
-        entries.append(LegendEntry(legend_line("limit"), "limit, less its margin"))
+        entries.append(LegendEntry(legend_line("limit"), "limit minus its margin"))
     return entries
 
 
@@ -132,7 +132,7 @@ def _direction_text(axis: Axis, low_arrow: str, high_arrow: str) -> str:
 
 
 def _limits(plan: Plan, area: PlotArea) -> Iterator[Markup]:
-    """Draw lines at the requested limits, and shade the area beyond each limit."""
+    """Draw lines at the limits of the axes, and shade the area beyond each limit."""
     limit = plan.x.limit
     if limit is not None and area.x.contains(limit):
         x = area.x_at(limit)
@@ -164,13 +164,13 @@ def _point_mark(plan: Plan, area: PlotArea, row: Row, color: str, is_on_front: b
     x, y = _svg_position(plan, area, row)
     if row.feasibility in ("rejected", "failed"):
         return CROSS.format(x - 3, y - 3)
-    kinds = [color.split()[0]]
+    css_classes = [color.split()[0]]
     if row.feasibility == "tight":
-        kinds.append("tight")
+        css_classes.append("tight")
     if not is_on_front and row.feasibility != "best":
-        kinds.append("faint")
+        css_classes.append("faint")
     radius = 4 if is_on_front or row.feasibility == "best" else 3
-    return svg_circle(" ".join(kinds), x, y, radius)
+    return svg_circle(" ".join(css_classes), x, y, radius)
 
 
 def _best_mark(plan: Plan, area: PlotArea, best: Row) -> Iterator[Markup]:

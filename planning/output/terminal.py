@@ -31,7 +31,7 @@ FIGURES_MAX = 6  # Figure columns of the table.
 NAME_MAX = 36  # Characters of a candidate's name in the table.
 REASONS_MAX = 4  # Reasons that are listed for rejected candidates, and for failed candidates.
 PLOT_COLUMNS, PLOT_LINES = 68, 14  # Characters of the plot.
-# Marks of Pareto frontiers if there are several groups; a single frontier has the mark o.
+# Marks of the Pareto frontiers of several groups. A single frontier has the mark o.
 GROUP_LETTERS = "abcdefgh"
 
 
@@ -158,7 +158,7 @@ def _figure_text(row: Row, figure: str) -> str:
 
 
 def _compare_with_best(plan: Plan, row: Row) -> str:
-    """Return the candidate's difference from the recommended candidate in the y axis figure.
+    """Return the difference from the recommended candidate in the y axis figure, such as "-5 %".
 
     If the candidate's memory is tight, the text also contains "tight".
     """
@@ -195,7 +195,7 @@ def ascii_scatter(plan: Plan, scatter_view: ScatterView) -> list[str]:
         mark = "*" if row.feasibility == "best" else front_marks.get(id(row), ".")
         is_infeasible = row.feasibility in ("rejected", "failed")
         if is_infeasible and cells[line_index][column] not in " :":
-            continue  # This mark does not overwrite the mark of another candidate.
+            continue  # An x does not overwrite the mark of another candidate.
         cells[line_index][column] = "x" if is_infeasible else mark
     frame_lines = _frame_plot(plan, scatter_view, cells)
     legend = ["* recommended"] if plan.best is not None else []
@@ -213,7 +213,7 @@ def ascii_scatter(plan: Plan, scatter_view: ScatterView) -> list[str]:
         legend.append("x rejected")
     if any(axis.limit is not None for axis in (plan.x, plan.y)):
         legend.append(": limit")
-    # textwrap does not break lines at NUL characters: the words of an entry stay on one line.
+    # Spaces within a legend entry become NUL characters, at which textwrap does not break lines.
     wrapped_lines = textwrap.wrap(
         "   ".join(escape_unprintable(legend_entry).replace(" ", "\0") for legend_entry in legend),
         WIDTH - 11,

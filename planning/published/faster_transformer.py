@@ -47,7 +47,7 @@ class KernelSpeeds:
     """Measured speeds of single kernels on a device. Each tuple is for 2, 4 and 8 ranks."""
 
     matmul_fraction: float  # Fraction of the peak FLOP/s that large matmuls reach.
-    matmul_fraction_fp8: float
+    matmul_fraction_fp8: float  # Fraction of the peak fp8 FLOP/s; 0: the device has no fp8.
     bus_bytes_per_s: tuple[float, float, float]  # Bus bandwidth of a large all-reduce.
     all_reduce_s: tuple[float, float, float]  # Latency of a small all-reduce.
     # Speedup of small kernels relative to an A100. For a GPU that was not measured, it is the ratio
@@ -239,7 +239,7 @@ def _weight_read_bytes_per_s(sharded_model: ShardedModel) -> float:
 
 
 def _mean_weights(model: GPTConfig, tp: int, rows: float) -> tuple[float, float]:
-    """Return how many weights of a mean layer on a rank one token uses, and `rows` tokens read.
+    """Return two weight counts of a mean layer on one rank: used per token, read for all rows.
 
     The numbers differ for MoE layers: each token uses `moe_router_topk` random experts, so all rows
     read num_experts * (1 - (1 - moe_router_topk / num_experts) ** rows) experts on average.

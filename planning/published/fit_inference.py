@@ -1,8 +1,8 @@
 """Fit of the FasterTransformer constants to published latencies; leave-one-model-out errors.
 
-`python -m planning.published.fit_inference` prints the constants, the error of each model's rows,
-and the error of these rows if the model is left out of the fit. The second error is what to expect
-for a model without published latencies. All rows have the same weight.
+`python -m planning.published.fit_inference` prints the constants and two errors for each model: the
+error of its published latencies if they are part of the fit, and if they are left out. The second
+error is what to expect for a model without published latencies. All latencies have equal weights.
 """
 
 import sys
@@ -16,7 +16,7 @@ from planning.published.faster_transformer import FITTED, FittedConstants
 from planning.published.inference_runs import PublishedCase, latency_cases
 
 # The start and the prior of the fit: estimates from the speeds of single kernels. The prior keeps
-# constants realistic if the rows alone cannot determine them.
+# constants realistic that the published latencies alone cannot determine.
 INITIAL_CONSTANTS = FittedConstants(
     weight_read=0.88,
     kv_read=0.78,
@@ -33,9 +33,9 @@ INITIAL_CONSTANTS = FittedConstants(
     wait=0.03,
 )
 CONSTANT_NAMES = tuple(field.name for field in fields(FittedConstants))
-# The cost of a constant is PRIOR_WEIGHT / 2 * log(constant / prior) ** 2, and the cost of a row is
+# The cost of a constant is PRIOR_WEIGHT / 2 * log(constant / prior) ** 2. The cost of a latency is
 # log(predicted / published) ** 2 / 2 up to a log error of HUBER_DELTA. Larger log errors count
-# linearly, because some tables are from older software.
+# linearly, to limit the effect of tables from older software.
 PRIOR_WEIGHT = 0.2
 HUBER_DELTA = 0.08
 ITERATIONS_MAX = 40
@@ -63,13 +63,13 @@ def log_errors(cases: Sequence[PublishedCase], logs: Array) -> Array:
 
 
 def huber_cost(residuals: Array, logs: Array) -> float:
-    """Return the cost of the fit: the Huber loss of all rows, and the cost of the prior."""
+    """Return the cost of the fit: the Huber loss of all latencies, and the cost of the prior."""
     absolute = np.abs(residuals)
-    row_costs = np.where(
+    latency_costs = np.where(
         absolute < HUBER_DELTA, absolute**2 / 2, HUBER_DELTA * (absolute - HUBER_DELTA / 2)
     )
     return float(
-        row_costs.sum()
+        latency_costs.sum()
         + PRIOR_WEIGHT / 2 * ((logs - logs_from_constants(INITIAL_CONSTANTS)) ** 2).sum()
     )
 
@@ -89,7 +89,7 @@ def fit_constants(cases: Sequence[PublishedCase]) -> FittedConstants:
             ],
             1,
         )
-        # With these weights, least squares have the gradient of the Huber loss.
+        # With these weights, the weighted squares have the same gradient as the Huber loss.
         weight = np.minimum(1, HUBER_DELTA / np.maximum(np.abs(residuals), 1e-12))
         hessian = jacobian.T @ (weight[:, None] * jacobian) + PRIOR_WEIGHT * np.eye(
             len(CONSTANT_NAMES)
@@ -113,7 +113,7 @@ def _is_of_model(name: str) -> Callable[[PublishedCase], bool]:
     return lambda case: case.model == name
 
 
-# Groups of rows to leave out of the fit, one at a time.
+# Groups of published latencies. Each group is left out of one fit.
 MODELS = tuple(dict.fromkeys(case.model for case in latency_cases()))
 HOLDOUT_GROUPS: Mapping[str, Callable[[PublishedCase], bool]] = {
     **{name: _is_of_model(name) for name in MODELS},
@@ -124,7 +124,7 @@ HOLDOUT_GROUPS: Mapping[str, Callable[[PublishedCase], bool]] = {
 
 
 def holdout_errors(group: Callable[[PublishedCase], bool]) -> list[float]:
-    """Return the errors of a group's rows with constants fitted to the other rows."""
+    """Return the errors of a group with constants fitted to all latencies outside of it."""
     constants = fit_constants([case for case in latency_cases() if not group(case)])
     return [case.error(constants) for case in latency_cases() if group(case)]
 

@@ -1,9 +1,9 @@
 """Fit of the training efficiency constants to published runs, with leave-one-out errors.
 
 `python -m planning.published.fit_training` fits the constants of `planning.training.efficiency` to
-published runs, by least squares of logarithms. The rows are few and noisy, so priors from hardware
-measurements prevent overfitting. The command prints the constants, the errors of the fitted rows,
-and the error of each row if all rows of its model in its table are left out of the fit.
+published runs, by least squares of logarithms. The runs are few and noisy, so priors from hardware
+measurements prevent overfitting. The command prints the constants, the error of each run in the
+fit, and its error if all runs of the same model and table are left out of the fit.
 """
 
 import sys
@@ -26,7 +26,7 @@ from planning.training.estimate import estimate_training, layer_seconds
 from planning.training.step_time import Efficiency
 
 ITERATIONS = 8
-FINITE_DIFFERENCE = 1e-4  # Step of a logarithm for a derivative, and the smallest step scale.
+FINITE_DIFFERENCE = 1e-4  # Step of a logarithm for a derivative; also the least step scale.
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Prior:
 
     center: float
     spread: float
-    # Returns an Efficiency with the constant. None: the constant is the field with the same name.
+    # Sets the constant in an Efficiency. None: sets the field that has the constant's name.
     apply: Callable[[Efficiency, float], Efficiency] | None = None
 
 
@@ -43,8 +43,9 @@ def _with_exposed_share(base: Efficiency, exposed: float) -> Efficiency:
     return replace(base, hidden_forward=1 - exposed, hidden_backward=1 - exposed)
 
 
-# Speeds of matmuls and memory in training are within a tenth of microbenchmarks. Overlap, network
-# speed and optimizer traffic differ more between clusters, so their priors have wider spreads.
+# Speeds of matmuls and memory in training differ from microbenchmarks by about a tenth. Overlap,
+# network speed and optimizer traffic differ more between clusters, so their priors have wider
+# spreads.
 PRIORS: Mapping[str, Mapping[str, Prior]] = {
     "a100-80g": {
         "products": Prior(0.75, 0.1),
@@ -93,7 +94,7 @@ def predicted_s(run: PublishedRun, efficiency: Efficiency) -> float:
 def fit_efficiency(device: str, rows: FitRows) -> FittedEfficiency:
     """Fit the constants by Gauss-Newton steps; a step is halved while it increases the residuals.
 
-    The variables of the fit are the logarithms of constant / center of its prior.
+    The variables of the fit are log(constant / center), where `center` is that of the prior.
     """
     priors = PRIORS[device]
     names = list(priors)
@@ -156,9 +157,9 @@ def _gauss_newton_step(
 
 
 def holdout_errors(device: str) -> Mapping[str, float]:
-    """Return the signed error of each row with constants that were fitted without the row.
+    """Return the signed error of each run with constants that were fitted without the run.
 
-    Rows of the same model and table are left out together, because they predict each other.
+    Runs of the same model and table are left out together, because they predict each other.
     """
     groups: dict[tuple[str, str], list[PublishedRun]] = {}
     for table in _tables_of_device(device):

@@ -20,8 +20,8 @@ from planning.published.static_batch import StaticJob, estimate_static
 CASES_FILE = Path(__file__).with_name("inference.yaml")
 DEFAULT_GPU = "a100-80g"
 GPUS_PER_NODE = 8
-VOCABULARY = 51200  # Of all published models.
-POSITIONS = 2048
+VOCABULARY = 51200  # Vocabulary size of all published models.
+POSITIONS = 2048  # Assumed maximum number of positions of all published models.
 
 Figure = Literal["request_ms", "prefill_ms", "decode_ms_per_token", "memory_gb"]
 TIMES: tuple[Figure, ...] = ("request_ms", "prefill_ms", "decode_ms_per_token")

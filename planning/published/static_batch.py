@@ -32,7 +32,8 @@ from planning.published.faster_transformer import (
 
 # GPU memory besides weights and KV cache: the CUDA context with library buffers, and a workspace of
 #   (WORKSPACE_WIDTHS + WORKSPACE_WIDTHS_SHARDED / tp) hidden states per prompt token.
-# CONTEXT_BYTES and WORKSPACE_WIDTHS + WORKSPACE_WIDTHS_SHARDED are fitted to published memory.
+# CONTEXT_BYTES and the sum WORKSPACE_WIDTHS + WORKSPACE_WIDTHS_SHARDED are fitted to published
+# memory.
 CONTEXT_BYTES = 2_730_000_000
 WORKSPACE_WIDTHS = 9.5
 WORKSPACE_WIDTHS_SHARDED = 16.0
@@ -41,7 +42,7 @@ WORKSPACE_WIDTHS_SHARDED = 16.0
 # within ERROR_FITTED of the prediction. The other error bars are estimates, because there are no
 # published rows to compare with.
 ERROR_FITTED = 0.12
-ERROR_EXTRAPOLATED = 0.20  # A size exceeds its FITTED maximum below.
+ERROR_EXTRAPOLATED = 0.20  # A size exceeds its FITTED_*_MAX below.
 ERROR_OTHER_DTYPE = 0.25  # The weights are neither float16 nor bfloat16.
 ERROR_DEVICE = 0.30  # The GPU is not one of FITTED_DEVICES.
 FITTED_DEVICES = ("a100-40g", "a100-80g")
@@ -150,7 +151,7 @@ def _fits(job: StaticJob, cluster: Cluster) -> bool:
 
 
 def _batch_max(job: StaticJob, cluster: Cluster) -> int:
-    """Return the largest batch below the batch of the job that fits; 0 if none fits."""
+    """Return the largest fitting batch size below the job's batch size; 0 if none fits."""
     low, high = 0, job.batch
     while high - low > 1:
         middle = (low + high) // 2
@@ -160,7 +161,10 @@ def _batch_max(job: StaticJob, cluster: Cluster) -> int:
 
 
 def _splits(model: GPTConfig, cluster: Cluster) -> list[tuple[int, int]]:
-    """Return the splits to suggest: increasing TP within a node, then increasing PP."""
+    """Return the splits to suggest: first increasing TP without PP, then increasing PP.
+
+    TP does not exceed a node, and has its largest valid size in all splits with PP.
+    """
     tp_sizes = [tp for tp in divisors(cluster.gpus_per_node) if _is_valid_tp(model, tp)]
     largest_tp = tp_sizes[-1]
     return [(tp, 1) for tp in tp_sizes] + [
@@ -212,7 +216,7 @@ def _confidence(job: StaticJob, cluster: Cluster) -> Confidence:
         return Confidence("spec-sheet", ERROR_DEVICE, note)
     if job.dtype not in ("float16", "bfloat16"):
         return Confidence(
-            "spec-sheet", ERROR_OTHER_DTYPE, f"no published row has weights in {job.dtype}"
+            "spec-sheet", ERROR_OTHER_DTYPE, f"no published latency has weights in {job.dtype}"
         )
     limits = {
         "batch": (job.batch, FITTED_BATCH_MAX),

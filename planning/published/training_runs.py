@@ -29,7 +29,7 @@ class PublishedRun:
     split: TrainingSplit
     cluster: Cluster
     seconds: float
-    noise: float  # Expected relative difference between two such runs.
+    noise: float  # Expected relative difference between two runs of this configuration.
     mfu: float | None = None  # Published MFU in percent; None: not published.
     hfu: float | None = None  # Published HFU in percent; None: not published.
 
@@ -40,7 +40,8 @@ class PublishedTable:
 
     name: str
     source: str
-    # "runs", "trend" (speeds read from a plot) or "zero3" (ZeRO-3, which Preamble does not have).
+    # "runs" (speeds in numbers), "trend" (speeds read from a plot), or "zero3" (runs with ZeRO-3,
+    # which Preamble does not have).
     kind: str
     runs: Sequence[PublishedRun]
 
@@ -59,7 +60,7 @@ class PublishedLayer:
     cluster: Cluster
     forward_ms: float
     backward_ms: float
-    noise: float
+    noise: float  # As in `PublishedRun`.
 
 
 @dataclass(frozen=True)

@@ -18,23 +18,24 @@ from planning.training.efficiency import software_of_device
 from planning.training.estimate import estimate_training, layer_seconds
 from planning.training.search import SearchSpace, search_training
 
-# Largest relative errors.
+# Targets: the largest accepted relative errors of predictions.
 TRAINING_MEAN_MAX = 0.05
 TRAINING_WORST_MAX = 0.12
 INFERENCE_MEAN_MAX = 0.07
 CLOSED_FORM_MAX = 0.005  # Worst error of the memory formulas of training.
 MEMORY_MEAN_MAX = 0.03  # Mean error of the memory of static batches.
-# Mean relative difference in predicted step time between the published split and our fastest split.
+# Target: largest mean relative difference in predicted step time between the vendor's split and the
+# planner's fastest split.
 RANKING_MAX = 0.05
-# Largest error of MFU and HFU, and of activation memory in percent of another split, in percentage
-# points.
+# Target: largest error in percentage points, for MFU, HFU, and activation memory as a percentage of
+# the memory with tensor parallelism alone.
 PERCENT_POINTS_MAX = 0.3
 # ZeRO-3 without model parallelism: the speed of its kernels relative to Megatron's, and the
 # fraction of the network bandwidth that it reaches. Both are fitted to the only three published
 # rows.
 ZERO3_COMPUTE_EFFICIENCY = 0.62
 ZERO3_NETWORK_EFFICIENCY = 0.70
-NAME_WIDTH = 59
+NAME_WIDTH = 59  # Columns of a table's name in the report.
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class ValidationTable:
     name: str
     source: str
     rows: Sequence[PredictedRow]
-    mean_max: float | None = None  # None: no target.
-    worst_max: float | None = None
+    mean_max: float | None = None  # Target of the mean error; None: no target.
+    worst_max: float | None = None  # Target of the worst error; None: no target.
     absolute: bool = False  # Whether errors and targets are in the unit of the rows, not relative.
     is_total: bool = False  # Whether the rows also occur in other tables.
 
@@ -208,8 +209,8 @@ def _format_error(table: ValidationTable, value: float, sign: str = "") -> str:
 
 
 def validate_tables() -> ValidationReport:
-    own_tables = [table for table in training_runs.run_tables() if table.kind != "zero3"]
-    training = [_training_table(table) for table in own_tables]
+    megatron_tables = [table for table in training_runs.run_tables() if table.kind != "zero3"]
+    training = [_training_table(table) for table in megatron_tables]
     all_runs = ValidationTable(
         "training, all runs",
         "the tables above",
@@ -243,7 +244,7 @@ def _estimate_s(run: PublishedRun) -> float:
 
 
 def _zero3_tables() -> Iterator[ValidationTable]:
-    """Yield the tables of ZeRO-3, which Preamble does not plan; they are for comparison.
+    """Yield the tables of ZeRO-3, which the planner does not choose.
 
     With ZeRO-3, every GPU computes all layers and gathers their weights twice during the step.
     """
@@ -259,7 +260,8 @@ def _zero3_tables() -> Iterator[ValidationTable]:
             computing_s = (
                 run.job.model.num_layers * (forward_s + backward_s) / ZERO3_COMPUTE_EFFICIENCY
             )
-            # Two all-gathers of the weights and one reduce-scatter of the gradients.
+            # Two all-gathers of the weights and one reduce-scatter of the gradients, with 2 bytes
+            # per parameter.
             bytes_sent = 3 * 2 * parameter_count(run.job.model)
             sending_s = bytes_sent / (device.network_bytes_per_s * ZERO3_NETWORK_EFFICIENCY)
             rows.append(PredictedRow(run.name, run.seconds, max(computing_s, sending_s)))
@@ -313,7 +315,7 @@ def _closed_forms() -> Iterator[ValidationTable]:
         non_embedding_parameters = parameter_count(model) - model.hidden_size * (
             model.vocab_size + model.max_position_embeddings
         )
-        # The source counts 18 bytes per parameter, without the embeddings.
+        # The source counts 18 bytes for each parameter outside of the embeddings.
         states_gib = 18 * non_embedding_parameters / (split.tp * split.pp) / GIB
         state_rows.append(
             PredictedRow(f"{activations.name} states", activations.states_gib, states_gib, "GiB")
@@ -370,14 +372,16 @@ def _parameter_rows() -> Iterator[PredictedRow]:
     )
     for run in table.runs:
         name = run.name.split()[0]
+        # N21 table 1 states 529.6e9 parameters for the model that is named 530B here.
         billions = {"530B": 529.6}.get(name) or float(name.removesuffix("B"))
         yield PredictedRow(name, billions, parameter_count(run.job.model) / 1e9, "1e9")
 
 
 def _ranking_table() -> ValidationTable:
-    """Compare the predicted step times of the vendor's splits with those of our fastest splits."""
+    """Compare predicted step times: the vendor's splits with the planner's fastest splits."""
     rows = []
     for run in training_runs.published_choices():
+        # Only choices of the vendor's first search, without sequence parallelism, set `recompute`.
         sequence_parallel = False if run.recompute else None
         space = SearchSpace(vpp=(1,), recompute=run.recompute, sequence_parallel=sequence_parallel)
         search = search_training(run.job, run.cluster, space)

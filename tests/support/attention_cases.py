@@ -95,7 +95,7 @@ def check_store_and_attend(attention_case: AttentionCase, make: Make, device: to
 
 
 def check_device_context_lengths(make: Make, device: torch.device) -> None:
-    """Context lengths that only the device has give the same output, in longer block tables too."""
+    """Check that context lengths on the device give the same output, in longer block tables too."""
     for heads in ((2, 1, 64), (2, 4, 64)):
         step = case([1] * 3, [0, 40, 130], heads, 16, torch.float32)
         assert step.batch.block_tables is not None
@@ -147,7 +147,7 @@ def check_nan_isolation(make: Make, device: torch.device) -> None:
 
 
 def check_row_without_slot(make: Make, device: torch.device) -> None:
-    """A row without a slot is written nowhere."""
+    """Check that the keys and values of a row without a slot are not stored."""
     step = case([1] * 3, [5, 6, 7], (2, 1, 16), 16, torch.float32)
     assert step.batch.slot_mapping is not None
     k, v, kv = (x.to(device) for x in (step.k, step.v, step.kv))
@@ -185,9 +185,10 @@ def paged_logits(backend: AttentionBackend, kind: torch.dtype, device: torch.dev
 def patch_interpreter() -> None:
     """Correct three behaviours of Triton's interpreter that differ from a GPU.
 
-    It takes a loop's end for a number although it is an array of one element, which NumPy no
-    longer converts; it rounds small numbers and those that round up to a power of 2 wrongly to
-    FP8; and it multiplies bf16 matrices as the integers that hold their bits.
+    - The interpreter uses a loop's end as a number, but it is an array of one element, which NumPy
+      no longer converts.
+    - It rounds to FP8 incorrectly if a number is small or rounds up to a power of 2.
+    - It multiplies bf16 matrices as the integers that hold their bits.
     """
     interpreter: Any = import_module("triton.runtime.interpreter")
     language: Any = import_module("triton.language")

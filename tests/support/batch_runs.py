@@ -22,7 +22,7 @@ from tests.support.engine_scenarios import (
 from tests.support.models import CONFIGS, MARGIN, build
 from tests.support.ranks import ranks
 
-# Tolerance of logits of about 10, in fp64 and in fp32: sums are in another order.
+# Tolerance of logits of about 10, in fp64 and in fp32: batches add in another order.
 EXACT = {"float64": 1e-9, "float32": 1e-3}
 SIZES = [1, 3, 5]  # Rows of the adapters.
 

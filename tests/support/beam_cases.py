@@ -25,7 +25,7 @@ from serving.request import (
 )
 from tests.support.models import build
 
-CLOSE = 1e-4  # Transformers sums in fp32.
+CLOSE = 1e-4  # Tolerance of scores: transformers sums in fp32.
 
 
 @cache

@@ -15,7 +15,7 @@ from gpt.batch import Batch
 def attend(
     q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
 ) -> Tensor:
-    """gpt.attention.paged.ragged_attention from `Batch.ends`; without them, the original."""
+    """Compute ragged attention from the context lengths on the device, or call the original."""
     if batch.device_context_lengths is None or kv is None:
         return ragged_attention(q, k, v, batch, kv, window)
     assert batch.block_tables is not None

@@ -115,7 +115,7 @@ TEMPLATES = {
     "zephyr": ZEPHYR,
     "gemma": GEMMA,
 }
-# The turn markers of some templates; the second are added tokens that are not special.
+# The turn markers of some templates: special tokens, then added tokens that are not special.
 SPECIAL = (
     "<s>",
     "</s>",

@@ -112,7 +112,7 @@ async def open_streams(address: str, count: int, prompt: str, new: int) -> list[
 
 
 async def open_idle_calls(address: str, count: int) -> list[Any]:
-    """Connections for many streams that carry none."""
+    """Open calls that have no message yet, and return them."""
     kserve = load_package("kserve")
     calls: list[Any] = []
     for share in split_count(count):

@@ -33,8 +33,9 @@ PRODUCT = (
 EMPTY_WORDS = frozenset({"found", "made", "told", "one", "place", "here", "wanted"})
 VAGUE_PARTICIPLES = frozenset({"said", "asked", "given", "kept", "held", "known", "whole", "most"})
 VAGUE_NOUNS = frozenset({"result", "item", "value", "data", "info", "obj", "outcome", "thing"})
-# Nouns of the field, one of which is in the first line of each module's docstring, unless a term of
-# ARCHITECTURE.md's glossary is: models and training; serving; formats and other systems; machines.
+# Nouns of the field. The first line of a module's docstring contains one of them, or a term of the
+# glossary in ARCHITECTURE.md. Groups: models and training; serving; formats and other systems;
+# machines.
 FIELD_TERMS = tuple(
     """
 activation|argmax|attention|batch|cross entropy|dataset|dropout|dtype|embedding|epoch|evaluation

@@ -50,9 +50,9 @@ WAIT_S = 240.0  # A time-out for hangs: ranks load, and run the scenarios one af
 
 @dataclass(frozen=True)
 class Scenario:
-    """Requests by arrival: after how many updates, or earlier if the engine is idle."""
+    """Requests with their arrival times, in engine updates; earlier if the engine is idle."""
 
-    name: str  # Of the model configuration.
+    name: str  # Name of the model configuration.
     dtype: str
     settings: dict[str, Any]
     submissions: list[tuple[int, Submission]]
@@ -141,7 +141,7 @@ def draw_scenario(
         "kv_block_tokens": block,
         "running_requests_max": running,
         "step_tokens_max": max(block, running, draw.choice([4, 7, 16, 40, 200])),
-        # From the need of the longest sequence up; most sizes are too small for all that run.
+        # At least what the longest sequence needs; most sizes are too small for all running ones.
         "kv_tokens_max": network.max_position_embeddings + draw.choice([0, 0, 10, 40, 400]),
         "prefix_cache": draw.random() < 0.75,
         "adapter_rows_max": draw.choice([6, 12, 64]),

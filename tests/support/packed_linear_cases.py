@@ -57,7 +57,8 @@ def check_packed_gemm(
 def check_independent_rows(channels: int) -> None:
     """A row's result depends neither on the other rows of the batch nor on the number of threads.
 
-    Rows go in blocks, each past all panels; a thread takes panels of another's share as well.
+    The kernel multiplies blocks of rows by all panels; a thread that has finished its panels takes
+    panels of other threads.
     """
     generator, threads = torch.Generator().manual_seed(channels), torch.get_num_threads()
     weight = torch.randn(650, channels, generator=generator).bfloat16()
@@ -123,6 +124,6 @@ def check_fused_norm(width: int, rms: bool, shifted: bool) -> None:
     y = F.rms_norm(y, wide, eps=1e-5) if rms else F.layer_norm(y, wide, eps=1e-5)
     y = y * scale.double() + (shift.double() if shifted else 0)
     want = y @ weight.double().t()
-    # What is normed is rounded to bf16, once.
+    # The output of the norm is rounded to bf16 once.
     limit = 2**-8 * (y.abs() @ weight.double().abs().t()) + 1e-4
     assert ((got.double() - want).abs() <= limit).all()

@@ -38,9 +38,10 @@ def case(
     *,
     shared: list[tuple[int, int]] | None = None,
 ) -> Case:
-    """`heads`: groups, queries per group, channels. `size`: tokens per block.
+    """Draw a step.
 
-    `shared`: for each sequence an earlier one, and how many of their first blocks are common.
+    `heads` is (groups, queries per group, channels), and `size` is the number of tokens per block.
+    `shared` gives, for each sequence, an earlier sequence and the number of common first blocks.
     """
     groups, queries, width = heads
     draw = random.Random(size)

@@ -2,8 +2,8 @@
 
 Each process is forked from a server that has torch loaded already, so a start costs tens of
 milliseconds instead of seconds. A rank that has finished or failed waits to be ended, so its
-neighbours never report a lost connection in place of the first real error. It knows nothing of
-meshes: a rank finds a default process group, and builds what it needs.
+neighbours never report a lost connection in place of the first real error. The module knows no
+meshes: a rank has the default process group, and builds the groups that it needs.
 """
 
 import faulthandler
@@ -22,8 +22,8 @@ from typing import TypeVar
 
 R = TypeVar("R")
 
-# A rank past its limit dumps its stack and ends; the caller waits this much longer to read it. The
-# rank counts from its own start, which a busy machine delays.
+# A rank that exceeds its time limit dumps its stack and ends. The caller waits this much longer for
+# the dump, because the time of a rank begins at its start, which a busy machine delays.
 GRACE_S = 60.0
 
 FORKSERVER = multiprocessing.get_context("forkserver")

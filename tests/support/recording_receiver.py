@@ -1,6 +1,6 @@
 """A receiver that records an engine transport's messages, in place of the engine.
 
-And a gate between a transport and an engine, for actions while a request runs.
+The module also has a gate between a transport and an engine, for actions while a request runs.
 """
 
 import threading
@@ -19,8 +19,8 @@ from tests.support.servers import WAIT_S
 class Gate:
     """Blocks the engine loop's thread after a number of updates.
 
-    A test can so act while a request runs and before it ends, also where a busy machine delays the
-    test.
+    While the thread is blocked, a test can act before a request ends, even if a busy machine delays
+    the test.
     """
 
     def __init__(self) -> None:

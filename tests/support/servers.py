@@ -190,7 +190,7 @@ def _first_line(process: "subprocess.Popen[str]") -> str:
 
 
 def free_port() -> int:
-    """A port that the kernel gives to no other process; each process starts at another number."""
+    """Return a port that the kernel gives to no other process; each process begins elsewhere."""
     for number in range(20_000 + os.getpid() * 7 % 10_000, 32_000):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", number))

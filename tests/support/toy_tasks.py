@@ -153,7 +153,7 @@ class Recipe:
             count = 0 if draw.random() < BARE else draw.randint(1, SIGNS_MAX)
             batch = []
             for word in itertools.islice(drawn_words, self.batch_examples):
-                # Without instructions all tasks are equally likely, so no guess is the best.
+                # Without instructions all tasks are equally likely: no task is the best guess.
                 task = draw.choice(tasks if count else [*TASKS])
                 prompt = "".join(draw.choices(SIGNS[task], k=count)) + word + ARROW
                 ids = [numbers[sign] for sign in prompt + TASKS[task](word)]

@@ -1,5 +1,6 @@
-// Interaction of the plan page: shows a candidate of the scatter plot by pointer, arrow keys or
-// table row, and sorts and filters the table. Without JavaScript the page is static but complete.
+// Interaction of the plan page: shows the details of the candidate that the pointer (in the scatter
+// plot or the table) or an arrow key selects; sorts and filters the table. Without JavaScript, the
+// page has the details of no candidate but the recommended one.
 for (const control of document.querySelectorAll(".scripted")) control.hidden = false;
 
 const newElement = (tag, text, className) => {
@@ -20,8 +21,8 @@ if (svg) {
   const rowByIndex = new Map(tableRows.map((row) => [Number(row.dataset.point ?? -1), row]));
   // Candidate indices from left to right, for the arrow keys.
   const byX = [...candidates.keys()].sort((a, b) => candidates[a][0] - candidates[b][0]);
-  let pinned = -1; // The candidate that a click or a key has fixed; -1: none.
-  let shown = -1; // The highlighted candidate; -1: none.
+  let pinned = -1; // The index of the candidate that a click or a key has fixed; -1: none.
+  let shown = -1; // The index of the highlighted candidate; -1: none.
 
   const definitionList = (values, firstColumn) => {
     const list = document.createElement("dl");

@@ -41,7 +41,7 @@ SHARD_BYTES = 30_000
 
 @dataclass(frozen=True)
 class Kind:
-    """`words` are all in the error message; the first is the faulty file or directory."""
+    """A fault. Its error message contains all `words`; the first is the faulty path."""
 
     good: str
     plant: Plant
