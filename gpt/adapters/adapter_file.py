@@ -94,7 +94,10 @@ def latest_adapter(folder: Path, name: str) -> tuple[Path, Adapter] | None:
 
 
 def check_publish_directory(folder: Path) -> None:
-    """Check that `publish_adapter` can write to a folder: create it, write and remove a file."""
+    """Check that `publish_adapter` can write to a folder: create it, write and remove a file.
+
+    `write_atomic` uses a hard link, because a link never replaces an existing version.
+    """
     probe = folder / f".{secrets.token_hex(8)}.probe"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -147,7 +150,9 @@ def _write_file(adapter: Adapter, path: Path, *, overwrite: bool) -> None:
 
 
 def open_adapter(path: Path, *, task: str | None = None, base: Checkpoint | None = None) -> Adapter:
-    """Open an adapter: a native file, a PEFT or TGIS file or directory, or a .nemo (also unpacked).
+    """Open an adapter: a native file, a PEFT or TGIS file or directory, or a NeMo archive.
+
+    A NeMo archive can also be the directory of an unpacked .nemo file.
 
     `task` selects one of several tasks: by number in a multitask PEFT adapter, by name in a NeMo
     adapter. `base` is used only if the table cannot be read or checked without the base model.
@@ -182,7 +187,9 @@ def _open_native(path: Path) -> Adapter:
             f"{path} is not an adapter; give a {SUFFIX} file, a PEFT directory, a decoder.pt, or "
             "a .nemo file of prompt learning"
         )
-    tensors = open_safetensors(path)  # Describes a broken header better than `safe_open` below.
+    # A broken header is described better by the errors of `open_safetensors` than by those of
+    # `safe_open`, so `open_safetensors` is called first.
+    tensors = open_safetensors(path)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
@@ -236,8 +243,8 @@ def check_adapter(
 ) -> tuple[str, ...]:
     """Refuse an adapter that does not fit this model; return notes for the user.
 
-    The notes list omitted checks and conversions of the model's dtype. `rows_max` limits the number
-    of virtual tokens; the default is half of the model's context length.
+    The notes list the checks that were not possible, and how the model's dtype was converted.
+    `rows_max` limits the number of virtual tokens; None: half of the model's context length.
     """
     card = adapter.card
     rows, width = adapter.table.shape
@@ -273,7 +280,8 @@ def check_adapter(
     if identity is None:
         return (f"adapter {card.name!r} was not compared with the model's digest",)
     # Either an equal fingerprint or an equal digest identifies the base model. The fingerprint is
-    # computed at every start, but depends on the config; the digest does not, but may be unknown.
+    # always known, but changes with the config. The digest is independent of the config, but may be
+    # unknown.
     is_same_base = (
         card.base_fingerprint is not None and card.base_fingerprint == identity.fingerprint
     )
@@ -281,8 +289,8 @@ def check_adapter(
         raise AdapterError(
             f"adapter {card.name!r} was trained on the model with digest "
             f"{_short_digest(card.base_digest)}, but this model has digest "
-            f"{_short_digest(identity.digest)}; use the adapter with its base model, or tune an "
-            "adapter for this model"
+            f"{_short_digest(identity.digest or 'unknown')}; use the adapter with its base model, "
+            "or tune an adapter for this model"
         )
     return (identity.note,) if identity.note else ()
 
@@ -299,8 +307,9 @@ def _short_digest(digest: str | None) -> str:
 def instruction_adapter(card: Card, token_ids: Sequence[int], rows: Tensor) -> Adapter:
     """Return an adapter whose rows are the token embeddings of an instruction text.
 
-    `rows` are the word embeddings of `token_ids`. They do not include position embeddings, which
-    the model adds to virtual tokens as to any token. So the adapter has the effect of the text.
+    `rows` are the word embeddings of `token_ids`, without position embeddings. The model adds
+    position embeddings to virtual tokens as to any token, so the adapter has the same effect as the
+    text.
     """
     if len(rows) != len(token_ids):
         raise AdapterError(

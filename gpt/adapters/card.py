@@ -1,8 +1,8 @@
 """Adapter and its card: metadata, template, golden examples, and the digest of the table.
 
-An adapter is a table and a card. The table has a row for each virtual token; virtual tokens are
-inserted into a prompt, usually before its text (the preamble). The card describes the table. An
-adapter is immutable. Its digest covers the table, the template and the base model, so adapters of
+An adapter is a table and a card. The table has a row for each virtual token. The virtual tokens
+(the preamble) are inserted into a prompt, usually before the text. The card describes the table. An
+adapter is immutable. Its digest covers the table, the template and the base model, so adapters with
 equal digests have the same effect. A card can be written as JSON and read again without a change.
 The module opens no files.
 """
@@ -22,8 +22,8 @@ from gpt.adapters.prompt_template import PromptTemplate
 from gpt.errors import AdapterError, ConfigError, RequestError
 from gpt.settings import parse_settings
 
-# A name is a file name and an alias in requests, so it must not contain a path separator, nor begin
-# with a dot or a dash. A version number has no leading zeros, so each version has one spelling.
+# A name is part of a file name, so it must not contain a path separator, nor begin with a dot or a
+# dash. A version number has no leading zeros, so each version has one spelling.
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 VERSION_PATTERN = re.compile(r"[1-9][0-9]{0,5}")
 
@@ -176,7 +176,7 @@ class Card:
 
     def to_dict(self) -> dict[str, Any]:
         record = {card_field.name: getattr(self, card_field.name) for card_field in fields(self)}
-        if self.kind == "rows":  # Omitted, as in older cards, which had no field `kind`.
+        if self.kind == "rows":  # The default is omitted, as in older cards, which had no `kind`.
             del record["kind"]
         return record | {
             "template": self.template.to_dict() if self.template else None,
@@ -227,7 +227,7 @@ class Adapter:
 
 
 def build_adapter(card: Card, table: Tensor) -> Adapter:
-    """Return an adapter of a card and an fp32 copy of a table; refuse a card that does not fit."""
+    """Build an adapter from a card and an fp32 copy of a table; refuse a card of another table."""
     if table.ndim != 2 or not table.numel() or not table.is_floating_point():
         raise AdapterError(
             f"the table of {card.name!r} is {table.dtype} of shape {tuple(table.shape)}; it must "
@@ -235,7 +235,7 @@ def build_adapter(card: Card, table: Tensor) -> Adapter:
         )
     rows, hidden = table.shape
     if rows * hidden * 4 > TABLE_BYTES_MAX:
-        # Checked before the copy: a small stored tensor with strides of 0 can have any shape.
+        # Checked before the copy, because with strides of 0 a small file can have a huge table.
         raise AdapterError(
             f"the table of {card.name!r} has {rows} rows of {hidden} values: {rows * hidden * 4} "
             f"bytes, over the limit of {TABLE_BYTES_MAX}; give fewer rows"

@@ -59,7 +59,10 @@ def convert_to_nemo(
     if base_name is None:
         notes.append("the .nemo does not record the base model: set gpt_model_file in NeMo")
     if any(isinstance(part, tuple) for part in template.parts[: _last_virtual_part(template)]):
-        notes.append("NeMo places virtual tokens after text correctly only at batch size 1")
+        notes.append(
+            "the template has virtual tokens after text; NeMo places these correctly only at batch "
+            "size 1"
+        )
     card = adapter.card
     unsupported_fields = {
         "stops": card.stop,
@@ -76,8 +79,8 @@ def check_nemo_target(path: Path, *, overwrite: bool) -> None:
     """Refuse a target that `write_nemo` would refuse; callers check before any computation."""
     if path.suffix != SUFFIX or not path.parent.is_dir():
         raise AdapterError(
-            f"{path} cannot be written; give the name of a {SUFFIX} file, which NeMo requires, in "
-            "an existing directory"
+            f"{path} cannot be written; NeMo requires a file name that ends with {SUFFIX}, and the "
+            "directory must exist"
         )
     if os.path.lexists(path) and (not overwrite or path.is_symlink() or not path.is_file()):
         raise AdapterError(
@@ -108,9 +111,10 @@ def write_nemo(export: AdapterExport, path: Path, *, overwrite: bool = False) ->
 def _order_rows(
     adapter: Adapter, base: Checkpoint | None, notes: list[str]
 ) -> tuple[PromptTemplate, Tensor]:
-    """Return the template and the table with the rows in the order of the template, as in NeMo.
+    """Return the template and the table, with the rows in the order that the template has.
 
-    A begin-of-text token after the leading rows (bos "text") becomes an extra row.
+    NeMo requires this order. A begin-of-text token after the leading rows (bos "text") becomes an
+    extra row.
     """
     template, table = adapter.card.template, adapter.table.contiguous()
     if template is None:
@@ -187,7 +191,7 @@ def _last_virtual_part(template: PromptTemplate) -> int:
 
 
 def _task_name(name: str, notes: list[str]) -> str:
-    """Return a task name for NeMo, which must be a valid key of a torch ModuleDict."""
+    """Return a task name that is a valid key of a torch ModuleDict, as NeMo requires."""
     task = name.replace(".", "_")
     task += "_" if hasattr(torch.nn.ModuleDict, task) or task == "training" else ""
     if task != name:

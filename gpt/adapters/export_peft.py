@@ -95,7 +95,10 @@ def check_not_prefix(adapter: Adapter, format_name: str) -> None:
 
 
 def convert_to_tgis(adapter: Adapter, base: Checkpoint | None) -> AdapterExport:
-    """Convert an adapter to `decoder.pt`, a single matrix; the directory name is the prompt id."""
+    """Convert an adapter to `decoder.pt`, a single matrix.
+
+    TGIS uses the name of the directory that contains `decoder.pt` as the prompt id.
+    """
     check_not_prefix(adapter, "TGIS")
     table, notes = _leading_rows(adapter, base)
     content = io.BytesIO()
@@ -175,8 +178,8 @@ def check_export_target(folder: Path, *, overwrite: bool) -> None:
     foreign_files = [name for name in file_names if name not in REPLACEABLE_FILES]
     if foreign_files:
         raise AdapterError(
-            f"{folder} contains {foreign_files[0]}, which is not an adapter file, so it is not "
-            "overwritten; choose another path"
+            f"{folder} contains {foreign_files[0]}, which is not an adapter file, so the "
+            "directory is not overwritten; choose another path"
         )
 
 

@@ -2,15 +2,15 @@
 
 A golden example is recorded after training. The verdict of a replay is one of these:
 
-- "same": the tokens are equal, and the log-probabilities are equal within the rounding error of the
-  dtypes;
+- "same": the tokens are equal, and the difference of the log-probabilities is within the tolerance
+  for rounding errors;
 - "tie": the first different token is about as likely as the recorded token, so rounding may have
   caused the change;
 - "different": otherwise.
 
-For an example without recorded token ids, only the text is compared. `compare_example` needs only
-the token ids and scores of the new completion, so servers, which have no `GPT` object in their
-front end, call this function too.
+For an example without recorded token ids, only the text is compared. `compare_example` needs
+only the text, token ids and scores of the new completion. So the front end of a server, which has
+no `GPT` object, calls this function too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,7 +80,7 @@ class GoldenReplay:
 
     examples: tuple[ExampleReplay, ...]
     tolerance: float
-    mismatch_lines: tuple[str, ...] = ()  # For display: a line per example that is not the same.
+    mismatch_lines: tuple[str, ...] = ()  # For display: one line per verdict except "same".
 
     @property
     def checked(self) -> int:
@@ -104,7 +104,7 @@ class GoldenReplay:
 
 
 def golden_tolerance(golden: Sequence[GoldenExample], dtype: str) -> float:
-    """Return the largest of the tolerances of the model's dtype and of the examples' dtypes."""
+    """Return the largest tolerance of several dtypes: the model's `dtype` and those of examples."""
     dtypes = {dtype, *(example.dtype for example in golden)}
     return max(TOLERANCES[name] for name in dtypes & TOLERANCES.keys())
 

@@ -5,7 +5,7 @@ NeMo has three layouts of the virtual-token rows:
 - one table per task, with flat keys;
 - one table per task, in nested dicts;
 - since NeMo 1.20, a buffer in an adapter module of the model. If the model has learned positions,
-  these rows include position embeddings, which this module subtracts.
+  these rows include position embeddings, which `_subtract_positions` subtracts.
 
 If the rows are missing, all zeros or not finite, `nemo_encoder.py` computes them with the prompt
 encoder in the file.
@@ -189,8 +189,8 @@ def _task_template(fields: NemoConfig, task: str) -> PromptTemplate | None:
         )
     data_section = fields.section("data")
     answer = record.get("answer_field")
-    # `PromptTemplate` requires the answer at the end, but NeMo only if answer_only_loss is set. An
-    # answer field elsewhere becomes an input field.
+    # `PromptTemplate` requires the answer at the end; NeMo requires this only if answer_only_loss
+    # is set. An answer field that is not at the end becomes an input field.
     is_answer_last = isinstance(answer, str) and text.endswith(f"{{{answer}}}")
     try:
         return PromptTemplate(
@@ -208,10 +208,11 @@ def _task_template(fields: NemoConfig, task: str) -> PromptTemplate | None:
 def _subtract_positions(
     path: Path, table: Tensor, fields: NemoConfig, base: Checkpoint | None
 ) -> tuple[Tensor, str]:
-    """Subtract the learned positions from the rows if the model has them; return rows and a note.
+    """Return the rows without learned position embeddings, and a note for the user.
 
-    NeMo inserts these rows after the addition of position embeddings to the text. Preamble adds
-    position embeddings to the rows too. The note is empty if nothing is subtracted.
+    NeMo adds position embeddings to the text before it inserts the rows, so trained rows include
+    position embeddings. Preamble adds position embeddings to rows too, so they are subtracted here.
+    The note is empty if nothing is subtracted.
     """
     if base is not None:
         has_learned_positions = base.config.has_learned_positions

@@ -95,9 +95,9 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     peft_type = config.get("peft_type")
     if peft_type not in PEFT_TYPES:
         raise AdapterError(
-            f"{path} has the type {str(peft_type)[:40]}, which changes more than the prompt; "
-            f"supported types are {', '.join(PEFT_TYPES)}: train one of these types, or merge this "
-            "adapter into the model"
+            f"{path} has peft_type {str(peft_type)[:40]}; only adapters of the prompt are "
+            f"supported ({', '.join(PEFT_TYPES)}): train one of these types, or merge this adapter "
+            "into the model"
         )
     task_type, submodules = config.get("task_type"), config.get("num_transformer_submodules")
     if task_type is None:
@@ -148,18 +148,17 @@ def _check_sizes(config: dict[str, Any], table: Tensor, weights: Path) -> None:
 
 def _check_layers(config: dict[str, Any], model_config: GPTConfig, weights: Path) -> None:
     """Compare the layers and heads of a prefix with the model."""
-    for key, required_size in (
-        ("num_layers", model_config.num_layers),
-        ("token_dim", model_config.num_query_groups * model_config.kv_channels),
+    for key, required_size, unit in (
+        ("num_layers", model_config.num_layers, "layers"),
+        ("token_dim", model_config.num_query_groups * model_config.kv_channels, "key channels"),
         # In the config of a prefix, PEFT stores the number of KV heads under this key.
-        ("num_attention_heads", model_config.num_query_groups),
+        ("num_attention_heads", model_config.num_query_groups, "KV heads"),
     ):
         size = config.get(key)
         if size is not None and size != required_size:
             raise AdapterError(
-                f"{weights} is a prefix with {key} {str(size)[:20]}, but this model needs "
-                f"{required_size} (num_attention_heads of a prefix counts KV heads); use the "
-                "prefix with the model that it was trained on"
+                f"{weights} is a prefix for a model with {key} {str(size)[:20]}, but this model "
+                f"has {required_size} {unit}; use the prefix with the model that it was trained on"
             )
 
 
@@ -203,7 +202,7 @@ def open_tgis(path: Path) -> Adapter:
             "hidden: save it again"
         )
     table = checked_table(matrix, str(path))
-    # The prompt store of TGIS has files `<name>/decoder.pt`.
+    # TGIS stores an adapter as `<name>/decoder.pt`, so the directory has the adapter's name.
     named_path = path.parent if path.stem in ("decoder", "encoder") else path.with_suffix("")
     notes = (f"imported from TGIS; {PLACEMENT_NOTE}",)
     return build_adapter(Card(card_name(named_path), method="tgis", notes=notes), table)

@@ -154,7 +154,8 @@ class SavedEncoder:
         word_embeddings = base.tensors[WORD_EMBEDDING_KEY]
         if rows.shape[1] != base.config.hidden_size:
             raise self._unusable_error(
-                f"the base model does not fit: the encoder's rows have width {rows.shape[1]}"
+                f"the encoder's rows have width {rows.shape[1]}, but the base model has "
+                f"hidden_size {base.config.hidden_size}"
             )
         name_rows = [word_embeddings.read_sample(token, 1, rows.shape[1]).float() for token in ids]
         return torch.cat([*name_rows, rows[len(ids) :]])

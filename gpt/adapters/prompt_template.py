@@ -1,8 +1,8 @@
 """Prompt template: converts text, fields and virtual tokens to token ids, for training and serving.
 
 Each virtual token becomes a token id at or above the vocabulary size. A template is parsed before
-the fields get their values. So the value of a field is always text: it cannot become a marker of
-virtual tokens, another field or a control token. The text between two markers, with the values of
+the fields get their values. So the value of a field is always text: a marker, a field or a control
+token in a value has no effect. The text between two markers of virtual tokens, with the values of
 its fields, is tokenized in one piece. In a training example, the ids before the answer equal the
 prompt's ids in serving. The module uses no model and opens no files.
 """
@@ -109,7 +109,7 @@ class PromptTemplate:
 
     @cached_property
     def parts(self) -> tuple[TextPart | VirtualPart, ...]:
-        """The text parts and virtual parts, in the order of the text."""
+        """The text parts and virtual parts, in the order of the template."""
         parts: list[TextPart | VirtualPart] = []
         text: list[str | TemplateField] = []
         end = 0
@@ -295,8 +295,8 @@ class PromptTemplate:
     ) -> PromptTooLongError:
         subject = "the prompt has" if answer_tokens is None else "prompt and answer have"
         if self.truncate_field:
-            subject = f"without the text of {self.truncate_field!r}, {subject}"
-        remedy = f"shorten it by {prompt_tokens - tokens_max} tokens"
+            subject = f"even without the text of {self.truncate_field!r}, {subject}"
+        remedy = f"shorten the text by {prompt_tokens - tokens_max} tokens"
         if self.virtual_tokens >= tokens_max:
             remedy = "the virtual tokens alone reach the limit, so raise the limit"
         elif (

@@ -2,8 +2,8 @@
 
 The base digest is a SHA-256 over the name, dtype, shape and SHA-256 of every logical (unsharded,
 unpadded) tensor. The fingerprint hashes the config fields that affect the forward pass, and a few
-elements of each tensor, so it can be computed at every start. A computed base digest is
-cached in the user's cache directory, because the checkpoint's directory may be read-only.
+elements of each tensor, so it can be computed at every start. A computed base digest is cached in
+the user's cache directory, because the checkpoint's directory may be read-only.
 """
 
 import hashlib
@@ -27,7 +27,8 @@ from gpt.errors import CheckpointError
 
 __all__ = ["ModelIdentity", "base_digest", "combine_digests", "fingerprint", "identify"]
 
-# Columns that the fingerprint reads of the first, the middle and the last row of each tensor.
+# The fingerprint reads this number of columns in the first, the middle and the last row of each
+# tensor.
 SAMPLE_COLUMNS = 64
 
 # Threads that hash. More threads are not faster, because the disk is the limit.

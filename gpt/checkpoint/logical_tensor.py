@@ -79,8 +79,8 @@ class SourceSlice:
     rows: tuple[int, int]  # Logical rows: [start, stop).
     columns: tuple[int, int] | None = None  # Logical columns: [start, stop); None: all columns.
     source_row: int = 0
-    # Stored rows from one logical row to the next. The stride is above 1 for old Megatron files,
-    # which interleave the rows of queries, keys and values.
+    # Distance, in stored rows, between consecutive logical rows. The stride is above 1 for old
+    # Megatron files, which interleave the rows of queries, keys and values.
     row_stride: int = 1
     source_column: int = 0
     transposed: bool = False
@@ -152,7 +152,7 @@ class LogicalTensor:
 
     @torch.no_grad()
     def read_sample(self, first_row: int, rows_max: int, columns_max: int) -> Tensor:
-        """Read the leading columns of up to `rows_max` rows that start at `first_row`."""
+        """Read up to `rows_max` rows from `first_row` on, in the first `columns_max` columns."""
         row_count = min(rows_max, self.shape[0] - first_row)
         column_count = min(columns_max, self._columns)
         out = torch.empty(row_count, column_count, dtype=self.dtype)
@@ -298,8 +298,8 @@ def _covers_exactly(spans: list[tuple[int, int]], size: int) -> bool:
 class ModelIdentity:
     """The identity of a model, independent of the format of its files.
 
-    After a conversion of the dtype, `digest` and `fingerprint` still are those of the original
-    weights, before the conversion.
+    If the files contain weights in a converted dtype, `digest` and `fingerprint` still identify the
+    original weights.
     """
 
     digest: str  # Base digest of the original weights; empty if not computed yet.

@@ -4,9 +4,9 @@ A generator per logical (unsharded) tensor is seeded with the user's seed and th
 Each rank draws a whole tensor and keeps its shard. So the weights do not depend on the parallel
 sizes, and memory holds one whole tensor at a time. The initial values are Megatron's:
 
-- matrices are normal with standard deviation `std`;
 - matrices of row-parallel linears, whose output is added to the residual stream, are normal with
   standard deviation std / sqrt(2 * layers);
+- all other matrices are normal with standard deviation `std`;
 - norm weights are 1, or 0 if the checkpoint stores gamma - 1;
 - biases are 0.
 """

@@ -107,8 +107,8 @@ def _open_detected(path: Path, config: GPTConfig | Mapping[str, Any] | None) -> 
 def _with_recorded_identity(checkpoint: Checkpoint) -> Checkpoint:
     """Add the identity from a manifest that Preamble wrote beside files of another format.
 
-    After that, other tools may have changed the files. So the manifest is ignored, with a note, if
-    it is unreadable or if its config differs from the config in the files.
+    Other tools may have changed the files after Preamble wrote the manifest. So the manifest is
+    ignored, with a note, if it is unreadable or if its config differs from the config in the files.
     """
     if checkpoint.identity is not None or not (checkpoint.path / MANIFEST).is_file():
         return checkpoint

@@ -206,9 +206,10 @@ class ChatTemplateEncoder:
         )
 
     def _is_continuation_after(self, control: str) -> bool:
-        """Return whether text after a control token is encoded differently than at the start.
+        """Return whether "a" after a control token is encoded differently than "a" alone.
 
-        If so, the tokenizer adds a leading space at the start of a text only.
+        If so, the tokenizer adds a leading space only at the start of a text, not after a control
+        token.
         """
         ids_after = self._tokenizer.encode(f"{control}a", allow_special=True)[1:]
         return ids_after != self._tokenizer.encode("a")

@@ -185,9 +185,9 @@ def _parse_decoder(decoder: Any, source: Path) -> tuple[PieceStyle, DecodingRule
     strips_space = steps[-1] == _STRIP_LEADING_SPACE
     middle_types = step_types[1 : -1 if strips_space else None]
     if steps[0] == _MARKS_TO_SPACES and middle_types in (["Fuse"], ["ByteFallback", "Fuse"]):
-        # If one byte is invalid, the library replaces all bytes of the run of byte tokens. A stream
-        # may have returned the earlier bytes already. So only invalid bytes are replaced, as in
-        # sentencepiece.
+        # If one byte is invalid, the library replaces the bytes of all adjacent byte tokens. A
+        # stream may have returned the earlier bytes already. So the detokenizer replaces only
+        # invalid bytes, as sentencepiece does.
         style: PieceStyle = "fallback" if "ByteFallback" in step_types else "marks"
         return style, DecodingRules("text" if strips_space else "keep", BYTEWISE_ERRORS)
     raise CheckpointError(
@@ -226,7 +226,7 @@ def gpt2_tokenizer(vocabulary: Path, merges: Path, special_tokens: SpecialTokens
     library = tokenizers.Tokenizer(bpe)
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
-    # Only tokens in the vocabulary become special tokens; the library would give others new ids.
+    # Only tokens in the vocabulary become special tokens; other tokens would get new ids.
     special = {EOS_CANDIDATES[0], *special_tokens.special}
     library.add_special_tokens([t for t in sorted(special) if library.token_to_id(t) is not None])
     # As in Megatron and NeMo, <|endoftext|> is both BOS and EOS by default.

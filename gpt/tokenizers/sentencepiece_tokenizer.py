@@ -1,8 +1,8 @@
 """SentencePiece tokenizer: byte fallback, dummy prefix and whitespace as in the model file.
 
 Settings of the model file that the library does not report are inferred from decoded test tokens,
-or read from the file's protobuf bytes. Text that follows other text is encoded by a
-second copy of the model that adds no dummy prefix (leading space) and removes no whitespace.
+or read from the file's protobuf bytes. For text that follows other text, a second copy of the model
+encodes without a dummy prefix (leading space), and removes no whitespace.
 """
 
 import re

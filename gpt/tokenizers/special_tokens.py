@@ -36,7 +36,8 @@ def spell_out_guarded(
 ) -> list[int]:
     """Replace the tokens that user text must not contain by the encodings of their letters.
 
-    User text can be encoded as such a token by BPE merges, or by a match of a whole piece.
+    The tokenizer can produce these tokens from user text by BPE merges, or by a match of a whole
+    piece.
     """
     unguarded_ids = []
     spellings: dict[int, list[int]] = {}  # Cached, because a text may repeat a guarded token.
@@ -72,7 +73,7 @@ class SpecialTokens:
     eos: str | None = None
     adds_bos: bool | None = None  # None: not declared.
     special: frozenset[str] = frozenset()  # The texts of all special tokens.
-    # The ids are those in generation_config.json.
+    # `bos_id` and `stop_ids` are read from generation_config.json.
     bos_id: int | None = None
     stop_ids: tuple[int, ...] = ()
 

@@ -121,7 +121,7 @@ _FILE_NAMES: dict[TokenizerKind, tuple[str, ...]] = {
 def _find_single_file(folder: Path, suffix: str) -> Path | None:
     """Return the file named `suffix`, else the only file whose name ends with `suffix`, else None.
 
-    The names in NeMo's archives begin with a hash.
+    Files in NeMo's archives have names with a hash before the suffix.
     """
     if (folder / suffix).is_file():
         return folder / suffix

@@ -80,7 +80,8 @@ class MappedFile:
             return self.payload
 
     def _map(self) -> mmap.mmap:
-        # Each mapping keeps a file descriptor open, and a checkpoint can have a thousand files.
+        # Each mapping keeps a file descriptor open, and a checkpoint can have more files than the
+        # soft limit of the process allows, so the soft limit is raised.
         soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         with open(self.path, "rb") as file:
             if file.fileno() > soft_limit - RESERVED_DESCRIPTORS and soft_limit < hard_limit:

@@ -1,7 +1,7 @@
 """Hugging Face config.json: typed access to fields in transformers 4 and 5 spellings.
 
 A value comes from config.json, or, for an absent key, from the defaults of the family's
-configuration class. A field that Preamble would not compute exactly like transformers is refused.
+configuration class. A value is refused if Preamble would not compute the same as transformers.
 `families.py` defines the fields of each family; this module only reads and checks values.
 """
 
@@ -48,7 +48,7 @@ class ConfigJson:
         value = self.record.get(key)
         value = default if value is None else value
         if type(value) is not int or not 0 <= value < below:
-            raise self.invalid_field_error(key, value, f"a whole number below {below}")
+            raise self.invalid_field_error(key, value, f"a whole number from 0 to {below - 1}")
         return value
 
     def count(self, key: str) -> int:
@@ -154,8 +154,8 @@ def _rope_scaling(fields: ConfigJson, rope: ConfigJson, rope_type: object) -> Ro
     if rope_type == "linear":
         return RopeScaling("linear", rope.number("factor"))
     if rope_type == "llama3":
-        # As in transformers: `original` is the top-level key, or if absent, the key in the RoPE
-        # section, or if both are absent, max_position_embeddings.
+        # As in transformers, `original` is the first of these values that is present: the top-level
+        # key, the key in the RoPE section, max_position_embeddings.
         original = fields.integer(
             "original_max_position_embeddings",
             rope.integer(

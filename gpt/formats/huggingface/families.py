@@ -1,8 +1,8 @@
 """Hugging Face model families (model_type): config conversion and tensor key tables.
 
 A family is a function that converts config.json to a GPTConfig, and a table from canonical names to
-Hugging Face keys. A new family is a new entry of FAMILIES. A config field that Preamble would not
-compute exactly like transformers is refused. The module opens no files.
+Hugging Face keys. A new family is a new entry of FAMILIES. A config value is refused if Preamble
+would not compute the same as transformers. The module opens no files.
 """
 
 import re
@@ -35,7 +35,7 @@ class Family:
 
     `key_table` maps canonical names without the layer prefix to the keys in files of transformers
     4. A key contains `{n}` for the number of a layer, and `{expert}` for the number of an expert.
-    `key_renames` and `fused_experts` convert the different keys of transformers 5.
+    `key_renames` and `fused_experts` convert the keys that are different in transformers 5.
     """
 
     to_gpt_config: Callable[[ConfigJson], GPTConfig]
@@ -153,7 +153,8 @@ def _qwen3(fields: ConfigJson) -> GPTConfig:
 
 def _mixtral(fields: ConfigJson) -> GPTConfig:
     refuse_mixed_attention(fields)
-    # Softmax over all experts, renormalized over the top k, equals softmax over the top k.
+    # transformers computes a softmax over all experts and renormalizes the top k. This equals a
+    # softmax over the top k, which is GPTConfig's default.
     return _llama_like(
         fields,
         window_size=fields.integer("sliding_window", 0) or None,
@@ -196,8 +197,8 @@ def _nemotron(fields: ConfigJson) -> GPTConfig:
 
 def _gpt_neox(fields: ConfigJson) -> GPTConfig:
     heads, bias = fields.integer("num_attention_heads"), fields.flag("attention_bias")
-    # GPT-NeoX always has hidden_size // heads channels per head. In transformers, another head_dim
-    # would affect only RoPE.
+    # GPT-NeoX always has hidden_size // heads channels per head. In transformers, a different
+    # head_dim would affect only RoPE.
     fields.refuse("head_dim", fields.integer("hidden_size") // max(1, heads))
     return _llama_like(
         fields,
@@ -229,9 +230,9 @@ def _qwen_window(fields: ConfigJson) -> int | None:
     layers = fields.count("num_hidden_layers")
     if 0 < full_attention_layers < layers:
         raise CheckpointError(
-            f"{fields.path}: max_window_layers {full_attention_layers} of {layers} layers mixes "
-            "full and sliding attention, which Preamble does not support; all layers must have the "
-            "same attention"
+            f"{fields.path}: max_window_layers is {full_attention_layers}, so only some of the "
+            f"{layers} layers have sliding attention, which Preamble does not support; all layers "
+            "must have the same attention"
         )
     return window if full_attention_layers == 0 else None
 

@@ -358,9 +358,9 @@ def _set_positions(
         }
     if scaling_factor != default_factor and not weights.legacy:
         partial_config.notes["rope_scaling"] = (
-            f"positions are scaled by {scaling_factor:g} according to the args, but Megatron-LM "
-            "before Megatron-Core 0.19 ignored this arg, so a model of these versions was trained "
-            f"with {default_factor:g}: give rope_scaling for such a model"
+            f"positions are scaled by {scaling_factor:g}, the factor in the args; Megatron-LM "
+            "before Megatron-Core 0.19 ignored this factor and used "
+            f"{default_factor:g}: give rope_scaling if the model was trained with such a version"
         )
 
 

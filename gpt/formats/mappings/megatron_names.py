@@ -23,7 +23,8 @@ from gpt.parallel.weight_sharding import LAYERS_PREFIX
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 POSITION_EMBEDDING = "embedding.position_embeddings.weight"
 
-# Name prefixes of wrapper modules: of DDP and torch.compile, and of Megatron and NeMo.
+# Name prefixes from the wrappers of DDP and torch.compile, and from the outer modules of Megatron
+# and NeMo.
 WRAPPER_PREFIX = re.compile(r"(module\.|model\.|language_model\.|_orig_mod\.)*")
 LAYER_NAME = re.compile(r"(transformer|encoder|decoder)\.layers\.(\d+)\.(.+)")
 LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -205,7 +206,7 @@ def refuse_unsupported_part(key: str, location: str) -> None:
 
 
 def _move_norms(tensors: dict[str, InMemoryTensor], layers: int) -> None:
-    """Rename the norm before the MLP in dense layers to the name of a norm fused into fc1."""
+    """In dense layers, give the norm before the MLP the name of a norm that is fused into fc1."""
     for layer in range(layers):
         prefix = f"{LAYERS_PREFIX}{layer}."
         has_experts = f"{prefix}mlp.router.weight" in tensors

@@ -65,8 +65,8 @@ NEMO1_FIELD_NAMES = {
     "vocab_size": "override_vocab_size",
     "seq_length": "encoder_seq_length",
 }
-# Maps config fields to fields of GPTConfig: if a config field is a reference that the file does not
-# define, the user must give this field of GPTConfig.
+# Maps config fields to fields of GPTConfig. If the value of a config field is a reference ${...} to
+# a value that the file does not contain, the user must give the field of GPTConfig.
 GPT_CONFIG_FIELDS = {
     "encoder_seq_length": "max_position_embeddings",
     "rotary_percentage": "rotary_percent",
@@ -436,7 +436,7 @@ def _unsupported_field_error(fields: NemoConfig, name: str) -> CheckpointError:
 
 
 def _handle_unresolved(fields: NemoConfig, partial_config: PartialConfig) -> None:
-    """Add the GPTConfig fields of unresolved references to those that the user must give.
+    """Mark fields whose values are unresolved references as fields that the user must give.
 
     An unresolved reference that affects inference but has no field of GPTConfig is refused.
     """
@@ -448,7 +448,7 @@ def _handle_unresolved(fields: NemoConfig, partial_config: PartialConfig) -> Non
             partial_config.undetermined_fields.append(GPT_CONFIG_FIELDS[name])
         elif name not in GPT_CONFIG_FIELDS and name not in IGNORED_FIELDS:
             raise CheckpointError(
-                f"{fields.location}: {name} is {short_repr(reference)}, a reference that the file "
-                "does not define; write the value into the file, or give a complete config with "
-                "--config-json"
+                f"{fields.location}: {name} is {short_repr(reference)}, a reference to a value "
+                "that the file does not contain; write the value into the file, or give a complete "
+                "config with --config-json"
             )

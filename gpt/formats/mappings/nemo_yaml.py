@@ -53,7 +53,7 @@ def read_config(span: Span) -> dict[str, Any]:
         record = yaml.load(span.read(TEXT_BYTES_MAX).decode(), _Loader)
     except (CheckpointError, OSError):
         raise
-    # For a bad date, number or key, or deep nesting, PyYAML raises other errors than YAMLError.
+    # PyYAML raises YAMLError, but other errors for a bad date, number or key, or for deep nesting.
     except Exception as error:
         raise _unreadable_error(span, error) from None
     if not isinstance(record, dict):

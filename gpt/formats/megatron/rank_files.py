@@ -159,7 +159,8 @@ def bridge_iteration(root: Path) -> tuple[Path, str] | None:
     names = _list_iterations(root)
     if not names:
         return None
-    return root / names[-1], f"{tracker.name} names no step, so the newest, {names[-1]}, was read"
+    note = f"{tracker.name} names no step, so the newest iteration, {names[-1]}, was read"
+    return root / names[-1], note
 
 
 def open_rank_files(iteration: Path) -> RankFiles:
@@ -182,7 +183,7 @@ def open_rank_files(iteration: Path) -> RankFiles:
         raise CheckpointError(
             f"{iteration} has {summarize_names(surplus)} beyond the {len(expected_folders)} ranks "
             f"({sizes_with_origin}); two checkpoints are mixed: remove the directories of the "
-            "other checkpoint"
+            "checkpoint that you do not need"
         )
     opened_files = {}
     for name, rank in expected_folders.items():

@@ -68,8 +68,8 @@ class GatheredTensors:
     """The tensors of all ranks by canonical name, with global layer and expert numbers."""
 
     parts: dict[str, RankParts] = field(default_factory=dict)
-    # If two stages or model chunks have the same tensor, `parts` contains the copy of the earlier
-    # one, and this list contains (name, parts) of the copy of the later one.
+    # If two stages or model chunks have the same tensor, `parts` contains the earlier copy, and
+    # this list contains (name, parts) of the later copy.
     stage_duplicates: list[tuple[str, RankParts]] = field(default_factory=list)
     # The replicas of non-expert tensors on expert ranks other than 0.
     expert_replicas: list[ReplicaPair] = field(default_factory=list)

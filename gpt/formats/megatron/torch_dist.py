@@ -408,7 +408,7 @@ def _parse_key(key: str, entry: ChunkedTensor, index: Path) -> KeyPattern:
 def _assign_chunks(
     dist_checkpoint: DistCheckpoint, pattern: KeyPattern, entry: ChunkedTensor
 ) -> None:
-    """Assign the slices of each chunk of a key to the tensors of the layers and experts."""
+    """Split each chunk of a key into slices, and assign each slice to its canonical tensor."""
     leading_dims = pattern.leading_dims
     for chunk in entry.chunks:
         dims = zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)
@@ -460,7 +460,8 @@ def _logical_tensor(sharded_tensor: ShardedTensor, shape: tuple[int, ...]) -> Lo
 def _split_at_row_cuts(slices: list[SourceSlice]) -> Iterator[SourceSlice]:
     """Split slices at the row bounds of all slices.
 
-    Any two resulting slices have equal or disjoint rows, as `LogicalTensor.mapping_error` requires.
+    Any two resulting slices have the same rows or disjoint rows, as `LogicalTensor.mapping_error`
+    requires.
     """
     cuts = sorted({row for source_slice in slices for row in source_slice.rows})
     next_cut = dict(pairwise(cuts))

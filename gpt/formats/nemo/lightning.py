@@ -31,7 +31,7 @@ def find_lightning(path: Path) -> dict[str, list[Path]] | None:
     """Return the `.ckpt` files by the name of the rank directory; None if there are none.
 
     - If `path` is a rank directory or contains rank directories: all files of all ranks.
-    - If `path` is a file in a rank directory: the files of the same name of all ranks.
+    - If `path` is a file in a rank directory: the files with this name in all rank directories.
     - If `path` is a file in another directory: that file, as `mp_rank_00`.
     """
     if path.is_file() and path.suffix == ".ckpt":

@@ -148,7 +148,7 @@ def refuse_missing_chunks(ranks: RankFiles, fields: NemoConfig) -> None:
         raise CheckpointError(
             f"{fields.location}: virtual_pipeline_model_parallel_size is {short_repr(vpp)}, but "
             f"the largest number of chunks in a rank's file is {ranks.chunks}, so the order of the "
-            "layers is unknown; save it without a virtual pipeline"
+            "layers is unknown; save the model without a virtual pipeline"
         )
 
 
@@ -167,7 +167,7 @@ def _read_rank_file(span: Span, version: float) -> RankFile:
 def assign_ranks(
     path: Path, files: Mapping[str, Span], fields: NemoConfig
 ) -> tuple[ParallelSizes, dict[RankCoordinates, Span]]:
-    """Assign the files, by the name of the rank directory, to ranks.
+    """Assign files to ranks; the keys of `files` are the names of rank directories.
 
     Missing ranks and ranks beyond the parallel sizes are refused. A parallel size that the config
     lacks is inferred from the directory names.

@@ -107,7 +107,8 @@ def test_exported_config_has_every_field_that_nemo_reads(
     assert torch.equal(weights["embeddings"]["weight"], TABLE)
     assert err.splitlines() == [
         "note: set inference.add_BOS=True in NeMo, which does not read it from the file",
-        "note: NeMo places virtual tokens after text correctly only at batch size 1",
+        "note: the template has virtual tokens after text; NeMo places these correctly only at "
+        "batch size 1",
         "note: the format has no field for the stops and the max_new_tokens and the description",
     ]
 
@@ -209,5 +210,5 @@ def test_existing_file_is_replaced_only_with_overwrite(
         output = run_adapters_command(
             capsys, "export", file, tmp_path / target_name, "--to", "nemo"
         )[2]
-        assert "give the name of a .nemo file" in output
+        assert "a file name that ends with .nemo" in output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.nemo", "source.safetensors"]

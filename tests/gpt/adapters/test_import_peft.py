@@ -117,14 +117,18 @@ def test_a_peft_config_without_task_type_is_read_with_a_note(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("config", "tensors", "message"),
     [
-        ({"peft_type": "LORA"}, {"prompt_embeddings": TABLE}, "has the type LORA, which changes"),
-        ({"peft_type": "CARTRIDGE"}, {"prompt_embeddings": TABLE}, "has the type CARTRIDGE"),
+        (
+            {"peft_type": "LORA"},
+            {"prompt_embeddings": TABLE},
+            "has peft_type LORA; only adapters of",
+        ),
+        ({"peft_type": "CARTRIDGE"}, {"prompt_embeddings": TABLE}, "has peft_type CARTRIDGE"),
         (
             {"peft_type": "PREFIX_TUNING", "num_layers": 2, "token_dim": 2},
             {"prompt_embeddings": TABLE},
             "3 x 4, but its config has token_dim 2",
         ),
-        ({"peft_type": None}, {"prompt_embeddings": TABLE}, "has the type None"),
+        ({"peft_type": None}, {"prompt_embeddings": TABLE}, "has peft_type None"),
         ({"task_type": "SEQ_2_SEQ_LM"}, {"prompt_embeddings": TABLE}, "task_type SEQ_2_SEQ_LM and"),
         (
             {"num_transformer_submodules": 2},

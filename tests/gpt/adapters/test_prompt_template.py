@@ -193,8 +193,8 @@ def test_truncate_field_is_cut_until_the_prompt_fits() -> None:
     with pytest.raises(RequestError) as caught:
         fit(6, True)
     assert str(caught.value) == (
-        "without the text of 'context', prompt and answer have 4 tokens + 3 virtual tokens = 7, "
-        "over the limit of 6; shorten it by 1 tokens"
+        "even without the text of 'context', prompt and answer have 4 tokens + 3 virtual tokens "
+        "= 7, over the limit of 6; shorten the text by 1 tokens"
     )
     assert caught.value.field == "inputs"
     with pytest.raises(RequestError, match="the virtual tokens alone reach the limit"):

@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mixed windows by number": (
         "qwen2",
         {**WINDOW, "max_window_layers": 1, "layer_types": None},
-        "max_window_layers 1 of 3 layers mixes",
+        "max_window_layers is 1, so only some of the 3 layers",
     ),
     "mixed windows by name": (
         "qwen2",
@@ -177,12 +177,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "layers of 400 digits": (
         "mixtral",
         {"num_hidden_layers": 10**400},
-        "num_hidden_layers is 10{59}; it must be a whole number below",
+        "num_hidden_layers is 10{59}; it must be a whole number from 0 to",
     ),
     "layers without number": (
         "mixtral",
         {"num_hidden_layers": 1 << 30},
-        "num_hidden_layers is 1073741824; it must be a whole number below 65536",
+        "num_hidden_layers is 1073741824; it must be a whole number from 0 to 65535",
     ),
     "no number": (
         "llama, multi-head",

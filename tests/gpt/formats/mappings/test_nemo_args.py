@@ -198,7 +198,7 @@ def test_unresolved_reference_is_requested_by_name(tmp_path: Path) -> None:
 def test_unresolved_reference_without_a_gpt_config_field_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError,
-        match=r"headscale is '\$\{lost\}', a reference that the file does not define",
+        match=r"headscale is '\$\{lost\}', a reference to a value that the file does",
     ):
         open_with_changes(tmp_path / "a", DENSE, headscale="${lost}")
     assert open_with_changes(tmp_path / "b", DENSE, hidden_dropout="${lost}") == DENSE

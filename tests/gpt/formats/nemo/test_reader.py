@@ -311,7 +311,9 @@ def test_megatron_bridge_config_comes_from_its_run_config(step: object, tmp_path
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.config == source.config
     assert base_digest(checkpoint) == base_digest(source)
-    newest = ("latest_train_state.pt names no step, so the newest, iter_0000100, was read",)
+    newest = (
+        "latest_train_state.pt names no step, so the newest iteration, iter_0000100, was read",
+    )
     assert checkpoint.notes == (newest if step == "lost" else ())
 
 

@@ -241,7 +241,7 @@ INVALID: dict[str, tuple[Sets, str, str, str]] = {
     "a long prompt": ({"text": "a " * 5000}, "PROMPT_TOO_LONG", "prompt", "shorten the prompt"),
     "long inputs": (
         {"adapter": "fox", "inputs": pb.Inputs(fields={"numbers": "a " * 5000})},
-        *("PROMPT_TOO_LONG", "inputs", "shorten it by"),
+        *("PROMPT_TOO_LONG", "inputs", "shorten the text by"),
     ),
     "new tokens": ({"max_new_tokens": 0}, "", "max_new_tokens", "is 0"),
     "an empty text": ({"text": ""}, "", "text", "text is empty"),
