@@ -17,7 +17,7 @@ TokenMask = NDArray[np.bool_]
 
 
 class TokenBans:
-    """The masks (V,) of one slot; True means banned. A `*_mask` is None if it bans no token.
+    """The masks (V,) of one slot; True means banned. A method returns None if it bans no token.
 
     Prompt ids outside the vocabulary are virtual tokens; they match no other token.
     """
