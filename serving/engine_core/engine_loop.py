@@ -98,9 +98,9 @@ class EngineLoop:
     - `receive_outcome` waits for the next encoded outcome, and raises an exception if ranks are
       lost. It is None if this rank samples the tokens, because there is only one pipeline stage.
 
-    The scheduler's part of the contract: each sequence that was submitted ends with exactly one
-    output whose `end` is set, returned by `add_sequence`, `commit` or `pop_ended`. A sequence's
-    adapter stays pinned in the adapter cache until that output, so a planned step writes only the
+    The engine loop relies on the scheduler for this: each sequence passed to `add_sequence` ends
+    with exactly one output whose `end` is set, returned by `add_sequence`, `commit` or `pop_ended`.
+    Its adapter stays pinned in the adapter cache until that output, so a planned step writes only
     rows of pinned adapters.
     """
 
@@ -171,7 +171,7 @@ class EngineLoop:
         if reason is not None:
             try:
                 self._send_to_frontend(Failed(reason))
-            except Exception:  # The front end is not connected; its loss may be the first error.
+            except Exception:  # The front end is lost, which may itself be the first error.
                 log.warning("event=failure_not_given reason=%r", reason)
         return reason
 

@@ -3,8 +3,8 @@
 The prefill step has as many tokens, and the decode steps have as many sequences, as any step of the
 scheduler. So the steps of requests find memory allocated and kernels compiled. The watchdog derives
 its first step time-out from the time of the prefill step. The scheduler does not take part: the
-steps use slots from 0 and blocks from 1 on, because block 0 is never allocated. The first sequence
-of each slot discards what they leave in it (`SlotInit`). This module only builds the steps;
+steps use slots from 0 and blocks from 1 on, because block 0 is never allocated. What they leave in
+a slot is discarded when a sequence gets the slot (`SlotInit`). This module only builds the steps;
 `EngineLoop.warm_up` runs them before the first request.
 """
 
