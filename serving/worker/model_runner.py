@@ -463,10 +463,9 @@ def available_kv_blocks(
         blocks = min(blocks, layout.pool_blocks(tokens_max))
     if blocks < 2:
         raise ConfigError(
-            f"the memory for the KV cache has {blocks} blocks of {block_tokens} tokens "
-            f"({layout.block_bytes} bytes per block), and at least 2 are needed; stop other "
-            "processes, use more ranks (tp, pp), or set kv_tokens_max, for which all free memory "
-            "may be used"
+            f"the KV cache needs at least 2 blocks of {block_tokens} tokens ({layout.block_bytes} "
+            f"bytes per block), but its memory holds only {blocks}; stop other processes, use more "
+            "ranks (tp, pp), or set kv_tokens_max, which may use all free memory"
         )
     return blocks
 
