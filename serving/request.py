@@ -28,8 +28,8 @@ class Ask:
 
     # A text, token ids, or the fields of the adapters' templates.
     prompt: str | tuple[int, ...] | Mapping[str, str] | None
-    # The prompt is completed with each of these adapters; the prompt with one adapter is a task. The
-    # name "", or an empty tuple, means the base model.
+    # The prompt is completed with each of these adapters; the prompt with one of them is a task.
+    # The name "" means the base model, and so does an empty tuple.
     adapters: tuple[str, ...] = ()
     # Texts to score after the prompt. Each text is an answer; `answers` then has no effect.
     continuations: tuple[str, ...] = ()
