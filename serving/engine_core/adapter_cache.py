@@ -172,7 +172,7 @@ class AdapterCache:
 
     def _read(self, adapter_ref: AdapterRef) -> bytes:
         file = Path(adapter_ref.file)
-        if not file.exists():  # It was unloaded (renamed) after the request was accepted.
+        if not file.exists():  # Unloaded (renamed) after the request was accepted.
             file = unloaded_path(file)
         adapter = open_adapter(file)
         if adapter.digest != adapter_ref.digest:

@@ -72,7 +72,7 @@ CAPTURE_BUDGET_S = 20.0  # The time that start-up may spend on CUDA graph captur
 
 @dataclass(frozen=True)
 class _LaunchedStep:
-    """A step in flight. `pending` waits for its outcome; it is None if another rank sends it."""
+    """A step in flight. `pending` waits for the outcome; None: another rank sends the outcome."""
 
     step: Step
     size: StepSize

@@ -341,7 +341,7 @@ class ResourceAllocator:
         return True
 
     def can_preempt_for(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence may preempt any running sequence, now or after a step."""
+        """Whether a waiting sequence may preempt a running one, now or after steps in flight."""
         return bool(self._preemption_policy.preemptible_by(sequence, self._running.values()))
 
     def _blocks_freed_by_preempting(self, sequence: Sequence) -> int:
