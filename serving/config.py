@@ -1,7 +1,8 @@
 """ServerConfig: every setting and limit of a server, with unit and default, in parts.
 
-A part is a dataclass such as `CacheConfig`; most classes receive only the parts that they read. A
-check that involves several parts is a method of `ServerConfig`; all other checks are in the parts.
+A part is a dataclass such as `CacheConfig`; most classes of the server receive only the parts that
+they read. A check that involves several parts is a method of `ServerConfig`; all other checks are
+in the parts.
 The configuration is built once at start, from a YAML file and the flags that override the file. The
 model's shape (layers, hidden size) is not a setting: it comes from the checkpoint.
 """
@@ -160,8 +161,8 @@ class AdapterConfig:
     upload_bytes_max: int = 256 << 20  # Bytes of an uploaded adapter file.
     uploads_max: int = 2  # Concurrent uploads.
     upload_s: float = 600.0  # Time limit of an upload.
-    # Limit of an uploaded adapter: the L2 norm of a virtual token's row, or the absolute value of a
-    # prefix's element.
+    # Limit of an uploaded adapter: the L2 norm of a virtual token's row. In a prefix adapter it
+    # limits the absolute value of each element instead.
     row_norm_max: float = 1e4
     # Use of the golden examples in adapter files. "ignore": do not replay them; "warn": replay them
     # and log the verdict; "strict": also refuse requests for an adapter until its examples pass.
@@ -208,7 +209,8 @@ class NetworkConfig:
     host: str = "127.0.0.1"
     port: int = 9000  # gRPC port; 0: any free port.
     http_port: int = 9001  # Port of OpenAI's API, the web page, metrics, health; 0: any free port.
-    # Separate address for metrics and health, without tokens and TLS. None: use http_port.
+    # Address and port of a second HTTP server, for metrics and health without tokens and TLS.
+    # Without metrics_port, http_port serves the metrics; without metrics_host, `host` is used.
     metrics_host: str | None = None
     metrics_port: int | None = None
     http_connections_max: int = 4096

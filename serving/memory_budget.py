@@ -22,7 +22,7 @@ LOGITS_COPIES_MAX = 4
 # Fraction of a host's free memory for the KV pools of all its ranks. The remaining memory is for
 # the workspace, the page cache and other processes.
 HOST_MEMORY_FRACTION = 0.25
-# Fraction of a device's memory for KV pools and reserved bytes together (see `kv_cache_bytes`).
+# Fraction of a device's free memory for KV pools and reserved bytes together (`kv_cache_bytes`).
 DEVICE_MEMORY_FRACTION = 0.9
 
 

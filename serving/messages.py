@@ -101,7 +101,7 @@ class DumpFlightRecorder(_Message, frozen=True):
 
 
 class Close(_Message, frozen=True):
-    """End all running sequences and the ranks at once."""
+    """End the engine loop and the ranks at once; sequences get no further output."""
 
 
 ToEngineLoop = Submission | Cancel | DumpFlightRecorder | Close
@@ -112,7 +112,7 @@ ToEngineLoop = Submission | Cancel | DumpFlightRecorder | Close
 class TokenScore(_Part, frozen=True):
     """A token's log-probability, its rank in the vocabulary (1 = best) and the top alternatives.
 
-    `rank` and `tops` are set only if alternatives were requested. `tops` is sorted, best first.
+    `tops` is sorted, best first; it is empty if no alternatives were requested.
     """
 
     logprob: float
@@ -223,7 +223,8 @@ class StepTime(_Part, frozen=True):
 class Update(_Message, frozen=True):
     """Outputs and statistics, the steps that were completed, and the steps that are in flight.
 
-    The two lists of steps are in launch order, without steps that have no new tokens (heartbeats).
+    Both lists of steps are in launch order. Steps without new tokens, such as heartbeats, are left
+    out.
     """
 
     outputs: list[SequenceOutput]
@@ -277,7 +278,7 @@ class AdapterRowsWrite(_Part, frozen=True):
 class PrefixKVWrite(_Part, frozen=True):
     """Copy `count` rows of a prefix adapter's keys and values into KV blocks.
 
-    Each rank writes the part of its own layers and KV heads.
+    Each rank writes only the keys and values of its own layers and KV heads.
     """
 
     digest: str
@@ -307,11 +308,11 @@ class Step(_Message, frozen=True):
     past: list[int] = []  # For each sequence, the number of its tokens in the KV cache.
     lengths: list[int] = []  # For each sequence, the number of its new tokens.
     token_ids: list[int] = []  # All new tokens, concatenated in sequence order.
-    # For each sequence, whether tokens are sampled: one after its last new token before the draft
-    # tokens (`draft_counts`), and one after each draft token.
+    # For each sequence, whether tokens are sampled. A sequence with n draft tokens (`draft_counts`)
+    # samples one token after each of its last n + 1 new tokens; n is 0 without draft tokens.
     draws: list[bool] = []
-    # For each sequence, the number of leading new tokens whose logits score the next prompt token,
-    # which is in `SlotInit.prompt`. 0: no scores.
+    # For each sequence, how many of its first new tokens have logits that score the prompt token
+    # after them; the prompt is in `SlotInit.prompt`. 0: no scores.
     prompt_score_counts: list[int] = []
     slot_inits: list[SlotInit] = []
     block_table_updates: list[BlockTableUpdate] = []
@@ -339,12 +340,14 @@ class Outcome(_Message, frozen=True):
     # For each sequence whose `draws` is true, in the step's order: one token, and one more for each
     # of its draft tokens.
     tokens: list[int] = []
-    scores: list[TokenScore] = []  # One per token, if any sequence of the step requested logprobs.
+    # One per token if any sequence of the step requested logprobs, else empty. A token whose
+    # sequence did not request them has a placeholder.
+    scores: list[TokenScore] = []
     # One list for each sequence whose `prompt_score_counts` is not 0, in order.
     prompt_scores: list[list[TokenScore]] = []
     faults: list[int] = []  # Sequences (indices in the step) whose computed values are not finite.
-    # Duration on the last stage, from the step's arrival, or from the end of the previous step if
-    # that is later.
+    # Duration on the last stage: from the step's arrival, or from the end of the previous step if
+    # that is later, until the step's tokens are known.
     seconds: float = 0.0
     stuck: list[int] = []  # Sequences (indices in the step) whose guide allows no next token.
     replayed: bool = False  # The step ran in the CUDA graph runner.

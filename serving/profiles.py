@@ -46,9 +46,10 @@ class Profile:
 
 
 def find_profile(name: str, settings: Mapping[str, Any]) -> Profile:
-    """Return the saved profile for a model, or the preset if none with the same split is saved.
+    """Return the profile that is saved for a model, or else the preset.
 
-    `settings`: the values of the YAML file and the flags, with the model and its split (tp, pp).
+    `settings`: the values of the YAML file and the flags, with the model and its split (tp, pp). A
+    saved profile for a different split is not used.
     """
     preset = read_yaml(PRESETS_FOLDER / f"{name}.yaml")
     try:
@@ -72,7 +73,7 @@ def find_profile(name: str, settings: Mapping[str, Any]) -> Profile:
         if ranks is not None and ranks != planned.get(key, default):
             split_conflicts.append(f"{key} {ranks}")
     if split_conflicts:
-        reason = f"the saved plan is for another split than {' and '.join(split_conflicts)}"
+        reason = f"the saved plan is for a different split, not for {' and '.join(split_conflicts)}"
         return Profile(preset, f"event=profile name={name} from=preset note={reason!r}")
     return Profile(
         {**preset, **planned}, f"event=profile name={name} from=plan file={str(plan_path)!r}"

@@ -28,8 +28,8 @@ class Ask:
 
     # A text, token ids, or the fields of the adapters' templates.
     prompt: str | tuple[int, ...] | Mapping[str, str] | None
-    # The prompt is completed once with each adapter (a task). The name "", or an empty tuple, means
-    # the base model.
+    # The prompt is completed with each of these adapters; the prompt with one of them is a task.
+    # The name "" means the base model, and so does an empty tuple.
     adapters: tuple[str, ...] = ()
     # Texts to score after the prompt. Each text is an answer; `answers` then has no effect.
     continuations: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class BeamSearchParams:
 
 @dataclass(frozen=True)
 class AnswerSpec:
-    """One completion of a request."""
+    """What the engine needs to generate one completion of a request."""
 
     prompt: tuple[int, ...]  # A virtual token has the id vocabulary size + adapter row.
     sampling: SamplingParams

@@ -218,7 +218,8 @@ class BeamSearch:
     def record_output(self, beam_index: int, output: SequenceOutput) -> bool:
         """Record the output of one beam of the round; returns whether the next round must start.
 
-        A failed output ends the search and becomes the output of all answers of the search.
+        A one-token answer that does not end with "length" has failed: its output ends the search
+        and becomes the output of all answers of the search.
         """
         if output.end != "length":
             self.outputs = [output] * len(self.indices)

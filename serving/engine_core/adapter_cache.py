@@ -25,20 +25,21 @@ from serving.messages import AdapterRef
 
 log = logging.getLogger(__name__)
 
-# "pinned": the adapter is cached, and pinned now. "reading": it is being read. "full": it would
-# exceed the limit together with the adapters that are pinned or being read, so a request must end
-# first.
+# "pinned": the adapter is cached, and pinned now. "reading": it is queued or being read. "full": it
+# does not fit into the cache beside the adapters that are pinned or being read, so its sequence
+# waits until other sequences end.
 PinState = Literal["pinned", "reading", "full"]
 
 VALUE_BYTES = 4  # Rows are fp32.
 # Limit, in bytes, of the keys and values of prefix adapters in one step message. A large prefix is
 # written in several steps, because the messages of a few steps must fit into the outbox of the
-# socket to each rank (`Channel` in `serving.ranks.message_socket`).
+# socket to each rank (`Channel` in `serving.ranks.message_socket`). Embeddings have no such limit:
+# one step writes all rows of an adapter.
 PREFIX_WRITE_BYTES_MAX = 16 << 20
 
 
 def prefix_write_tokens_max(model_config: GPTConfig) -> int:
-    """The number of prefix-adapter tokens that one step may write."""
+    """The number of prefix-adapter tokens that the scheduler may write in one step."""
     return max(1, PREFIX_WRITE_BYTES_MAX // (model_config.prefix_width * VALUE_BYTES))
 
 
@@ -48,7 +49,7 @@ class AdapterReadResult:
 
     adapter_ref: AdapterRef
     data: bytes = b""  # The rows in fp32, contiguous.
-    reason: str = ""
+    reason: str = ""  # Empty: the rows were read.
 
 
 @dataclass
@@ -60,8 +61,8 @@ class _CachedRows:
 class AdapterCache:
     """Adapter rows by digest.
 
-    All methods are called from one thread. The reader thread passes each adapter that it has read
-    to `on_read`.
+    The engine loop calls all methods, from its thread. The reader thread calls `on_read` after each
+    read; the engine loop then calls `insert`, and `pin` for each sequence that waits.
     """
 
     def __init__(
@@ -78,7 +79,11 @@ class AdapterCache:
         self._thread = threading.Thread(target=self._read_loop, name="tables", daemon=True)
 
     def pin(self, adapter_ref: AdapterRef) -> PinState:
-        """Pin an adapter for one request if it is cached, else queue it for reading if it fits."""
+        """Pin a cached adapter for one sequence; queue an adapter that is not cached for reading.
+
+        If the state is not "pinned", the caller must call this again when an adapter was read or
+        unpinned. No order is kept: smaller adapters may delay a large one that does not fit yet.
+        """
         cached_rows = self._cache.get(adapter_ref.digest)
         if cached_rows is not None:
             if not cached_rows.pins:
@@ -88,8 +93,8 @@ class AdapterCache:
             return "pinned"
         if adapter_ref in self._reading:
             return "reading"
-        # A single adapter may exceed the limit if no other adapter is pinned or being read.
-        # Otherwise its requests could not run at all.
+        # An adapter that is larger than the limit is read when no other adapter is pinned or being
+        # read. If it were refused, its requests could never run.
         claimed_bytes = self._pinned_bytes + sum(
             self._size_bytes(pending) for pending in self._reading
         )
@@ -102,7 +107,7 @@ class AdapterCache:
         return "reading"
 
     def unpin(self, digest: str) -> None:
-        """Remove the pin of one request, which has ended."""
+        """Remove the pin of one sequence, which has ended."""
         cached_rows = self._cache[digest]
         cached_rows.pins -= 1
         if not cached_rows.pins:
@@ -110,10 +115,10 @@ class AdapterCache:
             self._evict()
 
     def insert(self, read_result: AdapterReadResult) -> None:
-        """Cache the rows that were read.
+        """Cache the rows that were read; after a failed read, cache nothing.
 
-        The rows are not pinned yet. The requests that wait for them must call `pin` next, because
-        `unpin` or another `insert` may evict them.
+        The rows are not pinned yet. The caller must call `pin` for the sequences that wait, because
+        the next `unpin` or `insert` may evict these rows.
         """
         self._reading.discard(read_result.adapter_ref)
         if read_result.reason or read_result.adapter_ref.digest in self._cache:
@@ -141,7 +146,10 @@ class AdapterCache:
         )
 
     def _evict(self, protected_digest: str = "") -> None:
-        """Evict unpinned adapters, least recently used first, until the limit is met."""
+        """Evict adapters, least recently used first, until the limit is met.
+
+        Pinned adapters and `protected_digest` are not evicted.
+        """
         for digest in list(self._cache):
             if self._cached_bytes <= self._bytes_max:
                 return
@@ -153,7 +161,8 @@ class AdapterCache:
             try:
                 self._on_read(AdapterReadResult(adapter_ref, self._read(adapter_ref)))
             except PreambleError as error:
-                # A client may see the file's name, which is the adapter's name, but not its folder.
+                # The client receives this text. It may see the file's name, which is the adapter's
+                # name, but not the folder.
                 reason = str(error).replace(f"{Path(adapter_ref.file).parent}/", "")
                 self._on_read(AdapterReadResult(adapter_ref, reason=reason))
             except Exception:
@@ -163,7 +172,7 @@ class AdapterCache:
 
     def _read(self, adapter_ref: AdapterRef) -> bytes:
         file = Path(adapter_ref.file)
-        if not file.exists():  # The adapter was unloaded after the request was accepted.
+        if not file.exists():  # Unloaded (renamed) after the request was accepted.
             file = unloaded_path(file)
         adapter = open_adapter(file)
         if adapter.digest != adapter_ref.digest:

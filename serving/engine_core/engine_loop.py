@@ -2,9 +2,15 @@
 
 The loop runs on rank 0, between the front end and the ranks. It has no policy: the scheduler
 chooses the sequences, and the model runner computes them. At most one step per pipeline stage is in
-flight, and one more with asynchronous scheduling. The outputs of a step are published before the
-next step is launched. An idle engine loop runs a step without sequences each second (a heartbeat),
-and sends an update after it. This module is independent of sockets and processes.
+flight, and one more with asynchronous scheduling. When a step has completed, its outcome is
+committed to the scheduler, and its outputs are published before the loop launches another step.
+
+An idle engine loop runs a heartbeat each second: a step without sequences, in which all ranks take
+part. The update after it shows the watchdog (`serving.ranks.watchdog`) that no rank hangs.
+
+`serving.ranks.rank` and `serving.ranks.in_process` create the engine loop. They call `warm_up`
+(optional in process), send `ready_message` to the front end, and call `run`. This module is
+independent of sockets and processes.
 """
 
 import logging
@@ -55,16 +61,18 @@ from serving.worker.startup import WorkerReport
 
 log = logging.getLogger(__name__)
 
-# If sequences wait and no sequence can run, the loop plans again after this time.
+# If the scheduler has sequences but plans no step, and no step is in flight, the loop plans again
+# after this time.
 STALL_RETRY_S = 0.01
-# After this time without a step the engine fails, so that waiting requests end with an error.
+# If no sequence was in a step for this time although the scheduler has sequences, the engine fails,
+# so that the waiting requests end with an error.
 STALL_LIMIT_S = 10.0
 CAPTURE_BUDGET_S = 20.0  # The time that start-up may spend on CUDA graph capture.
 
 
 @dataclass(frozen=True)
 class _LaunchedStep:
-    """A step in flight. `pending` waits for its outcome; None: another rank sends the outcome."""
+    """A step in flight. `pending` waits for the outcome; None: another rank sends the outcome."""
 
     step: Step
     size: StepSize
@@ -82,11 +90,18 @@ class _LiveSequence:
 class EngineLoop:
     """Receives submissions, runs steps, and sends their outputs to the front end.
 
-    `put_message` may be called from any thread. `send_to_frontend` is called from the thread of
-    `run` and must return quickly. `send_step` sends an encoded step to every other rank without
-    waiting; it is None if there is no other rank. `receive_outcome` waits for the next encoded
-    outcome; it is None if this rank is the last pipeline stage. `send_step` and `receive_outcome`
-    raise an exception if ranks are lost.
+    `put_message` may be called from any thread. The callbacks are called from the thread of `run`:
+
+    - `send_to_frontend` sends a message to the front end. It must return quickly.
+    - `send_step` sends an encoded `Step` or `Halt` to every other rank without waiting, and raises
+      an exception if ranks are lost. It is None if there is no other rank.
+    - `receive_outcome` waits for the next encoded outcome, and raises an exception if ranks are
+      lost. It is None if this rank samples the tokens, because there is only one pipeline stage.
+
+    The engine loop relies on the scheduler for this: each sequence passed to `add_sequence` ends
+    with exactly one output whose `end` is set, returned by `add_sequence`, `commit` or `pop_ended`.
+    Its adapter stays pinned in the adapter cache until that output, so a planned step writes only
+    rows of pinned adapters.
     """
 
     def __init__(
@@ -111,7 +126,7 @@ class EngineLoop:
         self._receive_outcome = receive_outcome
         self._in_flight_max = runner.model.mesh.pp + runner.async_scheduling
         self._replayed_steps = 0  # Steps that replayed a CUDA graph.
-        self._early_steps = 0  # Steps launched before the previous step's outcome.
+        self._early_steps = 0  # Steps that asynchronous scheduling launched early.
         self._inbox: queue.SimpleQueue[ToEngineLoop | AdapterReadResult] = queue.SimpleQueue()
         model_config = runner.model.config
         self._adapter_cache = AdapterCache(
@@ -138,7 +153,9 @@ class EngineLoop:
     def run(self) -> str | None:
         """Run until `Close` arrives, and return None.
 
-        After an error, send its text to the front end in a `Failed` message, and return the text.
+        `Close` drops the steps in flight and the outputs that are not published; the front end has
+        ended all requests before it sends `Close`. After an error, the error's text is sent to the
+        front end in a `Failed` message, and returned.
         """
         reason = None
         try:
@@ -154,7 +171,7 @@ class EngineLoop:
         if reason is not None:
             try:
                 self._send_to_frontend(Failed(reason))
-            except Exception:  # The front end is not connected, which may also be the error itself.
+            except Exception:  # The front end is lost, which may itself be the first error.
                 log.warning("event=failure_not_given reason=%r", reason)
         return reason
 
@@ -187,7 +204,7 @@ class EngineLoop:
             self._inbox_wait_s = self._idle_wait_s(now)
 
     def _idle_wait_s(self, now: float) -> float:
-        """Return the seconds that the loop may block if no message arrives."""
+        """Return the number of seconds that the idle loop may wait for a message."""
         if self._scheduler.has_unfinished:
             if now - self._last_progress_at > STALL_LIMIT_S:
                 raise RuntimeError(
@@ -356,8 +373,8 @@ class EngineLoop:
 
     def _retry_waiting(self) -> None:
         for submission in list(self._waiting_for_adapter.values()):
-            # If `_admit` rejects a sequence, it unpins the adapter and calls this method again. The
-            # inner call may admit sequences of this list.
+            # If the scheduler rejects a sequence, `_record` unpins its adapter and calls this
+            # method again. That inner call may have admitted later sequences of this list.
             if submission.sequence_id in self._waiting_for_adapter:
                 self._admit(submission)
 
@@ -397,9 +414,10 @@ class EngineLoop:
     def warm_up(self) -> float:
         """Run the largest prefill chunk and full decode batches, and capture CUDA graphs.
 
-        All ranks take part. Afterwards memory is allocated, kernels are compiled, and the KV blocks
-        that were written are cleared. Returns the seconds per token of the prefill chunk. They are
-        measured in its second run, when all memory is allocated.
+        To be called before `run`; all ranks take part. The steps bypass the scheduler. Afterwards
+        memory is allocated, kernels are compiled, and the KV blocks that were written are zero.
+        Returns the seconds per token of the prefill chunk, measured in its second run, when all
+        memory is allocated.
         """
         *steps, clear_step = warmup_steps(self._scheduler_config, self._block_tokens, self._runner)
         durations_s = [self._run_warmup_step(step) for step in steps]
@@ -412,7 +430,10 @@ class EngineLoop:
         return durations_s[1] / sum(steps[1].lengths)
 
     def ready_message(self, report: WorkerReport) -> Ready:
-        """Return the `Ready` message. `report`: the combined report of all ranks."""
+        """Return the `Ready` message, which the caller sends after the warm-up.
+
+        `report`: the combined start-up report of all ranks.
+        """
         return Ready(
             kv_tokens=(self._runner.blocks - 1) * self._block_tokens,
             weight_bytes=report.weight_bytes,
@@ -427,7 +448,11 @@ class EngineLoop:
         return self._next_outcome().seconds
 
     def write_flight(self, path: str | Path, reason: str, *, with_token_ids: bool) -> None:
-        """Write the flight recorder to a file; thread-safe, works if the loop hangs or failed."""
+        """Write the flight recorder to a file. Thread-safe.
+
+        It also works if the loop hangs or has failed: `serving.ranks.rank` handles a
+        `DumpFlightRecorder` message by calling this from the thread that reads messages.
+        """
         try:
             stats = self._scheduler.stats
         except Exception:  # The scheduler itself may be the cause of the crash.
@@ -439,8 +464,8 @@ class EngineLoop:
         """Write the flight recorder to a new file in `flight_dir`, once per process.
 
         Two threads may detect the exit of a rank: one by a closed channel, the other by a failed
-        collective. The first of them writes the dump. The other waits until the dump is written,
-        because it ends the process afterwards.
+        collective. The first of them writes the dump. The second one waits here until the dump is
+        complete, because each of them ends the process after this call.
         """
         with self._crash_lock:
             if self._is_crash_written:

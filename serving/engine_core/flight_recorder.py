@@ -39,9 +39,9 @@ RING_BYTES_MAX = 64 << 20
 # Only the newest crash dumps are kept, so that ranks that crash repeatedly do not fill the disk.
 CRASH_FILES_PATTERN, CRASH_FILES_MAX = "preamble-flight-*.jsonl", 20
 
-# Sampling parameters without token ids. Their values are written, and the seed. The parameters in
-# _SAMPLING_COUNTED contain token ids: their values are written if `with_token_ids`, otherwise only
-# their lengths. Other parameters are not written.
+# The sampling parameters in a dump. The values of _SAMPLING_SHOWN and the seed are always written.
+# The parameters in _SAMPLING_COUNTED contain token ids: without `with_token_ids`, only their
+# lengths are written.
 _SAMPLING_SHOWN = (
     "max_new_tokens",
     "min_new_tokens",
@@ -68,7 +68,8 @@ class RecordedStep:
     step_id: int
     step: bytes
     started_at: float  # Wall-clock time, as in the logs.
-    # Bytes of the data of each adapter write and each prefix write. `step` does not have the data.
+    # Number of data bytes of each adapter write and of each prefix write. The `step` is stored
+    # without these data.
     adapter_write_bytes: list[int]
     prefix_write_bytes: list[int]
     outcome: bytes | None = None
@@ -80,7 +81,7 @@ class RecordedStep:
 
 
 class FlightRecorder:
-    """Ring buffer of recent steps. The engine loop records; any thread may write it to a file."""
+    """Ring buffer of recent steps. The engine loop fills it; any thread may write it to a file."""
 
     def __init__(self, steps_max: int, ring_bytes_max: int = RING_BYTES_MAX) -> None:
         self._steps: deque[RecordedStep] = deque()
@@ -127,7 +128,7 @@ class FlightRecorder:
     def write(
         self, path: str | Path, reason: str, stats: EngineStats, *, with_token_ids: bool = False
     ) -> bool:
-        """Write the ring buffer atomically, with file mode 0600; False if writing failed."""
+        """Write the ring buffer atomically, with file mode 0600; return whether this succeeded."""
         path = Path(path)
         try:
             header = {"why": reason, "at": time.time(), "pid": os.getpid(), "ids": with_token_ids}
@@ -146,7 +147,10 @@ class FlightRecorder:
 
 
 def crash_path(folder: str | None) -> Path:
-    """A new path for a dump; removes old dumps, so that `CRASH_FILES_MAX` remain with this one."""
+    """Return a new path for a dump, and remove old dumps.
+
+    The newest dumps are kept, so that there are at most `CRASH_FILES_MAX` with the new one.
+    """
     directory = Path(folder) if folder is not None else Path(tempfile.gettempdir())
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     for old_file in sorted(directory.glob(CRASH_FILES_PATTERN))[: 1 - CRASH_FILES_MAX]:
@@ -156,7 +160,11 @@ def crash_path(folder: str | None) -> Path:
 
 
 def _step_record(recorded_step: RecordedStep, with_token_ids: bool) -> dict[str, Any]:
-    """A step as one JSON record, with token ids only if `with_token_ids`."""
+    """A step as one JSON record, with token ids only if `with_token_ids`.
+
+    The keys are a file format, and some differ from the names in the code: "begins" are slot inits,
+    "tables" block table updates, "rewrites" adapter writes, and "fills" prefix writes.
+    """
     step = decode_to_rank(recorded_step.step)
     assert isinstance(step, Step)
     record: dict[str, Any] = {

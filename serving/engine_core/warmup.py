@@ -1,8 +1,11 @@
 """Warm-up: synthetic steps that allocate all memory, compile kernels and capture CUDA graphs.
 
-The steps are as large as any step that the scheduler will plan, so that no memory is allocated and
-no kernel compiled while requests run. The watchdog derives its first step time-out from the time of
-the prefill step. This module only builds the steps; the engine loop runs them.
+The prefill step has as many tokens, and the decode steps have as many sequences, as any step of the
+scheduler. So the steps of requests find memory allocated and kernels compiled. The watchdog derives
+its first step time-out from the time of the prefill step. The scheduler does not take part: the
+steps use slots from 0 and blocks from 1 on, because block 0 is never allocated. What they leave in
+a slot is discarded when a sequence gets the slot (`SlotInit`). This module only builds the steps;
+`EngineLoop.warm_up` runs them before the first request.
 """
 
 from gpt.sampling_params import SamplingParams
@@ -21,7 +24,9 @@ def warmup_steps(
     - The largest prefill, twice: the first run allocates memory, the second one is measured.
     - A full decode batch with random sampling.
     - A full decode batch with greedy sampling.
-    - A step that clears the blocks that the other steps wrote, because sequences will use them.
+    - A step that zeroes the blocks that the warm-up has written. Their values may be NaN or
+      infinity, which must not reach the sequences that use the blocks later. This step must run
+      after the `graph_capture_steps`, whose blocks are among them.
     """
     context = model_runner.model.config.max_position_embeddings
     sequences_max = min(config.running_requests_max, model_runner.slots)
@@ -53,7 +58,7 @@ def warmup_steps(
 
 
 def graph_capture_steps(block_tokens: int, model_runner: ModelRunner) -> list[Step]:
-    """A decode step for each graph size.
+    """A decode step for each CUDA graph size that has a KV block for each of its sequences.
 
     The largest size is first, because the graphs of smaller sizes reuse its memory.
     """
@@ -68,8 +73,8 @@ def _synthetic_step(
 ) -> Step:
     """A step with `len(lengths)` sequences; sequence i has `lengths[i]` new tokens.
 
-    Each sequence has `past` tokens in the KV cache, and samples a token. The sequences use
-    consecutive blocks.
+    Sequence i has slot i and samples a token. The sequences use consecutive blocks, from block 1
+    on. Each sequence also has `past` earlier tokens, whose keys and values are arbitrary.
     """
     block_table_updates: list[BlockTableUpdate] = []
     first_block = 1

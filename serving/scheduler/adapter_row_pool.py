@@ -32,7 +32,7 @@ class AdapterRowPool:
         return len(self._ranges)
 
     def fits(self, digest: str, count: int) -> bool:
-        """Whether `pin` can succeed now, if it evicts adapters that are not pinned."""
+        """Whether `pin` would find rows now, if necessary by evicting unpinned adapters."""
         if digest in self._ranges:
             return True
         pinned = [row_range for row_range in self._ranges.values() if row_range.users]

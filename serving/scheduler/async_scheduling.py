@@ -14,7 +14,8 @@ sequence is discarded. Admissions and prefills wait until a pipeline stage has n
 Asynchronous scheduling and speculative decoding exclude each other, for two reasons. Drafts are
 proposed from the last token, which an early plan does not know; and the token positions of the next
 step depend on the number of draft tokens that are accepted. `uses_async_scheduling` of the server's
-configuration is therefore false if `speculate_tokens_max` is not 0, and `Scheduler` asserts it.
+configuration is therefore false if `speculate_tokens_max` is not 0, and `Scheduler` asserts that
+the two are not combined.
 """
 
 from collections import deque

@@ -85,7 +85,7 @@ class BlockPool:
                     self._free.append(block)
 
     def publish(self, key: bytes, block: int) -> None:
-        """Publish `block`, which must be in use, under `key`. No effect if the key is published."""
+        """Publish `block`, which must be in use, under `key`, unless `key` is already published."""
         if key not in self._blocks_by_key:
             self._blocks_by_key[key] = block
             self._keys_by_block.setdefault(block, []).append(key)

@@ -121,7 +121,10 @@ class ResourceAllocator:
 
     @property
     def adapter_loads(self) -> int:
-        """Number of writes of adapters into the adapter pool, which has no prefix adapters."""
+        """Number of times that an adapter was written into the adapter pool.
+
+        Prefix adapters are written into KV blocks instead, and do not count here.
+        """
         return self._adapter_rows.loads
 
     @property
@@ -192,7 +195,7 @@ class ResourceAllocator:
         return sequences
 
     def next_prefills(self, now: float) -> list[Sequence]:
-        """The sequences with unplanned prefill tokens that have not ended, in order.
+        """The sequences that have unplanned prefill tokens and have not ended, in order.
 
         Starved sequences (`next_decodes`) and the latency class come first, as one group; the other
         sequences are the second group. Each group is in order of scheduling priority.
@@ -338,7 +341,7 @@ class ResourceAllocator:
         return True
 
     def can_preempt_for(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence may preempt a running one, now or after its step in flight."""
+        """Whether a waiting sequence may preempt a running one, now or after steps in flight."""
         return bool(self._preemption_policy.preemptible_by(sequence, self._running.values()))
 
     def _blocks_freed_by_preempting(self, sequence: Sequence) -> int:
@@ -352,7 +355,7 @@ class ResourceAllocator:
         )
 
     def _reserved_blocks(self, sequence: Sequence) -> int:
-        """Number of blocks that a running sequence lacks for its prefill and a block of output."""
+        """Number of blocks that a running sequence lacks for its prefill and one block after it."""
         tokens_needed = min(
             max(sequence.prefill_target, sequence.planned_tokens) + self._block_tokens,
             sequence.kv_tokens_max,

@@ -77,6 +77,9 @@ class Scheduler:
     `async_scheduling` one more step may be in flight: the next decodes of the last step's
     sequences, planned before the tokens of the last step are known. Asynchronous scheduling and
     speculative decoding exclude each other; `async_scheduling.py` gives the reasons.
+
+    Each sequence ends with exactly one output whose `end` is set. It is returned by `add_sequence`,
+    `commit` or `pop_ended`.
     """
 
     def __init__(
@@ -223,7 +226,8 @@ class Scheduler:
     def _plan_early(self, now: float) -> Step | None:
         """Asynchronous scheduling: the next decodes, if they do not depend on the pending outcome.
 
-        None if other work is ready, or if there are not enough blocks for all of these decodes.
+        None if admissions, prefills or decodes of other sequences can be planned, or if there are
+        not enough blocks for all of these decodes.
         """
         if len(self._waiting) and not self._is_admission_blocked(now):
             return None
@@ -257,7 +261,7 @@ class Scheduler:
     def _prefill_budget(self, tokens: int) -> int:
         """The number of tokens, out of `tokens`, that prefill may use.
 
-        All of them, if no latency-class sequence decodes.
+        If no latency-class sequence decodes, prefill may use all of them.
         """
         if not self._allocator.latency_decoding_count:
             return tokens
@@ -269,7 +273,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------- admission
 
     def _is_admission_blocked(self, now: float) -> bool:
-        """Whether to skip admission: it failed, and no count has changed since then."""
+        """Whether admission is blocked: no change was counted, and no retry is due yet."""
         return now < self._blocked_until and self._change_counts() == self._blocked_counts
 
     def _block_admission(self, now: float) -> None:

@@ -39,13 +39,13 @@ class Sequence:
     # Time from `arrived_at` until the sequence was first queued, in which its adapter was read.
     adapter_wait_s: float = 0.0
 
-    # Positions of virtual tokens: the first one, and the one after the last.
+    # Position of the first virtual token, and position after the last one; both 0: there is none.
     virtual_start: int = 0
     virtual_end: int = 0
     adapter_key: bytes = b""  # Represents the adapter in prefix-cache keys.
 
     block_keys: list[bytes] = field(default_factory=list)  # Prefix-cache keys of full blocks.
-    # Prefix-cache keys of partial blocks: by block index, (end position, key).
+    # Prefix-cache keys of partial blocks: by block index, pairs of (end position, key).
     partial_keys: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
 
     slot: int = -1  # -1: waiting.
@@ -60,8 +60,9 @@ class Sequence:
     steps_in_flight: int = 0  # Steps in flight that contain this sequence.
     # Prefix adapter tokens that the steps in flight write.
     prefix_tokens_in_flight: int = 0
-    planned_at: float = 0.0  # When a token was last planned, or when it was admitted.
-    # First row of the sequence's adapter in the adapter pool; -1: the sequence has not pinned it.
+    # When a token of the sequence was last planned; before that, when the sequence was admitted.
+    planned_at: float = 0.0
+    # First row of the sequence's adapter in the adapter pool; -1: the sequence has pinned no rows.
     adapter_row_start: int = -1
 
     proposer: NgramProposer | None = None  # None: no speculation.
@@ -157,7 +158,7 @@ class Sequence:
 
     @property
     def draft_tokens_max(self) -> int:
-        """The largest number of draft tokens, if one more token is sampled after them."""
+        """The number of draft tokens that the length limit allows before one more sampled token."""
         return self.tokens_max - len(self.tokens) - 1
 
     @property
@@ -368,9 +369,9 @@ class Sequence:
     ) -> list[TokenScore | None]:
         """The prompt scores that a completed step of `length` tokens adds; they count as reported.
 
-        Entry i of `step_scores` is the score of the token after the step's token i. The first token
-        and virtual tokens have no score. No step computes the tokens of a prefix adapter, so the
-        token after them has no score either.
+        Entry i of `step_scores` is the score of the token after the step's token i. The prompt's
+        first token and virtual tokens have no score. No step computes the tokens of a prefix
+        adapter, so the token after them has no score either.
         """
         past = self.computed_tokens - length
         new_scores: list[TokenScore | None] = [None] if self.scored_tokens == 0 else []

@@ -2,9 +2,9 @@
 
 Within one class and priority, the tenant with the fewest served tokens is first. A tenant that
 returns after a pause starts with at least the count of the least-served tenant that has live
-sequences, so a pause gives no credit.
-This is the fair scheduler VTC of Sheng et al., 2023. The module is independent of free slots and
-blocks: the caller pops the next sequence, and pushes it back if it cannot be admitted.
+sequences, so a pause gives no credit. This is the fair scheduler VTC of Sheng et al., 2023. The
+module is independent of free slots and blocks: the caller pops the next sequence, and pushes it
+back if it cannot be admitted.
 """
 
 from collections import OrderedDict
@@ -77,7 +77,9 @@ class WaitingQueue:
         self._queues: dict[_QueueKey, _Queue] = {}
         self._ended_count = 0  # Number of ended sequences that are still in a heap.
         self._count = 0
-        self.latency_count = 0  # Number of waiting latency-class sequences, without aging.
+        # Number of waiting latency-class sequences. Throughput-class sequences that aging treats as
+        # latency class do not count.
+        self.latency_count = 0
         self.change_count = 0  # Number of pushes and discards; admissions (pops) do not count.
 
     def __len__(self) -> int:

@@ -62,7 +62,7 @@ class _GraphBuffers:
     """The fixed input and output buffers of the graph of one size."""
 
     packed_inputs: Tensor  # (fields, rows), int32
-    hidden: Tensor | None  # The hidden states from the previous pipeline stage.
+    hidden: Tensor | None  # Hidden states from the previous pipeline stage; None on the first one.
     x: Tensor | None = None
     logits: Tensor | None = None
     argmax_and_faults: Tensor | None = None
@@ -156,7 +156,7 @@ class CudaGraphRunner:
         self._changed_entries[slot] = min(low, start), max(high, end)
 
     def run(self, step: Step, x: Tensor | None) -> GraphOutput:
-        """Launch the step without waiting for it. The first step of a batch size is captured first.
+        """Launch the step without waiting for it. A new batch size is captured first.
 
         `x`: the hidden states from the previous pipeline stage; None on the first stage.
         """
@@ -191,7 +191,7 @@ class CudaGraphRunner:
             blocks = self._host_tables.ravel()[cells]
             if len(cells) <= size:
                 fields[TABLE_CELLS, : len(cells)], fields[BLOCKS, : len(cells)] = cells, blocks
-            else:  # New sequences have more changed cells than the packed array has entries.
+            else:  # New sequences can change more cells than the packed array has entries.
                 device = self._device_tables.device
                 self._device_cells[to_device(cells, device)] = to_device(
                     blocks.astype(np.int32), device

@@ -77,7 +77,8 @@ class GuideMatchers:
         self._slot_matchers: dict[int, _SlotMatcher] = {}
         self._compiled: OrderedDict[Guide, llguidance.LLMatcher] = OrderedDict()
         if tokenizer is not None:
-            # The tokenizer of llguidance is built now: this takes 0.2 s and would delay a step.
+            # The tokenizer of llguidance is built now, because building takes 0.2 s, which would
+            # delay the first step with a guide.
             with suppress(RequestError):  # llguidance is not installed.
                 assert self._ll_tokenizer
 
@@ -106,7 +107,7 @@ class GuideMatchers:
         self._slot_matchers.pop(slot, None)
 
     def allowed_mask(self, slots: Sequence[int]) -> NDArray[np.bool_]:
-        """A mask (slots, V) of the tokens that each of these slots may sample next: True: allowed.
+        """A mask (slots, V) of the tokens that each of these slots may sample next; True: allowed.
 
         A row without True means that the guide of its slot allows no token.
         """
@@ -165,7 +166,7 @@ class _SlotMatcher:
     def fill_mask(self, bits: NDArray[np.uint32]) -> bool:
         """Write one bit for each token of the vocabulary and one for the end token; 1: allowed.
 
-        False: no token is allowed, because the guide is invalid or needs text that no token has.
+        Return False if no token is allowed: the guide is invalid, or needs text that no token has.
         """
         if self.matcher is None:
             return False

@@ -133,7 +133,7 @@ class ModelRunner:
         self.pool.prefault(available_memory_bytes)
 
     def run_step(self, step: Step) -> Outcome | None:
-        """Run a step and wait for it; only the last stage's first tensor rank has an outcome."""
+        """Run a step and wait for it; return None except on the last stage's first tensor rank."""
         pending = self.launch(step)
         return None if pending is None else pending()
 
@@ -147,7 +147,7 @@ class ModelRunner:
         started = time.perf_counter()
         self._apply_updates(step)
         if not step.slots:
-            barrier(self.model.mesh)  # A heartbeat: it shows that all ranks live.
+            barrier(self.model.mesh)  # For heartbeats: the step shows that all ranks live.
         pending: PendingOutcome = partial(Outcome, step.step_id)
         if step.slots:
             pending = self._replay_graph(step) or self._run_model(step)
@@ -302,8 +302,8 @@ class ModelRunner:
         prompt_scores = (
             self._score_prompts(step, inputs, x, fault_indices) if len(inputs.scored_rows) else []
         )
-        # If every row is sampled, `_sample` has already checked the logits of all rows, which are
-        # not finite if the hidden states are not.
+        # If every row is sampled, `_sample` has already checked the logits of all rows. NaN or
+        # infinity in a row's hidden states also shows in its logits.
         if not inputs.samples_every_row:
             # The hidden states are checked last, because the check waits for the device. The
             # scheduler discards the tokens of sequences with a fault.
@@ -463,10 +463,9 @@ def available_kv_blocks(
         blocks = min(blocks, layout.pool_blocks(tokens_max))
     if blocks < 2:
         raise ConfigError(
-            f"the memory for the KV cache has {blocks} blocks of {block_tokens} tokens "
-            f"({layout.block_bytes} bytes per block), and at least 2 are needed; stop other "
-            "processes, use more ranks (tp, pp), or set kv_tokens_max, for which all free memory "
-            "may be used"
+            f"the KV cache needs at least 2 blocks of {block_tokens} tokens ({layout.block_bytes} "
+            f"bytes per block), but its memory holds only {blocks}; stop other processes, use more "
+            "ranks (tp, pp), or set kv_tokens_max, which may use all free memory"
         )
     return blocks
 

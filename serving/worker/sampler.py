@@ -108,8 +108,8 @@ class Sampler:
         )
         self._seeds[slot] = sampling.seed
         self._top_counts[slot] = -1 if sampling.logprobs is None else sampling.logprobs
-        # Greedy slots may have min_new_tokens: a row is computed again only if its argmax is a stop
-        # token that comes too early (`_rows_ending_early`).
+        # Greedy slots may have min_new_tokens: their bans are applied only to rows whose argmax is
+        # a stop token that comes too early (`_rows_ending_early`).
         self._is_greedy[slot] = (
             replace(sampling, min_new_tokens=0).is_plain_greedy and slot_init.guide is None
         )
@@ -270,7 +270,7 @@ class Sampler:
         return token_ids
 
     def _apply_bans(self, x: Tensor, slots: IntArray) -> None:
-        """Apply guides, then bans in the order of `SamplingParams`.
+        """Apply guides, then bans, in the order that the docstring of `SamplingParams` lists.
 
         A guide or a ban that would leave a row without any token is not applied to the row.
         """
@@ -333,7 +333,7 @@ def uniforms(seeds: NDArray[np.uint64], positions: IntArray) -> FloatArray:
 
 
 def sample_tokens(x: Tensor, parameters: FloatArray, device_parameters: Tensor) -> Tensor:
-    """Sample a token for each row of logits `x` (R, V), with a temperature above 0.
+    """Sample a token for each row of logits `x` (R, V). All rows have a temperature above 0.
 
     `x` is overwritten with unnormalized probabilities (weights). Penalties and bans are already
     applied. `parameters` are the sampling parameters of the rows on the host, `device_parameters`

@@ -117,9 +117,10 @@ def build_worker(
 ) -> Worker:
     """Load this rank's shard, prepare its weights, verify its logits, and count its KV blocks.
 
-    All ranks must call this together. The first phase loads and packs. The second phase begins
-    after all ranks have loaded, because it runs collectives: it compares the logits with the proof
-    and measures the effect of quantization. `ranks_sharing_memory`: the number of ranks that share
+    All ranks must call this together. The first phase loads the weights, and packs them if they are
+    not to be quantized. The second phase begins after all ranks have loaded, because it runs
+    collectives: it compares the logits with the proof, quantizes the weights if configured, and
+    measures the effect of the quantization. `ranks_sharing_memory`: the number of ranks that share
     the memory of this rank's host or device, this rank included.
     """
     model, loaded_bytes = run_phase(lambda: _load_and_pack(opened.checkpoint, mesh, config))

@@ -17,9 +17,10 @@ TokenMask = NDArray[np.bool_]
 
 
 class TokenBans:
-    """The masks (V,) of one slot; True means banned. A `*_mask` is None if it bans no token.
+    """The masks (V,) of one slot; True means banned.
 
-    Prompt ids outside the vocabulary are virtual tokens; they match no other token.
+    A `*_mask` method returns None if it would ban no token. Prompt ids outside the vocabulary are
+    virtual tokens; they match no other token.
     """
 
     def __init__(

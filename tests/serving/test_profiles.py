@@ -85,7 +85,7 @@ def test_servers_use_the_plan_for_their_model_and_machine(tmp_path: Path) -> Non
     # A plan for one rank does not apply to two.
     split = ServerConfig.read(None, {**settings, "tp": 2}, profile="latency", on_note=notes.append)
     assert split.scheduler_config.running_requests_max == PRESET["running_requests_max"]
-    assert "another split than tp 2" in notes[2]
+    assert "a different split, not for tp 2" in notes[2]
 
 
 def test_only_plans_for_this_machine_are_saved() -> None:
