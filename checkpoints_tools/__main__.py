@@ -23,7 +23,7 @@ from gpt.errors import PreambleError
 if TYPE_CHECKING:
     from checkpoints_tools.conversion.convert import ConversionPlan, ConversionResult
 
-FILES_SHOWN_MAX = 24  # Limit of the files that a printed plan lists.
+FILES_SHOWN_MAX = 24  # Maximum number of files that a printed plan lists.
 PROGRESS_LINE_SECONDS = 5.0  # Interval between progress lines if stderr is not a terminal.
 
 

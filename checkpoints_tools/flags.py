@@ -16,7 +16,9 @@ FORMATS = ("native", "megatron", "megatron-dist", "nemo", "hf")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # With more than 8 threads the disk is the bottleneck.
 DEFAULT_WORKERS = min(8, os.cpu_count() or 1)
-WORKERS_HELP = f"worker threads (default: {DEFAULT_WORKERS} here: one per CPU, at most 8)"
+WORKERS_HELP = (
+    f"worker threads (default: one per CPU, at most 8; {DEFAULT_WORKERS} on this machine)"
+)
 
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
@@ -163,8 +165,8 @@ def verify_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prove",
         action="store_true",
-        help="recompute the reference logits that A stores as its proof, with A and with B, and "
-        "compare them with the stored logits",
+        help="compute reference logits with A and with B, and compare them with the logits that A "
+        "stores as its proof",
     )
     return parser
 

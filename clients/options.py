@@ -81,11 +81,13 @@ class Options:
     ignore_ends: bool = False  # Do not stop at the model's end tokens.
     guide: Guide | None = None
     beams: Beams | None = None
-    logprobs: int | None = None  # Alternatives per token; 0: only the token's own log-probability.
+    # Alternatives per token. 0: only the token's own log-probability. None: no log-probabilities.
+    logprobs: int | None = None
     prompt_logprobs: int | None = None  # Like `logprobs`, but for the tokens of the prompt.
     service_class: ServiceClass | None = None
     priority: int = 0
-    truncate_prompt_tokens: int = 0  # Keep the last tokens of the prompt, at most this number.
+    # Number of tokens to keep, at the end of a longer prompt. 0: no truncation.
+    truncate_prompt_tokens: int = 0
     time_limit_ms: int = 0  # After this time, return the completions as they are. 0: no limit.
 
 
@@ -117,7 +119,7 @@ _SAMPLING_FIELDS = (
 def fill_request(message: M, prompt: Prompt, options: Options) -> M:
     """Set the fields of a request message, and return the message.
 
-    A value of the wrong type raises the CallError that the server returns for an invalid field.
+    A value of the wrong type raises a CallError, as if the server had refused the field.
     """
     try:
         _set_options(message, options)

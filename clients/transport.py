@@ -1,7 +1,7 @@
 """Client transport: gRPC channel options, TLS, call errors and retries with backoff.
 
-Both clients use this module. A call is retried only if the server's error allows a retry. Such an
-error states the wait before the retry (RetryInfo or `grpc-retry-pushback-ms`).
+Both clients use this module. A call is retried only if the server's error allows it by stating the
+wait before a retry (RetryInfo or `grpc-retry-pushback-ms`).
 """
 
 import random

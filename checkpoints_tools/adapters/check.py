@@ -26,7 +26,7 @@ from gpt.model.loading import load_model, parse_device
 from gpt.parallel.mesh import Mesh
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, open_tokenizer
 
-# Adapter formats of other programs that Preamble reads; a part of help texts.
+# Adapter formats of other programs. Preamble can read these formats, and help texts list them.
 FOREIGN_FORMATS = "a PEFT directory, a TGIS decoder.pt, a NeMo prompt-learning .nemo"
 
 
@@ -51,7 +51,7 @@ def check_parser() -> argparse.ArgumentParser:
     add(
         "--device",
         default="cpu",
-        help="cpu or cuda, to replay golden examples (default: cpu)",
+        help="device that replays the golden examples: cpu or cuda (default: cpu)",
     )
     add(
         "--tolerance",
@@ -244,5 +244,5 @@ def format_adapter(adapter: Adapter, notes: Sequence[str]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Escape control characters, because a card is untrusted and may contain escape sequences."""
+    """Escape control characters: adapter metadata is untrusted, and may have terminal codes."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -103,13 +103,13 @@ def import_parser() -> argparse.ArgumentParser:
         "--stop",
         metavar="TEXT",
         action="append",
-        help="stop string of requests that set none; may be repeated",
+        help="default stop string, for requests without stop strings; may be repeated",
     )
     add(
         "--max-new-tokens",
         metavar="N",
         type=positive_int,
-        help="max_new_tokens of requests that do not set it",
+        help="default of max_new_tokens, for requests that do not set it",
     )
     add("--overwrite", action="store_true", help="replace an existing target")
     add("--json", action="store_true", help="print one JSON object")
@@ -129,7 +129,8 @@ def import_command(argv: Sequence[str]) -> int:
     )
     notes: tuple[str, ...] = ()
     if base is not None:
-        # Both cards are checked: the source's card may record another base model.
+        # The source is checked too: its card may record a different base model, which the new card
+        # replaces by the model of --model.
         check_adapter(source_adapter, base.config, identity)
         notes = check_adapter(adapter, base.config, identity)
     elif not adapter.card.base_digest:
@@ -148,7 +149,7 @@ def import_command(argv: Sequence[str]) -> int:
 
 
 def _check_target(target: Path, *, overwrite: bool) -> None:
-    """Refuse an unusable target. Call this before the model is read, which takes longer."""
+    """Refuse an unusable target. This is called first, because reading the model takes longer."""
     if target.is_dir():
         check_publish_directory(target)
     elif target.exists() and not overwrite:
@@ -265,8 +266,8 @@ def export_parser() -> argparse.ArgumentParser:
         "--to",
         choices=("peft", "tgis", "nemo"),
         required=True,
-        help="PEFT prompt tuning, a decoder.pt for TGIS's prompt store, or NeMo prompt learning "
-        "(1.20 to 1.22)",
+        help="PEFT prompt tuning, a decoder.pt for TGIS's prompt store, or prompt learning of "
+        "NeMo 1.20 to 1.22",
     )
     add_model_flags(
         parser,

@@ -52,7 +52,8 @@ from gpt.tokenizers.tokenizer import check_tokenizer, open_tokenizer
 
 DEFAULT_MEMORY_BYTES = 1 << 30
 DEFAULT_WORKERS = 2  # For library callers; the command line uses one thread per CPU, at most 8.
-# Part of the plan's hash. Increase it when layouts change, so that older journals are not resumed.
+# Part of the plan's hash. Increase it when layouts change: journals of older versions are then
+# refused.
 PLAN_VERSION = 1
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
@@ -191,8 +192,9 @@ def convert(
 ) -> ConversionResult:
     """Write the target. One rename publishes it, so an incomplete target never appears.
 
-    After a failure the partial directory remains, so that a run with `resume` can continue. Two
-    cases remove it: `keep_partial` is false, or a run without `resume` raised a CheckpointError.
+    After a failure the partial directory remains, so that a run with `resume` can continue. The
+    directory is removed if `keep_partial` is false, or if a run without `resume` raised a
+    CheckpointError.
     """
     recorded_identity = _recorded_identity(plan.source)
     try:
@@ -221,9 +223,9 @@ def convert(
                 _publish(plan)
                 remove_partial = True
             except CheckpointError:
-                # The directory is of no use: the source or the options are wrong, or the source was
-                # changed during the copy. A run with `resume` still keeps the directory, because
-                # an earlier run wrote a part of its files.
+                # The files of this run are of no use: the source or the options are wrong, or the
+                # source was changed during the copy. A run with `resume` keeps the directory,
+                # because the files of the earlier run may still be of use.
                 remove_partial = not resume
                 raise
             finally:
@@ -321,8 +323,9 @@ def _target_identity(
     digest = combine_digests(plan.source, copy_result.source_hashes)
     recorded_digest = ""
     if source_identity is not None:
-        # A `note` without `stored` means: the weights were converted, and the manifest records only
-        # the digest of the original weights.
+        # An empty `stored` means that the source's weights have the digest `digest`. The exception
+        # is an older manifest, which does not record `stored`: if the weights were converted
+        # (`note`), their digest is then unknown, and nothing is compared.
         recorded_digest = source_identity.stored or (
             "" if source_identity.note else source_identity.digest
         )
@@ -330,7 +333,7 @@ def _target_identity(
         raise CheckpointError(
             f"{plan.source.path}: the weights have digest {digest[:12]}, but the manifest records "
             f"{recorded_digest[:12]}: files were changed after they were written; run `preamble "
-            "verify` to find them"
+            "verify` to find the changed files"
         )
     identity = source_identity or ModelIdentity(digest, fingerprint(plan.source))
     stored_digest = combine_digests(plan.converted, copy_result.stored_hashes)

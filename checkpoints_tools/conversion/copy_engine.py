@@ -3,9 +3,9 @@
 A logical tensor is a whole, unsharded parameter. A placement is a part of a logical tensor at a
 byte offset of a target file. A tensor is read in blocks of rows. Each block is hashed, checked for
 NaN and infinity, and written to every placement that contains rows of the block. So a worker needs
-memory for a few blocks only. A tensor that is transposed or reordered is read completely into
-memory, and all such tensors share one memory budget. Tensors may be copied in any order. The module
-does not depend on the format.
+memory for a few blocks only. The exceptions are tensors whose rows are transposed or reordered.
+These are read completely into memory, and share one memory budget. Tensors may be copied in any
+order. The module does not depend on the format.
 """
 
 import hashlib
@@ -146,7 +146,7 @@ class PlacementWriter:
         stored_shape = self.part.local_shape(shape)
         row_elements = torch.Size(stored_shape[1:]).numel()
         self.row_bytes = row_elements * placement.dtype.itemsize
-        # Rows (with `part.dim` 1: columns) of the part without padding.
+        # Number of rows of the part, without padding. If `part.dim` is 1: number of columns.
         self.filled_rows = sum(stop - start for start, stop in self.part.ranges)
 
     @property
@@ -161,13 +161,13 @@ class PlacementWriter:
     def write_block(self, rows: Tensor, first_row: int) -> None:
         """Write the elements of a block that belong to the placement.
 
-        rows[0] is row `first_row` of the tensor.
+        rows[0] is row `first_row` of the logical tensor.
         """
         if self.placement.transposed:
             self._write_rows(self._transpose(rows), 0)
             return
         end_row = first_row + rows.shape[0]
-        row_offset = 0  # Index in the placement of the first row of a range.
+        row_offset = 0  # The row of the placement at which the current range begins.
         for start, stop in self.part.ranges:
             if self.part.dim == 1:
                 assert len(self.part.ranges) == 1, "a column split has one range"

@@ -1,8 +1,9 @@
 """Conversion journal: records every finished tensor, so that a killed run can resume.
 
 A tensor is recorded only after all its bytes are on disk. If a run is killed, the last line can be
-incomplete; that line is ignored. The first line has the hash of the conversion plan, which covers
-samples of the source's weights and the target's layout. A journal with another hash is refused.
+incomplete; that line is ignored. The first line has the hash of the conversion plan. This hash
+covers the target's layout and samples of the source's weights. A journal with another hash is
+refused.
 """
 
 import json
@@ -55,8 +56,9 @@ class Journal:
         if not is_same_plan:
             self.close()
             raise CheckpointError(
-                f"{path.parent} belongs to a conversion of another source, to another target, or "
-                "by another version of Preamble; remove that directory, and run again"
+                f"{path.parent} has the files of a different conversion: of another source, with "
+                "other options, or by another version of Preamble; remove that directory, and run "
+                "again"
             )
 
     def reset(self) -> None:

@@ -55,7 +55,7 @@ class Difference:
 class TensorComparison:
     """The SHA-256 of a tensor in A and in B, and the difference of the two tensors."""
 
-    # A missing tensor has the SHA-256 of empty input. Without B, both are the hash of A's tensor.
+    # A missing tensor has the SHA-256 of empty input. Without B, both values are A's hash.
     hashes: tuple[str, str]
     difference: Difference | None = None  # None: the tensors are equal, or there is no B.
 
@@ -167,14 +167,15 @@ def compare_checkpoints(
 def _check_recorded_digest(side: VerifiedCheckpoint) -> Iterator[Finding]:
     """Compare the computed digest with the digest that the manifest records for these weights.
 
-    After a conversion to another dtype, the manifest also has the digest of the original weights,
-    which a remark reports.
+    If the weights were converted to another dtype, the manifest also has the digest of the original
+    weights. A remark reports this digest.
     """
     identity, path = side.checkpoint.identity, str(side.checkpoint.path)
     if identity is None:
         return
-    # A `note` without `stored` means: the weights were converted, and the manifest records only the
-    # digest of the original weights.
+    # An empty `stored` means that the weights have the digest `digest`. The exception is an older
+    # manifest, which does not record `stored`: if the weights were converted (`note`), their digest
+    # is then unknown, and nothing is compared.
     recorded_digest = identity.stored or ("" if identity.note else identity.digest)
     if identity.note:
         message = (
@@ -211,14 +212,14 @@ def _config_differences(left: Checkpoint, right: Checkpoint) -> Iterator[Differe
 def _compare_tensors(
     name: str, left: LogicalTensor | None, right: LogicalTensor | None, scratch: WorkerScratch
 ) -> TensorComparison:
-    """Compare and hash one tensor; `left` or `right` is None if that checkpoint lacks it."""
+    """Compare and hash one tensor; `left` is None if A lacks it, `right` is None if B lacks it."""
     if left is None or right is None or left.shape != right.shape:
         return TensorComparison(
             (_hash_tensor(left, scratch), _hash_tensor(right, scratch)),
             _structural_difference(name, left, right),
         )
-    # With equal dtypes, the bytes of both tensors are equal up to the first difference, so one hash
-    # is enough until then.
+    # If the dtypes are equal, both tensors have the same bytes before the first difference. Until
+    # then, `left_hash` is the hash of both, and `right_hash` is None.
     same_dtype = left.dtype == right.dtype
     left_hash = hashlib.sha256()
     right_hash = None if same_dtype else hashlib.sha256()

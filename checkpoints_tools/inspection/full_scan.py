@@ -263,7 +263,7 @@ def _scan_zip(location: str, file: IO[bytes], scratch: WorkerScratch) -> list[Fi
     try:
         with zipfile.ZipFile(file) as archive:
             for member in archive.infolist():
-                # A CRC of 0 means: torch was configured to write no checksums.
+                # torch can be configured to write no checksums. The CRC is then 0.
                 if member.CRC and not _has_valid_crc(archive, member, scratch):
                     reason = f"its bytes do not match its CRC-32, {member.CRC:08x}"
                     findings.append(Finding(location, f"{member.filename} is damaged: {reason}"))
@@ -296,7 +296,10 @@ def manifest_tasks(folder: Path) -> list[ScanTask]:
 
 
 def integrity_tasks(folder: Path) -> list[ScanTask]:
-    """Return jobs that check the SHA-256 list (INTEGRITY_FILE) of newer `torch_dist` saves."""
+    """Return jobs that check the SHA-256 of the files that INTEGRITY_FILE lists.
+
+    Newer versions of Megatron write this file into `torch_dist` checkpoints.
+    """
     record = (
         read_json(scan_folder(folder), INTEGRITY_FILE)
         if (folder / INTEGRITY_FILE).is_file()

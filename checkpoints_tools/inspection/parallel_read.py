@@ -40,7 +40,7 @@ class ProgressCounter:
 
 
 class StoppedError(Exception):
-    """Ends a job after another job failed or the user interrupted; never leaves this module."""
+    """Ends the running jobs after a job failed or on an interrupt; never leaves this module."""
 
 
 @dataclass

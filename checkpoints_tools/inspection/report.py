@@ -81,7 +81,8 @@ class SplitMemory:
     kv_bytes_per_token: int
     kv_bytes_per_context: int  # KV cache of one sequence of max_position_embeddings tokens.
     dtype: str
-    # Smallest size in GPU_GB that is enough for the weights and one full context; None: no size is.
+    # Smallest size in GPU_GB that is enough for the weights and one full context. None: all sizes
+    # are too small.
     gpu_gb: int | None
 
 
@@ -104,7 +105,7 @@ class InspectReport:
     vocabulary_rows: int  # Rows of the stored embedding, padding included.
     padding_rows: int
     tokenizer: dict[str, Any] | None  # Keys: path, kind, vocab_size.
-    digest: str | None  # From the manifest or the cache; null: not computed yet.
+    digest: str | None  # From the manifest or the digest cache; null: not computed yet.
     fingerprint: str | None
     splits: list[SplitMemory]
     notes: list[str] = field(default_factory=list)  # Assumptions of the reader, ignored files.
@@ -138,7 +139,8 @@ def inspect(flags: argparse.Namespace, print_line: PrintLine, open_progress: Ope
 def build_report(checkpoint: Checkpoint, source: str, *, deep: bool = False) -> InspectReport:
     """Build the report from headers, small files and samples of the weights.
 
-    With `deep`, the caller adds a full scan. Checks of samples that the scan repeats are omitted.
+    With `deep`, the caller adds a full scan. A check of samples is then omitted if the scan makes
+    the same check on all values.
     """
     config, path = checkpoint.config, checkpoint.path
     dtype_counts = _count_dtypes(checkpoint)
@@ -225,8 +227,8 @@ def _count_dtypes(checkpoint: Checkpoint) -> "Counter[str]":
 
 def _stored_rows(embedding: LogicalTensor, checkpoint: Checkpoint) -> int:
     """Return the number of stored embedding rows, including padding rows."""
-    # A rank file that contains only padding rows has no slice, but the same number of rows as the
-    # other rank files.
+    # No slice refers to a rank file that contains only padding rows. All rank files of a `megatron`
+    # checkpoint have the same number of rows, so the sum is this number times the ranks.
     source_rows = {id(piece.source): piece.source.shape[0] for piece in embedding.slices}
     row_counts = list(source_rows.values())
     ranks = checkpoint.split.get("tp", 1) if checkpoint.format == "megatron" else 1
@@ -437,8 +439,9 @@ def _describe_architecture(config: GPTConfig) -> Iterator[tuple[str, str]]:
         shared_width = config.moe_shared_expert_intermediate_size
         yield (
             "experts",
-            f"{config.num_experts} in {sum(config.moe_layers)} layers, {config.moe_router_topk} "
-            f"for a token, {config.moe_ffn_hidden_size:,} wide, {config.moe_router_score_function}"
+            f"{config.num_experts} in each of {sum(config.moe_layers)} layers, "
+            f"{config.moe_router_topk} per token, {config.moe_ffn_hidden_size:,} wide, "
+            f"{config.moe_router_score_function}"
             + (f", and a shared one {shared_width:,} wide" if shared_width else ""),
         )
     rope_text = ""

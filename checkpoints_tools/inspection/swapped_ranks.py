@@ -1,8 +1,9 @@
-"""Swapped rank files: detects weight files in the directory of another TP, PP or EP rank.
+"""Swapped rank files: detects weight files in the directory of the wrong TP, PP or EP rank.
 
 Two properties show the rank of a file: the ranks that the training run recorded in the file's args,
-and the padding rows of the vocabulary, which only the last tensor rank has. Swapped pipeline stages
-whose tensor names are wrong are already refused by the reader (`gpt/formats/megatron/reader.py`).
+and the padding rows of the vocabulary, which are at the end of the last tensor rank. If stages with
+different tensor names are swapped, the reader already refuses them
+(`gpt/formats/megatron/reader.py`).
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from gpt.formats.megatron.rank_files import RankCoordinates, RankFiles, open_ran
 
 
 def find_swapped_ranks(checkpoint: Checkpoint) -> list[Finding]:
-    """Find Megatron rank files that are in the directory of another rank."""
+    """Find Megatron rank files that are in the directory of the wrong rank."""
     if checkpoint.format != "megatron":
         return []
     return [
@@ -92,7 +93,8 @@ def _check_recorded_ranks(ranks: RankFiles) -> Iterator[Finding]:
 def _check_padding_rows(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Find files that end with padding rows but are not the file of the last tensor rank.
 
-    All padding rows are equal, and only the last tensor rank has padding rows.
+    All padding rows are equal. If each tensor rank has rows of the vocabulary (the only case that
+    is checked), only the last rank has padding rows.
     """
     for name in (EMBEDDING, HEAD):
         logical = checkpoint.tensors.get(name)

@@ -3,7 +3,7 @@
 A diff has the number of differing elements, the index of the first differing element, and the
 largest absolute difference. Tensors of the same dtype are compared bit by bit. Tensors of different
 dtypes are converted to a dtype that represents the values of both exactly; the diff then also
-records whether one tensor equals the other tensor, rounded. The module opens no files.
+records whether one tensor has the values of the other tensor, rounded. The module opens no files.
 """
 
 import math
@@ -31,8 +31,8 @@ class TensorDiff:
     first_index: tuple[int, int] | None = None  # Row and column.
     first_values: tuple[float, float] | None = None  # The two values at `first_index`.
     abs_diff_max: float = 0.0  # Infinite if a differing value is NaN or infinite.
-    # Whether `right` equals `left` rounded to the dtype of `right`, and vice versa. Both are used
-    # only if the dtypes differ.
+    # Whether `right` equals `left` rounded to the dtype of `right`, and vice versa. Both fields are
+    # used only if the dtypes differ.
     right_is_rounded_left: bool = True
     left_is_rounded_right: bool = True
 
@@ -96,7 +96,7 @@ class TensorDiff:
 
     @property
     def summary(self) -> str:
-        """One sentence: number of differing elements, first of them, and largest difference.
+        """Text with the number of differing elements, the first of them and the largest difference.
 
         At least one element must differ.
         """
@@ -120,7 +120,7 @@ def bitwise_equal(left: Tensor, right: Tensor) -> bool:
 
 
 def int_view(tensor: Tensor) -> Tensor:
-    """View the bits as integers. Then == compares bits: equal NaNs match, 0.0 and -0.0 differ."""
+    """View the bits as integers. Then == compares bits: NaN can equal NaN, 0.0 and -0.0 differ."""
     return tensor.view(INT_DTYPES[tensor.dtype.itemsize])
 
 

@@ -31,8 +31,8 @@ class Placement:
     """A part of a logical tensor at a byte offset of a file.
 
     The rows of the part are stored in the order of `part.ranges`; with `transposed`, the matrix of
-    these rows is stored transposed. If `part.size` exceeds the ranges (a padded vocabulary), rows
-    of zeros follow.
+    these rows is stored transposed. If `part.size` exceeds the number of these rows (in a padded
+    vocabulary), rows of zeros follow.
     """
 
     name: str

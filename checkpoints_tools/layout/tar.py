@@ -31,7 +31,7 @@ class TarLayout:
         self._advance(len(content))
 
     def add_torch_archive(self, name: str, record: Any) -> None:
-        """Add `record` as `torch.save` would; its tensors are `TensorPlaceholder`s."""
+        """Add `record` as `torch.save` would write it; its tensors are `TensorPlaceholder`s."""
         archive = plan_archive(record, self.end + tarfile.BLOCKSIZE)
         self._begin_member(name, archive.size)
         placements_before = len(self.placements)
@@ -44,7 +44,10 @@ class TarLayout:
         self._advance(archive.size)
 
     def finish(self, path: str) -> TargetFile:
-        """Return the planned file; it ends with two empty blocks and padding to a whole record."""
+        """Return the planned file.
+
+        It ends with two empty blocks, and with padding to a whole tar record (10,240 bytes).
+        """
         size = self.end + 2 * tarfile.BLOCKSIZE
         size += -size % tarfile.RECORDSIZE
         return TargetFile(

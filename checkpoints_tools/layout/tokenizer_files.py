@@ -1,4 +1,4 @@
-"""Tokenizer files of a target: plans copies in the directory where the target's reader looks.
+"""Tokenizer files of a target: plans copies in the directory in which readers search for them.
 
 The files are small, so the layout contains them as literal bytes, and the manifest lists them. If
 the tokenizer is a directory, only its files with names as in `TOKENIZER_PATTERNS` are copied.

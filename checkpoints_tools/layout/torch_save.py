@@ -80,7 +80,7 @@ def plan_archive(record: Any, start: int = 0) -> ArchiveLayout:
 
 
 class _PlaceholderStorage:
-    """A tensor's storage; the pickle contains only its index."""
+    """A tensor's storage. The pickle refers to it by its index, and contains no data."""
 
     def __init__(self, placeholder: TensorPlaceholder, index: int) -> None:
         self.placeholder = placeholder

@@ -117,8 +117,8 @@ def _fit_family(config: GPTConfig, family: str) -> _FamilyFit:
     try:
         read_back = _read_back(config, family)
     except (CheckpointError, ConfigError):
-        # The reader refused the record. All other sizes are copied unchanged, so only the head
-        # width can be inconsistent.
+        # The reader refused the record. The cause can only be the head width: some families have no
+        # field for it, and compute it from hidden_size. All other sizes are copied unchanged.
         return _FamilyFit([*missing_traits, HEAD_WIDTH.describe(config)], is_complete=False)
     for trait in TRAITS:
         model_value, family_value = trait.value(config), trait.value(read_back)

@@ -66,7 +66,7 @@ class _ChunkParameter:
     parameter: ParameterSpec
     dtype: torch.dtype
     name: str  # The state-dict key in the chunk.
-    expert: int | None  # Global expert number; None for other parameters.
+    expert: int | None  # Global expert number; None: not a parameter of an expert.
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def rank_state_dicts(
 def _parameter_dtypes(checkpoint: Checkpoint) -> list[tuple[ParameterSpec, torch.dtype]]:
     """Return all parameters and the dtypes in which they are stored."""
     return [
-        # Megatron has the router's expert bias in fp32, whatever the model's dtype.
+        # Megatron stores the router's expert bias in fp32, whatever the model's dtype.
         (
             parameter,
             torch.float32 if name.endswith(".expert_bias") else checkpoint.tensors[name].dtype,

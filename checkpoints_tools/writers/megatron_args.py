@@ -63,7 +63,8 @@ def build_args(
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=tp,
         context_parallel_size=1,
-        # In Megatron the expert ranks are data-parallel ranks, so there must be `ep` of them.
+        # In Megatron the expert ranks are data-parallel ranks, so the data-parallel size must be at
+        # least `ep`.
         data_parallel_size=ep,
         world_size=tp * pp * ep,
         sequence_parallel=tp > 1 and any(config.moe_layers),
@@ -124,12 +125,12 @@ def load_notes(config: GPTConfig, split: ParallelSplit, spec: LayerSpec = "te") 
     if any(config.moe_layers) and config.moe_shared_expert_gate:
         notes.append(
             "shared experts have a gate: this needs a recent Megatron with moe_shared_expert_gate; "
-            "older ones do not load the gate's weights"
+            "older versions do not load the gate's weights"
         )
     if config.position_embedding_type == "rope":
         notes.append(
             "Megatron compares its flags with the checkpoint's add_position_embedding, which is "
-            "false: start it with --no-position-embedding, or with --use-checkpoint-args"
+            "false: start Megatron with --no-position-embedding, or with --use-checkpoint-args"
         )
     if spec == "local":
         notes.append(
@@ -259,8 +260,8 @@ def _unsupported_traits(config: GPTConfig) -> Iterator[str]:
         )
     if activation == "gelu_tanh" and not has_bias:
         yield (
-            "no gelu_tanh without mlp_bias: its tanh kernel also adds a bias, and its only other "
-            "GELU uses erf"
+            "no gelu_tanh without mlp_bias: Megatron's tanh kernel also adds a bias, and its only "
+            "other GELU uses erf"
         )
     if any(config.moe_layers):
         yield from _unsupported_moe_traits(config)
@@ -282,7 +283,8 @@ def _unsupported_moe_traits(config: GPTConfig) -> Iterator[str]:
     softmax = config.moe_router_score_function == "softmax"
     if config.mlp_bias:
         yield (
-            "no experts with mlp_bias if the router has no bias, which is the case in this model"
+            "no experts with mlp_bias: they need a router with a bias, and this model's router has "
+            "none"
         )
     if softmax and config.moe_router_topk == 1 and not config.moe_router_pre_softmax:
         yield (

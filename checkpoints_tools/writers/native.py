@@ -1,7 +1,7 @@
 """Native writer: plans safetensors files with canonical, unsharded tensors.
 
-File sizes are bounded, so that a damaged file can be copied again alone. The module only plans; it
-reads no weights. A native checkpoint also has a manifest, which
+File sizes are bounded, so that little must be copied again if a file is damaged. The module only
+plans; it reads no weights. A native checkpoint also has a manifest, which
 `checkpoints_tools/conversion/convert.py` writes.
 """
 

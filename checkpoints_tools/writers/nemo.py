@@ -1,7 +1,7 @@
 """NeMo 1 `.nemo` writer: plans one tar of the config, tokenizer files and every rank's weights.
 
-The tar has a `torch.save` archive per rank. It contains the rank's tensors as in Megatron's format,
-with NeMo's prefix before their names. The tokenizer is included if NeMo's config can refer to it.
+The tar has a `torch.save` archive per rank: the rank's tensors as in Megatron's format, with NeMo's
+prefix before their names. The tokenizer is included if NeMo's config can refer to it.
 The names of the tokenizer's files are derived from their content, so two conversions of a model
 write the same bytes. The output was not tested with NeMo itself.
 """

@@ -2,9 +2,9 @@
 
 The module is the inverse of `gpt/formats/mappings/nemo_args.py`. NeMo builds Megatron-Core's GPT,
 so a model property that Megatron lacks is refused here too. NeMo has its own field names, and
-supports two properties that Megatron's args cannot express: gated GELU, and any parameters of Llama
-3.1's RoPE scaling. A null value usually selects NeMo's default; a field that does not accept null
-is omitted.
+supports two properties that Megatron's args cannot express: gated GELU, and Llama 3.1's kind of
+RoPE scaling with other parameters than in Llama 3.1. A null value usually selects NeMo's default; a
+field that does not accept null is omitted.
 
 NeMo 1 is the API that loads `.nemo` files; releases 2.x of the NeMo package also contain it. The
 module uses no tensors and opens no files.
@@ -119,12 +119,12 @@ def load_notes(config: GPTConfig, split: ParallelSplit) -> list[str]:
     if config.num_query_groups % split.tp:
         notes.append(
             f"{config.num_query_groups} query groups on {split.tp} tensor ranks: this needs "
-            "Megatron-Core 0.16 or later, and NeMo 1 was released with older ones"
+            "Megatron-Core 0.16 or later, and NeMo 1 was released with older versions"
         )
     if any(config.moe_layers) and config.moe_shared_expert_gate:
         notes.append(
             "shared experts have a gate: this needs a recent Megatron-Core with "
-            "moe_shared_expert_gate; older ones do not load the gate's weights"
+            "moe_shared_expert_gate; older versions do not load the gate's weights"
         )
     if config.qk_layernorm or len(set(config.moe_layers)) > 1:
         notes.append(
@@ -139,8 +139,9 @@ def _vocab_fields(
 ) -> dict[str, Any]:
     """Return the vocabulary fields of the config.
 
-    NeMo pads the size of its tokenizer to compute the number of embedding rows. If the embedding
-    has another number of rows, override_vocab_size is set. NeMo has no field for the unpadded size,
+    NeMo pads the size of its tokenizer to compute the number of embedding rows. If the target's
+    embedding has a different number of rows, override_vocab_size is set. NeMo has no field for the
+    unpadded size,
     so true_vocab_size is added for Preamble's reader.
     """
     rows = stored_vocab_rows(config, tp, multiple)

@@ -18,7 +18,7 @@ UNSPLIT = ParallelSplit()
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """Options of a conversion. In the options of the writer, None is the format's default."""
+    """Options of a conversion. For an option of the writer, None selects the format's default."""
 
     target_format: str = "native"
     dtype: str | None = None  # None: the source's dtype.

@@ -191,7 +191,7 @@ class KeyNaming:
         )
 
     def extra_state_key(self, module: str) -> str:
-        """Return the key of a module's extra state, which contains the layer and expert number."""
+        """Return the key of a module's extra state. The key has the layer and expert number."""
         position = self.position(f"{module}._extra_state")
         leading_index, leading_sizes = (
             ".".join(map(str, numbers))
@@ -354,7 +354,7 @@ def _modules_with_extra_state(names: Iterable[str], spec: LayerSpec) -> Iterator
 def _spec_notes(config: GPTConfig, spec: LayerSpec) -> Iterator[str]:
     if spec == "te" and any(config.moe_layers):
         yield (
-            "Megatron with --transformer-impl local cannot load this target, because it has other "
-            "names for the norms of layers with experts; to use it, convert again with "
-            "--megatron-spec local"
+            "Megatron with --transformer-impl local cannot load this target, because that "
+            "implementation has different names for the norms of layers with experts; to load the "
+            "model there, convert again with --megatron-spec local"
         )

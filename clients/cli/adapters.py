@@ -19,7 +19,7 @@ from clients.client import Client
 from clients.transport import CallError
 from protos.preamble.v1 import adapters_pb2 as pb
 
-# For each action, the name of its argument and its help text.
+# By action: the placeholder of the argument (empty: no argument), and the action's help text.
 ACTIONS: Mapping[str, tuple[str, str]] = {
     "list": ("", "list all adapters that this caller can use"),
     "show": ("NAME", "show an adapter and its metadata (the card in its file)"),
@@ -141,5 +141,5 @@ def _adapter_details(adapter: pb.Adapter) -> str:
 
 
 def _printable(text: str) -> str:
-    """Escape control characters, because a card is untrusted and may contain escape sequences."""
+    """Escape control characters: adapter metadata is untrusted, and may have terminal codes."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

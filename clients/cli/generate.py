@@ -1,4 +1,4 @@
-"""Prompt flags and output of `preamble generate`, which uses a running server or its own process.
+"""Prompt flags and output of `preamble generate`, on a running server or in its own process.
 
 In both cases the command uses this module, so prompt flags, messages and output are the same. The
 module imports only the standard library, and is independent of the client and the engine.

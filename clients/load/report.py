@@ -13,11 +13,11 @@ from pathlib import Path
 
 from clients.load.generator import CallRecord, LoadError, LoadRun, quantile
 
-# Limit of the p99 start delay of calls behind the schedule; above it, the report warns that the
-# times include delays of the generator.
+# The start delay of a call is its actual start minus its scheduled start. If the p99 of the start
+# delays is above this limit, the report warns that the generator is a bottleneck.
 START_DELAY_S_MAX = 0.01
-# Limit of the generator's CPU use, as a fraction of a core. Above it, the report also warns that
-# the times include delays of the generator.
+# Limit of the generator's CPU use, as a fraction of a core. Above it, the report warns that the
+# measured times include delays of the generator.
 CPU_SHARE_MAX = 0.9
 SLO_NAMES = ("ttft", "itl", "e2e")
 UNIT_SECONDS = {"ms": 1e-3, "s": 1.0}
@@ -48,7 +48,10 @@ class LatencySummary:
 
 @dataclass(frozen=True)
 class Slo:
-    """Service level objective of a request: limits in seconds, by name (ttft, itl, e2e)."""
+    """Service level objective of a request: limits in seconds, by name (ttft, itl, e2e).
+
+    The limit `itl` applies to the request's mean time per output token (`CallRecord.tpot_s`).
+    """
 
     limits: Mapping[str, float]
 
@@ -98,7 +101,7 @@ class LoadReport:
     tokens_per_message: float
     requests_per_s: float
     tokens_per_s: float
-    goodput_per_s: float | None  # Requests per second that meet the SLO.
+    goodput_per_s: float | None  # Requests per second that meet the SLO; None: no SLO is given.
     ttft_ms: LatencySummary | None
     gap_ms: LatencySummary | None
     itl_ms: LatencySummary | None

@@ -1,9 +1,9 @@
 """KServe v2 inputs: validates Triton's tensors, parameters and JSON and builds an `Ask`.
 
 Triton's vLLM and TensorRT-LLM backends take the same settings in different places: as tensors, as
-JSON in one tensor, or as request parameters. Here a name has the same meaning and kind in each of
-these places, and may occur once per request. An unknown name is an error, because ignoring it would
-change the result of the request.
+JSON in one tensor, or as request parameters. Here a name has the same meaning and the same type of
+value in each of these places, and may occur once per request. An unknown name is an error, because
+ignoring it would change the result of the request.
 """
 
 import json
@@ -56,7 +56,10 @@ class _Parameter:
 
 
 def read_request(message: Any, adapter: str, text_bytes_max: int) -> InferRequest:
-    """Validate a ModelInferRequest for `adapter`; an empty `adapter` means the base model."""
+    """Validate a ModelInferRequest.
+
+    `adapter` is the adapter that the request names as its model; empty for the base model.
+    """
     parameters = _collect_parameters(message, text_bytes_max)
     values = {name: parameter.value for name, parameter in parameters.items()}
     stream = values.get("stream", False)
@@ -107,11 +110,12 @@ def _collect_parameters(message: Any, text_bytes_max: int) -> dict[str, _Paramet
         if name in parameters:
             other_spelling = parameters[name].name
             conflict = (
-                "twice"
+                f"{spelling} is set twice; set it once"
                 if other_spelling == spelling
-                else f"and so is {other_spelling}, which means the same"
+                else f"{spelling} and {other_spelling} are both set, and mean the same; set only "
+                "one of them"
             )
-            raise RequestError(f"{spelling} is set {conflict}; set it once", spelling)
+            raise RequestError(conflict, spelling)
         if INPUT_KINDS[name] == "object" and isinstance(value, str) and len(value) > text_bytes_max:
             raise RequestError(  # Parsing a long JSON text would delay all calls.
                 f"{spelling} is {len(value)} characters; this server takes at most "
@@ -237,8 +241,8 @@ def _parse_object(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         text, value = value, json.loads(value)
         if "\\u" in text:
-            # The text may escape a lone surrogate, which UTF-8 cannot encode. `encode` then raises
-            # a ValueError, which `_parse_parameter` reports.
+            # The text may have the escape of a lone surrogate, which UTF-8 cannot encode. `encode`
+            # then raises a ValueError, which `_parse_parameter` reports.
             json.dumps(value, ensure_ascii=False).encode()
     if not isinstance(value, dict):
         raise TypeError
@@ -310,7 +314,7 @@ def _read_adapters(settings: Mapping[str, Any], adapter: str) -> tuple[str, ...]
 
 
 def _normalize_sampling(sampling: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the values that have another meaning in Triton's backends than in an `Ask`."""
+    """Convert the values whose meaning in Triton's backends differs from that in an `Ask`."""
     if sampling.get("top_k") == -1:
         sampling["top_k"] = 0
     # Clients of TensorRT-LLM send 0 for an unset top_p. If top_k is unset too, decoding is greedy.

@@ -16,8 +16,8 @@ from gpt.settings import short_repr, suggest_nearest
 from serving.request import RefusedError
 
 DIMS_MAX = 8
-# The most elements of a tensor. An element becomes a Python object, which is far larger than an
-# encoded element (1 byte or more).
+# Maximum number of elements of a tensor. The limit of the message's size is not enough: an element
+# can be 1 byte in the message, but becomes a Python object, which is far larger.
 ELEMENTS_MAX = 1 << 20
 # Triton's parameter for tensors in shared memory, which this server does not support.
 SHARED_MEMORY = "shared_memory_region"

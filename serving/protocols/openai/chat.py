@@ -89,7 +89,7 @@ class ChatCompletionRequest(BaseCompletionRequest):
         "truncate_prompt_tokens": "a chat cannot be truncated; remove messages instead",
         "chat_template": "the template comes from the model or the operator, not from requests",
         "functions": "the models cannot call functions: remove it, or send tools with tool_choice "
-        "'none', which are ignored",
+        "'none' (such tools are ignored)",
         "function_call": "the models cannot call functions: remove it",
     }
 
@@ -120,7 +120,7 @@ class ChatCompletionRequest(BaseCompletionRequest):
 
     def check(self) -> None:
         if not self.messages:
-            raise RequestError("messages is not set; send at least one", "messages")
+            raise RequestError("messages is unset or empty; send at least one message", "messages")
         limits = self.max_tokens, self.max_completion_tokens
         if None not in limits and limits[0] != limits[1]:
             raise RequestError(

@@ -25,8 +25,7 @@ TEMPERATURE_DEFAULT = 1.0
 COMPLETIONS_PATH = "/v1/completions"
 CHAT_COMPLETIONS_PATH = "/v1/chat/completions"
 
-# OpenAI's names, by the field names in the admission's errors. Callers get errors with OpenAI's
-# names.
+# Maps the field names in the admission's errors to OpenAI's names, which the callers know.
 FIELD_NAMES = {
     "adapter": "model",
     "answers": "n",
@@ -144,7 +143,7 @@ class BaseCompletionRequest(RequestPart):
 
     @property
     def field_names(self) -> Mapping[str, str]:
-        """OpenAI's names, by the field names in the admission's errors."""
+        """Maps the field names in the admission's errors to OpenAI's names."""
         return FIELD_NAMES
 
     def check(self) -> None:

@@ -210,8 +210,8 @@ def _credential(request: web.BaseRequest) -> str | None:
 
 async def _read_json_body(request: web.BaseRequest, call: Call) -> bytes:
     limits = call.service.config.limits_config
-    # Only JSON is accepted. With some other content types, browsers send requests across origins
-    # without a CORS preflight, so a web page of another origin could send requests to this server.
+    # Only JSON is accepted. If text/plain were accepted too, any web page could let a browser send
+    # requests to this server, because browsers send text/plain without a CORS preflight.
     if request.content_type != JSON_TYPE or "Content-Type" not in request.headers:
         content_type = ascii(request.headers.get("Content-Type", ""))[:100]
         raise RefusedError("UNREADABLE", f"the content type is {content_type}; send {JSON_TYPE}")

@@ -37,8 +37,8 @@ EARLY_STOPPING: Mapping[int, EarlyStopping] = {
     pb.EARLY_STOPPING_NEVER: "never",
 }
 
-# Paths in the request message of the `Ask` fields that have another name or path there. Errors use
-# these paths.
+# Maps fields of an `Ask` to their paths in the request message, if the path is not simply the name
+# of the field. Errors use these paths.
 FIELD_PATHS: Mapping[str, str] = {
     **{field.name: f"sampling.{field.name}" for field in pb.Sampling.DESCRIPTOR.fields},
     **{field.name: f"details.{field.name}" for field in pb.Details.DESCRIPTOR.fields},

@@ -1,8 +1,8 @@
 """Web page at `/` and its read-only JSON routes: server info, load, adapters.
 
 The files of the page are served unchanged from the folder `page`, also to callers without a token,
-because they contain no data of this server. A JSON route needs the credential, role and quota of
-the `preamble.v1` method that it calls (`READ_ROUTES`). The Content-Security-Policy forbids
+because these files contain no data of this server. A JSON route needs the credential, role and
+quota of the `preamble.v1` method that it calls (`READ_ROUTES`). The Content-Security-Policy forbids
 everything that the page does not need. This module generates no HTML.
 """
 

@@ -131,7 +131,8 @@ async def _start_stream(ask: Ask, call: Call) -> Stream:
         return await call.start(ask, final_only=True)
     except RequestError as error:
         if error.field in ("text", "prompt"):
-            # The call has one prompt: `_admit_all` checks the prompts of larger batches.
+            # The call has one prompt. In a call with more prompts, `_admit_all` has already refused
+            # every invalid prompt.
             error.field = "requests[0].text"
         raise
 
@@ -285,8 +286,9 @@ def _token_offsets(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> list[
     """Return start and end (exclusive) of each token in the text, in characters.
 
     A token that is part of a character gets the range of the whole character. If the tokenizer has
-    changed the text, so that the token's bytes do not follow the previous token, they are searched
-    for in the next bytes (`TOKEN_GAP_BYTES_MAX`). A token that is not found gets an empty range.
+    changed the text, the token's bytes may not directly follow the previous token. Then up to
+    `TOKEN_GAP_BYTES_MAX` bytes are skipped to find them. A token that is not found gets an empty
+    range.
     """
     data = text.encode()
     # Character index of each byte.

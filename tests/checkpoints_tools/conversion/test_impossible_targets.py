@@ -314,7 +314,7 @@ def test_partial_directory_of_other_options_is_not_resumed(
 ) -> None:
     journal = write_file(root / "there" / ".target.partial" / "journal", JOURNALS[name])
     assert "add --resume" in check_refused(root, capsys, "--to", "native")
-    assert "belongs to a conversion of another source" in check_refused(
+    assert "has the files of a different conversion: of another source" in check_refused(
         root, capsys, "--to", "native", "--resume"
     )
     assert journal.exists()

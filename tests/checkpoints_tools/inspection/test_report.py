@@ -143,7 +143,8 @@ def test_text_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for line in (
         "written at   TP 2 x PP 2 x EP 2",
         "attention    4 heads of 8 in 2 groups (GQA)",
-        "experts      4 in 2 layers, 2 for a token, 24 wide, sigmoid, and a shared one 16 wide",
+        "experts      4 in each of 2 layers, 2 per token, 24 wide, sigmoid, and a shared one 16 "
+        "wide",
         "head         tied to the embedding",
         "every byte was read, and no fault was found",
     ):

@@ -113,7 +113,7 @@ FAULTS: dict[str, tuple[Any, str, str]] = {
     "adapter by two names": (
         request(texts("adapter_id", b"sum"), texts("lora_name", b"sum")),
         "lora_name",
-        "means the same",
+        "mean the same",
     ),
     "set in two inputs": (
         request(
