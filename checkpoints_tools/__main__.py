@@ -132,17 +132,18 @@ def _verify(argv: list[str]) -> int:
 
 def _describe_plan(plan: "ConversionPlan") -> Iterator[str]:
     config, layout = plan.converted.config, plan.layout
+    files = (*layout.files, *layout.last_files)
     weight_bytes = sum(tensor.nbytes for tensor in plan.source.tensors.values())
     yield (
         f"{plan.source.path} ({plan.source.format}, {config.num_layers} layers, {weight_bytes:,} "
         f"bytes of {plan.source.config.dtype}) -> {plan.target} ({layout.format}, {config.dtype}, "
-        f"{len(layout.files) + len(layout.last_files)} files, {layout.nbytes:,} bytes)"
+        f"{len(files)} files, {layout.nbytes:,} bytes)"
     )
-    for file in (*layout.files, *layout.last_files)[:FILES_SHOWN_MAX]:
+    for file in files[:FILES_SHOWN_MAX]:
         contents = f"{len(file.placements)} tensors" if file.placements else ""
         yield f"  {file.path}  {file.size:,} bytes  {contents}".rstrip()
-    if len(layout.files) > FILES_SHOWN_MAX:
-        yield f"  and {len(layout.files) - FILES_SHOWN_MAX} more files"
+    if len(files) > FILES_SHOWN_MAX:
+        yield f"  and {len(files) - FILES_SHOWN_MAX} more files"
     if layout.padded_vocab_size not in (None, config.vocab_size):
         yield (
             f"  vocabulary of {config.vocab_size:,} tokens, padded to "

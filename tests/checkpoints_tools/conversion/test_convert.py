@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,6 +108,16 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
     assert "mp_rank_01_004/model_optim_rng.pt" in out and "10 files" not in out
     assert "latest_checkpointed_iteration.txt" in out
     assert tree(tmp_path) == tree_before
+
+
+def test_dry_run_counts_the_files_that_it_does_not_list(
+    source: Path, tmp_path: Path, capsys: CapturedOutput
+) -> None:
+    assert run(source, tmp_path / "t", "--to", "megatron", "--tp", 8, "--pp", 5, "--dry-run") == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    (files,) = re.findall(r"(\d+) files", head)
+    listed = [line for line in lines if "bytes" in line]
+    assert f"  and {int(files) - len(listed)} more files" in lines
 
 
 @pytest.mark.parametrize(
