@@ -172,7 +172,8 @@ def _reference_overhead(
 ) -> ServerOverhead | None:
     """Measure the server overhead with one reference model; `calibrate` uses it for all of them."""
     model_sizes = _reference_sizes(options, parse_device(options.device).type)
-    # The model has a medium size, because with small models the overhead exceeds the step times.
+    # The model has a medium size. With a small model, the overhead would exceed the step times,
+    # which is not typical.
     index = len(model_sizes) // 2
     middle_model = timed_models[index].measured
     config = reference_config(model_sizes[index]).with_fields(dtype=middle_model.dtype)

@@ -351,7 +351,8 @@ def frozen_comparison(
         f"{format_figure('iteration_s', full_search.best.iteration_s)} instead of "
         f"{format_figure('iteration_s', frozen.best.iteration_s)}",
         f"a step with frozen weights is {gain:.2f} times as fast: weight gradients are neither "
-        f"computed ({flops:.2f} times fewer FLOPs) nor reduced over the replicas",
+        f"computed (training all parameters takes {flops:.2f} times the FLOPs) nor reduced over "
+        "the replicas",
     ]
 
 
