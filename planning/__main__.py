@@ -6,7 +6,8 @@ warnings and errors go to stderr.
 
 Exit codes:
 - 0: success.
-- 1: an error; no candidate fits; or an error of `validate` exceeds its target.
+- 1: the command failed, no candidate fits, or a prediction error that `validate` computes exceeds
+  its target.
 - 2: invalid arguments.
 """
 
@@ -34,7 +35,7 @@ COMMANDS = {
     "estimate": Command("estimate", "estimate memory and speed of one configuration"),
     "train": Command("train", "find the fastest configuration to train a model or an adapter"),
     "serve": Command("serve", "find the best configuration to serve a model within limits"),
-    "calibrate": Command("calibrate", "measure step times on this machine, for its plans"),
+    "calibrate": Command("calibrate", "measure step times of this machine, to plan for it"),
     "validate": Command("validate", "compare predictions with every published table"),
     "plot": Command("plot", "redraw a plan's plots from its candidates.csv"),
 }

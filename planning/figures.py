@@ -1,4 +1,4 @@
-"""Figures of a plan: formats labels, numbers with units and memory ledgers; groups rejections.
+"""Figures of a plan: formats figures, labels and memory ledgers as text, and groups rejections.
 
 A figure is a named number of a candidate. The name states the unit and the statistic: `itl_ms_p95`
 is a 95th percentile in milliseconds, `tokens_per_s` is a rate, `mfu` is a fraction, and `gpus` is a
@@ -34,8 +34,8 @@ class FigureName:
 
     stem: str
     unit: str  # "ms", "s", "bytes", "share" (a fraction), or "": a count or a rate.
-    per_suffix: str  # The denominators of a rate, as they follow the stem in the label: /s/GPU.
-    statistic: str  # "p95" or "mean", for example; "": none.
+    per_suffix: str  # The denominators of a rate as label text, such as "/s/GPU"; "": no rate.
+    statistic: str  # "p95" or "mean", for example; "": no statistic.
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,10 @@ def format_figure(figure: str, value: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """Format three significant digits without trailing zeros, but at least the whole part."""
+    """Format a number with three significant digits, without trailing zeros.
+
+    Digits before the decimal point are never rounded away: 12345 becomes 12,345.
+    """
     if not math.isfinite(value):
         return "–"
     if abs(value) >= 99.95 or value == int(value):
@@ -109,7 +112,7 @@ def _format_three_digits(value: float) -> str:
 
 
 def format_compact(value: float) -> str:
-    """Format a number without a unit in few characters, such as 9000, 20k and 1.5M."""
+    """Format a number that has no unit in few characters, such as 9000, 20k and 1.5M."""
     for value_min, divisor, letter in (
         (1e12, 1e12, "T"),
         (1e9, 1e9, "G"),

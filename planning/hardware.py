@@ -1,6 +1,6 @@
-"""Hardware specifications: GPU data sheets (Device) and a Cluster of GPUs in nodes.
+"""Hardware specifications: the specification sheets of GPUs (Device), and a Cluster of nodes.
 
-The numbers are the peak values of the specification sheets. The fractions of the peaks that a
+The speeds are the peak values of the specification sheets. The fractions of the peaks that a
 program reaches are in `planning.training.efficiency` and `planning.inference.step_pricing`.
 """
 
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Device:
-    """The specification sheet of one GPU model. Link speeds count one direction."""
+    """The specification sheet of one GPU model. Link and network speeds are for one direction."""
 
     name: str
     flops: float  # FLOP/s of dense 16-bit matrix products.
@@ -47,7 +47,8 @@ class Cluster:
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        # Name, 16-bit FLOP/s, memory bytes, then bytes/s of memory, link and network, FP8 FLOP/s.
+        # Name, 16-bit FLOP/s, memory bytes, memory bytes/s, link bytes/s, network bytes/s, and
+        # FP8 FLOP/s.
         Device("a100-40g", 312e12, 40_000_000_000, 1.555e12, 300e9, 25e9),
         Device("a100-80g", 312e12, 80 * GIB, 2.039e12, 300e9, 25e9),
         Device("h100", 989e12, 80 * GIB, 3.35e12, 450e9, 50e9, 1978e12),

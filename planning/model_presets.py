@@ -68,7 +68,7 @@ def presets() -> Mapping[str, GPTConfig]:
 
 
 def preset(name: str) -> GPTConfig | None:
-    """Return the preset with this name in any case, or None if no preset has the name.
+    """Return the preset with this name, or None if there is none. Case is ignored.
 
     A GPT-3 preset can also be named by its size, such as 175B.
     """

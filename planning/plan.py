@@ -14,8 +14,9 @@ from planning.memory_ledger import MemoryLedger
 # The source of figures. spec-sheet: specification sheets, and constants fitted to published tables.
 # calibrated: microbenchmarks on this machine. measured: a run of the configuration.
 Source = Literal["spec-sheet", "calibrated", "measured"]
-# best: the recommended candidate. tight: fits, but leaves little memory. rejected: needs too much
-# memory, violates a limit, or is invalid. failed: crashed or timed out when it was measured.
+# best: the recommended candidate. fits: fits in memory and satisfies the limits. tight: like fits,
+# but leaves little memory free. rejected: needs too much memory, violates a limit, or is invalid.
+# failed: crashed or timed out when it was measured.
 Feasibility = Literal["best", "fits", "tight", "rejected", "failed"]
 SettingValue = str | int | float
 
@@ -40,7 +41,7 @@ class Confidence:
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate. All rows of a plan have the same columns; a rejected row may lack figures."""
+    """A candidate of a plan. A rejected candidate may have no figures."""
 
     name: str  # Short name for display, such as TP4 PP1 x2.
     feasibility: Feasibility
@@ -48,7 +49,7 @@ class Row:
     # Predicted figures by name; `planning.figures` describes the names.
     figures: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)  # Measured figures by name.
-    reason: str = ""  # Why the candidate was rejected or failed; for a tight one, a remark.
+    reason: str = ""  # Why the candidate was rejected or failed; a remark if it is tight.
     confidence: Confidence | None = None
     group: str = ""  # The curve in a plot that the row belongs to, such as "8 GPUs".
     # The ledger of the device that needs the most memory; None: unknown.
@@ -60,7 +61,8 @@ class Axis:
     figure: str  # A key of `Row.figures`.
     label: str
     better: Literal["low", "high"]
-    limit: float | None = None  # The requested limit minus its margin, drawn as a line; None: none.
+    # The requested limit minus its margin, drawn as a line; None: no limit.
+    limit: float | None = None
 
 
 @dataclass(frozen=True)

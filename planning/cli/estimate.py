@@ -458,7 +458,8 @@ def _serving_text(
         if math.isfinite(estimate.utilization):
             overload_text = (
                 f"overloaded: at most {format_number(estimate.requests_per_s)} requests/s are "
-                f"answered, and {format_number(estimate.utilization)} times that rate arrive"
+                f"answered, but requests arrive at {format_number(estimate.utilization)} times "
+                "that rate"
             )
         return format_lines([*head, ("speed", overload_text), kv_line, *memory])
     return format_lines(

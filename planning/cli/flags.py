@@ -2,8 +2,8 @@
 
 A shared flag has the same name and meaning in every subcommand. The destination of a flag is the
 name of the specification field that it sets; `FLAG_OF_FIELD` in `planning.cli.specification` lists
-the exceptions. A flag that is not set is None: its field has the value of the specification file,
-or else its default. This module only defines the flags and parses their values.
+the exceptions. A flag that is not set is None, and the specification file sets the field; without a
+value in the file, the field has its default. This module defines the flags and parses their values.
 """
 
 import argparse

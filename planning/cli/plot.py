@@ -1,6 +1,7 @@
 """The `preamble plan plot` command: redraw the Pareto plots from a plan's candidates.csv.
 
-The command is for an edited CSV file, or for other figures on the axes. It makes no predictions.
+The command is useful after an edit of the CSV file, or to put other figures on the axes. It makes
+no predictions.
 """
 
 import argparse

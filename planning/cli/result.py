@@ -1,7 +1,7 @@
 """CommandResult: the result of a plan subcommand, as text, JSON values and an exit code.
 
-Every subcommand returns a CommandResult, and only `planning.__main__` prints to stdout. Training
-and serving plans are rendered by the same function, which also writes them to the --output folder.
+Every subcommand returns a CommandResult, and only `planning.__main__` prints to stdout.
+`render_plan` renders training and serving plans, and writes them to the --output folder.
 """
 
 import argparse

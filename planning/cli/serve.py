@@ -158,10 +158,10 @@ def parse_objective(specification: Specification) -> Objective:
 
 
 def serving_dtype(specification: Specification, model: GPTConfig) -> str:
-    """Return the dtype of the engine, from the first of these sources:
+    """Return the dtype of the engine, from the first of these sources that is available:
 
     - `dtype` of the specification.
-    - The first dtype in `quality` that the engine supports.
+    - The first dtype that the engine supports in `quality`, the list of allowed dtypes.
     - The dtype of the model.
     """
     allowed = [

@@ -40,8 +40,9 @@ class ModelSection:
     kv_heads: int | None = None
     ffn: int | None = None
     vocab: int | None = None
-    # Sequence length. A model that is given by sizes only gets this length as context length, and
-    # the context length of a preset is raised to this length if it is smaller.
+    # Sequence length. It also affects the context length of a model without a checkpoint:
+    # - A model given by its sizes has this context length.
+    # - A preset with a smaller context length gets this context length.
     seq: int | None = None
     gated: bool | None = None  # Whether the model has the LLaMA architecture instead of GPT-3's.
 
@@ -205,8 +206,8 @@ class HardwareSection:
         node_gpus = None if self.nodes is None else self.nodes * self.gpus_per_node
         if self.gpus is not None and node_gpus is not None and node_gpus != self.gpus:
             raise ConfigError(
-                f"{self.nodes} nodes of {self.gpus_per_node} GPUs are {node_gpus}, not "
-                f"{self.gpus} GPUs; remove --gpus or --nodes"
+                f"{self.nodes} nodes of {self.gpus_per_node} GPUs are {node_gpus} GPUs, but --gpus "
+                f"is {self.gpus}; remove --gpus or --nodes"
             )
         gpu_count = self.gpus or node_gpus or gpus
         if gpu_count is None:
@@ -378,7 +379,7 @@ SECTIONS: Mapping[str, Any] = {
     "margins": MarginsSection,
     "training": TrainingSection,
 }
-# The flag of each (section, field) whose flag has another name than the field.
+# (section, field) -> flag, for the flags whose name differs from the name of the field.
 FLAG_OF_FIELD = {
     ("model", "path"): "model",
     ("margins", "latency"): "margin_latency",

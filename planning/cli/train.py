@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     job(
         "--tune",
         metavar="CONFIG",
-        help="settings file of `preamble tune`; find the best split for its run",
+        help="settings file of `preamble tune`; the plan is for the run of this file",
     )
     job(
         "--tokens",
@@ -140,7 +140,9 @@ def _search_space(args: argparse.Namespace, specification: Specification) -> Sea
     for flag in ("tp", "pp", "vpp", "micro_batch"):
         for value in getattr(args, flag) or ():
             if value < 1:
-                raise ConfigError(f"--{flag.replace('_', '-')} has {value}; it must be at least 1")
+                raise ConfigError(
+                    f"--{flag.replace('_', '-')} contains {value}; each value must be at least 1"
+                )
     space = SearchSpace(
         tp=args.tp or (),
         pp=args.pp or (),

@@ -34,8 +34,8 @@ class ModelShape:
 
     layers: int
     hidden: int
-    # Number of weights that one token uses, summed over all layers. A MoE layer counts only the
-    # experts of the token.
+    # Number of weights that one token uses, summed over all layers. In a MoE layer, only the
+    # experts that compute the token are counted.
     layer_weights: int
     vocab: int
     kv_width: int  # Width of the keys of one layer; the values have the same width.

@@ -2,9 +2,9 @@
 
 The requests of the workload are simulated by the scheduler's rules, with step durations from the
 step cost model. Latencies are computed from the simulated times as a load generator computes them
-from measured times. Queueing is simulated too, but requests above the maximum of simulated
-concurrency only add waiting time (`_with_queue`). The module does not import torch, and runs no
-server.
+from measured times. Queueing is simulated too. But if a closed loop has more clients than the
+simulation allows, the excess clients only add waiting time (`_with_queue`). The module does not
+import torch, and runs no server.
 """
 
 import math
@@ -42,14 +42,15 @@ from serving.memory_budget import (
 SIMULATED_REQUESTS_MIN, SIMULATED_REQUESTS_MAX = 160, 3000
 # Maximum concurrency that is simulated, unless 2 * running_requests_max is larger.
 SIMULATED_CONCURRENCY_MAX = 1000
-# The value of SIMULATED_REQUESTS_MIN for several pipeline stages. It is smaller, because then each
-# step is simulated separately, which takes longer.
+# Replaces SIMULATED_REQUESTS_MIN if there are several pipeline stages. It is smaller, because the
+# simulation of a pipeline takes longer: each step is simulated separately.
 PIPELINE_REQUESTS_MIN = 60
 WARMUP_FRACTION = 0.25  # Fraction of the requests that arrive before the load counts as steady.
 # If more than this fraction of the arriving requests does not finish in the simulated time, the
-# load is not steady yet or the server is overloaded. The capacity then decides which is true.
+# load is not steady yet or the server is overloaded. It is overloaded if the request rate exceeds
+# the capacity.
 BACKLOG_GROWTH_MAX = 0.05
-# GPU memory of a process without tensors: the CUDA context and buffers of libraries.
+# GPU memory of a process that has no tensors: the CUDA context and buffers of libraries.
 CUDA_CONTEXT_BYTES = 1 << 30
 PROCESS_GROUP_BYTES = 400 << 20  # Communication buffers, if there is more than one rank.
 # The largest ratio of 95th percentile to mean that a lognormal distribution can have.
@@ -116,7 +117,9 @@ class Workload:
         assert rate_or_concurrency is not None
         if not 0 < rate_or_concurrency < float("inf"):
             name = "request_rate" if self.concurrency is None else "concurrency"
-            raise ConfigError(f"{name} is {rate_or_concurrency}; it must be more than 0")
+            raise ConfigError(
+                f"{name} is {rate_or_concurrency}; it must be more than 0, and finite"
+            )
         for name in ("adapters", "virtual_tokens"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
@@ -285,15 +288,15 @@ def kv_token_capacity(
     for rank in _cached_rank_costs(model, split.tp, split.pp, dtype, split.kv_dtype):
         if not rank.kv_bytes_per_token:
             continue
-        # A server takes a fixed share (GPU: 0.9, CPU: 0.25) of the memory that is free after
-        # loading. The planner does not know the free memory. It plans a smaller KV cache:
-        # - GPU: the share of the total memory, minus weights and workspace, because a plan fits if
-        #   all parts together need at most the share. The server's KV cache is larger by a tenth of
-        #   the weights, CUDA context and communication buffers (20B parameters on 80 GB: server
-        #   35,920 tokens, plan 32,432).
-        # - CPU: the share of the total memory without weights and workspace. The server's KV cache
-        #   is larger by a quarter of the workspace (1.3B parameters on 64 GiB: server 84,000
-        #   tokens, plan 83,472).
+        # A server computes the size of its KV cache from the memory that is free after loading. The
+        # planner does not know this memory, and plans a smaller KV cache:
+        # - GPU: 0.9 * total memory - weights - workspace, because a plan fits if all parts together
+        #   need at most 0.9 of the memory. The server's KV cache is larger by 0.1 * (weights + CUDA
+        #   context + communication buffers). With 20B parameters on 80 GB, the server has 35,920
+        #   tokens, and the plan 32,432.
+        # - CPU: 0.25 * (total memory - weights - workspace). The server's KV cache is larger by
+        #   0.25 * workspace. With 1.3B parameters on 64 GiB, the server has 84,000 tokens, and the
+        #   plan 83,472.
         kv_bytes = kv_cache_bytes(memory_bytes, rank.weight_bytes + workspace, on_cpu=on_cpu)
         layout = KVBlockLayout(KV_BLOCK_TOKENS, rank.kv_bytes_per_token)
         token_capacities.append(layout.token_capacity(layout.blocks_within(kv_bytes)))
@@ -490,7 +493,8 @@ class _LoadEstimator:
         )
         prompts = workload.input_tokens.sample_lengths(count, 1)
         outputs = workload.output_tokens.sample_lengths(count, 2)
-        # Virtual tokens stay in the prefix cache, unless they fill more than half of the KV cache.
+        # The virtual tokens of all adapters stay in the prefix cache, unless they would fill more
+        # than half of the KV cache.
         cached_tokens = workload.virtual_tokens
         if cached_tokens * max(1, workload.adapters) > self.rules.kv_tokens // 2:
             cached_tokens = 0
@@ -518,8 +522,8 @@ class _LoadEstimator:
     def _expected_concurrency(self) -> float:
         """The approximate number of requests that are in one replica at once.
 
-        For an open loop it is the request rate times the duration of a request (Little's law). Each
-        token of the request is assumed to take a step with a full batch.
+        For an open loop, it is the request rate times the duration of a request (Little's law). The
+        duration is estimated as one step with a full batch, per output token and pipeline stage.
         """
         if self.workload.concurrency is not None:
             return self._replica_concurrency

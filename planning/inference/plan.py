@@ -30,7 +30,7 @@ GROUPS_MAX = 6  # Maximum number of curves in a plot with one curve per number o
 SETTINGS_FILE = SETTINGS_FILES["serving"]
 OBJECTIVE_TEXTS: Mapping[Objective, str] = {
     "throughput": "the most tokens per second per GPU",
-    "latency": "the shortest request",
+    "latency": "the shortest duration of a request",
     "gpus": "the fewest GPUs that satisfy the limits",
 }
 
@@ -92,7 +92,7 @@ def server_settings(row: Row, requirements: Requirements, path: str) -> dict[str
         **server_fields,
     }
     adapter_rows = requirements.workload.adapters * requirements.workload.virtual_tokens
-    if adapter_rows > ADAPTER_ROWS_MAX:  # The default of the server is too small.
+    if adapter_rows > ADAPTER_ROWS_MAX:  # The server's default is not enough.
         settings["adapter_rows_max"] = adapter_rows
     return settings
 
@@ -243,7 +243,7 @@ def _figure_comments(best: Row) -> Iterator[str]:
 def _binding(best: Row, requirements: Requirements) -> Iterator[str]:
     """Yield each limit with its slack, smallest slack first.
 
-    Also yield the size of the KV cache if it holds fewer than two batches.
+    Also yield the size of the KV cache if it holds fewer than two full batches of average requests.
     """
     figures = {**best.figures, **best.measured}
     checks = sorted(requirements.limits.check_figures(figures), key=lambda check: check.slack)
@@ -255,7 +255,7 @@ def _binding(best: Row, requirements: Requirements) -> Iterator[str]:
     if kv_requests_max < 2 * batch:
         yield (
             f"KV cache: {tokens:,} tokens, enough for {kv_requests_max} requests of "
-            f"{requirements.request_tokens_mean:,}"
+            f"{requirements.request_tokens_mean:,} tokens"
         )
     elif not checks:
         yield (
@@ -264,7 +264,7 @@ def _binding(best: Row, requirements: Requirements) -> Iterator[str]:
 
 
 def _alternative_lines(search: ServingSearchResult) -> Iterator[str]:
-    """Yield the best candidate of each other TP/PP split, and why it is worse than the best."""
+    """For each TP/PP split except the best, yield why its best candidate is worse."""
     best = search.best
     if best is None:
         return
@@ -322,7 +322,7 @@ def _advice(search: ServingSearchResult) -> Iterator[str]:
 
 
 def _memory_advice(search: ServingSearchResult) -> Iterator[str]:
-    """Yield advice if no split has memory for the weights, or for the KV cache of one request."""
+    """Yield advice for a model whose weights, or the KV cache of one request, fit in no split."""
     requirements = search.requirements
     weights_too_large = [
         candidate for candidate in search.alternatives if "weights take" in candidate.reason
@@ -350,9 +350,9 @@ def _memory_advice(search: ServingSearchResult) -> Iterator[str]:
 
 
 def _smallest_fitting_split(requirements: Requirements) -> tuple[int, int] | None:
-    """Return the TP and PP sizes with the fewest GPUs that fit the weights and one request.
+    """Return the smallest TP/PP split whose memory holds the weights and one request.
 
-    The number of available GPUs is ignored.
+    The split may need more GPUs than are available. Return None if no split is large enough.
     """
     node, layers = requirements.cluster.gpus_per_node, requirements.model.num_layers
     for tp, pp in tp_pp_splits(requirements.model, node, node * layers, layers):
@@ -370,7 +370,7 @@ def _smallest_fitting_split(requirements: Requirements) -> tuple[int, int] | Non
 
 
 def _capacity_advice(overloaded: Sequence[ServingCandidate]) -> Iterator[str]:
-    """Yield advice if the request rate exceeds the capacity of all GPUs."""
+    """Yield advice for a request rate that exceeds the capacity of all GPUs."""
     yield min(overloaded, key=lambda candidate: candidate.gpus_needed).reason
     yield "reduce the request rate, or use more GPUs"
 
@@ -378,7 +378,10 @@ def _capacity_advice(overloaded: Sequence[ServingCandidate]) -> Iterator[str]:
 def _limit_advice(
     requirements: Requirements, candidates: Sequence[ServingCandidate]
 ) -> Iterator[str]:
-    """Yield advice about limits that no candidate satisfies, alone or in combination."""
+    """Yield advice about each limit that no candidate satisfies.
+
+    If there is no such limit, yield advice about the combination of all limits.
+    """
     best_checks: dict[str, tuple[LimitCheck, ServingCandidate]] = {}
     for candidate in candidates:
         for check in requirements.limits.check_figures(candidate.figures):

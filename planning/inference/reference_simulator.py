@@ -17,7 +17,8 @@ from serving.config import ServerConfig
 from serving.messages import Outcome, SequenceOutput, Step, Submission
 from serving.scheduler.scheduler import Scheduler
 
-# Token values do not affect the scheduler without stop tokens, prefix cache and speculation.
+# In this simulation there are no stop tokens, prefix cache or speculative decoding. The scheduler
+# then does not depend on the values of tokens.
 VOCAB_SIZE, TOKEN_ID = 2, 0
 CONTEXT_TOKENS_MAX = 1 << 20
 

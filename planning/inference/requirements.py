@@ -190,7 +190,7 @@ def _kv_tokens_within(requirements: Requirements, split: ServingSplit, share: fl
     # The empty ledger contains one KV block: block 0, which no sequence uses.
     bytes_per_token = max(1.0, empty_ledger.kv / KV_BLOCK_TOKENS)
     tokens = int(max(0.0, usable_bytes - empty_ledger.total) / bytes_per_token)
-    # With the KV cache included, another device may need the most memory.
+    # The device that needs the most memory may be a different one if the KV cache is not empty.
     full_ledger = ledger_with(tokens)
     excess_bytes = max(0.0, full_ledger.total - usable_bytes)
     bytes_per_token = max(1.0, full_ledger.kv / (tokens + KV_BLOCK_TOKENS))

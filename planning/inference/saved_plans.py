@@ -32,8 +32,8 @@ def is_for_this_machine(plan: Plan, requirements: Requirements) -> bool:
 def save_plan(plan: Plan, requirements: Requirements) -> Path | None:
     """Save the settings of the best candidate, and return the path of the file.
 
-    Return None without a file in these cases: no candidate fits; the objective is not a profile;
-    the plan is for another machine; the write fails.
+    Save no file and return None in these cases: no candidate fits; the objective is not a profile;
+    the plan is not for this machine; the file cannot be written.
     """
     best = plan.best
     if (

@@ -192,11 +192,11 @@ class _ServingSearch:
         return pp > stages_min or (pp > 1 and fits_single_stage)
 
     def _replica_counts(self, tp: int, pp: int) -> list[int]:
-        """Return the numbers of replicas to try; 0: the number follows from the request rate."""
+        """Return the numbers of replicas to try; [0]: `_try_batch` chooses by the request rate."""
         requirements = self.requirements
         replicas_max = requirements.gpus // (tp * pp)
         if requirements.workload.request_rate is not None:
-            return [0]  # `_try_batch` chooses the number for each batch size.
+            return [0]
         if requirements.saturate:
             if requirements.objective == "gpus":
                 return replica_counts(replicas_max)
@@ -214,7 +214,7 @@ class _ServingSearch:
         The largest useful batch size is the smallest of these numbers:
         - The number of requests that fit in the KV cache.
         - The last size of the grid.
-        - If the load does not saturate the server, the concurrency of a replica.
+        - In a closed loop that does not saturate the server, the concurrency of a replica.
         """
         concurrency = self.requirements.workload.concurrency
         useful_max = capacity.running_requests_max
@@ -249,9 +249,10 @@ class _ServingSearch:
             self.candidates[split] = ServingCandidate(split, "rejected", None, reason)
 
     def _best_by_split(self) -> list[ServingCandidate]:
-        """Return the best candidate of each of the REFINED_CANDIDATES_MAX best splits.
+        """Return the best candidates, at most one for each combination of TP, PP and replicas.
 
-        If no candidate satisfies the limits, the candidates nearest to the limits are the best.
+        The list has up to REFINED_CANDIDATES_MAX candidates. If no candidate satisfies the limits,
+        the candidates nearest to the limits are the best.
         """
         best_of: dict[tuple[int, int, int], ServingCandidate] = {}
         for candidate in sorted(self.candidates.values(), key=self._sort_key, reverse=True):
@@ -300,10 +301,10 @@ class _ServingSearch:
     def _try_batch(
         self, tp_pp: tuple[int, int], replicas: int, batch: int, preset: PrefillPreset
     ) -> ServingCandidate | None:
-        """Try a batch size with one or more numbers of replicas.
+        """Try a batch size with `replicas` replicas.
 
-        `replicas` 0: try increasing numbers, beginning with the fewest replicas that answer the
-        request rate. Return the last candidate, or None if the batch does not fit in memory.
+        If `replicas` is 0, try increasing numbers, beginning with the fewest replicas that answer
+        the request rate. Return the last candidate, or None if the batch does not fit in memory.
         """
         requirements = self.requirements
         tp, pp = tp_pp
@@ -325,9 +326,10 @@ class _ServingSearch:
             requests_per_s = self._replica_requests_per_s(split)
             gpus_needed = replicas_min * tp * pp
             reason = (
-                f"a replica answers at most {requests_per_s:.3g} requests/s, so "
-                f"{requirements.workload.request_rate:g} requests/s need {replicas_min} replicas "
-                f"with {gpus_needed} GPUs, but only {requirements.gpus} may be used"
+                f"a replica answers at most {requests_per_s:.3g} requests/s; with a load of at "
+                f"most {100 * UTILIZATION_MAX:.0f} %, {requirements.workload.request_rate:g} "
+                f"requests/s need {replicas_min} replicas with {gpus_needed} GPUs, but only "
+                f"{requirements.gpus} may be used"
             )
             candidate = ServingCandidate(
                 rejected_split, "rejected", None, reason, gpus_needed=gpus_needed
@@ -344,8 +346,9 @@ class _ServingSearch:
             request_ms = candidate.figures.get("request_ms_p95", math.inf)
             gain_ms = last_request_ms - request_ms
             last_request_ms = request_ms
-            # More replicas shorten requests only while requests wait for each other. The objective
-            # "latency" needs more replicas until they shorten requests by less than TIE_FRACTION.
+            # The first number that satisfies the limits is enough, except for the objective
+            # "latency": the number then increases until this shortens requests by less than
+            # TIE_FRACTION.
             is_fast_enough = (
                 requirements.objective != "latency" or gain_ms < TIE_FRACTION * request_ms
             )
@@ -486,6 +489,6 @@ class _ServingSearch:
 
 
 def replica_counts(replicas_max: int) -> list[int]:
-    """Return the powers of two up to `replicas_max`, and `replicas_max`; [] if it is 0."""
+    """Return `replicas_max` and the powers of two below it; [] if `replicas_max` is 0."""
     powers = [1 << exponent for exponent in range(replicas_max.bit_length())]
     return sorted({*(count for count in powers if count <= replicas_max), replicas_max} - {0})

@@ -1,8 +1,8 @@
 """Service-level objectives (SLOs): latency and throughput limits with margins, and the score.
 
 Predicted and measured figures are checked in the same way. A margin is subtracted from each latency
-limit, because the real latency is above its prediction half of the time. Contradictory limits raise
-an error. The search is in `planning.inference.search`.
+limit, because the real latency is above its prediction half of the time. A limit that has no effect
+because of another limit raises an error. The search is in `planning.inference.search`.
 """
 
 import math
@@ -16,8 +16,8 @@ from planning.inference.estimate import Workload
 from planning.memory_ledger import FITS_SHARE
 
 Objective = Literal["throughput", "latency", "gpus"]
-# throughput: the most tokens per second per GPU. latency: the shortest request. gpus: the fewest
-# GPUs that satisfy the limits.
+# throughput: the most tokens per second per GPU. latency: the shortest duration of a request (95th
+# percentile). gpus: the fewest GPUs that satisfy the limits.
 OBJECTIVES: tuple[Objective, ...] = ("throughput", "latency", "gpus")
 LATENCIES = (
     "ttft_ms_p50",
@@ -97,7 +97,7 @@ class ServiceLimits:
 
     @property
     def usable_memory_share(self) -> float:
-        """The fraction of a device's memory that a plan may fill, reduced by the margin."""
+        """`memory_fraction` minus its margin: the fraction of a device's memory to fill."""
         return self.memory_fraction * (1 - self.memory_margin)
 
     def limit_with_margin(self, name: str) -> float | None:
@@ -138,8 +138,8 @@ class LimitCheck:
     def __str__(self) -> str:
         value = format_figure(self.figure, self.value)
         limit = format_figure(self.figure, self.limit)
-        bound = f"minus its margin is {limit}" if self.is_maximum else f"is at least {limit}"
-        return f"{self.figure} is {value}; the limit {bound}"
+        bound = "limit minus its margin" if self.is_maximum else "minimum"
+        return f"{self.figure} is {value}; the {bound} is {limit}"
 
 
 def violated_limit(limits: ServiceLimits, workload: Workload, figures: Mapping[str, float]) -> str:
@@ -155,8 +155,9 @@ def violated_limit(limits: ServiceLimits, workload: Workload, figures: Mapping[s
 def score(objective: Objective, workload: Workload, figures: Mapping[str, float]) -> float:
     """Return the score for an objective; higher is better.
 
-    With a fixed request rate, all candidates generate the same number of tokens per second. Then
-    fewer GPUs score higher and, with the same number of GPUs, shorter requests score higher.
+    With a fixed request rate, all candidates generate the same number of tokens per second. The
+    objective "throughput" is then the same as "gpus": fewer GPUs score higher. Candidates with the
+    same number of GPUs are ordered by the duration of a request.
     """
     request_ms = figures["request_ms_p95"]
     if objective == "latency":

@@ -91,7 +91,7 @@ def make_simulation(step_costs: StepCostModel, rules: SchedulerRules) -> "Simula
 
 
 class Simulation(ABC):
-    """The simulation of one replica, for a single call of one of the `run_` methods."""
+    """The simulation of one replica. Call only one of the `run_` methods, and only once."""
 
     def __init__(self, step_costs: StepCostModel, rules: SchedulerRules) -> None:
         self._step_costs = step_costs
@@ -104,7 +104,8 @@ class Simulation(ABC):
         self._waiting: list[tuple[float, int, SimulatedRequest]] = []
         # Running requests whose prefill is not completely planned yet.
         self._prefilling: list[SimulatedRequest] = []
-        # KV cache tokens of all running requests. The prompts in `_prefilling` count completely.
+        # KV cache tokens of all running requests. A request in `_prefilling` counts with all tokens
+        # that it will prefill.
         self._kv_tokens = 0
         # Closed loop: requests that no client has sent yet.
         self._unsent: deque[SimulatedRequest] = deque()
@@ -166,7 +167,7 @@ class Simulation(ABC):
             self._waiting and token_budget > tokens_pending and running < rules.running_requests_max
         ):
             request = self._waiting[0][2]
-            # Each running request needs one more block to grow into. A request that runs alone is
+            # Each running request needs one more block to grow into. If nothing runs, a request is
             # always admitted.
             kv_tokens_needed = (
                 self._kv_tokens + request.prefill_target + block_tokens * (running + 1)
@@ -220,8 +221,8 @@ class Simulation(ABC):
     def _is_kv_exhausted(self, decoding: int) -> bool:
         """Return whether the KV cache is too full for the next tokens of all decoding requests.
 
-        The last block of a request is half empty on average, which `_kv_tokens` does not count. A
-        request that decodes alone can always grow.
+        `_kv_tokens` does not count the unused part of each request's last block, which is half a
+        block on average. A request that decodes alone can always grow.
         """
         kv_tokens_used = self._kv_tokens + decoding * self._rules.block_tokens // 2
         return decoding > 1 and kv_tokens_used >= self._rules.kv_tokens
@@ -317,7 +318,10 @@ class SingleStageSimulation(Simulation):
             self._stall_budget.record_step(0, seconds / steps)
 
     def _advance_clock(self, seconds: float, steps: int) -> None:
-        """Count `steps` steps, which take `seconds` in total, for all decoding requests."""
+        """Advance the clock by `seconds`, the total duration of `steps` steps.
+
+        Each step generates one token for each decoding request.
+        """
         count, simulation_result = len(self._decode_heap), self.simulation_result
         self._now += seconds
         self._step_index += steps

@@ -38,12 +38,11 @@ LINK_EFFICIENCY = 0.6  # The fraction of the link bandwidth that an all-reduce r
 # Numbers of rows (new tokens of a step) at which the curves of a specification sheet are computed.
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 
-# Relative errors of costs from a specification sheet, of interpolated costs, and of costs for a
-# size, dtype or number of ranks that is far from the measurements.
-SPEC_ERROR = 0.35
-SCALED_ERROR = 0.20
+SPEC_ERROR = 0.35  # Relative error of costs from a specification sheet.
+SCALED_ERROR = 0.20  # Relative error of costs that are interpolated between measured models.
+# Relative error of costs for a dtype or a number of ranks that was not measured, and for a layer
+# size that is outside of the measured range by more than NEAR_FACTOR.
 FAR_ERROR = 0.35
-# Up to this factor beyond the range of measured layer sizes, the error bar does not grow.
 NEAR_FACTOR = 4.0
 # Duration of an all-reduce between processes of one machine without a GPU.
 CPU_ALL_REDUCE_S = 150e-6
@@ -176,7 +175,8 @@ def _interpolate_curve(
 ) -> PiecewiseLinear:
     """Interpolate between the curves of the next smaller and the next larger size.
 
-    Above the largest size, or if there is only one size, the curve is proportional to the size.
+    Above the largest size, or if there is only one size, the curve of the largest size is scaled in
+    proportion to the size.
     Below the smallest size, the curves of the two smallest sizes are extrapolated; negative values
     become 0.
     """

@@ -1,4 +1,4 @@
-"""Calibration: times the steps of reference models and a user's model, and a server's overhead.
+"""Calibration: times the steps of reference models and a user's model; measures server overhead.
 
 The costs of models that are not timed are interpolated between reference models of several widths.
 The server overhead is the difference between the latencies of a real server under a small load and
@@ -75,7 +75,7 @@ class CalibrationOptions:
     # None: the checkpoint's dtype; without a checkpoint bfloat16, and on a CPU also float32.
     dtype: str | None = None
     seconds: float = 8.0  # Measuring time per model, without loading the model.
-    # Hidden size, layers and heads of each model; None: REFERENCE_MODELS of the device.
+    # Hidden size, layers and heads of each reference model; None: as in REFERENCE_MODELS.
     reference_models: Sequence[tuple[int, int, int]] | None = None
     measure_server: bool = True
 
@@ -170,9 +170,10 @@ def reference_config(sizes: tuple[int, int, int]) -> GPTConfig:
 def _reference_overhead(
     options: CalibrationOptions, timed_models: Sequence[TimedModel], log: LogFunction
 ) -> ServerOverhead | None:
-    """Measure the server overhead with one reference model; `calibrate` adds it to all of them."""
+    """Measure the server overhead with one reference model; `calibrate` uses it for all of them."""
     model_sizes = _reference_sizes(options, parse_device(options.device).type)
-    # The model has a medium size, because with small models the overhead exceeds the step times.
+    # The model has a medium size. With a small model, the overhead would exceed the step times,
+    # which is not typical.
     index = len(model_sizes) // 2
     middle_model = timed_models[index].measured
     config = reference_config(model_sizes[index]).with_fields(dtype=middle_model.dtype)
@@ -210,7 +211,7 @@ def _measure_overhead(
                     address, 1, LONG_PROMPT_REQUESTS, 2, LONG_PROMPT_TOKENS
                 )
     except (PreambleError, LoadError) as error:
-        # The calibration is also useful with an overhead of 0.
+        # The calibration is useful even without this overhead.
         log(f"the server overhead could not be measured: {error}")
         return None
     return fit_overhead(measured.steps, reports, long_prompt_report)
@@ -278,7 +279,7 @@ def fit_overhead(
     step_s, sequence_s = _fit_line(points)
 
     def request_overhead_s(report: LoadReport, prompt: int) -> float:
-        """Return the time to first token minus the duration of the prefill step."""
+        """Return the time to first token minus the prefill step with its server overhead."""
         if report.ttft_ms is None:
             return 0.0
         prefill_step_s = step_costs.step_seconds(prompt, 1, 0, prompt * (prompt + 1) // 2, 1)

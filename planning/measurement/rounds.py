@@ -92,8 +92,8 @@ class Journal:
             return
         if records:
             log(
-                f"{self._path} has results of another model, machine, load or version; these "
-                "results are discarded, starting again"
+                f"{self._path} has results of another model, machine, load or version; starting "
+                "again without these results"
             )
         self._write_record(head, "w")
 
@@ -328,7 +328,7 @@ class _MeasurementRounds:
         return 2 if row.feasibility == "fits" else 3
 
     def _measured_row(self, row: Row, factors: Mapping[str, float], *, is_best: bool) -> Row:
-        """Return the row with its measured figures. If it did not run, correct its predictions."""
+        """Return the row with measured figures, or with corrected predictions if it did not run."""
         results = self.results.get(_settings_key(row), ())
         if not results:
             return self._corrected_row(row, factors)
@@ -363,7 +363,7 @@ class _MeasurementRounds:
         feasibility: Feasibility = "tight" if row.feasibility == "tight" else "fits"
         confidence = row.confidence
         if confidence is not None and factors:
-            note = f"corrected by {len(self._finished_results())} measured candidates"
+            note = f"corrected by the errors of {len(self._finished_results())} measured candidates"
             confidence = replace(confidence, note=note)
         return replace(
             row,
@@ -390,8 +390,8 @@ class _MeasurementRounds:
             )
         if best is None:
             lines.append(
-                f"none of the {len(self.results)} measured candidates satisfies all limits: relax "
-                "a limit, or run more candidates (--measure)"
+                f"none of the {len(self.results)} measured candidates finished its run within all "
+                "limits: relax a limit, or run more candidates (--measure)"
             )
         return lines
 

@@ -32,12 +32,12 @@ REQUESTS_PER_CLIENT_MIN = 4  # With fewer requests per client, the load does not
 LOAD_S_MAX = 600.0  # Upper bound of the duration of a load.
 REQUEST_TIMEOUT_S_MIN = 60.0  # Lower bound of the time-out of a request.
 RATES = ("tokens_per_s", "requests_per_s")
-# Standard deviation of the rows of random adapters, similar to the rows of an embedding.
+# Standard deviation of the virtual token vectors of random adapters, as in a usual embedding.
 ADAPTER_ROW_STD = 0.02
 
 
 def check_machine(requirements: Requirements) -> None:
-    """Raise ConfigError if the plan is for GPUs of a specification sheet and there is no GPU."""
+    """Raise ConfigError if the plan has no calibration, so it is for GPUs, but there is no GPU."""
     import torch
 
     if (

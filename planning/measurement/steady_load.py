@@ -110,7 +110,8 @@ def run_job(job: dict[str, Any]) -> dict[str, float]:
     work = LoadSpec(
         rate=job["rate"],
         concurrency=concurrency or 1,
-        requests_max=len(dataset),  # Each prompt once; a repeated one would be in the prefix cache.
+        # Each prompt is sent at most once: a repeated prompt would be in the prefix cache.
+        requests_max=len(dataset),
         duration_s=job["duration_s"],
         warmup_requests=0,  # The steady window excludes the start.
         prompt_length=LengthSampler("fixed", 1, 1),
@@ -123,7 +124,9 @@ def run_job(job: dict[str, Any]) -> dict[str, float]:
     failed = [request for request in load_run.calls if not request.ok]
     if len(failed) > FAILED_FRACTION_MAX * len(load_run.calls):
         first = f"{failed[0].code} {failed[0].reason}".strip()
-        raise LoadError(f"{len(failed)} of {len(load_run.calls)} requests failed: {first}")
+        raise LoadError(
+            f"{len(failed)} of {len(load_run.calls)} requests failed; the first error is: {first}"
+        )
     return SteadyWindow.from_run(load_run, concurrency).measured_figures()
 
 

@@ -232,7 +232,8 @@ def fit_step_costs(timings: Mapping[StepShape, float]) -> StepCostModel:
     def chunk_s(tokens: int) -> float:
         return timings[chunk_shapes[tokens]] - pair_s * tokens * (tokens + 1) / 2
 
-    # A decode step of n sequences and a prefill chunk of n tokens differ in n - 1 sequences.
+    # A decode step of n sequences and a prefill chunk of n tokens compute the same number of rows,
+    # but the decode step has n - 1 more sequences.
     shared_sizes = sorted(set(decode_shapes) & set(chunk_shapes))
     sequence_costs = [(decode_s(count) - chunk_s(count)) / (count - 1) for count in shared_sizes]
     sequence_s = max(0.0, median(sequence_costs)) if sequence_costs else 0.0

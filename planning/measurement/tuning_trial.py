@@ -26,7 +26,7 @@ WARMUP_STEPS = 2  # Number of first steps that are not counted.
 STEP_S_MIN = 30.0  # Lower bound of the time-out of a step.
 SLOWDOWN_MAX = 20.0  # The time-out of a step, as a multiple of its predicted duration.
 # Settings of validation, golden examples, logs and so on. They do not affect the duration of a
-# step, but would take time in a trial, or do not fit its few steps.
+# step, but would take time in a trial, or are invalid for a run of a few steps.
 DROPPED_KEYS = {
     "validation",
     "validate_every",
@@ -92,7 +92,7 @@ class TuningTrial:
                 tune_command.read_output(self.start_timeout_s + steps * step_timeout_s)
         except ChildError as error:
             raise TrialError(f"{error} (see {run_folder})") from None
-        # The run has a numbered folder for each start.
+        # `preamble tune` creates a numbered folder for each start of a run.
         last_start = max(
             tune_run.glob("[1-9]*"),
             key=lambda start_folder: int(start_folder.name),

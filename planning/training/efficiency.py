@@ -1,9 +1,10 @@
-"""Hardware efficiency of training per GPU, fitted to published runs of Megatron-LM and NeMo.
+"""Hardware efficiency of training on each GPU model, fitted to runs of Megatron-LM and NeMo.
 
-`python -m planning.published.fit_training` computes and prints the constants that are marked as
-fitted. The other constants are measured on the hardware, or follow from what the training software
-does, such as the bytes that it reduces per gradient. A GPU without published runs has the constants
-of the 80 GB A100 or of the H100, with a wider error bar.
+`python -m planning.published.fit_training` computes the constants that are marked as fitted from
+published runs, and prints them. The other constants are measured on the hardware, or follow from
+the training software, such as the bytes per gradient element in the all-reduce. A GPU without
+published runs has the constants of the 80 GB A100 or of the H100, some of them adjusted by
+measurements, and a wider error bar.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from planning.training.step_time import Efficiency
 
 @dataclass(frozen=True)
 class Software:
-    """The training software of published runs, and the relative error of predictions with it."""
+    """The software of published training runs, and the relative errors of its predicted speed."""
 
     name: str
     efficiency: Efficiency
@@ -24,9 +25,9 @@ class Software:
     note: str = ""  # A remark on the error bar.
 
 
-# Megatron-LM of 2021 and 2022 and NeMo of 2022 and 2023, on A100: unfused attention; collectives
-# overlap only backward matmuls. `link` is measured: an all-reduce of 8 GPUs reached 222 of 300
-# GB/s.
+# Megatron-LM of 2021 and 2022 and NeMo of 2022 and 2023, on A100. Attention is unfused, and
+# collectives overlap only with the matmuls of the backward pass. `link` is measured: an all-reduce
+# among 8 GPUs reached 222 of 300 GB/s.
 A100 = Efficiency(
     products=0.756,  # Fitted.
     products_fp8=0.0,
@@ -49,7 +50,7 @@ A100 = Efficiency(
 )
 
 # Megatron-Core and NeMo of 2024, on H100: fused attention, a distributed optimizer, and overlap of
-# all kinds of collectives with matmuls.
+# all communication with computation.
 H100 = Efficiency(
     products=0.68,  # Fitted.
     products_fp8=0.5642,  # Fitted.
@@ -60,7 +61,7 @@ H100 = Efficiency(
     network=0.8,
     start_s=20e-6,
     gap_s=166.6e-6,  # Fitted.
-    hidden_forward=0.8,  # Fitted together with hidden_backward.
+    hidden_forward=0.8,  # Fitted, with the same value for hidden_backward.
     hidden_backward=0.8,
     hidden_pipeline=0.7,
     hidden_data=0.9,
@@ -73,18 +74,20 @@ H100 = Efficiency(
 
 _MEGATRON_2021 = "Megatron-LM and NeMo of 2021 to 2023"
 _MEGATRON_CORE_2024 = "Megatron-Core of 2024"
-_BORROWED_NOTE = "no published run of this GPU; the H100's constants with this GPU's matmul speeds"
+_BORROWED_NOTE = (
+    "no published run on this GPU; uses the H100's constants and this GPU's matmul speeds"
+)
 
-# H200, L40S and B200 have no published runs. Their matmul speed, as a fraction of the peak, is the
-# H100's fraction multiplied by a ratio of measured fractions, such as 0.77 / 0.80. A measured
-# fraction is the median over matmuls of size 4096 and more:
+# H200, L40S and B200 have no published runs. Their matmul speeds (`products`, `products_fp8`) are
+# those of the H100 multiplied by a ratio of measured speeds, such as 0.77 / 0.80 for the H200 in 16
+# bits. A measured speed is a fraction of the peak, the median over matmuls of size 4096 and more:
 #
 #           H100   H200   L40S   B200
 #   16 bits 0.80   0.77   0.62   0.69
 #   fp8     0.53   0.60   0.50   0.48
 #
-# In fp8, the H200 keeps the H100's fraction, although its measured fraction is higher. The L40S has
-# PCIe links: among four GPUs an all-reduce reaches 5.2 GB/s, 0.16 of the specification.
+# The exception is the H200 in fp8: it has the speed of the H100, although 0.60 is more than 0.53.
+# The L40S has PCIe links: an all-reduce among four GPUs reaches 5.2 of 32 GB/s.
 SOFTWARE: Mapping[str, Software] = {
     "a100-40g": Software(_MEGATRON_2021, A100, 0.09, 0.0, "fitted on the 80 GB card"),
     "a100-80g": Software(_MEGATRON_2021, A100, 0.06, 0.0),
@@ -123,6 +126,6 @@ SOFTWARE: Mapping[str, Software] = {
 
 
 def software_of_device(device: Device) -> Software:
-    """Return the software of a GPU; for an unknown GPU the H100's, with a wide error bar."""
+    """Return the software of a GPU; for an unknown GPU, the H100's with a wide error bar."""
     default_software = Software(_MEGATRON_CORE_2024, H100, 0.30, 0.35, _BORROWED_NOTE)
     return SOFTWARE.get(device.name, default_software)

@@ -48,8 +48,8 @@ ENCODER_WIDTH = 2048
 DTYPES = ("bfloat16", "float16", "fp8")
 # Relative error of the memory formulas, due to allocators and libraries.
 MEMORY_ERROR = 0.08
-# The range of published runs. For each bound that a configuration exceeds, the error bar of its
-# time is multiplied by EXTRAPOLATION_FACTOR.
+# The range of published runs. For each bound that a configuration violates, the error bar of its
+# step time is multiplied by EXTRAPOLATION_FACTOR.
 PUBLISHED_SEQUENCE_MAX = 4096
 PUBLISHED_GPUS_MAX = 6144
 PUBLISHED_HIDDEN_MIN = 2048
@@ -63,11 +63,13 @@ class TrainingJob:
     global_batch: int  # Number of examples per step.
     trainable: Trainable = "all"
     virtual_tokens: int = 0
-    dtype: str = "bfloat16"  # fp8 applies to the layers' matmuls only, if the GPU supports it.
+    dtype: str = "bfloat16"  # "fp8" applies only to the matmuls of the layers.
     flash: bool | None = None  # Whether attention is fused; None: the value of `Efficiency.flash`.
-    # Whether the optimizer state is sharded over the replicas. If None, it depends on the software
-    # of the GPU: the software of 2024 (`Efficiency.flash` is True) always shards it; older software
-    # shards it only if weights, gradients and the unsharded state do not fit on a GPU.
+    # Whether the optimizer state is sharded over the replicas. If None, this depends on the GPU's
+    # software:
+    # - Software of 2024 (`Efficiency.flash` is True): the state is sharded.
+    # - Older software: the state is sharded if weights, gradients and the unsharded state do not
+    #   fit on a GPU.
     distributed_optimizer: bool | None = None
 
     @property
@@ -109,9 +111,10 @@ class TrainingEstimate:
     tflops_per_gpu: float
     mfu: float
     hfu: float
-    bubble_fraction: float  # Idle time divided by ideal compute time.
+    bubble_fraction: float  # Idle time of the pipeline divided by its ideal compute time.
     tokens_per_s: float
-    sent_bytes: Mapping[str, float]  # Bytes that a GPU of stage 0 sends in a step, by parallelism.
+    # Bytes that a GPU of stage 0 sends in a step, by kind of parallelism.
+    sent_bytes: Mapping[str, float]
     memory: MemoryLedger
     time_confidence: Confidence
     memory_confidence: Confidence
@@ -169,7 +172,10 @@ def _recomputed_share(job: TrainingJob, split: TrainingSplit) -> float:
 def layer_seconds(
     job: TrainingJob, split: TrainingSplit, cluster: Cluster, software_stack: Software
 ) -> tuple[float, float]:
-    """Return the seconds of one layer for one micro-batch: forward, backward with recomputation."""
+    """Return the seconds of the forward and the backward pass of one layer for one micro-batch.
+
+    The backward pass includes recomputation.
+    """
     work = _layer_work(job, split, cluster, software_stack)
     forward_pass = forward(work)
     return forward_pass.total, backward(work).total + _recompute_s(job, split, forward_pass)
@@ -206,7 +212,7 @@ def _step_parts_s(
     recompute_s = _recompute_s(job, split, forward_pass)
     micro_batches = split.micro_batches(job)
     layers = -(-job.model.num_layers // split.pp)
-    # Number of forward passes of single layers in a step; the backward passes are equally many.
+    # Number of forward passes of single layers in a step. The number of backward passes is equal.
     passes = micro_batches * layers
     stage_s = layers * (forward_pass.total + backward_pass.total + recompute_s)
     rank_parameters = stage_parameters(job.model, split.tp, split.pp, 0)
@@ -293,9 +299,10 @@ def _time_confidence(
 ) -> Confidence:
     error = software_stack.error_fp8 if job.dtype == "fp8" else software_stack.error
     notes = [f"for {software_stack.name}", software_stack.note]
-    # Each entry is a test of the configuration, and the end of the note if the test is True.
+    # Each entry is a condition and the end of a note, "no published run ...". If the condition is
+    # True, the note is added.
     extrapolations = [
-        # The software of the H100 (`flash` is True) was published without the numbers of chunks.
+        # The published runs with the H100's software (`flash` is True) do not state their vpp.
         (split.vpp > 1 and software_stack.efficiency.flash, "on this GPU states its vpp"),
         (
             job.sequence > PUBLISHED_SEQUENCE_MAX,
@@ -307,7 +314,7 @@ def _time_confidence(
             f"has a hidden size under {PUBLISHED_HIDDEN_MIN}",
         ),
         (any(job.model.moe_layers), "has MoE layers"),
-        # Adapters were published on the H100 only. `error_fp8` is 0 for the A100.
+        # Published runs train an adapter on the H100 only. `error_fp8` is 0 for the A100.
         (
             job.trainable == "adapter" and not software_stack.error_fp8,
             "on this GPU has frozen weights",
@@ -329,7 +336,8 @@ def check_split(job: TrainingJob, split: TrainingSplit, cluster: Cluster) -> Non
         nearest_gpus = split.tp * split.pp * max(1, cluster.gpus // (split.tp * split.pp))
         raise ConfigError(
             f"tp {split.tp} x pp {split.pp} x dp {split.dp} is {split.gpus} GPUs, but there are "
-            f"{cluster.gpus} GPUs; the nearest number of GPUs for this tp and pp is {nearest_gpus}"
+            f"{cluster.gpus} GPUs; with this tp and pp, use {nearest_gpus} GPUs and dp "
+            f"{nearest_gpus // (split.tp * split.pp)}"
         )
     batch_unit = split.dp * split.micro_batch
     if job.global_batch % batch_unit:
@@ -349,7 +357,7 @@ def check_split(job: TrainingJob, split: TrainingSplit, cluster: Cluster) -> Non
 
 
 def _nearest_multiple(value: int, unit: int) -> int:
-    """Return the multiple of `unit` nearest to `value`, at least `unit`."""
+    """Return the positive multiple of `unit` that is nearest to `value`."""
     return unit * max(1, round(value / unit))
 
 

@@ -36,8 +36,8 @@ ADAPTER_BATCH = 128  # Adapters are trained on few records, with small batches.
 def request_lines(
     job: TrainingJob, cluster: Cluster, space: SearchSpace, name: str, tokens: float | None
 ) -> list[str]:
-    virtual_text = f" of {job.virtual_tokens} virtual tokens" if job.virtual_tokens else ""
-    trained_part = f"an adapter{virtual_text} of a frozen model"
+    virtual_text = f" with {job.virtual_tokens} virtual tokens" if job.virtual_tokens else ""
+    trained_part = f"an adapter{virtual_text} for a frozen model"
     if job.trainable == "all":
         trained_part = "all parameters"
     per_node = min(cluster.gpus, cluster.gpus_per_node)
@@ -205,7 +205,8 @@ def advice_lines(
         idle_gpus = search.cluster.gpus - best.split.gpus
         lines.append(
             f"{idle_gpus:,} of {search.cluster.gpus:,} GPUs are idle: with a global batch of "
-            f"{job.global_batch:,}, no split that uses more GPUs is faster"
+            f"{job.global_batch:,}, no split that fits and uses more GPUs is more than "
+            f"{100 * TIE_FRACTION:.0f} % faster"
         )
     return [line for line in lines if line]
 
@@ -264,8 +265,8 @@ def recompute_savings_line(job: TrainingJob, split: TrainingSplit, cluster: Clus
         best = sequence_parallel_only
     gain = 100 * (full_recompute.iteration_s / best.iteration_s - 1)
     text = (
-        f"{subject} {format_bytes(best.memory.activations)} of activations, and TP alone stores "
-        f"{format_bytes(tp_only.memory.activations)}: a factor of {reduction:.1f}"
+        f"{subject} {format_bytes(best.memory.activations)} of activations per GPU instead of "
+        f"{format_bytes(tp_only.memory.activations)} with TP alone: a factor of {reduction:.1f}"
     )
     gpus_per_node = cluster.gpus_per_node
     if split.tp < gpus_per_node and job.model.num_query_groups % gpus_per_node == 0:
@@ -350,7 +351,8 @@ def frozen_comparison(
         f"{format_figure('iteration_s', full_search.best.iteration_s)} instead of "
         f"{format_figure('iteration_s', frozen.best.iteration_s)}",
         f"a step with frozen weights is {gain:.2f} times as fast: weight gradients are neither "
-        f"computed ({flops:.2f} times fewer FLOPs) nor reduced over the replicas",
+        f"computed (training all parameters takes {flops:.2f} times the FLOPs) nor reduced over "
+        "the replicas",
     ]
 
 
@@ -424,10 +426,11 @@ def _unrestricted_space(space: SearchSpace) -> SearchSpace:
 def _smallest_fitting_split(
     job: TrainingJob, cluster: Cluster, space: SearchSpace
 ) -> TrainingSplit | None:
-    """Return the split that fits on the fewest GPUs, more than `cluster` has.
+    """Return a split on the smallest cluster, larger than `cluster`, on which the job fits.
 
-    The number of GPUs is found by doubling and then bisection. Above 64 GPUs it is exact to a node.
-    Return None if no split fits on up to GPUS_MAX GPUs.
+    The cluster size is found by doubling the number of GPUs of `cluster`, and then by bisection.
+    Above 64 GPUs, it can be too large by less than a node. Return None if the job does not fit on
+    GPUS_MAX GPUs.
     """
     low = cluster.gpus
     high = cluster.gpus
@@ -448,7 +451,7 @@ def _smallest_fitting_split(
 
 
 def _larger_gpu_line(job: TrainingJob, cluster: Cluster, space: SearchSpace) -> str:
-    """Name the smallest GPU type, with more memory than the given type, on which the job fits.
+    """Name the GPU model with the least additional memory on which the job fits.
 
     Return "" if there is none.
     """

@@ -44,8 +44,8 @@ def plan_training(
 ) -> Plan:
     """Search for the fastest split, and return the plan with explanations.
 
-    `name` is the name of the model. `tokens` is the number of tokens of the whole run; None:
-    unknown. `tuning` is the settings file of a `preamble tune` run, if the plan is for one.
+    `name`: the name of the model. `tokens`: the number of tokens of the whole run; None: unknown.
+    `tuning`: the settings file, if the plan is for a run of `preamble tune`; else None.
     """
     space = space or SearchSpace()
     refusal: Refusal = tuning.refusal_reason if tuning is not None else lambda split: ""

@@ -86,7 +86,8 @@ class TrainingSearchResult:
     cluster: Cluster
     space: SearchSpace
     best: TrainingCandidate | None
-    # Candidates that fit, then tight and then rejected candidates; in each group, fastest first.
+    # All candidates except `best`: those that fit, then tight, then rejected candidates; in each
+    # group, the fastest first.
     alternatives: Sequence[TrainingCandidate]
 
     @property
@@ -212,7 +213,7 @@ def _block_recompute_candidates(
     space: SearchSpace,
     non_block_candidates: Sequence[TrainingCandidate],
 ) -> Iterator[TrainingCandidate]:
-    """Yield the candidate with the fewest recomputed layers that fits, found by binary search.
+    """Yield the fitting candidate with the fewest recomputed layers, found by binary search.
 
     Yield nothing in these cases:
     - A candidate with recompute "none" or "selective" already fits.
@@ -291,7 +292,7 @@ def _base_split(
         for micro_batch in micro_batches
     ]
     if not any(replica_counts):
-        reason = f"no micro-batch size divides the global batch of {job.global_batch}"
+        reason = f"no micro-batch size to try divides the global batch of {job.global_batch}"
         return TrainingCandidate(split, "rejected", None, reason, covers_tp_pp=True)
     least_memory_split = replace(
         split, recompute="full", dp=max(replica_counts), micro_batch=micro_batches[0]
@@ -307,7 +308,7 @@ def _tensor_sizes(job: TrainingJob, cluster: Cluster, space: SearchSpace) -> lis
         return sorted(set(space.tp))
     gpus_per_node = cluster.gpus_per_node
     heads, groups = job.model.num_attention_heads, job.model.num_query_groups
-    # A TP group lies inside a node only if its size divides the GPUs of a node.
+    # A TP group stays inside a node if its size divides the number of GPUs of a node.
     return [
         tp
         for tp in divisors(heads)
@@ -357,9 +358,10 @@ def _sequence_choices(tp: int, space: SearchSpace) -> list[bool]:
 
 
 def _replicas_max(batch: int, micro_batch: int, replicas_limit: int) -> int:
-    """Return the largest number of replicas, up to the limit, that get equally many micro-batches.
+    """Return the largest divisor of the number of micro-batches, at most `replicas_limit`.
 
-    Return 0 if the micro-batch size does not divide the batch, or if the limit is 0.
+    Each replica then computes the same number of micro-batches. Return 0 if the micro-batch size
+    does not divide the batch, or if `replicas_limit` is 0.
     """
     if batch % micro_batch:
         return 0

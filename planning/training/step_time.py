@@ -16,15 +16,17 @@ from gpt.config import GPTConfig
 from gpt.costs.training import LayerWidths, Trainable, all_reduce_elements, layer_widths
 from planning.hardware import Cluster
 
-TILE = 256 * 128  # Number of elements of an output tile of a GPU matmul.
-TILES_IN_FLIGHT = 108  # Number of tiles that a GPU computes at once: a wave.
+TILE = 256 * 128  # Number of elements in one output tile of a matmul on a GPU.
+TILES_IN_FLIGHT = 108  # Number of tiles that a GPU computes at once, which form a wave.
 
 # Bytes that unfused attention moves per score: the first matmul writes the score, softmax and
 # dropout (with its mask) read and write it, and the second matmul reads it. The backward pass does
 # the same for the gradients, and reads the results of the forward pass again.
 SCORE_BYTES = {"forward": 13, "backward": 19}
-# Bytes per element of the hidden state (norms, residuals, dropouts with masks), of the MLP's inner
-# tensor (bias and activation), and of the queries (copies around attention).
+# Bytes of memory traffic per element of three tensors, in this order:
+# - The hidden state: norms, residuals, and dropouts with their masks.
+# - The inner tensor of the MLP: bias and activation.
+# - The queries: copies before and after attention.
 ELEMENT_BYTES = {"forward": (22, 2, 4), "backward": (30, 4, 10)}
 # Time of the backward pass of fused attention, relative to the forward pass. The backward pass
 # recomputes the scores, so it has five matmuls instead of two.
@@ -49,16 +51,16 @@ class Efficiency:
     # Sum of the idle times between a layer's kernels in the forward pass. The backward pass has
     # twice this time.
     gap_s: float
-    # Fractions of the communication time that overlaps with computation.
+    # For each kind of communication, the fraction of its time that overlaps with computation.
     hidden_forward: float  # Tensor-parallel collectives in the forward pass.
     hidden_backward: float  # Tensor-parallel collectives in the backward pass.
     hidden_pipeline: float  # Messages between pipeline stages.
     hidden_data: float  # The all-reduce of gradients.
     optimizer_bytes: float  # Bytes of memory traffic of the optimizer step per parameter.
     gradient_bytes: float  # Bytes of a gradient element in the all-reduce.
-    # Bytes of memory traffic of cross entropy per logit, forward and backward.
+    # Bytes of memory traffic of cross entropy per logit, forward and backward together.
     logit_bytes: float
-    # Waiting for the slowest node adds this fraction * ln(nodes) to the time of a step.
+    # The wait for the slowest node adds the fraction straggler_share * ln(nodes) to a step's time.
     straggler_share: float
     flash: bool  # Whether attention is fused by default.
 
@@ -116,7 +118,7 @@ def backward(work: LayerWork) -> LayerPass:
     """Return the time of the backward pass of a layer.
 
     If the weights are trained, collectives overlap with the matmuls of the weight gradients.
-    Otherwise they overlap as in the forward pass.
+    Otherwise the collectives overlap as in the forward pass.
     """
     w, e = layer_widths(work.config), work.efficiency
     linears = _linear_shapes(work, w)
@@ -125,7 +127,7 @@ def backward(work: LayerWork) -> LayerPass:
     if trains_weights:
         matmuls_s += sum(_matmul_s(work, k, n, m) for m, n, k in linears)  # Gradients of weights.
     # With sequence parallelism, the outputs of both norms are gathered again for the weight
-    # gradients. These two all-gathers take the time of a third all-reduce.
+    # gradients. These two all-gathers together take as long as one more all-reduce.
     all_reduce_count = 3 if trains_weights and work.sequence_parallel else 2
     hidden = e.hidden_backward if trains_weights else e.hidden_forward
     collectives = all_reduce_count * _all_reduce_s(work, work.tokens * w.hidden)
@@ -138,7 +140,7 @@ def backward(work: LayerWork) -> LayerPass:
 
 
 def lm_head_s(work: LayerWork) -> float:
-    """Return the seconds of LM head and cross entropy, forward and backward, always in 16 bits."""
+    """Return the seconds of LM head and cross entropy, forward and backward, both in 16 bits."""
     h, v = work.config.hidden_size, work.config.vocab_size / work.tp
     work_16_bits = replace(work, fp8=False)
     forward_s = _matmul_s(work_16_bits, work.tokens, v, h)
@@ -153,7 +155,7 @@ def stage_send_s(work: LayerWork) -> float:
     e, device = work.efficiency, work.cluster.device
     bytes_sent = 2 * work.tokens * work.config.hidden_size
     # The pipeline dimension is the outermost dimension of the ranks. With several nodes, some
-    # neighboring stages are therefore on different nodes, and the slowest message counts.
+    # neighboring stages are therefore on different nodes, and their messages take the longest.
     if work.cluster.nodes == 1:
         bytes_per_s = device.link_bytes_per_s * e.link
     else:
@@ -170,7 +172,7 @@ def data_parallel_s(work: LayerWork, dp: int, rank_parameters: float) -> float:
     if dp == 1 or work.trainable == "adapter":
         return 0.0
     e, cluster = work.efficiency, work.cluster
-    # The GPUs of a node that reduce the same parameters divide the network traffic among them.
+    # The GPUs of a node that reduce the same parameters divide the network traffic evenly.
     ranks_in_node = max(1, min(dp, cluster.gpus_per_node // work.tp))
     bytes_per_s = cluster.device.link_bytes_per_s * e.link
     if dp > ranks_in_node:
@@ -191,7 +193,7 @@ def straggler_share(work: LayerWork) -> float:
 
 
 def _linear_shapes(work: LayerWork, w: LayerWidths) -> list[tuple[float, float, float]]:
-    """Return (m, n, k) of the four forward matmuls of a layer: output rows, columns and depth."""
+    """Return the (m, n, k) of a layer's four forward matmuls: (m, k) times (k, n) gives (m, n)."""
     rows, t = work.tokens, work.tp
     return [
         (rows, (w.queries + 2 * w.keys) / t, w.hidden),  # QKV.
@@ -202,7 +204,7 @@ def _linear_shapes(work: LayerWork, w: LayerWidths) -> list[tuple[float, float, 
 
 
 def _matmul_s(work: LayerWork, m: float, n: float, k: float) -> float:
-    """Return the seconds of a matmul: all operations, and the idle part of the last wave."""
+    """Return the seconds of a matmul, including the time that its last wave of tiles loses."""
     e, device = work.efficiency, work.cluster.device
     flops_per_s = device.flops_fp8 * e.products_fp8 if work.fp8 else device.flops * e.products
     return 2 * k * (m * n + e.tail * TILE * TILES_IN_FLIGHT) / flops_per_s
@@ -257,7 +259,7 @@ def _all_reduce_s(work: LayerWork, elements: float) -> float:
     seconds = e.start_s + bytes_sent / (cluster.device.link_bytes_per_s * e.link)
     nodes = -(-work.tp // ranks_in_node)
     if nodes > 1:
-        # The GPUs of a node divide its network traffic among them.
+        # The GPUs of a node divide the network traffic of the node evenly.
         bytes_sent = 2 * all_reduce_elements(elements, nodes) / ranks_in_node
         seconds += e.start_s + bytes_sent / (cluster.device.network_bytes_per_s * e.network)
     return seconds

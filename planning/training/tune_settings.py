@@ -1,8 +1,7 @@
-"""Tuning settings: reads a `preamble tune` file as a training job and writes a split into it.
+"""Tuning settings: converts a `preamble tune` file to a training job, and a split to a new file.
 
-The written file differs from the user's file only in the keys of the split, so `preamble tune`
-starts the planned run. For settings that `preamble tune` rejects, this module raises the same
-error.
+The new file differs from the user's file only in the keys of the split, so `preamble tune` starts
+the planned run. For settings that `preamble tune` rejects, this module raises the same error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,7 +83,7 @@ class TuningSettings:
         return replace(self.config, **_split_settings(split))
 
     def to_yaml(self, split: TrainingSplit, notes: Sequence[str]) -> str:
-        """Return the settings file with another split, and with `notes` as comments at its top."""
+        """Return the settings file with this split, and with `notes` as comments at its top."""
         defaults = {config_field.name: config_field.default for config_field in fields(TuneConfig)}
         changed = {
             name: value

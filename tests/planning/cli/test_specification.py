@@ -98,7 +98,10 @@ def test_invalid_models_raise_with_a_remedy(flags: dict[str, object], message: s
         ({"gpus": 8}, "no GPU is given; set --gpu"),
         ({"gpu": "h100"}, "set --gpus N"),
         ({"gpu": "h100", "gpus": -8}, "gpus is -8; it must be more than 0"),
-        ({"gpu": "h100", "gpus": 12, "nodes": 2}, "2 nodes of 8 GPUs are 16, not 12"),
+        (
+            {"gpu": "h100", "gpus": 12, "nodes": 2},
+            "are 16 GPUs, but --gpus is 12",
+        ),
     ],
 )
 def test_invalid_hardware_raises_with_a_remedy(flags: dict[str, object], message: str) -> None:

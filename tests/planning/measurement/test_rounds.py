@@ -128,7 +128,7 @@ def test_best_candidate_satisfies_limits_by_measurement(tmp_path: Path) -> None:
     )
     measured = measure_plan(plan(), trial, tmp_path / "none", 2, ignore_message)
     assert measured.best is None and measured.settings_yaml == ""
-    assert "none of the 2 measured candidates satisfies all limits" in measured.advice[-1]
+    assert "none of the 2 measured candidates finished its run" in measured.advice[-1]
 
 
 def test_tight_candidates_run_last_and_oversized_ones_never(tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ def test_optimizer_is_distributed_if_its_full_state_does_not_fit() -> None:
 INVALID_SPLITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"tp": 3}, "--tp can be 1, 2, 4, 8, 16, 32, 64"),
     ({}, {"pp": 49}, "--pp can be at most 48"),
-    ({}, {"gpus": 10}, "the nearest number of GPUs for this tp and pp is 8"),
+    ({}, {"gpus": 10}, "with this tp and pp, use 8 GPUs and dp 1"),
     ({"global_batch": 7}, {"dp": 2}, "global batch 7 is not a multiple of"),
     ({"global_batch": 0}, {}, "global_batch is 0"),
     ({"sequence": -5}, {}, "sequence is -5"),
