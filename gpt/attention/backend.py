@@ -17,11 +17,12 @@ class AttentionBackend(Protocol):
     """Base class of attention backends; one object serves all layers of a model."""
 
     name: str = "torch"
-    # Whether a CUDA graph can capture the calls of `attend` and `store`. Then they must read
-    # sequence lengths on the device only.
+    # Whether a CUDA graph can capture the calls of `attend` and `store`. If True, both methods must
+    # read sequence lengths from device tensors only.
     is_capturable: bool = False
-    # Whether the backward pass recomputes the attention probabilities. If so, selective activation
-    # checkpointing does not checkpoint the attention core, because that would save little memory.
+    # Whether the backward pass recomputes the attention probabilities instead of saving them. If
+    # True, selective activation checkpointing does not checkpoint the attention core, because that
+    # would save little memory.
     saves_only_inputs: bool = False
 
     @abstractmethod
@@ -30,8 +31,8 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Return the attention output (tokens, query heads, channels) of one layer.
 
-        `kv`: the layer's KV blocks, in which `store` has already written `k` and `v`. None: the
-        batch has no KV pool, and `k` and `v` are all keys and values.
+        `kv`: the layer's KV blocks, into which `store` has already written `k` and `v`. None: the
+        batch has no KV pool, so `k` and `v` contain every key and value that the queries attend to.
         """
 
     @abstractmethod

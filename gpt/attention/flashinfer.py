@@ -2,8 +2,9 @@
 
 Only `attention_backend: flashinfer` selects this backend. FlashInfer's host code plans a step once
 for all layers. One FlashInfer wrapper computes decode (sequences with one new token), a second one
-computes prefill. The KV pool has FlashInfer's layout (HND). `Fp8KVAttention` stores keys and values
-in pools of any dtype, and `ragged_attention` computes batches without a KV pool.
+computes prefill. The KV pool has FlashInfer's layout (HND). Two operations are done by other
+modules: `Fp8KVAttention.store` writes to the pool (an fp8 pool or one of another dtype), and
+`ragged_attention` computes batches without a KV pool.
 """
 
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from gpt.attention.paged import KV, ragged_attention
 from gpt.batch import Batch
 
 WORKSPACE_BYTES = 128 << 20  # The size that FlashInfer's documentation recommends.
-# Decode uses tensor cores from this number of query heads per KV head on. With fewer query heads,
-# CUDA cores are faster.
+# The smallest number of query heads per KV head at which decode uses tensor cores. With fewer query
+# heads, CUDA cores are faster.
 TENSOR_CORE_QUERIES_MIN = 4
 
 
@@ -36,8 +37,8 @@ class _WrapperCall:
 class FlashInferAttention(AttentionBackend):
     """Attention by FlashInfer's kernels.
 
-    `scales`: the scales of keys and values of each layer in an fp8 pool, (layers of the pool, 2) in
-    fp32; None: all scales are 1.
+    `scales`: the key scale and the value scale of each layer of an fp8 pool, an fp32 tensor of
+    shape (layers of the pool, 2). None: all scales are 1.
     """
 
     name = "flashinfer"
@@ -59,7 +60,7 @@ class FlashInferAttention(AttentionBackend):
         self._fp8_attention = Fp8KVAttention(scales)
         # On the host, because run() takes the scales as Python floats.
         self._scales = None if scales is None else scales.cpu()
-        self._calls: list[_WrapperCall] = []  # The latest plan.
+        self._calls: list[_WrapperCall] = []  # The calls of the latest plan.
 
     def store(self, k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:
         """Write this step's keys and values into their slots of the pool."""
@@ -71,8 +72,8 @@ class FlashInferAttention(AttentionBackend):
         """Compute the same attention as gpt.attention.paged.ragged_attention."""
         if kv is None:
             return ragged_attention(q, k, v, batch, kv, window)
-        # The wrappers store only the latest plan. If another batch was planned in between, this
-        # batch is planned again.
+        # A wrapper stores only its latest plan. If another batch has been planned since this batch
+        # was, this batch is planned again.
         calls = batch.attention_metadata.get(FlashInferAttention)
         if calls is None or calls is not self._calls:
             calls = self._calls = self._plan_wrappers(batch, q, kv, window)
@@ -120,10 +121,11 @@ def _plan_wrapper(
     is_prefill: bool,
     window: int | None,
 ) -> None:
-    """Call a wrapper's plan() for the sequences with these indices in the batch.
+    """Call plan() of `wrapper`. `sequences`: the indices of the sequences that `wrapper` computes.
 
-    Only the block numbers (`block_indices`) are a device tensor. The other arrays are host tensors:
-    plan() would copy device tensors to the host, and wait for the GPU.
+    plan() reads the lengths and offsets on the host, so they are host tensors; to read a device
+    tensor, plan() would have to wait for the GPU. Only the kernels read the block numbers
+    (`block_indices`), so these are a device tensor.
     """
     assert batch.block_tables is not None
     _, _, kv_heads, block_tokens, head_dim = kv.shape
@@ -137,7 +139,8 @@ def _plan_wrapper(
     ).to(batch.block_tables.device)
     block_indices = batch.block_tables.flatten().index_select(0, table_indices).int()
     last_block_lengths = context_lengths - (block_counts - 1) * block_tokens
-    # Decode has one query per sequence, so its plan() has no query offsets and no causal mask.
+    # A decode sequence has one query, so plan() of the decode wrapper takes neither query offsets
+    # nor the option `causal`.
     query_offsets: list[Tensor] = []
     options: dict[str, bool] = {}
     if is_prefill:

@@ -1,10 +1,10 @@
 """FP8 (e4m3) KV cache: stores quantized keys and values, and computes attention over them in torch.
 
 An fp8 pool has half of the bytes of a bf16 pool, so decode also reads half of the bytes. A stored
-number has four significant bits. Magnitudes above 448, the e4m3 maximum, are stored as 448; a cast
-alone could store NaN. The module is the reference implementation of the GPU kernels, and is used
-where they are unavailable. It dequantizes the blocks that a step reads and calls
-`ragged_attention`.
+number has four significant bits. Magnitudes above 448, the e4m3 maximum, are clamped to 448,
+because a cast without the clamp can give NaN. With an fp8 pool, the attention backend "torch" is
+this module; it is also the reference implementation for the GPU kernels. It dequantizes the blocks
+that a step reads, and calls `ragged_attention`.
 """
 
 from dataclasses import replace
@@ -21,8 +21,10 @@ from gpt.batch import Batch
 class Fp8KVAttention(AttentionBackend):
     """Attention over an fp8 KV pool in torch.
 
-    `scales`: the scales of keys and values of each layer, (layers of the pool, 2) in fp32; None:
-    all scales are 1. A key or value is the stored fp8 number times the scale.
+    `scales`: the key scale and the value scale of each layer of an fp8 pool, an fp32 tensor of
+    shape (layers of the pool, 2). None: all scales are 1.
+
+    A key or value is the stored fp8 number times the scale.
     """
 
     def __init__(self, scales: Tensor | None = None) -> None:
@@ -49,7 +51,7 @@ class Fp8KVAttention(AttentionBackend):
         blocks = batch.block_tables.flatten()
         gathered_batch = batch.attention_metadata.get(Fp8KVAttention)
         if gathered_batch is None:
-            # Entry i of the flattened block tables is block i of `gathered_kv`.
+            # Block i of `gathered_kv` is a copy of the block in entry i of the flattened tables.
             gathered_tables = torch.arange(len(blocks), device=blocks.device).view_as(
                 batch.block_tables
             )
@@ -71,22 +73,26 @@ class Fp8KVAttention(AttentionBackend):
         return quantize_fp8(k), quantize_fp8(v)
 
     def _dequantize(self, x: Tensor, kv: KV, dtype: torch.dtype) -> Tensor:
-        """Convert fp8 bytes to `dtype`. Dimension 1 of `x` has size 2: keys, values."""
+        """Return the fp8 bytes `x` as numbers of `dtype`, multiplied by their scales.
+
+        In dimension 1 of `x`, index 0 is keys and index 1 is values.
+        """
         scales = layer_scales(self._scales, kv)
         values = x.view(FP8_DTYPE).to(dtype)
         return values if scales is None else values * scales.to(dtype).view(2, *[1] * (x.dim() - 2))
 
 
 def quantize_fp8(x: Tensor) -> Tensor:
-    """Return the e4m3 bytes of `x`, clamped to the largest finite value."""
+    """Return the e4m3 bytes of `x`, after a clamp of `x` to the finite range of e4m3."""
     fp8_max = torch.finfo(FP8_DTYPE).max
     clamp_dtype = torch.promote_types(x.dtype, torch.float32)
     return x.to(clamp_dtype).clamp(-fp8_max, fp8_max).to(FP8_DTYPE).view(torch.uint8)
 
 
 def layer_scales(scales: Tensor | None, kv: KV) -> Tensor | None:
-    """Return the scales of keys and values of the layer with the KV blocks `kv`.
+    """Return the key scale and the value scale of the layer whose KV blocks are `kv`.
 
-    The storage offset of `kv` gives the layer's index in the pool.
+    `scales`: those of all layers of the pool. `kv` is a view of the pool, so the storage offset of
+    `kv` gives the layer's index in the pool. None: all scales are 1.
     """
     return None if scales is None else scales[kv.storage_offset() // kv.numel()]

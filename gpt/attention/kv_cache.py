@@ -1,8 +1,8 @@
 """Paged KV cache: one preallocated pool of fixed-size blocks (pages) of keys and values.
 
 The KV pool contains the blocks of this rank's layers and KV heads, in the model's dtype or in fp8.
-The module does not know which sequence owns a block. The batch does: its block tables list the
-blocks that each sequence reads, and its slot mapping lists the slots of the new tokens.
+The module does not record which sequence owns a block. A batch does: its block tables list the
+blocks that each sequence reads, and its slot mapping says where each new token's KV is written.
 """
 
 import ctypes
@@ -23,15 +23,17 @@ BLOCK_TOKENS = 32
 FP8_DTYPE = torch.float8_e4m3fn
 _PREFAULT_CHUNK_BYTES = 1 << 23  # Bytes per madvise() call of the prefault thread.
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later; Python's mmap module does not define it.
-# The pool's dtype for each setting of `kv_dtype` except "auto" (the model's dtype).
+# The pool's dtype for each value of the setting `kv_dtype`. The value "auto" is not in the table:
+# with it, the pool has the model's dtype.
 KV_DTYPES = {"fp8": FP8_DTYPE}
 
 
 class KVPool:
-    """The keys and values of `blocks` blocks in some layers.
+    """Memory for keys and values: `blocks` blocks in each of `layers` (global layer numbers).
 
-    Shape of a layer: (blocks, 2, KV heads, tokens, channels). The keys of one head in a block are
-    contiguous, so a kernel reads them as one range of memory.
+    Shape of a layer: (blocks, 2, KV heads, block tokens, channels); in the dimension of size 2,
+    index 0 is keys and index 1 is values. The keys of one head in a block are contiguous, so a
+    kernel reads them as one range of memory.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class KVPool:
         kv_heads = local_kv_heads(config, tp)
         shape = (len(layers), blocks, 2, kv_heads, block_tokens, config.kv_channels)
         self._memory = huge_page_zeros(shape, dtype, torch.device(device))
-        # torch does not index fp8 tensors, so the same memory is viewed as bytes.
+        # torch does not index fp8 tensors, so indexing uses a view of the memory as bytes.
         self._indexable = self._memory.view(torch.uint8) if dtype == FP8_DTYPE else self._memory
         self._layers = {layer: self._memory[index] for index, layer in enumerate(layers)}
 
@@ -61,9 +63,9 @@ class KVPool:
         """Pre-fault the OS pages of a pool in CPU memory, in a low-priority background thread.
 
         Without the thread, the first prefill that writes to an OS page waits for a page fault;
-        these faults took 10 % of the prefill time or more. Servers that start together may have
-        sized their pools by the same free memory. To leave memory to the other servers, the thread
-        stops when `free_bytes()` is smaller than the pool.
+        these faults took 10 % of the prefill time or more. The thread stops when `free_bytes()` is
+        less than the size of the whole pool. Another server that started at the same time may have
+        counted the same free memory for its own pool; the memory that is left is for that server.
         """
         if self._memory.device.type == "cpu":
             arguments = (weakref.ref(self), free_bytes)
@@ -74,7 +76,8 @@ class KVPool:
     def _prefault_chunk(self, start: int, free_bytes: Callable[[], int]) -> bool:
         """Pre-fault the chunk at byte `start`, and return True.
 
-        Return False if the pool ends before `start`, free memory is short, or madvise() fails.
+        Return False if `start` is not inside the pool, `free_bytes()` is less than the size of the
+        pool, or madvise() fails.
         """
         length = min(_PREFAULT_CHUNK_BYTES, self._memory.nbytes - start)
         if length <= 0 or free_bytes() < self._memory.nbytes:
@@ -82,19 +85,20 @@ class KVPool:
         return _madvise(self._memory.data_ptr() + start, length, _MADV_POPULATE_WRITE) == 0
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
-        """Zero the blocks in every layer, so that NaN values do not reach the next sequence."""
+        """Zero the blocks in every layer, so that the next sequence in them reads no old NaN."""
         self._indexable[:, torch.tensor(blocks, device=self._memory.device)] = 0
 
     def write_tokens(self, blocks: Sequence[int], start: int, values: Tensor) -> None:
         """Write keys and values (tokens, layers, 2, KV heads, channels) into `blocks`.
 
-        `start` is the offset of the first token in the first block.
+        The tokens are consecutive; the first one is written at the offset `start` of `blocks[0]`.
         """
         memory = self._memory
         positions = torch.arange(start, start + len(values), device=memory.device)
         token_blocks = torch.tensor(blocks, device=memory.device)[positions // self.block_tokens]
-        # Clamp to the pool's dtype: an infinite number would also break the next sequence that uses
-        # the block, because attention multiplies masked values by 0, and 0 x inf is NaN.
+        # Clamp to the finite range of the pool's dtype. An infinite number would make the output of
+        # this sequence NaN, and also that of the next sequence that uses the block: attention
+        # multiplies masked values by 0, and 0 x inf is NaN.
         dtype_max = torch.finfo(memory.dtype).max
         is_fp8 = memory.dtype == FP8_DTYPE
         clamp_dtype = values.dtype if is_fp8 else torch.promote_types(values.dtype, memory.dtype)
@@ -119,13 +123,13 @@ def _prefault(pool_ref: "weakref.ref[KVPool]", free_bytes: Callable[[], int]) ->
         pool = pool_ref()
         has_more = pool is not None and pool._prefault_chunk(start, free_bytes)
         start += _PREFAULT_CHUNK_BYTES
-        del pool  # The owner can free the pool between two chunks.
+        del pool  # So that the owner can free the pool between two chunks.
 
 
 def _madvise(address: int, length: int, advice: int) -> int:
     """Call libc's madvise(). Return 0 on success, -1 on failure or if libc has no madvise().
 
-    Python's mmap.madvise() would hold the GIL during the call.
+    ctypes releases the GIL during the call; Python's mmap.madvise() would hold it.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None:
@@ -137,9 +141,9 @@ def _madvise(address: int, length: int, advice: int) -> int:
 def prefix_shard(
     table: Tensor, config: GPTConfig, layers: Sequence[int], rank: int, tp: int
 ) -> Tensor:
-    """Return a rank's part of a prefix adapter's table: its `layers` and its KV heads.
+    """Return the part of a prefix adapter's `table` for the `layers` and KV heads of one rank.
 
-    Shape: (virtual tokens, layers, 2, KV heads, channels).
+    The result has the shape (virtual tokens, layers, 2, KV heads, channels).
     """
     shape = (-1, config.num_layers, 2, config.num_query_groups, config.kv_channels)
     first_head, heads = first_kv_head(config, rank, tp), local_kv_heads(config, tp)

@@ -1,10 +1,12 @@
 """Paged attention of a ragged batch of prefill and decode tokens, with a reference implementation.
 
-Attention is causal, with an optional sliding window. The keys are in the KV pool, or new in this
-step. `reference_attention` is a readable loop over sequences. `ragged_attention` computes groups of
-sequences with little padding: decode sequences with similar context lengths, and prefill sequences
-with equal numbers of new and of past tokens. Shapes: q (T, H, D), k and v (T, G, D), for T tokens,
-H query heads, G KV heads and D channels per head; H is a multiple of G.
+Attention is causal, with an optional sliding window. Past keys and values are in the KV pool. Those
+of this step are in `k` and `v`, and after `store_kv` also in the pool. Without a pool, all keys and
+values are in `k` and `v`. `reference_attention` is a readable loop over sequences.
+`ragged_attention` computes groups of sequences with little padding: decode sequences with similar
+context lengths, and prefill sequences that agree in the number of new tokens and in the number of
+past tokens. Shapes: q (T, H, D), k and v (T, G, D), for T tokens, H query heads, G KV heads and D
+channels per head; H is a multiple of G.
 """
 
 from collections.abc import Sequence
@@ -23,14 +25,14 @@ from gpt.attention.varlen import (
 from gpt.batch import Batch
 from gpt.cpu import kernels, training_kernels
 
-KV = Tensor  # The KV blocks of a layer: (blocks, 2, G, tokens, D); the 2 is keys, values.
+KV = Tensor  # The KV blocks of a layer: (blocks, 2, G, block tokens, D); the 2 is keys, values.
 
-# Maximum bytes of a group's gathered keys and values, and of the scores of a prefill tile. With
-# these sizes they stay in the CPU cache until they are used. A single sequence may exceed them.
+# Maximum bytes of a group's gathered keys and values, and of the scores of a prefill tile. Tensors
+# of these sizes stay in the CPU cache until they are used. A group of one sequence may need more.
 GATHER_BYTES_MAX = 4 << 20
 SCORES_BYTES_MAX = 4 << 20
-TILE_QUERIES = 128  # New tokens per sequence in a tile of a prefill group.
-# The C kernels compute a sequence with at most this number of new tokens as decode tokens.
+TILE_QUERIES = 128  # Maximum new tokens per sequence in a tile of a prefill group.
+# If a sequence has at most this number of new tokens, the C kernels compute it as decode tokens.
 DECODE_TOKENS_MAX = 4
 
 
@@ -91,7 +93,11 @@ def reference_attention(
 def ragged_attention(
     q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
 ) -> Tensor:
-    """Compute attention group by group; the groups are planned once for all layers of a step."""
+    """Compute attention with the C kernels where they support the batch, otherwise in torch.
+
+    With a KV pool, the calls and the groups are planned once for all layers of a step
+    (`AttentionPlan`). Without a pool, gpt/attention/varlen.py has the torch functions.
+    """
     if kv is None:
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
         if training_kernels.supports_attention(q, k, batch, window):
@@ -110,9 +116,9 @@ def ragged_attention(
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Shape parameters of the attention layers; the key of a batch's cached plan."""
+    """The sizes of the attention layers; a batch caches its plan under this key."""
 
-    heads: int
+    heads: int  # Query heads.
     kv_heads: int
     block_tokens: int
     window: int | None
@@ -126,23 +132,28 @@ class AttentionShape:
 class GroupTile:
     """A tile of a group: some queries of each sequence, and the keys that they see."""
 
-    queries: slice  # Slice of the dimension (new tokens x query heads per KV head).
-    keys: slice  # Slice of the gathered keys.
-    # Additive mask: 0 for visible keys, -inf for the others. Decode: (sequences x G, 1, keys);
-    # prefill: (1, new tokens x query heads per KV head, keys).
+    # Slices of dimension 1 of the tensors in `EqualLengthGroup.attend`. For queries, this dimension
+    # is new tokens x query heads per KV head; for keys and values, it is tokens.
+    queries: slice
+    keys: slice
+    # Additive mask: 0 for visible keys, -inf for the others. Its shape is (sequences x G, 1, keys)
+    # in decode, and (1, new tokens x query heads per KV head, keys) in prefill.
     mask: Tensor
 
 
 @dataclass(frozen=True)
 class EqualLengthGroup:
-    """Sequences with equal numbers of new tokens; their keys are gathered into a padded tensor."""
+    """Sequences that have the same number of new tokens, computed together by the same matmuls.
 
-    rows: slice | Tensor  # Flat rows of the batch.
+    Their keys form one tensor, with padding up to the longest context of the group.
+    """
+
+    rows: slice | Tensor  # Flat rows of the sequences' new tokens in the batch.
     sequences: int  # Number of sequences.
     shape: AttentionShape
-    # (2, sequences x G x blocks): indices of the rows to gather, for keys and for values. A row of
-    # the pool is the keys, or the values, of one KV head in one block. None: the sequences have no
-    # past tokens, so all keys are in the batch.
+    # (2, sequences x G x blocks): indices of the pool rows to gather, for keys and for values. A
+    # pool row is the keys, or the values, of one KV head in one block. None: the sequences have no
+    # past tokens, so all their keys and values are in `k` and `v`.
     pool_rows: Tensor | None
     tiles: list[GroupTile]
 
@@ -151,8 +162,8 @@ class EqualLengthGroup:
     ) -> None:
         """Write the attention output of this group to its rows of `out`.
 
-        The computation uses queries of shape (sequences x G, new tokens x query heads per KV head,
-        D), so that one matmul serves all query heads of a KV head.
+        The queries are rearranged to (sequences x G, new tokens x query heads per KV head, D), so
+        that one matmul serves all query heads of a KV head.
         """
         head_dim = q.shape[-1]
         sequences = self.sequences
@@ -164,7 +175,7 @@ class EqualLengthGroup:
             )
         else:
             # Keys and values are gathered separately, in the order of sequences and heads. The CPU
-            # core that gathers a head's keys then probably multiplies them too.
+            # core that gathers a head's keys then probably also multiplies them, from its cache.
             pool = kv.view(-1, gather_buffer.shape[-1])
             keys, values = (
                 torch.index_select(pool, 0, rows, out=buffer[: len(rows)]).view(
@@ -192,7 +203,7 @@ class AttentionPlan:
 
     native: Sequence[kernels.DecodeAttention | kernels.PrefillAttention]
     groups: Sequence[EqualLengthGroup]
-    gather_buffer: Tensor  # Memory for a group's gathered keys and values, used by all layers.
+    gather_buffer: Tensor  # Memory for a group's gathered keys and values; all groups reuse it.
 
 
 def _select_rows(x: Tensor, rows: slice | Tensor) -> Tensor:
@@ -210,7 +221,7 @@ def _by_kv_head(x: Tensor, sequences: int, kv_heads: int) -> Tensor:
 
 
 def cached_plan(batch: Batch, shape: AttentionShape, like: Tensor, kv: KV) -> AttentionPlan:
-    """Return the plan of a batch; the first call makes the plan.
+    """Return the batch's plan for `shape`; the first call makes and caches the plan.
 
     `like` has the dtype, the device and the number of channels of the queries.
     """
@@ -224,8 +235,8 @@ def cached_plan(batch: Batch, shape: AttentionShape, like: Tensor, kv: KV) -> At
 def _make_plan(batch: Batch, shape: AttentionShape, like: Tensor, kv: KV) -> AttentionPlan:
     """Plan C kernel calls for the sequences that the kernels support; group the others for torch.
 
-    A group has decode sequences with similar context lengths, or prefill sequences with equal
-    numbers of new tokens and of past tokens.
+    A group has decode sequences with similar context lengths, or prefill sequences that agree in
+    the number of new tokens and in the number of past tokens.
     """
     context_lengths = batch.context_lengths
     native: list[kernels.DecodeAttention | kernels.PrefillAttention] = []
@@ -314,7 +325,7 @@ def _bucket_by_context(
 ) -> list[list[int]]:
     """Split sequences into buckets of similar context lengths.
 
-    A bucket of several sequences has about `tokens_max` keys at most, padding included. A bucket of
+    A bucket of several sequences has at most about `tokens_max` keys, padding included. A bucket of
     one sequence can have more.
     """
     buckets: list[list[int]] = []
@@ -333,7 +344,7 @@ def _bucket_by_context(
 def _decode_group(
     batch: Batch, sequences: Sequence[int], shape: AttentionShape, like: Tensor
 ) -> EqualLengthGroup:
-    """Return the group of these decode sequences; it gathers no blocks before the window."""
+    """Return the group of these decode sequences; blocks before the window are not gathered."""
     block_tokens = shape.block_tokens
     window = shape.window
     device = like.device
@@ -367,7 +378,10 @@ def _decode_group(
 def _prefill_group(
     batch: Batch, sequences: Sequence[int], shape: AttentionShape, like: Tensor
 ) -> EqualLengthGroup:
-    """Return the group of prefill sequences with equal numbers of new and of past tokens."""
+    """Return the group of these prefill sequences.
+
+    They agree in the number of new tokens and in the number of past tokens.
+    """
     block_tokens = shape.block_tokens
     window = shape.window
     device = like.device
@@ -412,7 +426,7 @@ def _pool_rows(
 ) -> Tensor:
     """Return `EqualLengthGroup.pool_rows` for these sequences.
 
-    `table_columns`: for each sequence, the columns of its block table that are gathered.
+    `table_columns`: for each sequence, the entries of its block table whose blocks are gathered.
     """
     assert batch.block_tables is not None
     block_tables = batch.block_tables
@@ -426,7 +440,10 @@ def _pool_rows(
 
 
 def _flat_rows(batch: Batch, sequences: Sequence[int], device: torch.device) -> slice | Tensor:
-    """Return the flat rows of sequences with equal numbers of new tokens; a slice if adjacent."""
+    """Return the flat rows of sequences that have the same number of new tokens.
+
+    The result is a slice if the rows are adjacent, otherwise a tensor of row indices.
+    """
     length, starts = batch.query_lengths[sequences[0]], batch.query_starts
     begin = starts[sequences[0]]
     if starts[sequences[-1]] - begin == (len(sequences) - 1) * length:

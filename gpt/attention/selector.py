@@ -69,7 +69,8 @@ def check_backend(
 ) -> str | None:
     """Raise ConfigError if the backend `name`, or an fp8 KV cache, is unavailable.
 
-    For "auto", return why the preferred backend is unavailable; None if it is available.
+    If `name` is "auto", a missing backend is not an error: return why the preferred backend is
+    unavailable, or None if it is available.
     """
     requirements = _Requirements(
         config, FLOAT_DTYPES[dtype or config.dtype], device, kv_dtype in KV_DTYPES
@@ -84,8 +85,9 @@ def check_backend(
     reason = _unsupported_reason(PREFERRED_BACKEND if name == "auto" else name, requirements)
     if reason is not None and name != "auto":
         raise ConfigError(
-            f"attention_backend {name!r} is unavailable: {reason}; "
-            f"{_REMEDIES[name]}, or set attention_backend: auto"
+            f"attention_backend {name!r} is unavailable: {reason}; this backend needs "
+            f"{_BACKEND_REQUIREMENTS[name]}: provide what is missing, or set "
+            "attention_backend: auto"
         )
     return reason
 
@@ -113,24 +115,24 @@ _BACKENDS: dict[str, Callable[[_Requirements], AttentionBackend]] = {
     "triton": _triton_backend,
     "flashinfer": _flashinfer_backend,
 }
-# The supported dtypes and numbers of channels per head of each backend.
+# The dtypes, and the numbers of channels per head, that each backend supports.
 _DTYPES = {
     "triton": (torch.bfloat16, torch.float32),
     "flashinfer": (torch.bfloat16, torch.float16),
 }
 _HEAD_DIMS = {"triton": range(2, 257, 2), "flashinfer": (64, 128, 256)}
-_REMEDIES = {
-    "triton": "run pip install triton beside a CUDA build of torch, and use a model in bfloat16 or "
-    "float32, whose heads have an even number of channels up to 256, on a GPU of compute "
-    "capability 8.0 or later (8.9 with an fp8 KV cache)",
-    "flashinfer": "run pip install 'preamble[flashinfer]' beside a CUDA build of torch, and use a "
-    "model in bfloat16 or float16, whose heads have 64, 128 or 256 channels, on a GPU of compute "
-    "capability 8.0 or later (8.9 with an fp8 KV cache)",
+_BACKEND_REQUIREMENTS = {
+    "triton": "a CUDA build of torch with Triton (pip install triton), a GPU of compute capability "
+    "8.0 or later (8.9 with an fp8 KV cache), and a model in bfloat16 or float32 whose heads have "
+    "an even number of channels up to 256",
+    "flashinfer": "a CUDA build of torch with FlashInfer (pip install 'preamble[flashinfer]'), a "
+    "GPU of compute capability 8.0 or later (8.9 with an fp8 KV cache), and a model in bfloat16 or "
+    "float16 whose heads have 64, 128 or 256 channels",
 }
 
 
 def _unsupported_reason(name: str, requirements: _Requirements) -> str | None:
-    """Return why this backend does not support the model or the device; None if it does."""
+    """Return why the backend `name` cannot be used with these requirements; None if it can."""
     if requirements.device.type != "cuda":
         return f"the device is {requirements.device.type}"
     if requirements.dtype not in _DTYPES[name]:

@@ -15,17 +15,18 @@ import triton.language as tl
 # two numbers per work item: the index of the sequence in the batch, and the index of the work
 # item's first token among the new tokens of the sequence.
 #
-# Compile-time constants:
+# Compile-time constants of the kernels:
 # D: channels per head.
-# WIDTH: D, rounded up to a power of two.
-# HEADS, GROUPS: query heads, KV heads.
+# WIDTH: D, rounded up to a power of two; at least 16, except in `append_kv`.
+# HEADS: query heads.
+# GROUPS: KV heads.
 # QUERIES: query heads per KV head.
 # BLOCK: tokens per block of the KV pool.
 # TILE: keys that a program reads at once.
 # TOKENS: maximum number of new tokens of a work item.
-# ROWS: QUERIES x TOKENS, rounded up to a power of two.
-# SEGMENTS: segments into which the keys of a work item are split.
-# STAGES: software pipeline stages of the loop over the keys.
+# ROWS: QUERIES x TOKENS, rounded up to a power of two; at least 16.
+# SEGMENTS: number of segments into which the keys of a work item are split.
+# STAGES: number of software pipeline stages of the loop over the keys.
 # SCALED: whether keys and values have scales: `scales[0]` for keys, `scales[1]` for values.
 # WINDOW: size of the attention window in tokens; 0: no window.
 # DTYPE_MAX: see `append_kv`.
@@ -35,8 +36,8 @@ import triton.language as tl
 def segment_range(low, high, segment, TILE: tl.constexpr, SEGMENTS: tl.constexpr):
     """Return the begin and the end of a segment of the keys [low, high).
 
-    All segments have the same number of tiles, but the last segments can be shorter or empty. The
-    first segment begins at a multiple of TILE, possibly before `low`.
+    All segments have the same number of tiles, except that the last ones can be shorter or empty.
+    The first segment begins at a multiple of TILE, possibly before `low`.
     """
     first = low // TILE * TILE
     segment_keys = tl.cdiv(tl.cdiv(high - first, TILE), SEGMENTS) * TILE
@@ -46,9 +47,10 @@ def segment_range(low, high, segment, TILE: tl.constexpr, SEGMENTS: tl.constexpr
 
 @triton.jit
 def finite_max(running_max):
-    """Return `running_max`, with 0 in place of -inf, which means no visible key so far.
+    """Return `running_max`, with 0 in place of -inf.
 
-    A score of -inf minus the result is then -inf; -inf - (-inf) would be NaN.
+    The maximum is -inf while no key has been visible. All scores are then -inf too, and -inf - 0 is
+    -inf, but -inf - (-inf) would be NaN.
     """
     return tl.where(running_max == float("-inf"), 0.0, running_max)
 
@@ -58,9 +60,10 @@ def kv_offsets(
     block_table, tokens, is_inside, kv_head,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Return the offsets of the tokens' keys in `kv`, in elements.
+    """Return the offset in `kv` of each token's key for one KV head, in elements.
 
-    The offsets are int64, because `kv` can have more than 2^31 elements.
+    `tokens`: positions in the sequence. The offsets are int64, because `kv` can have more than 2^31
+    elements.
     """
     blocks = tl.load(block_table + tokens // BLOCK, mask=is_inside, other=0).to(tl.int64)
     return ((blocks * (2 * GROUPS) + kv_head) * BLOCK + tokens % BLOCK) * D
@@ -255,10 +258,10 @@ def append_kv(
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, DTYPE_MAX: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Store the key and value of one KV head of a new token; skip a token whose block is < 0.
+    """Store a new token's key and value for one KV head, unless the token's block is negative.
 
-    DTYPE_MAX: the largest number of the pool's dtype, if k and v have another dtype and must be
-    clamped; 0: no clamp.
+    DTYPE_MAX: keys and values are clamped to this number, the largest of the pool's dtype. 0: no
+    clamp, because `k` and `v` have the dtype of the pool.
     """
     row, kv_head, channels = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
     block, offset = tl.load(blocks + row).to(tl.int64), tl.load(offsets + row)
@@ -269,8 +272,8 @@ def append_kv(
         key = key.to(tl.float32) / tl.load(scales)
         value = value.to(tl.float32) / tl.load(scales + 1)
     if DTYPE_MAX:
-        # Without the clamp, a cast to fp8 may turn a large number into NaN. A number that is NaN
-        # already stays NaN, so that the check of the logits detects it.
+        # Without the clamp, a cast to fp8 may turn a large number into NaN. The clamp does not
+        # change a NaN, so that the check of the logits detects it.
         key, value = clamp(key.to(tl.float32), DTYPE_MAX), clamp(value.to(tl.float32), DTYPE_MAX)
     address = kv + ((block * (2 * GROUPS) + kv_head) * BLOCK + offset) * D + channels
     tl.store(address, key.to(kv.dtype.element_ty), mask=channel_mask)

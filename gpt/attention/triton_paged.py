@@ -4,7 +4,7 @@ A program computes one work item (a decode token, or a run of prefill tokens) fo
 there are too few programs to saturate the GPU's memory bandwidth, the keys are split into segments,
 and a second kernel merges the partial outputs. The number of segments depends on the numbers of
 work items and KV heads, not on context lengths, so a CUDA graph captured for a batch size serves
-all context lengths. The reference implementations are gpt/attention/paged.py and
+all context lengths. The reference implementations are gpt/attention/paged.py and, for fp8 pools,
 gpt/attention/fp8_kv_cache.py.
 """
 
@@ -23,29 +23,30 @@ from gpt.attention.varlen import padded_sdpa
 from gpt.batch import Batch
 
 # A launch with fewer programs splits the keys into segments. The number is about four programs for
-# each of the 132 multiprocessors of an H200. It is the same for all GPUs, because it determines the
-# order in which a row is summed, and another order would give slightly different results.
+# each of the 132 multiprocessors of an H200. All GPUs use the same number, because the segments
+# determine the order of the sums over keys, and a different order gives slightly different results.
 PROGRAMS_MIN = 512
 # The possible numbers of segments. There are few, because each is a kernel variant to compile.
 SEGMENT_COUNTS = (1, 4, 32)
 # Maximum bytes of a tile of keys or values. 2 programs x 3 pipeline stages x 2 tiles (keys and
 # values) x 16 KiB = 192 KiB fit into the 227 KiB of shared memory of a multiprocessor.
 TILE_BYTES_MAX = 16 << 10
-# Maximum keys x channels of a tile. The fp32 accumulator then uses 64 registers of each of the 128
-# threads of a program.
+# Maximum keys x channels of a tile. The fp32 accumulator of `attend_single` has this size, and then
+# uses 64 registers of each of the 128 threads of a program.
 TILE_ELEMENTS_MAX = 8192
-# Maximum query rows of a tile, for heads of up to 128 channels; half the number for wider heads.
-# bf16: 64 rows for each of two warp groups. fp32 runs on the CUDA cores, with smaller tiles.
+# Maximum number of query rows of a tile, for heads of at most 128 channels; wider heads have half
+# this number. In bf16, each of two warp groups computes 64 rows. fp32 runs on the CUDA cores, with
+# smaller tiles.
 ROWS_MAX = {torch.bfloat16: 128, torch.float32: 32}
-ROWS_MIN = 16  # The smallest tile that tl.dot supports.
+ROWS_MIN = 16  # tl.dot needs at least this number of rows and of channels.
 # Keys are split into segments only if work items have at most this number of new tokens. Longer
-# work items give enough programs without a split.
+# prefills usually give enough programs without a split.
 SPLIT_KEYS_TOKENS_MAX = 4
 
 
 @dataclass(frozen=True)
 class TritonMetadata:
-    """The batch as int32 device tensors for the kernels; all layers of a step use it.
+    """The batch as int32 device tensors, which the kernels of all layers of a step read.
 
     A sequence with a context length of 0 gets an output of zeros.
     """
@@ -54,12 +55,12 @@ class TritonMetadata:
     # (B + 1,) the flat row of each sequence's first new token, then the number of rows.
     query_starts: Tensor
     block_tables: Tensor  # (B, blocks)
-    # (work items, 2): the index of a sequence with one new token, and 0.
+    # (work items, 2): the index of a sequence with one new token, and 0 (the index of the token).
     decode_items: Tensor
     # (work items, 2): the index of a sequence, and the index of the item's first token among the
     # new tokens of the sequence.
     prefill_items: Tensor
-    prefill_tokens_max: int  # The largest number of new tokens of a prefill work item.
+    prefill_tokens_max: int  # Maximum number of new tokens of a prefill work item.
 
     @classmethod
     def from_batch(cls, batch: Batch, queries_per_kv_head: int, like: Tensor) -> "TritonMetadata":
@@ -129,8 +130,8 @@ class TritonMetadata:
 class TritonAttention(AttentionBackend):
     """Attention and KV-pool writes with the Triton kernels of this package.
 
-    `scales`: the scales of keys and values of each layer in an fp8 pool, (layers of the pool, 2) in
-    fp32; None: all scales are 1.
+    `scales`: the key scale and the value scale of each layer of an fp8 pool, an fp32 tensor of
+    shape (layers of the pool, 2). None: all scales are 1.
     """
 
     name = "triton"
@@ -141,7 +142,7 @@ class TritonAttention(AttentionBackend):
         self._compiled: set[object] = set()
 
     def store(self, k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:
-        """Write this step's keys and values into their slots; skip rows whose block is < 0."""
+        """Write this step's keys and values into their slots; skip tokens with a negative block."""
         assert batch.slot_mapping is not None
         blocks, offsets = batch.slot_mapping
         tokens, kv_heads, head_dim = k.shape
@@ -195,10 +196,11 @@ class TritonAttention(AttentionBackend):
         return out
 
     def compile_kernels(self, q: Tensor, kv: KV, window: int | None) -> None:
-        """Compile all kernel variants that steps may need; once per shape and dtype of the layers.
+        """Compile all kernel variants that later steps may need.
 
         Compilation takes seconds, too long for a step that serves requests. The method launches
-        each variant on dummy sequences with a context length of 0.
+        each variant on dummy sequences with a context length of 0. It does this once for each
+        combination of the layers' shapes, dtypes and window.
         """
         signature = (*q.shape[1:], q.dtype, *kv.shape[2:], kv.dtype, window)
         if signature in self._compiled:
@@ -240,7 +242,7 @@ class _LayerLaunch:
     out: Tensor
 
     def launch(self, work_items: Tensor, tokens: int) -> None:
-        """Compute the output rows of `work_items`, each of at most `tokens` new tokens."""
+        """Compute the output rows of `work_items`, which have at most `tokens` new tokens each."""
         q = self.q
         kv = self.kv
         metadata = self.metadata
@@ -268,7 +270,7 @@ class _LayerLaunch:
         )
         outputs = (self.out, partial_out, softmax_stats, self.scales)
         strides = (*q.stride()[:2], metadata.block_tables.stride(0))
-        # exp(x) = exp2(x * log2(e)); the GPU has an instruction for exp2.
+        # The kernels compute exp(x) as exp2(x * log2(e)); the GPU has an instruction for exp2.
         softmax_scale = log2(e) * head_dim**-0.5
         constants = {
             "GROUPS": kv_heads,
@@ -348,13 +350,14 @@ def work_item_tokens_max(longest: int, queries_per_kv_head: int, like: Tensor) -
 def work_item_rows(tokens: int, queries_per_kv_head: int, like: Tensor) -> int:
     """Return the number of query rows of a tile for work items of at most `tokens` new tokens."""
     rows_max = ROWS_MAX[like.dtype] if like.shape[-1] <= 128 else ROWS_MAX[like.dtype] // 2
-    # A tile has all query heads of a token for one KV head, even if they are more than ROWS_MAX.
+    # A tile contains, for each of its tokens, all query heads of one KV head, even if their number
+    # is greater than ROWS_MAX.
     rows_max = max(rows_max, next_power_of_two(queries_per_kv_head))
     return min(rows_max, max(ROWS_MIN, next_power_of_two(tokens * queries_per_kv_head)))
 
 
 def tile_keys(head_dim: int, like: Tensor) -> int:
-    """Return the number of keys of a tile of the dtype of `like`, from 16 to 128."""
+    """Return the number of keys (16 to 128) in a tile whose elements have the dtype of `like`."""
     keys_max = min(
         TILE_ELEMENTS_MAX // head_dim, TILE_BYTES_MAX // (head_dim * like.element_size())
     )

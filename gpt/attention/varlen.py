@@ -3,9 +3,9 @@
 A sequence may have a parent sequence, whose tokens are its past tokens. Three functions compute the
 same attention: `padded_sdpa` pads sequences of similar lengths for torch's fused attention;
 `memory_efficient` saves only queries, keys and values for the backward pass and recomputes the
-probabilities; `unfused_attention` saves the probabilities and can apply dropout to them. The module
-does not use a KV pool. Shapes: q (T, H, D), k and v (T, G, D), for T tokens, H query heads, G KV
-heads and D channels per head; H is a multiple of G.
+probabilities; `unfused_attention` saves the probabilities and can apply dropout to them. Shapes: q
+(T, H, D), k and v (T, G, D), for T tokens, H query heads, G KV heads and D channels per head; H is
+a multiple of G.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +18,21 @@ from torch import Tensor
 
 from gpt.batch import Batch
 
-# Queries per tile of `memory_efficient`. A tile does not read the keys after its last query.
+# Maximum queries per tile of `memory_efficient`. A tile skips the keys after its last query, so
+# smaller tiles compute fewer masked scores.
 TILE_QUERIES = 128
-# Each sequence of a padded group has at least PADDED_LENGTH_RATIO_MIN x (the longest length of the
-# group) - PADDED_LENGTH_SLACK_TOKENS tokens.
+# Each sequence of a padded group has at least PADDED_LENGTH_RATIO_MIN x (length of the longest
+# sequence of the group) - PADDED_LENGTH_SLACK_TOKENS new tokens.
 PADDED_LENGTH_RATIO_MIN = 0.8
 PADDED_LENGTH_SLACK_TOKENS = 16
 
 
 def visible_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Return whether each key is visible to each query, (..., queries, keys), from positions."""
+    """Return a boolean mask (..., queries, keys): True where the key is visible to the query.
+
+    `queries` and `keys` are token positions. A query sees its own position and earlier ones; with a
+    `window`, it sees only the last `window` of these.
+    """
     distance = queries.unsqueeze(-1) - keys
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
@@ -63,20 +68,21 @@ class AttentionDropout:
 
 @dataclass(frozen=True)
 class PaddedGroup:
-    """Sequences with equal numbers of past tokens, padded to the longest of them."""
+    """Sequences that have the same number of past tokens, padded to the longest of them."""
 
     count: int  # Number of sequences.
-    # (count, longest) flat rows; shorter sequences repeat their last row as padding. None: all rows
-    # of the batch, in order.
+    # Flat rows of the queries, (count, longest); shorter sequences repeat their last row as
+    # padding. None: all rows of the batch, in order.
     queries: Tensor | None
-    keys: Tensor | None  # (count, past + longest) flat rows. None: all rows, in order.
+    # Flat rows of the keys, (count, past + longest). None: all rows of the batch, in order.
+    keys: Tensor | None
     mask: Tensor | None  # Visible keys, (longest, past + longest); None: the causal mask.
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the output (count, longest, H, D).
 
-        Padding needs no mask: it comes after the tokens of the sequence, so the causal mask hides
-        the padding from these tokens.
+        Padding comes after the tokens of its sequence, so the causal mask hides the padding from
+        these tokens.
         """
         padded_q, *padded_kv = (
             (x if rows is None else _select_rows(x, rows.flatten()))
@@ -86,7 +92,7 @@ class PaddedGroup:
         )
         is_grouped_query = q.shape[1] != k.shape[1]
         if is_grouped_query and self.mask is not None:
-            # With a mask, the fused kernels support only equal numbers of query and KV heads.
+            # With a mask, the fused kernels need one KV head per query head.
             padded_kv = [x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in padded_kv]
             is_grouped_query = False
         keys, values = padded_kv
@@ -106,7 +112,7 @@ def _select_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 class _SelectRows(torch.autograd.Function):
-    """index_select of rows; the gradients of a row that occurs several times are summed in fp32."""
+    """index_select of rows; if a row is selected repeatedly, its gradients are summed in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -140,7 +146,7 @@ def padded_sdpa(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | Non
 def _padded_groups(
     batch: Batch, window: int | None, device: torch.device
 ) -> tuple[list[PaddedGroup], Tensor | None]:
-    """Return the padded groups of a batch, and each token's row in the groups' joined outputs.
+    """Return the padded groups, and for each token its row in the groups' concatenated outputs.
 
     The second value is None if the outputs are already in the order of the batch.
     """
@@ -203,8 +209,8 @@ def unfused_attention(
 ) -> Tensor:
     """Compute attention with separate matmuls and softmax.
 
-    Autograd saves the probabilities before and after dropout, in the model's dtype, and the dropout
-    mask.
+    Autograd saves the dropout mask, and the probabilities before and after dropout in the model's
+    dtype.
     """
     assert kv is None, "training with a KV pool is not supported"
     outputs = []
@@ -227,7 +233,7 @@ def memory_efficient(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int 
 
 @dataclass(frozen=True)
 class Tile:
-    """Consecutive queries of a sequence, and the range of the keys that they see."""
+    """Consecutive queries of a sequence, and the keys that they see."""
 
     rows: slice  # Flat rows of the queries.
     keys: list[slice]  # Flat rows of the keys: in the parent, if any, then in the sequence.
@@ -267,7 +273,7 @@ class _MemoryEfficient(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         groups, scale = k.shape[1], q.shape[-1] ** -0.5
-        # Gradients of keys visible to several sequences are summed in fp32.
+        # A key is visible to several tiles; its gradients are summed in at least fp32.
         sum_dtype = torch.promote_types(q.dtype, torch.float32)
         dq = torch.empty_like(q)
         dk = torch.zeros_like(k, dtype=sum_dtype)
@@ -293,9 +299,11 @@ class _MemoryEfficient(torch.autograd.Function):
 def _cached_tiles(
     batch: Batch, window: int | None, q: Tensor, sizes: tuple[int, int]
 ) -> Iterator[tuple[int, Tile]]:
-    """Return all tiles of a batch, each after the index of its sequence; cached in the batch.
+    """Return pairs of (index of a sequence, tile) for all tiles of a batch.
 
-    `sizes`: the number of KV heads, and the maximum number of queries of a tile.
+    The first call makes the tiles and caches them in the batch.
+
+    `sizes`: (number of KV heads, maximum number of queries of a tile).
     """
     key = (_cached_tiles, window, q.dtype, *sizes)
     tiles = batch.attention_metadata.get(key)

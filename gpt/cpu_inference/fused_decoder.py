@@ -1,10 +1,10 @@
 """Fused CPU decoder: all layers of a dense model in one call of the C library per step.
 
-With few rows, the overhead of one call per GEMM would exceed the time of the GEMMs. A layer range
-is the sequence of layers of one call. For an MoE layer, the library computes the attention, and
-torch computes the experts; so a range ends at each MoE layer, and at the last layer. The decoder
-supports models with packed weights on one tensor rank, with a bf16 KV pool. Tests compare it with
-the layers of gpt/model.
+With few rows, the overhead of one call per GEMM would exceed the time of the GEMMs. A model with
+MoE layers needs several calls, because torch computes the experts after the library has computed
+the layer's attention. Each call runs a range of layers, which ends at an MoE layer or at the last
+layer. The decoder supports models with packed weights on one tensor rank, with a bf16 KV pool.
+Tests compare it with the layers of gpt/model.
 """
 
 import ctypes
@@ -98,7 +98,8 @@ class FusedDecoder:
         self._layerwise = model.layerwise_decoder()
         self._layers = model.layers
         self._is_last_stage = model.is_last_stage
-        # The objects whose addresses the records contain; a reference keeps their memory allocated.
+        # The objects whose addresses are in the ctypes structs. These references keep the memory of
+        # the objects allocated.
         self._references: list[object] = []
         self._scratch = torch.empty(0, dtype=torch.bfloat16)
         self._weight_elements = 0  # Number of elements of all packed weights.
@@ -132,12 +133,13 @@ class FusedDecoder:
         """
         if kv is None or not self._supports_batch(batch):
             return self._layerwise.forward(x, batch, kv, prefix)
-        assert prefix is None, "the KV pool holds the keys and values of a served prefix"
+        assert prefix is None, "with a KV pool, a prefix is in the pool, not in a PrefixKV"
         return self._run(x, batch, kv)
 
     def _supports_batch(self, batch: Batch) -> bool:
         """Return whether the library has the attention kernel for the batch's query lengths."""
-        # The prefill kernel needs AVX512-bf16. The decode kernel supports few new tokens.
+        # Without the prefill kernel, which needs AVX512-bf16, the decode kernel must compute the
+        # batch. It supports at most DECODE_TOKENS_MAX new tokens per sequence.
         return has_prefill_attention() or max(batch.query_lengths) <= DECODE_TOKENS_MAX
 
     def _run(self, x: Tensor, batch: Batch, kv: KVPool) -> Tensor:
@@ -145,8 +147,8 @@ class FusedDecoder:
         first_layer_kv = kv.layer(self._layers[0])
         layer_bytes = first_layer_kv.numel() * first_layer_kv.element_size()
         assert first_layer_kv.dtype == x.dtype
-        # The library computes the address of a layer's KV blocks from its index, so the layers must
-        # be adjacent in the pool.
+        # The library computes the address of a layer's KV blocks from the index of the layer, so
+        # the layers must be adjacent in the pool.
         assert kv.layer(self._layers[-1]).data_ptr() == first_layer_kv.data_ptr() + layer_bytes * (
             len(self._layers) - 1
         )

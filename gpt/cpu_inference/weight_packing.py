@@ -1,9 +1,11 @@
 """CPU weight packing: loaded weights in the C library's panels (bf16, int8) or oneDNN's layout.
 
-Packed weights make CPU inference faster. The C library packs the weights, or oneDNN if the library
-does not support them. A matmul with a packed weight applies bias, activation and residual while the
-product is in registers. `pack_weights` replaces the weights of a loaded model one at a time, so at
-most one weight is in memory twice. A tied embedding also stays unpacked, for lookups.
+Packed weights make CPU inference faster. The C library packs the weights into panels (groups of
+adjacent output columns); oneDNN packs them if the library does not support them. A matmul with a
+packed weight applies bias, activation and residual while the product is in registers.
+`pack_weights` replaces the weights of a loaded model one at a time, so at most one weight is in
+memory twice. The exception is a tied embedding, which stays in memory unpacked for lookups, in
+addition to the packed LM head.
 """
 
 import logging
@@ -28,7 +30,7 @@ from gpt.model.norm import Norm
 
 log = logging.getLogger(__name__)
 
-# The dtypes in which packed matmuls were measured to be faster.
+# The model's dtypes for which packed weights are faster, according to measurements.
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -54,7 +56,8 @@ def pack_weights(model: GPT, *, int8: bool = False) -> None:
         [(linear.weight, linear in gated_linears) for linear in linears],
         int8=int8,
     )
-    # With several tensor ranks there may be communication between a norm and its linear.
+    # Norms are fused on one tensor rank only. With several ranks, there may be communication
+    # between a norm and its linear.
     fuses_norms = packer.uses_panels and model.mesh.tp == 1
     is_screened = False
     if model.is_last_stage:
@@ -69,7 +72,7 @@ def pack_weights(model: GPT, *, int8: bool = False) -> None:
 
 
 def _pack_head(model: GPT, packer: "_WeightPacker", *, fuses_norms: bool, int8: bool) -> bool:
-    """Pack the LM head; return whether its argmax is screened (gpt/cpu/exact_argmax.py)."""
+    """Pack the LM head; return whether INT8 bounds screen the greedy tokens (`ScreenedArgmax`)."""
     final_norm = make_norm(cast(Norm, model.decoder.final_layernorm)) if fuses_norms else None
     head = packer.pack(model.head_weight, final_norm, fp32_output=True)
     screened: ScreenedArgmax | None = None
@@ -97,7 +100,7 @@ def pack_int8_weights(model: GPT, divergence_max: float | None = None) -> Diverg
 
 
 def weight_bytes(model: GPT) -> int:
-    """Return the bytes of unpacked weights and of panels; weights packed by oneDNN do not count."""
+    """Return the bytes of unpacked weights and of panels, without weights packed by oneDNN."""
     backends = [module.backend for module in model.modules() if isinstance(module, Linear)]
     packed_bytes = [
         backend.packed.nbytes
@@ -108,29 +111,30 @@ def weight_bytes(model: GPT) -> int:
 
 
 def is_batch_invariant(model: GPT) -> bool:
-    """Return whether a row's results are bit-identical in every batch.
+    """Return whether a row's results are bit-identical in every batch that contains the row.
 
     This needs the C library's panels for all linears, and its prefill attention. MoE layers are not
     batch-invariant, because they group the rows of a batch by expert.
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     uses_panels = all(isinstance(linear.backend, CpuLinear) for linear in linears)
-    # Without the C prefill kernel, torch computes prefill attention for groups of sequences.
+    # Without the C prefill kernel, torch computes prefill attention for groups of sequences, and a
+    # result depends on the group.
     return uses_panels and model.config.num_experts == 0 and has_prefill_attention()
 
 
 class _WeightPacker:
-    """Packs all weights into panels of the C library, or all weights by oneDNN.
+    """Packs all weights with the C library (into panels), or all weights with oneDNN.
 
-    oneDNN is used if the C library does not support one of the weights.
+    oneDNN packs bf16 and fp32 weights if there is a weight that the C library does not support.
     """
 
     def __init__(
         self, heads: list[Tensor], linears: list[tuple[Tensor, bool]], *, int8: bool
     ) -> None:
-        """`heads` and `linears`: all weights to pack, each of `linears` with `gated`.
+        """`heads`: the weight of the LM head, on the last stage; otherwise an empty list.
 
-        `gated`: whether a gated activation follows the linear.
+        `linears`: pairs of (weight, whether a gated activation follows the linear).
         """
         self._panels_type: type[PackedLinear] = Int8PackedLinear if int8 else PackedLinear
         self._panel_size = int8_linear.packed_bytes if int8 else packed_linear.packed_numel
@@ -139,8 +143,8 @@ class _WeightPacker:
             packed_linear.supports_weight(weight) for weight, _ in weights
         )
         element_count = sum(self._panel_size(weight, gated=gated) for weight, gated in weights)
-        # One allocation for all panels, so that it can have huge pages. Memory is not used until
-        # a panel is written.
+        # One allocation for all panels, so that it can have huge pages. Each part of it uses
+        # physical memory only after a panel is written there.
         self._free_memory: Tensor | None = None
         if self.uses_panels:
             dtype = torch.uint8 if int8 else torch.bfloat16
@@ -154,7 +158,7 @@ class _WeightPacker:
         fp32_output: bool = False,
         gated: bool = False,
     ) -> LinearBackend:
-        """Return a backend with `weight` packed, and with the norm in front of the linear.
+        """Return a backend that has `weight` packed, and applies `norm`, if any, before the matmul.
 
         `fp32_output`: whether the panels' GEMM returns fp32, as for logits; oneDNN returns the
         dtype of the weight.

@@ -54,13 +54,13 @@ class OneDnnLinear(LinearBackend):
 
 
 def make_input_norm(linear: Linear) -> CpuNorm | None:
-    """Return the norm that `linear` contains, in the C library's form; None without a norm."""
+    """Return the norm that `linear` contains as a `CpuNorm`; None if it contains no norm."""
     norm = NormParameters.before_linear(linear)
     return None if norm is None else _make_cpu_norm(norm)
 
 
 def make_norm(norm: Norm) -> CpuNorm:
-    """Return a norm module's parameters in the C library's form."""
+    """Return a `CpuNorm` with the parameters of a norm module."""
     return _make_cpu_norm(NormParameters.from_module(norm.weight, norm.bias, norm.config))
 
 

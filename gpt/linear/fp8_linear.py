@@ -23,14 +23,15 @@ from gpt.linear.norm_activation import (
 from gpt.model.activation import ACTIVATIONS
 from gpt.model.gpt_model import GPT
 
-# Smallest hidden size. In narrower layers, the quantization of rows takes longer than fp8 saves.
+# The smallest hidden size with fp8 layers. In narrower layers, the quantization of the input rows
+# takes longer than fp8 saves.
 FP8_HIDDEN_MIN = 1025
 CAPABILITY_MIN = (8, 9)  # Ada; older GPUs have no e4m3 tensor cores.
 CHUNK_ROWS = 2048  # Number of weight rows (output columns) that are converted to fp32 at once.
 
 
 def fp8_layers(model: GPT, hidden_min: int = FP8_HIDDEN_MIN) -> range:
-    """Return the layers of this stage to quantize, for `fused_linear` and for Transformer Engine.
+    """Return the global numbers of this stage's fp8 layers (backends fp8 and Transformer Engine).
 
     The range excludes the first and the last layer of the model, whose quantization costs the most
     accuracy. It is empty if the hidden size is below `hidden_min`.
@@ -83,7 +84,7 @@ class Fp8Matmul:
 
 
 def quantize_weight(weight: Tensor) -> Fp8Rows:
-    """Return the weight in e4m3, with columns and channels padded to FP8_ALIGNMENT."""
+    """Return the weight in e4m3, with both dimensions padded to multiples of FP8_ALIGNMENT."""
     columns, channels = (size + -size % FP8_ALIGNMENT for size in weight.shape)
     values = weight.new_zeros(columns, channels, dtype=FP8_DTYPE)
     scales = weight.new_ones(columns, 1, dtype=torch.float32)
@@ -141,9 +142,11 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     try:
         product = scaled_matmul(rows, quantized_weight, bias, dtype)
     except RuntimeError as error:
-        return f"torch {torch.__version__} raised an error: {(str(error).splitlines() or [''])[0]}"
+        reason = (str(error).splitlines() or ["no message"])[0]
+        return f"a test matmul raised an error in torch {torch.__version__} ({reason})"
     error_max = float(
         (product - reference_matmul(rows, quantized_weight, bias, torch.float32)).abs().max()
     )
-    # Sums of 64 products of about 1, in bf16: a larger error means wrong scales.
+    # An output is a sum of 64 products of magnitudes around 1, rounded to bf16. A larger error than
+    # this limit means that the scales were applied incorrectly.
     return None if error_max < 0.25 else f"a test matmul had an error of {error_max:.3g}"

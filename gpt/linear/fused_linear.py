@@ -42,7 +42,7 @@ class UnquantizedMatmul:
 
 
 class PrenormedRows:
-    """Passes normed rows from the linear whose epilogue computes them to the next linear."""
+    """Holds the input rows of the next linear, if the previous linear has already normed them."""
 
     def __init__(self) -> None:
         self._source: Tensor | None = None
@@ -137,16 +137,16 @@ def fuse_layers(model: GPT, fp8_layers: Collection[int] = ()) -> int:
         next_layer = layers[index + 1] if index + 1 < len(layers) else None
         attention = layer.self_attention
         freed_bytes += _fuse_linear(attention.linear_qkv, prenormed, fp8=is_fp8)
-        # The linear that norms the residual sum after attention. None for an MoE layer, whose norm
-        # is a separate module, and with a parallel residual, where the MLP does not read the sum.
+        # The linear whose norm reads the residual sum after attention. None for an MoE layer, whose
+        # norm is a separate module, and with a parallel residual, where no norm reads this sum.
         mlp_input = None
         if isinstance(layer.mlp, MLP) and not layer.config.parallel_residual:
             mlp_input = layer.mlp.linear_fc1
         freed_bytes += _fuse_linear(
             attention.linear_proj, prenormed, fp8=is_fp8, next_linear=mlp_input, next_fp8=is_fp8
         )
-        # The linear that norms the residual sum after the MLP. None for the last layer, and for an
-        # MoE layer, which sums the outputs of its experts before it adds the residual.
+        # The linear whose norm reads the residual sum after the MLP. None for the last layer, and
+        # for an MoE layer, which sums the outputs of its experts before it adds the residual.
         next_qkv = None
         if next_layer is not None and isinstance(layer.mlp, MLP):
             next_qkv = next_layer.self_attention.linear_qkv
@@ -184,7 +184,7 @@ def _fuse_linear(
 ) -> int:
     """Make a fused backend compute `linear`; return the bytes freed.
 
-    With `next_linear`, the epilogue applies the norm of that linear to the residual sum.
+    With `next_linear`, the kernel that adds the residual also applies the norm of `next_linear`.
     """
     weight_bytes = linear.weight.nbytes
     matmul: UnquantizedMatmul | Fp8Matmul

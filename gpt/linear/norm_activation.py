@@ -93,7 +93,7 @@ def add_norm(
 
 
 def norm_rows(x: Tensor, norm: NormParameters, *, fp8: bool = False) -> Rows:
-    """Return the LayerNorm or RMSNorm of each row. `fp8`: quantized to e4m3."""
+    """Return the LayerNorm or RMSNorm of each row; with `fp8`, in e4m3."""
     triton_module = _triton_module_for(x)
     if triton_module is not None:
         return triton_module.norm_rows(x, norm, fp8)  # type: ignore[no-any-return]
@@ -106,7 +106,7 @@ def norm_rows(x: Tensor, norm: NormParameters, *, fp8: bool = False) -> Rows:
 
 
 def activate_rows(x: Tensor, activation: str) -> Tensor:
-    """Return the activation of each row; a gated activation halves the width."""
+    """Return the activation of each row; a gated activation halves the row width."""
     triton_module = _triton_module_for(x)
     if triton_module is not None:
         return triton_module.activate_rows(x, activation)  # type: ignore[no-any-return]

@@ -22,10 +22,11 @@ log = logging.getLogger(__name__)
 
 PROBE_TEXTS = 8
 PROBE_TEXT_TOKENS = 32
-# The largest permitted mean divergence in nats. It corresponds to a growth of perplexity by 0.5%;
-# other engines quantize with such a growth and do not measure it.
+# The largest permitted mean divergence in nats. It corresponds to a growth of perplexity by 0.5%.
+# Other engines accept a growth of this size without measuring it.
 DIVERGENCE_MAX = 0.005
-# With experts, rounding may also change the choice between experts with nearly equal scores.
+# The limit for a mixture of experts. It is larger, because rounding can also change which experts
+# are chosen, if their scores are nearly equal.
 MOE_DIVERGENCE_MAX = 0.05
 
 
@@ -35,7 +36,7 @@ class Divergence:
 
     positions: int  # The number of text positions that were compared.
     mean_kl_nats: float  # Mean KL divergence in nats; NaN if a logit is not finite.
-    top1_agreement: float  # The fraction of positions with the same most likely token.
+    top1_agreement: float  # The fraction of positions whose most likely token did not change.
     limit: float = DIVERGENCE_MAX  # The largest permitted mean_kl_nats.
 
     @property
@@ -44,7 +45,7 @@ class Divergence:
 
 
 class DivergenceProbe:
-    """Measures how far a model's next-token distributions differ from those at construction.
+    """Measures how much a model's next-token distributions change after the probe is constructed.
 
     The constructor samples texts and computes the reference distributions. All ranks of a model
     must construct the probe together and call `measure` together.

@@ -129,7 +129,10 @@ def _apply_te(model: GPT, recipe: str, divergence_max: float | None) -> AppliedB
 def _apply_with_probe(
     probe: DivergenceProbe, model: GPT, setting: str, replace_linears: Callable[[], int]
 ) -> AppliedBackend:
-    """Call `replace_linears`, then check the divergence; return it with the bytes freed."""
+    """Call `replace_linears`, then check the divergence.
+
+    Return the bytes freed and the divergence.
+    """
     freed_bytes = replace_linears()
     if model.mesh.device.type == "cuda":
         torch.cuda.empty_cache()  # Return the freed memory to the device.

@@ -23,12 +23,13 @@ from gpt.linear.fused_linear import layer_mlps
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import ColumnParallelLinear, Linear, LinearBackend
 
-# The values of te_recipe, and the names of Transformer Engine's quantization recipes.
+# Transformer Engine's quantization recipe for each value of te_recipe.
 RECIPES: dict[str, str | None] = {
     "none": None,  # No quantization: matmuls in the model's dtype.
     "current": "Float8CurrentScaling",  # One scale per tensor, from the current step.
     "delayed": "DelayedScaling",  # One scale per tensor, from earlier steps.
-    "block": "Float8BlockScaling",  # One scale per 128 elements of a row.
+    # One scale per 1 x 128 elements of the input rows, and per 128 x 128 elements of the weight.
+    "block": "Float8BlockScaling",
 }
 FP8_ROW_ALIGNMENT = 8  # fp8 matmuls need a multiple of this number of rows.
 FP8_CHANNEL_ALIGNMENT = 16  # fp8 matmuls need a multiple of this number of channels and columns.
@@ -86,7 +87,8 @@ class _LinearBuilder:
     def replace_linear(self, linear: Linear, *, fp8: bool) -> int:
         """Make a Transformer Engine module compute `linear`; return the bytes freed.
 
-        The linear stays unquantized if its sizes are not aligned or the recipe is "none".
+        Even with `fp8`, the linear stays unquantized if its sizes are not aligned or the recipe is
+        "none".
         """
         weight = linear.weight
         is_aligned = all(size % FP8_CHANNEL_ALIGNMENT == 0 for size in weight.shape)

@@ -1,4 +1,4 @@
-"""Launchers of the Triton kernels for residual-add + norm and for activation, with fp8 output.
+"""Launchers of Triton kernels: residual-add + norm, and activation, optionally with fp8 output.
 
 The numbers of programs and warps per row depend on the width of the row, but not on the number of
 rows, so a row's result does not depend on the other rows. No launch synchronizes the device.
@@ -16,7 +16,7 @@ from gpt.linear.norm_activation import FP8_ALIGNMENT, FP8_DTYPE, Fp8Rows, NormPa
 # row, block by block; otherwise there is one program per block.
 BLOCK_SIZE_MAX = 4096  # With e4m3 output.
 SPLIT_BLOCK_SIZE_MAX = 1024  # Otherwise.
-ELEMENTS_PER_WARP = 512  # Elements of a block per warp.
+ELEMENTS_PER_WARP = 512  # Elements of a block that one warp processes.
 
 
 def add_norm(

@@ -38,7 +38,7 @@ def add_norm_row(
 ):
     """Add matmul output and bias to one row of the residual, and apply the norm to the sum.
 
-    The sum and the norm are both optional. The norm may be stored in e4m3.
+    The sum and the norm are both optional. With QUANTIZE, the norm is stored in e4m3.
     """
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK_SIZE)

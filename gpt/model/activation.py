@@ -32,5 +32,5 @@ ACTIVATIONS = UNGATED_ACTIVATIONS | {
 
 
 def activation_name(config: GPTConfig) -> str:
-    """Return the name in ACTIVATIONS of the model's activation after fc1."""
+    """Return the key in ACTIVATIONS of the activation that follows fc1 in this model."""
     return f"{GATED_PREFIX}{config.activation}" if config.gated else config.activation

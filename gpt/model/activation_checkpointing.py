@@ -44,7 +44,8 @@ NO_RECOMPUTE = RecomputePolicy()
 def checkpointed(function: Callable[..., Tensor], *arguments: object) -> Tensor:
     """Return `function(*arguments)`; autograd saves only the arguments.
 
-    The backward pass recomputes the function.
+    The backward pass recomputes the function, and computes the gradients of the arguments and of
+    the parameters that the function uses.
     """
     if not torch.is_grad_enabled():
         return function(*arguments)
@@ -55,7 +56,8 @@ def checkpointed(function: Callable[..., Tensor], *arguments: object) -> Tensor:
 def recompute_from_inputs(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
     """Return `function(*tensors)`; autograd saves only these tensors.
 
-    The backward pass recomputes the function.
+    The backward pass recomputes the function, and computes the gradients of these tensors only.
+    With `checkpointed`, the parameters that the function uses get gradients too.
     """
     if not torch.is_grad_enabled() or all(x is None or not x.requires_grad for x in tensors):
         return function(*tensors)

@@ -30,15 +30,17 @@ from gpt.parallel.weight_sharding import local_kv_heads
 class PrefixKV:
     """Learned keys and values of virtual tokens (prefix tuning), for training only.
 
-    Attention uses these keys and values unchanged, without norm and rotary embedding, like entries
-    of a KV cache. A server does not use this class: it writes the keys and values to the KV pool
-    before the first step of a sequence.
+    Attention uses these keys and values unchanged, without norm and rotary embedding, like keys and
+    values from a KV cache. A server does not use this class: it writes the keys and values to the
+    KV pool before the first step of a sequence.
     """
 
-    # By global layer number: keys and values, (virtual tokens, 2, G, D), of this rank's G KV heads.
+    # Keys and values by global layer number. Each tensor has the shape (virtual tokens, 2, G, D),
+    # for the G KV heads of this rank.
     kv_by_layer: Mapping[int, Tensor]
     batch_rows: Tensor  # The rows of the batch that are virtual tokens.
-    prefix_rows: Tensor  # For each of `batch_rows`, its index in the tensors of `kv_by_layer`.
+    # For each of `batch_rows`, the index of its virtual token in the tensors of `kv_by_layer`.
+    prefix_rows: Tensor
 
     def replace_kv(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         prefix_kv = self.kv_by_layer[layer].index_select(0, self.prefix_rows).to(k.dtype)
@@ -119,7 +121,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return the dropout masks (heads, queries, keys) of this rank's heads.
 
-        The global number of a head selects its mask, so the masks do not depend on the split.
+        The global number of a head selects its mask, so the masks do not depend on the number of
+        tensor ranks.
         """
         heads = self.config.num_attention_heads // self.mesh.tp
         first_head = self.mesh.tp_rank * heads
@@ -135,7 +138,8 @@ class Attention(nn.Module):
 def _split_qkv(grouped_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Split (T, G, queries + 2, D) into queries (T, H, D), keys (T, G, D) and values (T, G, D).
 
-    In training the three are copies instead of views, so that autograd can free each one alone.
+    In training the three are copies instead of views, so that autograd can free each one before the
+    others.
     """
     if grouped_qkv.requires_grad and torch.is_grad_enabled():
         qkv = _SplitQkv.apply(grouped_qkv)  # type: ignore[no-untyped-call]

@@ -37,7 +37,7 @@ class BuildContext:
         return by_module
 
     def allocate_parameters(self, module: nn.Module, name: str) -> None:
-        """Allocate this rank's shards of the parameters of `name`, as attributes of `module`."""
+        """Allocate this rank's shards of the parameters `name`.*, as attributes of `module`."""
         for parameter in self.parameters_by_module[name]:
             attribute = parameter.name.rpartition(".")[2]
             shard = shard_spec(parameter, self.config, self.mesh.tp_rank, self.mesh.tp)

@@ -1,7 +1,7 @@
 """Decoder: the transformer layers of one pipeline stage, and the interface of decoder backends.
 
 `LayerwiseDecoder` runs the layers one after another. It is the default backend, and the reference
-to which tests compare every other `DecoderBackend`.
+with which tests compare the other decoder backends.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ class DecoderBackend(Protocol):
     ) -> Tensor:
         """Return the hidden states after the layers; the input `x` may be overwritten.
 
-        The last layer of the model may compute only the rows in `batch.logit_rows`, which the LM
-        head reads. Then the result is:
+        The last layer of the model may compute only the rows in `batch.logit_rows`, because the LM
+        head reads no other rows. The result then contains:
 
-        - without a KV pool: only these rows.
-        - with a KV pool: all rows. The values of the other rows are unspecified.
+        - without a KV pool: only the rows in `logit_rows`.
+        - with a KV pool: all rows, but only the values of the rows in `logit_rows` are defined.
         """
 
 
@@ -129,8 +129,8 @@ class LayerwiseDecoder:
         # Sequence parallelism splits all rows, and dropout masks are drawn for all rows.
         needs_all_rows = self._mesh.sequence_parallel or batch.dropout is not None
         # In fp16 the last layer's keys can overflow although its inputs are finite. The server
-        # detects an overflow in the output of a row, before other sequences can read the row's KV
-        # block, so it needs the output of every row.
+        # checks the output of every row for such an overflow, before other sequences can read the
+        # row's KV block, so no row may be left out.
         may_overflow = kv is not None and self._dtype == torch.float16
         is_subset = batch.logit_rows is not None and len(batch.logit_rows) < batch.tokens
         return self._is_last_stage and is_subset and not needs_all_rows and not may_overflow

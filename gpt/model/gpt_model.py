@@ -2,8 +2,9 @@
 
 Layers are keyed by their global number: on every stage, `decoder.layers.7` is layer 7 of the model,
 and a parameter has the same name in the model and in the logical checkpoint. The KV pool and the
-batch are arguments, so training, prefill and decode use the same forward pass. Backends compute the
-linears, the decoder, the LM head and the greedy tokens; the default backends use torch.
+batch are arguments, so training, prefill and decode use the same forward pass. Replaceable backends
+compute the linears, the decoder and the LM head. A greedy head, which only some models have,
+computes greedy tokens without logits.
 """
 
 from typing import Protocol, cast
@@ -31,11 +32,11 @@ class GreedyHead(Protocol):
     """Computes greedy tokens from the hidden states after the last layer, without storing logits.
 
     A greedy head is an optional, faster alternative to the LM head. `CpuGreedyHead` in
-    gpt/cpu/exact_argmax.py is the one for CPUs.
+    gpt/cpu/exact_argmax.py is the implementation for CPUs.
     """
 
     def argmax(self, x: Tensor) -> Tensor | None:
-        """Return the token of each row's largest logit; of equal logits, the lowest token id.
+        """Return for each row the token with the largest logit; in a tie, the lowest token id.
 
         Return None if the head does not support these rows, or if a logit is not finite.
         """
@@ -136,8 +137,8 @@ class GPT(nn.Module):
 
         The input `x` is token ids (T,) on the first stage, and hidden states on the other stages.
         Row i of `virtual_embeddings` is the embedding of the token id vocab_size + i. The logits
-        are computed for the batch's `logit_rows`, in fp32 (fp64 for an fp64 model), without
-        vocabulary padding. Every tensor rank returns the logits of the whole vocabulary.
+        are those of the batch's `logit_rows`, in fp32 (fp64 for an fp64 model), without vocabulary
+        padding. Every tensor rank returns the logits of the whole vocabulary.
         """
         x = self.forward_hidden(x, batch, kv, virtual_embeddings)
         return self.compute_logits(x, batch) if self.is_last_stage else x
@@ -153,14 +154,14 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Run this stage without the LM head; return hidden states.
 
-        The rows of the result are those of `DecoderBackend.forward`. With a `prefix`, virtual
-        tokens have learned keys and values instead of embeddings.
+        `DecoderBackend.forward` says which rows the result has. With a `prefix`, virtual tokens
+        have learned keys and values instead of embeddings.
         """
         if self.is_first_stage:
             assert self.embedding is not None
             if prefix is not None:
-                # The prefix has the keys and values of the virtual tokens, so their embeddings have
-                # no effect: token 0 stands for each of them.
+                # The prefix has the keys and values of the virtual tokens, so the embeddings of
+                # these tokens have no effect. Any valid id is possible in their rows, here id 0.
                 x = x.index_fill(0, prefix.batch_rows, 0)
             x = self.embedding(x, batch, virtual_embeddings)
         return self.decoder_backend.forward(x, batch, kv, prefix)
@@ -214,7 +215,10 @@ class GPT(nn.Module):
         return self.embedding.weight_shard
 
     def logits(self, ids: Tensor, virtual_embeddings: Tensor | None = None) -> Tensor:
-        """Return the logits (b, s, vocabulary) of ids (b, s), without pipeline parallelism."""
+        """Return the logits (batch, length, vocabulary) of token ids (batch, length).
+
+        All layers must be in this model: pipeline parallelism is not supported.
+        """
         assert self.mesh.pp == 1, "logits() needs all layers, not one pipeline stage"
         batch = Batch.unpaged((ids.shape[1],) * ids.shape[0], ids.device)
         logits: Tensor = self(ids.flatten(), batch, virtual_embeddings=virtual_embeddings)

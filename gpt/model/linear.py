@@ -1,9 +1,9 @@
 """Column- and row-parallel linears, and the interface of the linear backends that compute them.
 
-A linear calls `gpt.parallel.tensor_parallel` for the communication before a column-parallel and
-after a row-parallel matmul, with or without sequence parallelism. Its `LinearBackend` computes the
-matmul, bias, activation and residual, and in some backends the norm. The default backend uses
-torch. The other backends are in gpt/linear; the backend is chosen once, when the model is loaded.
+A linear calls `gpt.parallel` for the communication before a column-parallel and after a
+row-parallel matmul, with or without sequence parallelism. Its `LinearBackend` computes the matmul,
+bias, activation and residual, and in some backends the norm. The default backend uses torch. The
+other backends are in gpt/linear; the backend is chosen once, when the model is loaded.
 """
 
 from abc import abstractmethod
@@ -44,7 +44,7 @@ class LinearBackend(Protocol):
 
 
 class TorchLinear(LinearBackend):
-    """A linear in plain torch: the reference to which tests compare the other backends."""
+    """A linear in torch only: the reference with which tests compare the other backends."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -61,7 +61,8 @@ class TorchLinear(LinearBackend):
 class TrainingLinear(TorchLinear):
     """The default backend: torch, or the C library where it is faster in training on a CPU.
 
-    The C library computes linears whose weight is frozen and whose input needs a gradient.
+    The C library computes a linear only if its weight is frozen and its input needs a gradient
+    (`supports_linear` in gpt/cpu/training_kernels.py lists all conditions).
     """
 
     def forward(
@@ -76,7 +77,7 @@ class TrainingLinear(TorchLinear):
 class Linear(nn.Module):
     """A weight and an optional bias, computed by a backend (`use_backend`)."""
 
-    weight: Tensor  # None after a backend has stored the weight in its own layout.
+    weight: Tensor  # None after `use_backend` has removed the parameter.
     bias: Tensor | None
 
     def __init__(
@@ -92,8 +93,8 @@ class Linear(nn.Module):
     def use_backend(self, backend: LinearBackend, *, keep_weight: bool = False) -> None:
         """Compute this linear with `backend`.
 
-        The weight parameter is removed, because the backend has its own copy; `keep_weight` keeps
-        it for a backend that references it.
+        The weight parameter is removed, because the backend has its own copy. `keep_weight` keeps
+        the parameter, for a backend that uses it instead of a copy.
         """
         self.backend = backend
         if not keep_weight:
@@ -103,8 +104,8 @@ class Linear(nn.Module):
 class ColumnParallelLinear(Linear):
     """A linear whose weight is split by rows: each rank computes its own output columns.
 
-    As in Megatron-Core, some of these linears contain the norm in front of the matmul. They have
-    the parameters `layer_norm_weight` and, for a LayerNorm, `layer_norm_bias`.
+    As in Megatron-Core, some of these linears contain the norm in front of the matmul. Those
+    also have the parameters `layer_norm_weight` and, for a LayerNorm, `layer_norm_bias`.
     """
 
     layer_norm_weight: Tensor | None
@@ -125,7 +126,7 @@ class ColumnParallelLinear(Linear):
         return self.project_gathered(to_column_parallel(x, self.mesh, tokens), activation)
 
     def project_gathered(self, x: Tensor, activation: str | None = None) -> Tensor:
-        """Return the backend's output for `x`, in which `to_column_parallel` gathered all rows."""
+        """Return the backend's output for `x`, which must have the rows of all tensor ranks."""
         return self.backend.forward(x, self.bias, activation, None)
 
     def _trains_weight(self) -> bool:

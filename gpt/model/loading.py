@@ -31,8 +31,8 @@ def load(
 ) -> GPT:
     """Load the whole model on one device.
 
-    `dtype` is by default the dtype of the stored weights. `config` replaces the checkpoint's
-    configuration, or if it is a mapping, some of its fields.
+    `dtype` is by default the dtype of the stored weights. A GPTConfig as `config` replaces the
+    checkpoint's configuration; a mapping replaces only the fields that it contains.
     """
     mesh = Mesh.single(parse_device(device))
     check_dtype(dtype)
@@ -50,9 +50,9 @@ def load_model(
 ) -> GPT:
     """Load this rank's part of the model: its tensor-parallel shard of `layers`.
 
-    `layers` is by default the range of the rank's pipeline stage, `device` the mesh's device, and
-    `dtype` the dtype of the stored weights. `options` are passed to the constructor of GPT. The
-    parameters do not require gradients.
+    The defaults of `layers`, `device` and `dtype` are the layers of the rank's pipeline stage, the
+    mesh's device and the dtype of the stored weights. `options` are passed to the constructor of
+    GPT. The parameters do not require gradients.
     """
     config = checkpoint.config
     check_split(config, mesh.tp, mesh.pp)
@@ -81,7 +81,10 @@ def parse_device(name: torch.device | str) -> torch.device:
 
 
 def check_dtype(dtype: torch.dtype | str | None) -> None:
-    """Raise ConfigError if the model does not support this dtype; None (stored dtype) is valid."""
+    """Raise ConfigError if the model does not support this dtype.
+
+    None is valid, and means the dtype of the stored weights.
+    """
     if dtype is not None and dtype not in FLOAT_DTYPES and dtype not in FLOAT_DTYPES.values():
         raise ConfigError(f"dtype is {str(dtype)!r}; choose one of: {', '.join(FLOAT_DTYPES)}")
 

@@ -3,8 +3,8 @@
 Every expert is split over the tensor ranks like a dense MLP. The model does not use expert
 parallelism, so the number of ranks need not divide the number of experts. With sequence
 parallelism, the router computes the logits of this rank's rows, and `to_column_parallel` gathers
-rows and logits. Its backward pass sums the gradients that the tensor ranks' parts of the experts
-contribute to both.
+rows and logits. The backward pass of `to_column_parallel` sums the gradients of the rows and of the
+logits over the tensor ranks, because each rank computes only a part of every expert.
 """
 
 from typing import cast
@@ -84,7 +84,7 @@ class MoELayer(nn.Module):
 def routing_weights(router_logits: Tensor, bias: Tensor | None, config: GPTConfig) -> Tensor:
     """Return the weight of each expert for each token, (T, experts); 0 for experts not chosen.
 
-    `bias` affects only the choice of the experts, not their weights.
+    `bias`, the router's expert bias, affects only the choice of the experts, not their weights.
     """
     compute_dtype = torch.promote_types(router_logits.dtype, torch.float32)
     logits = router_logits.to(compute_dtype)

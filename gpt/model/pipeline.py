@@ -3,7 +3,8 @@
 Pipeline parallelism for inference: a stage receives hidden states, runs its layers, and sends the
 output to the next stage. A stage may have several chunks of the model; the last stage then sends
 the output of a chunk to the first stage, which runs its next chunk. With one stage nothing is sent.
-Training, with micro-batches and gradients, is in `ptuning.training.pipeline`.
+Pipeline parallelism for training, with micro-batches and gradients, is in
+`ptuning.training.pipeline`.
 """
 
 from collections.abc import Sequence

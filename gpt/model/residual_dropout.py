@@ -29,7 +29,7 @@ class Residual:
 def apply_hidden_dropout(
     x: Tensor, config: GPTConfig, mesh: Mesh, batch: Batch, site: tuple[int, int]
 ) -> Tensor:
-    """Return `x`, this rank's rows, after hidden dropout; unchanged if there is no dropout.
+    """Return this rank's rows `x` after hidden dropout; without dropout, return `x` unchanged.
 
     The mask is drawn for all rows of the batch, then split over the tensor ranks like the rows.
     `site`: see `Dropout.keep_mask`.

@@ -30,7 +30,7 @@ def compute_rotary_cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of each position's rotary angles, each (T, rotary channels / 2).
 
-    They are computed in at least fp32, and returned in `dtype`.
+    The angles are computed in at least fp32; cos and sin are returned in `dtype`.
     """
     compute_dtype = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, config.rotary_dim, 2, device=positions.device).to(compute_dtype)
