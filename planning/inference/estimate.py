@@ -285,15 +285,16 @@ def kv_token_capacity(
     for rank in _cached_rank_costs(model, split.tp, split.pp, dtype, split.kv_dtype):
         if not rank.kv_bytes_per_token:
             continue
-        # A server takes a fixed share (GPU: 0.9, CPU: 0.25) of the memory that is free after
-        # loading. The planner does not know the free memory. It plans a smaller KV cache:
-        # - GPU: the share of the total memory, minus weights and workspace, because a plan fits if
-        #   all parts together need at most the share. The server's KV cache is larger by a tenth of
-        #   the weights, CUDA context and communication buffers (20B parameters on 80 GB: server
-        #   35,920 tokens, plan 32,432).
-        # - CPU: the share of the total memory without weights and workspace. The server's KV cache
-        #   is larger by a quarter of the workspace (1.3B parameters on 64 GiB: server 84,000
-        #   tokens, plan 83,472).
+        # A server computes its KV cache from the memory that is free after loading, which the
+        # planner does not know. The planner computes a smaller KV cache from the total memory:
+        # - GPU: the plan is 0.9 * total - weights - workspace, where the workspace includes the
+        #   CUDA context and communication buffers. The server's KV cache is
+        #   0.9 * (total - weights - context - buffers) - (workspace - context - buffers). This is
+        #   more by 0.1 * (weights + context + buffers). With 20B parameters on 80 GB, the server
+        #   has 35,920 tokens, the plan 32,432.
+        # - CPU: the plan is 0.25 * (total - weights - workspace). The server's KV cache is
+        #   0.25 * (total - weights). With 1.3B parameters on 64 GiB, the server has 84,000 tokens,
+        #   the plan 83,472.
         kv_bytes = kv_cache_bytes(memory_bytes, rank.weight_bytes + workspace, on_cpu=on_cpu)
         layout = KVBlockLayout(KV_BLOCK_TOKENS, rank.kv_bytes_per_token)
         token_capacities.append(layout.token_capacity(layout.blocks_within(kv_bytes)))
