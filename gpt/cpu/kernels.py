@@ -360,11 +360,13 @@ def plan_prefill_tasks(
     """Split prefill runs into tasks.
 
     A run of more than `queries_max` queries is split into tasks of about equal size; all of these
-    tasks except the last consist of full tiles. Short runs whose block tables begin with the same
-    cached blocks share a task. `queries` (tokens x query heads per KV head), `past_lengths` and
-    `block_tables` have one entry per run. `queries_max`: the maximum number of queries of a task,
-    with each run's queries rounded up to full tiles. `runs_max`: the maximum number of runs of a
-    task.
+    tasks except the last consist of full tiles. Short runs (at most half of `queries_max`) whose
+    block tables begin with the same cached blocks share a task. `queries` (tokens x query heads per
+    KV head), `past_lengths` and `block_tables` have one entry per run.
+
+    - `queries_max`: the maximum number of queries of a task, with each run's queries rounded up to
+      full tiles.
+    - `runs_max`: the maximum number of runs of a task.
     """
     tasks: list[PrefillTask] = []
     cached_keys = [tokens // SEGMENT * SEGMENT for tokens in past_lengths]
