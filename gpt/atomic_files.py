@@ -81,10 +81,10 @@ def stage_folder(
 ) -> Iterator[Path]:
     """Yield an empty folder that is renamed to `folder` if the `with` block ends without an error.
 
-    The rename is durable. If `folder` exists and is not empty, it is replaced with
-    `overwrite=True`; otherwise an OSError is raised. If a replacement fails, the old folder is
-    restored. `partial_path` is the path of the new folder until the rename; a folder that exists
-    there is deleted first.
+    The rename is durable. If `folder` exists and is not empty, `overwrite=True` replaces it, and
+    `overwrite=False` raises an OSError. If a replacement fails, the old folder is restored.
+    `partial_path` is the path of the new folder until the rename; a folder that exists there is
+    deleted first.
     """
     partial = partial_path or _hidden_path(folder, "part")
     if partial_path is not None:
@@ -105,17 +105,16 @@ def stage_folder(
 def rename_durable(source: Path, target: Path, *, overwrite: bool = True) -> None:
     """Rename a file or folder within one file system, and flush the folder of `target` to disk.
 
-    With `overwrite=False`, FileExistsError is raised if `target` exists, and `source` must be a
-    file.
+    `overwrite=False` supports only files, and raises FileExistsError if `target` exists.
     """
     _rename(source, target, overwrite)
     fsync_folder(target.parent)
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and flush it to disk, for a folder that is renamed later.
+    """Write a file of a folder that is renamed later, and flush the file to disk.
 
-    The write itself is not atomic.
+    The write is not atomic; the later rename of the folder is.
     """
     with open(path, "wb") as file:
         file.write(content)

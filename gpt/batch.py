@@ -23,8 +23,9 @@ class Batch:
     """The tokens of one step: T new tokens of B sequences."""
 
     query_lengths: tuple[int, ...]  # Number of new tokens of each sequence.
-    # Number of earlier tokens of each sequence. Their keys and values are in the KV pool; in
-    # training, they are those of the parent sequence (`parents`).
+    # Number of earlier tokens of each sequence. In inference, their keys and values are in the KV
+    # pool. In training, the earlier tokens of a child sequence are all tokens of its parent (see
+    # `parents`).
     past_lengths: tuple[int, ...]
     positions: Tensor  # (T,) position of each token in its sequence, virtual tokens included.
     # Where each token's KV is written: (T,) block numbers, and (T,) offsets in the block. None
@@ -34,14 +35,14 @@ class Batch:
     block_tables: Tensor | None = None
     # Flat indices of the tokens whose logits are computed. None: all tokens.
     logit_rows: Tensor | None = None
-    # (B,) int32 context lengths on the device, for CUDA graphs (serving/worker/cuda_graphs.py). A
-    # graph is captured once for all lengths, so `past_lengths` is only an upper bound, and all
-    # query lengths are 1. None: `past_lengths` is exact.
+    # (B,) int32 context lengths on the device, for CUDA graphs of decode steps, in which all query
+    # lengths are 1 (serving/worker/cuda_graphs.py). A graph is captured once for all context
+    # lengths, so `past_lengths` is only an upper bound. None: `past_lengths` is exact.
     device_context_lengths: Tensor | None = None
     dropout: Dropout | None = None  # Training only.
     # Training only: for each sequence, the index of its parent, or None. A parent is an earlier
-    # sequence of the batch without a parent. Its tokens are the beginning of every child sequence,
-    # so they are computed once. An empty tuple: no sequence has a parent.
+    # sequence of the batch that has no parent. Each child sequence begins with the parent's tokens,
+    # which are computed only once. An empty tuple: no sequence has a parent.
     parents: tuple[int | None, ...] = ()
     # Cache of attention metadata (gpt/attention/paged.py): the first layer computes it, and the
     # later layers reuse it.
@@ -59,7 +60,10 @@ class Batch:
         dropout: Dropout | None = None,
         parents: Sequence[int | None] = (),
     ) -> "Batch":
-        """Make a batch of whole sequences without a KV pool."""
+        """Make a batch of whole sequences without a KV pool.
+
+        `lengths`: the number of tokens of each sequence, without the tokens of its parent.
+        """
         assert not parents or dropout is None, "dropout does not support shared parent sequences"
         past_lengths = (0,) * len(lengths)
         if parents:

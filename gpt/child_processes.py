@@ -1,8 +1,9 @@
 """Child processes: start, waits with time-outs, termination of the child's process group.
 
 A child runs in a session of its own, so Ctrl-C reaches only the parent, which then decides how the
-child ends. A child that `module_command` starts is killed when its parent ends. The module imports
-only the standard library, so that a child can call `die_with_parent` before any slow import.
+child ends. A child whose command is from `module_command` is killed when its parent ends. The
+module imports only the standard library, so that a child can call `die_with_parent` before any slow
+import.
 """
 
 import ctypes
@@ -19,8 +20,8 @@ from typing import IO
 
 PR_SET_PDEATHSIG = 1
 TAIL_BYTES = 64 << 10
-# Runs a module. `die_with_parent` is called before the module's imports: these may take seconds, in
-# which the parent may end.
+# Runs a module. `die_with_parent` is called before the module's imports, because the parent may end
+# during the imports, which may take seconds.
 BOOTSTRAP_CODE = (
     "import os, runpy, sys; from gpt.child_processes import die_with_parent; "
     "die_with_parent(int(sys.argv[1])); sys.argv = sys.argv[2:]; "
@@ -104,9 +105,10 @@ class ChildProcess(subprocess.Popen[str]):
 
 
 def module_command(module_args: Sequence[str | Path]) -> list[str]:
-    """Return the command line that runs a Python module, given by its name and its arguments.
+    """Return the command line that runs a Python module.
 
-    The kernel kills the module's process when the thread that started the process ends.
+    `module_args`: the module's name, then its arguments. The kernel kills the module's process
+    when the thread that started the process ends.
     """
     return [sys.executable, "-c", BOOTSTRAP_CODE, str(os.getpid()), *map(str, module_args)]
 

@@ -92,7 +92,8 @@ class GPTConfig:
     untie_embeddings_and_output_weights: bool = False
     qk_layernorm: bool = False
     parallel_residual: bool = False
-    window_size: int | None = None  # Number of tokens that a token attends to, itself included.
+    # Number of tokens that a token attends to, itself included. None: all tokens up to itself.
+    window_size: int | None = None
 
     num_experts: int = 0
     # For each layer, whether it has experts. Empty: all layers have experts if num_experts > 0.

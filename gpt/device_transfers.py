@@ -1,7 +1,7 @@
 """Non-blocking copies of tensors between host memory and GPU memory.
 
 A copy is queued on the CUDA stream behind the work launched earlier, and the caller continues. Only
-`PendingHostCopy.wait` blocks, until that copy is complete.
+`PendingHostCopy.wait` blocks: it waits until its copy is complete.
 """
 
 from typing import Any
@@ -22,9 +22,10 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 class PendingHostCopy:
-    """A copy of the tensor `x` to the host, which may be pending.
+    """A copy of the tensor `x` to the host; it may not be complete yet.
 
-    Work that is launched after the constructor may overwrite `x`.
+    After the constructor returns, the caller may launch work that overwrites `x`: this does not
+    change the copy.
     """
 
     def __init__(self, x: Tensor) -> None:

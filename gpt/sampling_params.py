@@ -18,8 +18,8 @@ TOKEN_COUNT_MAX = 2**32 - 1
 # Largest no_repeat_ngram_size. For each new token, the search for repeated n-grams makes at most
 # (length of the text) x (n-gram size) comparisons.
 NGRAM_MAX = 100
-# Largest decimal exponent of `stop_logit_growth`. A growth of 1e30 makes any positive stop logit
-# the largest logit, and the increased logit is still finite.
+# `length_decay` adds g |x| to the logit x of a stop token. g is at most 10 to this power: with this
+# g, a stop token has the largest logit (unless x is 0), and this logit is still finite.
 _LOGIT_GROWTH_EXPONENT_MAX = 30
 
 
@@ -45,7 +45,8 @@ class SamplingParams:
     temperature: float = 0.0  # 0: greedy decoding.
     top_k: int = 0  # 0 keeps all tokens.
     top_p: float = 1.0
-    # Removes tokens with a probability below min_p times the largest one. 0 keeps all tokens.
+    # Removes tokens whose probability is below min_p times the largest probability. 0 keeps all
+    # tokens.
     min_p: float = 0.0
     # Keeps the tokens whose surprisal, -log p, is nearest to the entropy, up to this probability
     # mass. 1 keeps all tokens.
@@ -53,7 +54,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # Applied to tokens of the prompt and of the completion.
     presence_penalty: float = 0.0  # Applied once to each token that the completion contains.
     frequency_penalty: float = 0.0  # Applied once per occurrence of a token in the completion.
-    logit_bias: tuple[tuple[int, float], ...] = ()  # Token id, and the value added to its logit.
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
     allowed_token_ids: tuple[int, ...] = ()  # Only these tokens may be chosen. Empty: all tokens.
     # No n-gram of this size may repeat in prompt and completion; 0: off.
     no_repeat_ngram_size: int = 0

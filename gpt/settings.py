@@ -118,7 +118,7 @@ def setting_fields(settings_type: type[Any]) -> dict[str, "Field[Any]"]:
 
 
 def setting_types(settings_type: type[Any]) -> dict[str, Any]:
-    """Return the type of each key. `ComposedSettings` has the keys of all its parts."""
+    """Return the type of each key's value. `ComposedSettings` has the keys of all its parts."""
     if issubclass(settings_type, ComposedSettings):
         return {
             key: key_type

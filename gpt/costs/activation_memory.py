@@ -17,9 +17,9 @@ def layer_activation_bytes(
     is sbh (10 + 24/t + 5as/(ht)), or with sequence parallelism sbh/t (34 + 5as/h), where s is the
     sequence length, b the batch size, h the hidden size, a the number of heads and t the tensor
     parallel size. Selective recomputation and flash attention remove the last term. Full
-    recomputation saves only the layer's input, 2sbh. A frozen linear saves no input. For block
-    recomputation, the caller adds up the bytes of the recomputed layers ("full") and of the other
-    layers; here, "block" counts as "none".
+    recomputation saves only the layer's input, 2sbh. A frozen linear saves no input. "block" is
+    computed like "none": for block recomputation, the caller must compute the recomputed layers as
+    "full" and the other layers as "none", and add up their bytes.
     """
     w, tokens = layer_widths(config), batch * sequence
     t = setup.tp

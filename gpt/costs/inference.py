@@ -38,7 +38,7 @@ class RankCost:
 
 @lru_cache(maxsize=64)
 def parameter_count(config: GPTConfig) -> int:
-    """Return the number of parameters of the model, without vocabulary padding and replicas."""
+    """Return the number of parameters of the whole model, without vocabulary padding."""
     return sum(prod(parameter.shape) for parameter in parameter_specs(config).values())
 
 
@@ -62,8 +62,9 @@ def rank_costs(
 ) -> list[RankCost]:
     """Return the sizes of all ranks of a split, stage by stage.
 
-    `dtype`: the model's dtype; "": the dtype of `config`. `kv_dtype`: "auto": the model's dtype.
-    `stages`: the number of layers of each stage; None: an even division.
+    - `dtype`: the model's dtype; "": the dtype of `config`.
+    - `kv_dtype`: the dtype of the KV cache; "auto": the model's dtype.
+    - `stages`: the number of layers of each stage; None: an even division.
     """
     check_split(config, tp, pp, stages)
     dtype = dtype or config.dtype

@@ -1,11 +1,11 @@
 """Exact greedy argmax: int8 logits bound all logits, and bf16 logits decide among the candidates.
 
-A GEMM with an int8 copy of the LM head reads half of the bytes of the bf16 head. The int8 logits
-give a lower and an upper bound of each exact logit. A column of the head is the weight vector of
-one vocabulary token, and a panel is PANEL_COLUMNS adjacent columns. Only the panels that can
-contain a row's largest logit are computed from the bf16 head, with the arithmetic of the full bf16
-GEMM. The result is therefore the argmax of the full GEMM, also if several logits are equal. The C
-code is gpt/cpu/src/exact_argmax.c.
+An int8 copy of the LM head has half of the bytes of the bf16 head, so a GEMM with it takes about
+half of the time. The int8 logits give a lower and an upper bound of each exact logit. A column of
+the head is the weight vector of one vocabulary token, and a panel is PANEL_COLUMNS adjacent
+columns. Only the panels that can contain a row's largest logit are computed from the bf16 head,
+with the arithmetic of the full bf16 GEMM. The result is therefore the argmax of the full GEMM, also
+if several logits are equal. The C code is gpt/cpu/src/exact_argmax.c.
 """
 
 import ctypes
@@ -21,7 +21,8 @@ from gpt.cpu.packed_linear import PANEL_COLUMNS, CpuNorm, PackedLinear, PackedWe
 
 ROWS_MAX = 256  # Must equal ROWS_MAX in gpt/cpu/src/exact_argmax.c.
 MEMORY_BOUND_ROWS = 12  # Up to this number of rows the GEMM is limited by memory bandwidth.
-# Outside this range of column norms the bounds are not valid: fp32 squares underflow or overflow.
+# The bounds are valid only for norms of rows and columns in this range: outside of it, fp32 squares
+# underflow or overflow. gpt/cpu/src/exact_argmax.c checks the rows, with the same limits.
 NORM_RANGE = (1e-10, 1e10)
 CHUNK_TOKENS = 4096  # Columns of the head (vocabulary tokens) that are converted to fp32 at once.
 # A step that computes many bf16 panels is slower than the full GEMM. After such a step, screening
@@ -53,7 +54,7 @@ class ScreenedArgmax:
         column_norms: Tensor,
         norm_max: float,
     ) -> None:
-        """Quantize `weight - column_mean`; `column_norms` are the norms of the resulting columns.
+        """Quantize `weight - column_mean`; `column_norms` are the column norms of this difference.
 
         `build` computes the arguments. The unpacked `weight` is not stored.
         """
@@ -82,7 +83,7 @@ class ScreenedArgmax:
         self._pause = 0
         self._next_pause = PAUSE_STEPS_MIN
         self.steps = 0  # The number of screened steps.
-        self.panels_scored = 0  # The number of (row, bf16 panel) pairs of all screened steps.
+        self.panels_scored = 0  # (row, bf16 panel) pairs computed in all screened steps.
 
     @classmethod
     def build(
@@ -102,10 +103,12 @@ class ScreenedArgmax:
         column_mean = torch.stack([chunk.float().sum(0) for chunk in chunks]).sum(0) / len(weight)
         largest_norm = torch.stack([chunk.float().norm(dim=1).amax() for chunk in chunks]).amax()
         column_norms = torch.cat([(chunk.float() - column_mean).norm(dim=1) for chunk in chunks])
-        # The int8 error of a channel is at most scale / 2, and a column's scale is at most
-        # norm / CODE_MAX.
-        slack = 1 + weight.shape[1] ** 0.5 / (2 * int8_linear.CODE_MAX)
-        norm_max = 1.001 * slack * float(torch.maximum(largest_norm, column_norms.amax()))
+        # `norm_max` bounds the norms of all columns, before and after subtraction and quantization.
+        # A column's quantization error has a norm of at most sqrt(channels) * scale / 2, and the
+        # scale is at most norm / CODE_MAX. So quantization increases a norm at most by this factor.
+        quantization_factor = 1 + weight.shape[1] ** 0.5 / (2 * int8_linear.CODE_MAX)
+        largest_norm = torch.maximum(largest_norm, column_norms.amax())
+        norm_max = 1.001 * quantization_factor * float(largest_norm)
         return (
             cls(weight, head, norm, column_mean, column_norms, norm_max)
             if NORM_RANGE[0] < norm_max < NORM_RANGE[1]
@@ -137,8 +140,10 @@ class ScreenedArgmax:
             return None
         self.steps = self.steps + 1
         self.panels_scored = self.panels_scored + scored
-        # Costs in reads of one bf16 panel. The int8 GEMM costs half of the full bf16 GEMM, so a
-        # screened step is slower if its bf16 panels cost more than the other half.
+        # The unit of cost is one read of a bf16 panel, which is also the cost of one (row, panel)
+        # pair. The full bf16 GEMM reads every panel once; above MEMORY_BOUND_ROWS rows, its cost is
+        # proportional to the rows. The int8 GEMM costs half of the full GEMM, so a screened step is
+        # slower than the full GEMM if its pairs cost more than the other half.
         full_cost = self._panels * max(1, len(x) / MEMORY_BOUND_ROWS)
         if 2 * scored > full_cost:
             self._pause = self._next_pause
@@ -161,7 +166,7 @@ class CpuGreedyHead:
         vocab_size: int,
         screened: ScreenedArgmax | None = None,
     ) -> None:
-        """`norm`: the norm before the head. `vocab_size`: the head's columns without padding."""
+        """`norm`: the norm before the head. `vocab_size`: the number of columns without padding."""
         self._head = head
         self._norm = norm
         self._vocab_size = vocab_size

@@ -70,7 +70,7 @@ class Int8PackedLinear(PackedLinear):
 def pack_int8(
     weight: Tensor, memory: Tensor, *, gated: bool = False, column_mean: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize `weight - column_mean` into int8 panels in `memory`; `column_mean` None: zeros.
+    """Quantize `weight - column_mean` (None: `weight`) into int8 panels in `memory`.
 
     Return each column's scale, and the norm of each column's quantization error, in panel order.
     """

@@ -29,10 +29,14 @@ HEAD_DIM_MAX = 512
 # The instruction sets (ISA levels); the index is the library's number of a level.
 ISA_LEVELS = ("plain", "avx2", "avx512_bf16")
 TILE = 12  # Queries of a prefill tile. Must equal TILE in gpt/cpu/src/packed_weight.h.
-SEGMENT = 256  # Keys of a segment. Must equal SEGMENT in gpt/cpu/src/vectors.h.
+# Keys per segment. The kernels compute attention over one segment of a sequence's keys after the
+# other, and the runs of a prefill task can share only full segments. Must equal SEGMENT in
+# gpt/cpu/src/vectors.h.
+SEGMENT = 256
 
-# A call keeps the GIL if it is so short that releasing the GIL would slow it down: it has at most
-# this number of rows, and reads at most this number of elements of weights or of the KV cache.
+# A short call keeps the GIL, because releasing the GIL would slow the call down. The limits are the
+# number of rows, and the number of elements of weights or of the KV cache that the call reads. Each
+# binding checks the limits that determine the time of its calls.
 KEEP_GIL_ROWS_MAX = 16
 KEEP_GIL_ELEMENTS_MAX = 1 << 24
 
@@ -355,11 +359,14 @@ def plan_prefill_tasks(
 ) -> list[PrefillTask]:
     """Split prefill runs into tasks.
 
-    A long run is split into tasks of about equal size, in full tiles. Short runs whose block tables
-    begin with the same cached blocks share a task. `queries` (tokens x query heads per KV head),
-    `past_lengths` and `block_tables` have one entry per run. `queries_max`: the maximum number of
-    queries of a task, with each run's queries rounded up to full tiles. `runs_max`: the maximum
-    number of runs of a task.
+    A run of more than `queries_max` queries is split into tasks of about equal size; all of these
+    tasks except the last consist of full tiles. Short runs (at most half of `queries_max`) whose
+    block tables begin with the same cached blocks share a task. `queries` (tokens x query heads per
+    KV head), `past_lengths` and `block_tables` have one entry per run.
+
+    - `queries_max`: the maximum number of queries of a task, with each run's queries rounded up to
+      full tiles.
+    - `runs_max`: the maximum number of runs of a task.
     """
     tasks: list[PrefillTask] = []
     cached_keys = [tokens // SEGMENT * SEGMENT for tokens in past_lengths]
@@ -422,7 +429,7 @@ def _call_attention(
 
 
 def store_kv(k: Tensor, v: Tensor, slot_mapping: tuple[Tensor, Tensor], kv: Tensor) -> None:
-    """Write keys and values (T, G, D) into their slots of the pool."""
+    """Write keys and values (tokens, KV heads, channels) into their slots of the pool."""
     tokens, kv_heads, head_dim = k.shape
     lib = library_keeping_gil() if tokens <= KEEP_GIL_ROWS_MAX else library()
     assert lib is not None

@@ -111,7 +111,7 @@ class PackedLinear:
         fp32_output: bool,
         gated: bool,
     ) -> None:
-        """Set the packed weight: int8 with a scale per column; bf16 if `scales` is None."""
+        """Set the weight packed in `memory`: int8 with `scales` per column; bf16 without scales."""
         self._dtype = torch.float32 if fp32_output else weight.dtype
         self._columns = weight.shape[0] // (1 + gated)
         # Kept alive, because the library gets the addresses.
@@ -168,8 +168,8 @@ class PackedLinear:
     def matmul_argmax(self, x: Tensor, norm: CpuNorm | None, columns: int) -> Tensor | None:
         """Return the index of each row's largest output in the first `columns` columns.
 
-        If several outputs are the largest, it is the lowest index. Return None if any output is not
-        finite.
+        If several outputs are equally large, return the lowest index. Return None if any output is
+        not finite.
         """
         x, rows = x.contiguous(), x.shape[0]
         indices = torch.empty(rows, dtype=torch.int64)
@@ -203,8 +203,8 @@ def activation_code(activation: str | None, *, gated: bool) -> int:
 def argmax_rows(logits: Tensor) -> Tensor:
     """Return the index of each row's largest logit, the first of equal logits; `logits`: (R, V).
 
-    On a CPU with AVX512-bf16, the C kernel computes fp32 logits whose rows are contiguous; it
-    ignores NaN. torch computes all other logits, and returns the index of a row's first NaN.
+    The C kernel is used for fp32 logits with contiguous rows on a CPU with AVX512-bf16; it ignores
+    NaN. For all other logits torch is used, which returns the index of a row's first NaN.
     """
     is_dense_fp32 = (
         logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.stride(1) == 1

@@ -18,7 +18,7 @@ from gpt.cpu.packed_linear import PANEL_COLUMNS
 
 # The activations with a backward pass in the library; the index is the library's number.
 ACTIVATIONS = (None, "gelu", "gelu_tanh")
-# With fewer rows, packing the panels takes longer than the GEMM on panels saves.
+# With fewer rows, packing the panels costs more time than it saves in the GEMM.
 ROWS_MIN = 64
 
 _Pointer, _Int = ctypes.c_void_p, ctypes.c_int64
@@ -218,7 +218,10 @@ def _call_attention(
 
 
 def _sequence_arrays(batch: Batch) -> Tensor:
-    """Return (4, sequences) int64: start, length, start of the parent (0: none), past length."""
+    """Return (4, sequences) int64: start, length, start of the parent, past length.
+
+    A sequence without a parent has past length 0, and its start of the parent is not used.
+    """
     arrays = batch.attention_metadata.get(_sequence_arrays)
     if arrays is None:
         parents = batch.parents or (None,) * len(batch.query_lengths)

@@ -72,7 +72,8 @@ def process_logits(
 
 def sampling_weights(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """Return unnormalized probabilities (V,): 1 for the most likely token, 0 for removed tokens."""
-    # The maximum is subtracted first, so that a tiny temperature overflows to -inf, not to +inf.
+    # The maximum is subtracted first, so that the division by a tiny temperature can overflow only
+    # to -inf, not to +inf.
     weights = ((logits - logits.amax()) / sampling.temperature).exp()
     # The weights of the remaining tokens, in descending order.
     sorted_weights = weights.sort(descending=True).values

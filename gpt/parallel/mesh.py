@@ -103,7 +103,7 @@ class Mesh:
         return self.rank + (stage - self.pp_rank) * self.tp * self.dp
 
     def local_rows(self, tokens: int) -> int:
-        """Return the number of rows that this rank has of the hidden states of `tokens` tokens.
+        """Return the number of rows on this rank, for hidden states of `tokens` tokens.
 
         With sequence parallelism the rows are split over the tensor ranks, and the number includes
         padding rows.

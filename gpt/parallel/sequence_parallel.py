@@ -2,10 +2,13 @@
 
 With sequence parallelism the rows (tokens) are split over the tensor ranks outside the
 tensor-parallel linears, so each rank computes norms, dropout and residuals of its own rows only.
-The input of each column-parallel linear is all-gathered (without sequence parallelism: copied), and
-the output of each row-parallel linear is reduce-scattered (without: all-reduced); `tensor_parallel`
-selects the operation. Hidden states have the shape (tokens, hidden). If the number of tokens is not
-a multiple of the number of tensor ranks, the rows are padded with zeros.
+`tensor_parallel` selects the operations:
+
+- The input of each column-parallel linear is all-gathered; without sequence parallelism, copied.
+- The output of each row-parallel linear is reduce-scattered; without it, all-reduced.
+
+Hidden states have the shape (tokens, hidden). If the number of tokens is not a multiple of the
+number of tensor ranks, the rows are padded with zeros.
 """
 
 from typing import Any, cast

@@ -3,8 +3,9 @@
 `to_column_parallel` prepares the input of a column-parallel linear: it is a copy, or with sequence
 parallelism an all-gather of the rows. `from_row_parallel` sums the outputs of a row-parallel
 linear: it is an all-reduce, or with sequence parallelism a reduce-scatter of the rows. The backward
-pass of a copy is an all-reduce, and of an all-reduce a copy; all-gather and reduce-scatter are a
-pair in the same way. On one tensor rank all operations of this module are no-ops.
+pass of this copy is an all-reduce, and the backward pass of this all-reduce is a copy. Likewise,
+the backward pass of the all-gather is a reduce-scatter, and vice versa. On one tensor rank all
+operations of this module are no-ops.
 """
 
 from typing import Any, cast

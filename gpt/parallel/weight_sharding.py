@@ -228,7 +228,7 @@ def local_kv_heads(config: GPTConfig, tp: int) -> int:
 
 
 def first_kv_head(config: GPTConfig, rank: int, tp: int) -> int:
-    """Return the number of a tensor rank's first KV head.
+    """Return the global index of a tensor rank's first KV head.
 
     If there are fewer KV heads than ranks, several ranks have a copy of the same head.
     """

@@ -27,8 +27,8 @@ from gpt.reference_logits.proof_file import Proof, check_proof_fits
 PROOF_ROWS = 4
 PROOF_ROW_TOKENS = 32  # Fewer if the model has fewer positions.
 
-# The largest permitted difference of a logit by dtype, in standard deviations of the logits. For
-# comparison, these differences were measured:
+# The largest permitted difference between a replay's logit and the proof's logit, for each dtype of
+# the replay, in standard deviations of the logits. For comparison, these differences were measured:
 # - fp32 with another parallel split or batch: 1e-5.
 # - float16 against fp32, dense models of 4 to 48 layers with random weights: 0.003 to 0.014.
 # - bfloat16 against fp32, the same models: 0.03 to 0.11. Trained models have larger outliers.
@@ -48,8 +48,8 @@ MOE_LOGIT_TOLERANCE = 1.0
 class LogitDifference:
     """The difference between the logits of a replay and those of the proof."""
 
-    # The largest difference of a logit, in standard deviations of the proof's logits. With experts:
-    # the median over the rows of each row's largest difference.
+    # The largest difference of a logit, in standard deviations of the proof's logits. For a model
+    # with experts: the median, over the rows, of each row's largest difference.
     max_difference: float
     limit: float  # The largest permitted max_difference.
     argmax_matches: int  # Number of positions with the same argmax id.
@@ -99,10 +99,11 @@ def replay_proof(
 ) -> LogitDifference:
     """Replay the proof with a loaded model.
 
-    `compute_logits` returns the model's logits, computed in `dtype`, for ids (n, s). Their shape is
+    `compute_logits` returns the model's logits, computed in `dtype`, for ids (n, s). It returns one
+    of these:
 
-    - (n, s, vocabulary), as from `GPT.logits`: the argmax ids of all positions are compared.
-    - (n, vocabulary), of the last positions: only the argmax ids of these positions are compared.
+    - Logits of all positions (n, s, vocabulary), as from `GPT.logits`. All argmax ids are compared.
+    - Logits of the last positions (n, vocabulary). Only their argmax ids are compared.
     """
     check_proof_fits(proof.logits.shape, proof.ids.shape, checkpoint.config, str(checkpoint.path))
     logits = compute_logits(proof.ids)

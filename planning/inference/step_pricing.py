@@ -88,8 +88,8 @@ def price_steps(
     if tp * pp > 1:
         steps = _divide_over_ranks(steps, model, tp, pp, cluster, calibration)
         error = max(error, FAR_ERROR)
-        # If all models were measured on several ranks, `_interpolate_models` uses those; the note
-        # still says "one rank".
+        # `_interpolate_models` uses models that were measured on one rank, if there are any. If
+        # there are none, this note is inaccurate.
         note = f"measured on one rank, not on {tp * pp}"
     confidence = Confidence("calibrated", error, note)
     return StepPrices(steps, calibration.request_s, confidence, calibration.request_token_s)

@@ -3,6 +3,7 @@
    Keys and values are read in place. Sums are fp32, in an order that depends only on the number of
    keys of a row, so results do not change with the batch or with the number of threads.
 
+   The work is divided into:
    - item: one KV head (group) of one row. Its index is row * groups + group.
    - segment: the keys of an item between two multiples of SEGMENT positions.
    - job: up to QUERIES query heads of an item.
@@ -158,7 +159,7 @@ static const char *first_key_address(const DecodeArgs *r, const char *kv, int64_
 }
 
 /* Attention for the rows of q that `args` (DecodeArgs) lists. `row_stride` and `head_stride` are
-   the strides of q in elements. Writes the rows of `out` with the same indices; `out` is
+   the strides of q in elements. Writes the output of row i of q to row i of `out`, which is
    contiguous. Returns nonzero if heads have more than HEAD_DIM_MAX channels. */
 int preamble_decode_attention(const void *args, const void *q, int64_t row_stride,
                               int64_t head_stride, const void *kv, void *out)
@@ -172,15 +173,15 @@ int preamble_decode_attention(const void *args, const void *q, int64_t row_strid
     int64_t longest = 1;
     for (int64_t i = 0; i < items; i += r->groups)
         longest = segment_count(r, i) > longest ? segment_count(r, i) : longest;
-    /* If there are fewer jobs than threads, each segment of a job is a task. The sums are the same,
-       because segments are merged in the same order. */
+    /* If there are fewer jobs than threads, each segment of a job is a task. This does not change
+       the sums, because the segments of a job are always merged in the same order. */
     int64_t split = items * chunks < r->threads ? longest : 1;
     PartialOutput *parts = NULL;
     if (split > 1 && (parts = malloc(items * chunks * split * sizeof(PartialOutput))) == NULL)
         split = 1;
     const int64_t tasks = items * chunks * split;
-    /* A thread gets batches of adjacent tasks, so that it also computes the next item, for which
-       its task prefetches keys. */
+    /* A task prefetches keys of the next item. So that the same thread computes the next item, a
+       thread gets batches of adjacent tasks. */
     const int64_t task_batch = tasks / (r->threads * 8) + 1;
 #pragma omp parallel for schedule(dynamic, task_batch) num_threads(r->threads) if (r->threads > 1)
     for (int64_t task = 0; task < tasks; task++) {

@@ -41,8 +41,9 @@ typedef struct {
     const int64_t *blocks, *offsets; /* Each row's block of the pool, and token in the block. */
     int64_t block_tokens;
     char *pool;
-    int64_t layer_bytes;
-    const void *decode, *prefill; /* DecodeArgs and PrefillArgs; NULL if the step has none. */
+    int64_t layer_bytes; /* Bytes of a layer in the pool. */
+    const void *decode;  /* DecodeArgs; NULL if the step has no decode rows. */
+    const void *prefill; /* PrefillArgs; NULL if the step has no prefill runs. */
     /* The rows whose output of the range's last layer is needed, and their number. For other rows
        this layer does not compute projection and MLP. NULL: all rows are needed. */
     const int64_t *output_rows;

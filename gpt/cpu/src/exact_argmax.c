@@ -1,8 +1,9 @@
 /* Exact greedy argmax: int8 logit bounds screen the LM head, bf16 panels decide.
 
-   An int8 copy of the LM head has half the bytes. It gives an upper and a lower bound of each
-   token's logit. Only panels whose upper bound reaches the row's largest lower bound are computed
-   from the bf16 head; their logits are bit-identical to those of gemm_bf16.c. */
+   An int8 copy of the LM head has half of the bytes of the bf16 head. The int8 logits give an upper
+   and a lower bound of each token's exact logit. Only panels whose upper bound reaches the row's
+   largest lower bound are scored: their logits are computed from the bf16 head, and are
+   bit-identical to those of gemm_bf16.c. */
 
 #include <omp.h>
 
@@ -18,7 +19,8 @@ typedef struct {
     const float *column_norms; /* Upper bound of the norm of each quantized column. */
     const float *column_mean;  /* The mean of the columns; subtracted before the quantization. */
     const uint16_t *bf16_panels; /* The LM head in bf16 panels. */
-    double norm_max; /* Upper bound of the norms of all columns, before and after subtraction. */
+    /* Upper bound of the norms of all columns, before and after subtraction and quantization. */
+    double norm_max;
 } ScreenedHead;
 
 /* Error bounds of a row's int8 logits. For column c of the LM head:
@@ -117,7 +119,7 @@ INLINE int is_better(Candidate a, Candidate b)
     return a.logit > b.logit || (a.logit == b.logit && a.column < b.column);
 }
 
-/* Computes a row's logits of one panel from the bf16 head, and updates `best`. */
+/* Scores a panel for one row: computes the logits from the bf16 head, and updates `best`. */
 TARGET_AVX512_VNNI static void score_panel(const ScreenedHead *s, const uint16_t *x, int64_t panel,
                                            Candidate *best)
 {
@@ -160,7 +162,8 @@ TARGET_AVX512_VNNI static RowError quantize_query(const Search *search, const No
 }
 
 /* Scores the panel that gives the row's highest lower bound, and raises the bound to the panel's
-   largest logit, less the rounding error. Few other panels then have an upper bound above it. */
+   largest logit, less the rounding error. Then few other panels have an upper bound that reaches
+   the row's lower bound. */
 TARGET_AVX512_VNNI static void score_likeliest_panel(Search *search, int64_t row, int64_t threads)
 {
     const Bounds *bounds = search->product.bounds;
@@ -194,9 +197,8 @@ TARGET_AVX512_VNNI static int64_t score_candidate_panel(const Search *search, in
 }
 
 /* Stores the column of each row's largest logit in `best`; on a tie, the first such column. There
-   are at most ROWS_MAX rows. `norm`, if not NULL, is applied to the rows first. Returns the sum
-   over the rows of the number of scored panels, or -1 if the L2 norm of a row is outside the
-   supported range. */
+   are at most ROWS_MAX rows. `norm`, if not NULL, is applied to the rows first. Returns the number
+   of scored (row, panel) pairs, or -1 if the L2 norm of a row is outside the supported range. */
 TARGET_AVX512_VNNI int64_t preamble_screened_argmax(const ScreenedHead *s, const NormArgs *norm,
                                                     const uint16_t *x, int64_t rows, int64_t *best,
                                                     int64_t threads)
@@ -226,8 +228,8 @@ TARGET_AVX512_VNNI int64_t preamble_screened_argmax(const ScreenedHead *s, const
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++) {
             errors[row] = quantize_query(&search, norm, x, row);
-            /* Outside this range, squares underflow or overflow in fp32. The norm of a row that is
-               not finite is outside too. */
+            /* Outside this range, squares underflow or overflow in fp32. If a number of the row is
+               not finite, the norm is outside too. */
             unsupported_rows += !(errors[row].norm > 1e-10f && errors[row].norm < 1e10f);
         }
 #pragma omp for schedule(dynamic, panels_per_turn)

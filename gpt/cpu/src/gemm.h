@@ -56,14 +56,14 @@ typedef struct {
        each row of the tile, then the second pair of each row, and so on. */
     uint16_t *staged;
     int64_t interleaved_rows;
-    /* If `argmaxes` or `bounds` is not NULL, it receives the outputs, and `out` is not written. */
+    /* If `argmaxes` or `bounds` is not NULL, the epilogue updates it, and does not write `out`. */
     RowArgmax *argmaxes; /* One for each thread and row. */
     Bounds *bounds;
 } Gemm;
 
 /* `gemm` (gemm_bf16.c) applies `norm`, if it is not NULL, to the rows of x, stages the rows, and
    multiplies them. `update_argmax` (argmax.c) and `update_bounds` (exact_argmax.c) are epilogues
-   that store only the largest outputs, or bounds of them. */
+   that store only the largest outputs, or bounds of the outputs. */
 HIDDEN void gemm(Gemm product, const uint16_t *x, const NormArgs *norm, int64_t threads);
 HIDDEN void update_argmax(const Gemm *p, const __m512 (*sum)[2], int64_t first, int64_t column,
                           int rows);

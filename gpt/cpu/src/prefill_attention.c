@@ -19,8 +19,8 @@
 #define TASK_QUERIES 192 /* Maximum queries of a task, for heads of at most 128 channels. */
 #define OUT_ELEMENTS (TASK_QUERIES * 128)
 
-/* `count` queries of a run, from query `first` on. Query i of a run is head i % `queries` of the KV
-   head, of token i / `queries` (`PrefillArgs.queries`). */
+/* `count` queries of a run, from query `first` on. Query i of a run belongs to the run's token
+   i / n, and is the KV head's query head i % n, where n is `PrefillArgs.queries`. */
 typedef struct {
     int64_t run, first, count;
 } RunPart;
@@ -38,7 +38,7 @@ typedef struct {
     const int64_t *sequence;     /* Each run's row in the block tables. */
     const int64_t *block_tables; /* Block numbers of each sequence: (sequences, table_width). */
     const RunPart *parts;
-    const int64_t *part_starts; /* Index of each task's first part; last: the number of parts. */
+    const int64_t *part_starts; /* Index of each task's first part, then the number of parts. */
     const int64_t *shared_keys; /* Number of keys that all runs of a task share; 0 for one run. */
     void *scratch;              /* One WorkerScratch per thread; it may be too large for a stack. */
 } PrefillArgs;
@@ -213,13 +213,13 @@ TARGET_AVX512_BF16 static void attend_keys(const PrefillArgs *r, int64_t run, in
     }
 }
 
-/* The row of q of a part's query i: the row of the query's token. */
+/* Query i of a part belongs to one token. Returns the row of this token in q. */
 INLINE int64_t token_row(const PrefillArgs *r, const RunPart *part, int64_t i)
 {
     return r->row[part->run] + (part->first + i) / r->queries;
 }
 
-/* The query head of a part's query i. */
+/* Returns the query head of query i of a part. */
 INLINE int64_t query_head(const PrefillArgs *r, const RunPart *part, int64_t group, int64_t i)
 {
     return group * r->queries + (part->first + i) % r->queries;
@@ -297,10 +297,9 @@ int64_t preamble_prefill_task_queries(int64_t width)
                                                       : TASK_QUERIES;
 }
 
-/* Attention for the runs of bf16 rows of q that `args` (PrefillArgs) lists. `row_stride` and
-   `head_stride` are the strides of q in elements. Writes the rows of `out` with the same indices;
-   `out` is contiguous. Returns nonzero if the kernel does not support the head dimension or the
-   CPU. */
+/* Attention for the runs that `args` (PrefillArgs) lists; q is bf16. `row_stride` and `head_stride`
+   are the strides of q in elements. Writes the output of row i of q to row i of `out`, which is
+   contiguous. Returns nonzero if the kernel does not support the head dimension or the CPU. */
 int preamble_prefill_attention(const void *args, const void *q, int64_t row_stride,
                                int64_t head_stride, const void *kv, void *out)
 {

@@ -3,9 +3,9 @@
    A sequence may see the tokens of another sequence, its parent, before its own tokens. A flat row
    is a row of q, k or v, which contain the tokens of all sequences one after the other.
 
-   32 queries of a head are computed at once, as the columns of a panel. Their scores are stored as
-   (keys, 32), and the next GEMM reads them so: they are not transposed. The output is computed as
-   (channels, 32), and is then transposed. */
+   32 queries of a head are computed at once, as the columns of a panel. Their scores have the shape
+   (keys, 32). The next GEMM reads scores in this layout, so they are not transposed. The output is
+   computed as (channels, 32), and is then transposed. */
 
 #include "packed_weight.h"
 
@@ -330,7 +330,8 @@ static void *take_scratch(char **memory, int64_t bytes)
     return buffer;
 }
 
-/* Lays out a thread's scratch memory, and returns its size. `memory` may be NULL. */
+/* Lays out a thread's scratch memory, and returns its size. `memory` may be NULL if only the size
+   is needed. */
 static int64_t layout_scratch(const VarlenArgs *f, int64_t backward, char *memory,
                               WorkerScratch *scratch)
 {
