@@ -1,8 +1,8 @@
 """`python -m bench`: measures the performance targets and prints the table of results.
 
 Each result is printed as soon as it is measured. Each run is recorded in a file in build/bench/;
-`python -m bench graph` plots these files. Both sides of a comparison run in turn, so that noise of
-the machine affects both. A missed target does not change the exit code.
+`python -m bench graph` plots these files. The two sides of a comparison run alternately, so that
+noise of the machine affects both sides. A missed target does not change the exit code.
 """
 
 import argparse
@@ -39,10 +39,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--device", default="cpu", choices=["cpu", "cuda"], help="device to measure (default: cpu)"
     )
     parser.add_argument(
-        "--dtype", default="bfloat16", help="dtype of the suite engine (default: bfloat16)"
+        "--dtype",
+        default="bfloat16",
+        help="dtype of the model in the suite `engine` (default: bfloat16)",
     )
     parser.add_argument(
-        "--rounds", type=int, help="number of rounds (default: 5; with --against 7)"
+        "--rounds", type=int, help="number of rounds (default: 5, or 7 with --against)"
     )
     parser.add_argument(
         "--only",

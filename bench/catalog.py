@@ -1,8 +1,8 @@
 """Benchmark catalog: the suites, the order in which they run, and the table of results.
 
 A suite yields rows (the figures of its targets) and lines of text while it runs. If a suite fails,
-its missing rows give the reason, and the next suite runs. The final table has a line for each row,
-and for each target without a row that a run measures by default.
+its missing rows give the reason, and the next suite runs. The final table has a line for each row.
+It also has a line for each default target (see `Target.on_request`) that has no row.
 """
 
 import argparse

@@ -208,4 +208,4 @@ def _describe_command(words: Sequence[str]) -> str:
 
 def _tail(log: Path) -> str:
     text = read_log_tail(log).strip()
-    return text[-ERROR_CHARACTERS:] if text else "without any output on standard error"
+    return text[-ERROR_CHARACTERS:] if text else "no output on standard error"

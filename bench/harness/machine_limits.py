@@ -1,4 +1,4 @@
-"""Machine limits: measured memory bandwidth and bf16 and int8 matmul throughput.
+"""Machine limits: measured memory bandwidth, and matmul throughput in bf16 and in int8.
 
 The limits are measured on all cores, in the same run as the figures that are compared with them.
 Several methods measure each limit in interleaved rounds; the limit is the median of the fastest

@@ -87,7 +87,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--shared",
         type=int,
         default=0,
-        help="tokens at the start of the prompts that all prompts share (default: 0)",
+        help="length in tokens of the prefix that all prompts share (default: 0)",
     )
     group.add_argument(
         "--new",

@@ -53,7 +53,7 @@ class Peaks:
     """Peak rates of a machine, measured or assumed."""
 
     read_bytes_per_s: float
-    operations_per_s: float  # For the dtype of the matmuls.
+    operations_per_s: float  # Rate of matmuls in the dtype of the weights.
 
     def seconds(self, cost: "PassCost") -> float:
         return max(cost.read_bytes / self.read_bytes_per_s, cost.operations / self.operations_per_s)
@@ -141,7 +141,10 @@ class RooflineModel:
         return peaks.seconds(self.cost([0] * prompts, [tokens] * prompts))
 
     def decode_s(self, sequences: int, context: int, steps: int, peaks: Peaks) -> float:
-        """Return the seconds for `steps` decode steps; the first has `context` cached tokens."""
+        """Return the seconds for `steps` decode steps of `sequences` sequences.
+
+        Before the first step, each sequence has `context` cached tokens.
+        """
         return sum(
             peaks.seconds(self.cost([context + step] * sequences, [1] * sequences))
             for step in range(steps)

@@ -128,7 +128,7 @@ class EngineProcess:
         self._log = (model.parent / f"{name}.log").open("w+")
         self._process = ChildProcess(
             [python, Path(__file__).with_name("engine_process.py"), name, model, weights],
-            # An explicit environment: the default would add modules of this checkout.
+            # The default environment would add modules of this checkout.
             environment=os.environ | _engine_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -227,8 +227,8 @@ def _run_table(
                     table, workload, dict.fromkeys(table.peers, unavailable["ours"])
                 )
             return
-        # All engines are loaded and idle during this measurement. During the timing of an engine,
-        # the other engines are loaded and idle, too.
+        # The limits are measured while all engines are loaded and idle, because an engine is also
+        # timed while the other engines are loaded and idle.
         limits = measure_limits()
         yield from limits.as_tuple
         bytes_per_weight = 1.0 if table.weights == "int8" else 0.0

@@ -106,7 +106,7 @@ def write_random_checkpoint(folder: Path) -> None:
 
 
 def compare_conversions(pair: CheckoutPair) -> Iterator[ComparedRow]:
-    """Compare all bytes of all target files, which is possible since the files contain no times."""
+    """Compare all bytes of all target files, which contain no times."""
     sources = {"demo": pair.model, "random": pair.folder / "random"}
     write_random_checkpoint(sources["random"])
     # If the source is an earlier target, both checkouts convert the target that `pair.other` wrote.

@@ -203,7 +203,7 @@ def _build_call(kind: str, text: str, seed: int, kind_fields: dict[str, Any]) ->
         kind.partition(" ")[2], "Generate"
     )
     fields: dict[str, Any] = {"text": text, **kind_fields}
-    if rpc.startswith("Generate"):  # Without a seed the server draws one.
+    if rpc.startswith("Generate"):  # Without a seed, the server would draw one.
         fields["sampling"] = {**kind_fields.get("sampling", {}), "seed": str(seed)}
     message = json_format.ParseDict(fields, getattr(pb, f"{rpc}Request")())
     return Call(kind, rpc=rpc, body=message.SerializeToString(deterministic=True))

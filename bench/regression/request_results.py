@@ -2,8 +2,8 @@
 
 Rounding depends on the sequences that share a step, and timing can change these sequences. Requests
 are therefore sent one after another. A request of several sequences is not sent to servers with
-pipeline stages. The other servers get such a request several times, and its answers count as equal
-if both checkouts have an answer in common.
+pipeline stages. Servers without pipeline stages get such a request several times, and its answers
+count as equal if both checkouts have an answer in common.
 """
 
 import http.client
@@ -167,7 +167,7 @@ def _tune_adapters(pair: CheckoutPair) -> Path:
 def _compare_servers(
     pair: CheckoutPair, adapters: Path, texts: Sequence[str]
 ) -> Iterator[ComparedRow]:
-    """Start both servers with each setup in turn and send the same calls in the same order."""
+    """For each setup, start a server of each checkout, and send both servers the same calls."""
     limits = pair.folder / "limits.yaml"
     limits.write_text(yaml.safe_dump(LIMITS))
     calls = calls_by_setup(texts, SETUPS, REQUESTS - IN_PROCESS)
@@ -210,8 +210,8 @@ def _answers(server: Server, call: Call) -> bytes:
 def common_answers(this: Results, other: Results) -> tuple[Results, Results]:
     """Reduce each list of answers to one answer.
 
-    If the lists of both checkouts have a common answer, that is the answer of both; otherwise, each
-    list is reduced to its first answer.
+    If the lists of the two checkouts have a common answer, both lists are reduced to that answer.
+    Otherwise, each list is reduced to its first answer.
     """
     this_answers = dict[str, bytes]()
     other_answers = dict[str, bytes]()

@@ -1,8 +1,8 @@
-"""Speed regression verdict: medians of two checkouts, the noise between them, and the rule.
+"""Speed regression verdict: compares the medians of two checkouts, and judges their noise.
 
-Each round measures the other checkout, this checkout, and the other checkout again. If the two
-medians of the other checkout differ by more than NOISE_MAX, other programs disturbed the
-measurement, and the row has the verdict "unsettled".
+Each round measures the other checkout, this checkout, and the other checkout again. The other
+checkout therefore has two medians: before and after this checkout. If these differ by more than
+NOISE_MAX, other programs disturbed the measurement, and the row has the verdict "unsettled".
 """
 
 import statistics

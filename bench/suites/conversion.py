@@ -74,7 +74,7 @@ def random_source(config: GPTConfig) -> Checkpoint:
     tensors, start = {}, 0
     for name, parameter in parameter_specs(config).items():
         count = torch.Size(parameter.shape).numel()
-        start = (start + 7919) % (POOL_ELEMENTS - count)  # Different tensors start differently.
+        start = (start + 7919) % (POOL_ELEMENTS - count)  # Tensors get different numbers.
         tensors[name] = pool[start : start + count].view(parameter.shape)
     return checkpoint_from_tensors(config, tensors)
 

@@ -118,7 +118,7 @@ def tokens_per_core(sizes: FrontendSizes) -> Iterator[SuiteOutput]:
 
 
 def first_token_overhead(sizes: FrontendSizes) -> Iterator[SuiteOutput]:
-    """Measure the TTFT that gRPC adds to the same request submitted in process."""
+    """Measure the TTFT over gRPC, minus the TTFT of the same request submitted in process."""
     with null_server(0.0, 4) as (address, _):
         workload = LoadSpec(
             requests_max=sizes.calls,
@@ -222,7 +222,7 @@ def _steady_tokens_per_s(load_run: LoadRun, sizes: FrontendSizes) -> float:
 
 
 def compare_profiles(model: Path, sizes: FrontendSizes) -> Iterator[SuiteOutput]:
-    """Run the same open-loop load under both profiles.
+    """Run the same open-loop load with the profiles `throughput` and `latency`.
 
     The request rate is the capacity that is measured with the profile `throughput`.
     """

@@ -364,7 +364,7 @@ def _limit_share_row(
     limit: str,
     limit_amount: float,
 ) -> Row:
-    """Build the row of a workload's speed in percent of a device limit."""
+    """Build the row that gives the speed of a workload in percent of a device limit."""
     reason = timings.failure_reasons(name, limit)
     if reason:
         return not_run_row(target_name, reason)
@@ -375,7 +375,7 @@ def _limit_share_row(
 
 
 def _speedup_row(timings: _InterleavedTimings, target_name: str, name: str, baseline: str) -> Row:
-    """Build the row of the speedup of a workload over a baseline."""
+    """Build the row that gives the speedup of a workload over a baseline."""
     reason = timings.failure_reasons(name, baseline)
     if reason:
         return not_run_row(target_name, reason)

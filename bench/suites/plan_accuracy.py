@@ -98,7 +98,7 @@ class FigureSeries:
 
 
 SeriesByFigure = dict[str, FigureSeries]
-# Maps a figure to its largest relative error. "alone": one call at a time.
+# Maps a figure to its largest accepted relative error. "alone": one call at a time.
 TARGETS = {
     "ms between tokens, alone": ITL_ERROR_MAX,
     "ms to the first token, alone": TTFT_ERROR_MAX,

@@ -235,9 +235,10 @@ def _candidate_panel(plan: Plan, row: Row) -> CandidatePanel:
 
 
 def _memory_section(plan: Plan) -> MemorySection | None:
-    """Build the memory bars of feasible candidates, then of some that do not fit.
+    """Build memory bars of feasible candidates, and of a few candidates that do not fit.
 
-    Candidates whose bars would look equal have one bar.
+    At most OVERSIZED_BARS_MAX bars are of candidates that do not fit. Candidates whose bars would
+    look equal share one bar.
     """
     ledgers = _distinct_memories([row for row in plan.rows if row.feasibility in ACCEPTABLE])
     oversized_ledgers = _distinct_memories(

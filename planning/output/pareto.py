@@ -19,7 +19,7 @@ from ptuning.reporting.svg_chart import AxisScale
 # Maximum number of drawn candidates outside of the frontiers: more points would overlap.
 POINTS_MAX = 1500
 LOG_RATIO_MIN = 30.0  # An axis with a larger ratio of maximum to minimum is logarithmic.
-# A limit outside of an axis scale extends the scale if it is beyond an end by at most this factor.
+# A limit beyond an end of an axis extends the axis if the ratio of limit and end is at most this.
 LIMIT_DISTANCE_MAX = 4.0
 AXIS_PADDING = 0.06  # Padding at each end of an axis, as a fraction of its range.
 
@@ -74,7 +74,7 @@ class ScatterView:
 
 
 def make_scatter_view(plan: Plan) -> ScatterView | None:
-    """Return the view of a plan's scatter plot, or None if no candidate has both figures."""
+    """Return the view of a plan's scatter plot, or None if no candidate has both axes' figures."""
     plotted = [row for row in plan.rows if _has_both_figures(row, plan.x, plan.y)]
     if not plotted:
         return None
@@ -96,7 +96,8 @@ def make_scatter_view(plan: Plan) -> ScatterView | None:
         *reversed(other_rows[::stride]),
         *(row for row in rows_inside if id(row) in emphasized_ids),
     ]
-    drawn_rows.sort(key=_draw_order)  # Stable: frontiers stay after equally feasible rows.
+    # The sort is stable: among rows of equal feasibility, the emphasized rows stay last.
+    drawn_rows.sort(key=_draw_order)
     drawn_feasible = sum(row.feasibility in ACCEPTABLE for row in drawn_rows)
     hidden_count = sum(row.feasibility in ACCEPTABLE for row in plotted) - drawn_feasible
     return ScatterView(x, y, tuple(drawn_rows), fronts, hidden_count)

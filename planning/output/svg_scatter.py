@@ -114,7 +114,7 @@ def group_colors(scatter_view: ScatterView) -> dict[str, str]:
 
 def _svg_position(plan: Plan, area: PlotArea, row: Row) -> tuple[float, float]:
     x, y = row_figure(row, plan.x.figure), row_figure(row, plan.y.figure)
-    assert x is not None and y is not None  # All rows of a view have both figures.
+    assert x is not None and y is not None  # All rows of a view have both axes' figures.
     return area.x_at(x), area.y_at(y)
 
 

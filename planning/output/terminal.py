@@ -158,7 +158,7 @@ def _figure_text(row: Row, figure: str) -> str:
 
 
 def _compare_with_best(plan: Plan, row: Row) -> str:
-    """Return the difference from the recommended candidate in the y axis figure, such as "-5 %".
+    """Compare a candidate with the recommended one by the figure of the y axis: "-5 %", "equal".
 
     If the candidate's memory is tight, the text also contains "tight".
     """
@@ -189,7 +189,7 @@ def ascii_scatter(plan: Plan, scatter_view: ScatterView) -> list[str]:
         scatter_view.rows, key=lambda row: (row.feasibility == "best", id(row) in front_marks)
     ):
         x, y = row_figure(row, plan.x.figure), row_figure(row, plan.y.figure)
-        assert x is not None and y is not None  # All rows of a view have both figures.
+        assert x is not None and y is not None  # All rows of a view have both axes' figures.
         column = min(PLOT_COLUMNS - 1, int(scatter_view.x.position(x) * PLOT_COLUMNS))
         line_index = min(PLOT_LINES - 1, int(scatter_view.y.position(y) * PLOT_LINES))
         mark = "*" if row.feasibility == "best" else front_marks.get(id(row), ".")

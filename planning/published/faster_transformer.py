@@ -201,7 +201,7 @@ def _micro_batch_count(sharded_model: ShardedModel, batch: BatchPass) -> int:
 
 
 def layer_seconds(sharded_model: ShardedModel, batch: BatchPass) -> dict[str, float]:
-    """Return the seconds of each part of a layer; of the mean layer if only some layers are MoE."""
+    """Return the seconds of each part of a layer: the mean layer, if only some layers are MoE."""
     constants = sharded_model.constants
     model = sharded_model.model
     tp = sharded_model.tp

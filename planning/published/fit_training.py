@@ -94,7 +94,7 @@ def predicted_s(run: PublishedRun, efficiency: Efficiency) -> float:
 def fit_efficiency(device: str, rows: FitRows) -> FittedEfficiency:
     """Fit the constants by Gauss-Newton steps; a step is halved while it increases the residuals.
 
-    The variables of the fit are log(constant / center), where `center` is that of the prior.
+    The variables of the fit are log(constant / center of the constant's prior).
     """
     priors = PRIORS[device]
     names = list(priors)

@@ -131,11 +131,16 @@ def fit_advice_lines(job: StaticJob, cluster: Cluster) -> list[str]:
     if ledger.verdict != "over":
         return []
     weights, capacity = format_bytes(ledger.weights), format_bytes(ledger.capacity)
+    limit = f"{100 * TIGHT_SHARE:.0f} % of {capacity}"
     if ledger.weights + CONTEXT_BYTES > TIGHT_SHARE * ledger.capacity:
-        lines = [f"the weights alone do not fit: {weights} of {capacity}"]
+        context = format_bytes(CONTEXT_BYTES)
+        lines = [f"weights ({weights}) and CUDA context ({context}) alone need more than {limit}"]
     else:
-        kv_cache = format_bytes(ledger.kv)
-        lines = [f"weights and KV cache do not fit: {weights} and {kv_cache} of {capacity}"]
+        kv_cache, workspace = format_bytes(ledger.kv), format_bytes(ledger.workspace)
+        lines = [
+            f"weights ({weights}), KV cache ({kv_cache}) and workspace ({workspace}) need more "
+            f"than {limit}"
+        ]
     batch = _batch_max(job, cluster)
     if batch:
         lines.append(f"a batch of {batch:,} fits TP{job.tp} PP{job.pp}")
@@ -163,7 +168,7 @@ def _batch_max(job: StaticJob, cluster: Cluster) -> int:
 def _splits(model: GPTConfig, cluster: Cluster) -> list[tuple[int, int]]:
     """Return the splits to suggest: first increasing TP without PP, then increasing PP.
 
-    TP does not exceed a node, and has its largest valid size in all splits with PP.
+    TP is at most the number of GPUs in a node. All splits with PP have the largest valid TP.
     """
     tp_sizes = [tp for tp in divisors(cluster.gpus_per_node) if _is_valid_tp(model, tp)]
     largest_tp = tp_sizes[-1]

@@ -71,7 +71,7 @@ class PublishedActivations:
     job: TrainingJob
     splits: Mapping[str, TrainingSplit]  # The split of each of ACTIVATION_ROWS, by its name.
     activation_gib: Sequence[float]  # Activation memory of each split.
-    percent: Sequence[float]  # Activation memory in percent of the first split's.
+    percent: Sequence[float]  # 100 x activation memory / activation memory of the first split.
     states_gib: float  # Parameters, gradients and optimizer state.
 
 

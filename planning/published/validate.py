@@ -381,7 +381,7 @@ def _ranking_table() -> ValidationTable:
     """Compare predicted step times: the vendor's splits with the planner's fastest splits."""
     rows = []
     for run in training_runs.published_choices():
-        # Only choices of the vendor's first search, without sequence parallelism, set `recompute`.
+        # The vendor's first search had no sequence parallelism; only its choices set `recompute`.
         sequence_parallel = False if run.recompute else None
         space = SearchSpace(vpp=(1,), recompute=run.recompute, sequence_parallel=sequence_parallel)
         search = search_training(run.job, run.cluster, space)
@@ -435,8 +435,8 @@ def _inference_tables() -> Iterator[ValidationTable]:
 def _inference_memory_verdicts() -> MemoryVerdicts:
     """Check the memory verdicts of static batches.
 
-    Accepted errors: no out-of-memory run is predicted to fit, and at most one run that fitted is
-    predicted to run out of memory.
+    No run that ran out of memory may be predicted to fit. One run that fitted may be predicted to
+    run out of memory.
     """
     wrong, count = [], 0
     for case in inference_runs.latency_cases():

@@ -2,10 +2,10 @@
 
 An adapter version is a file `name@version.safetensors`, or `name.safetensors` for version 1; its
 content never changes. `name` without a version means the version in the name's alias record, or the
-newest version if there is no record. A file that cannot be used is logged once and skipped. Only
-the cards (metadata) stay in memory, because few of ten thousand adapters are in use at a time; the
-engine loop reads the tables (rows) when requests need them. One `AdapterDirectory` has the adapters
-of one tenant, or the adapters that all tenants share.
+newest version if there is no record. A file that cannot be used is logged once and skipped. A
+directory may have ten thousand adapters, and requests use only a few of them at a time. Therefore
+only the cards (metadata) stay in memory; the engine loop reads the tables (rows) when requests need
+them. One `AdapterDirectory` has the adapters of one tenant, or the adapters that all tenants share.
 """
 
 import logging
@@ -64,7 +64,7 @@ class AdapterDirectory:
         tenant: str = "",
         eligible: Callable[[LoadedAdapter], bool] = lambda adapter: True,
     ) -> None:
-        """`eligible`: a version that passes it is preferred as the current version of its name."""
+        """`eligible` returns whether a version is preferred as the current version of its name."""
         self.directory = directory
         self._eligible = eligible
         self._check = check

@@ -36,7 +36,7 @@ class AdapterRegistry:
         adapters_max: int,
         eligible: Callable[[LoadedAdapter], bool] = lambda adapter: True,
     ) -> None:
-        """`eligible`: a version that passes it is preferred as the current version of its name."""
+        """`eligible` returns whether a version is preferred as the current version of its name."""
         if directory is not None and not directory.is_dir():
             raise ConfigError(
                 f"adapters: {directory} is not a directory; create it, or name another directory"
@@ -120,7 +120,7 @@ class AdapterRegistry:
         return None if directory is None else directory.rejection_reason(name)
 
     def scan(self, tenant: str | None = None) -> None:
-        """Scan the shared directory and the folder of `tenant`, or all folders if it is None."""
+        """Scan the shared directory and the folder of `tenant` (None: all folders)."""
         with self._scan_lock:
             if self.directory is None:
                 return
@@ -159,15 +159,15 @@ class AdapterRegistry:
         self._directories = directories
 
     def _directories_of(self, tenant: str) -> Sequence[AdapterDirectory]:
-        """Return the directories in which a tenant's names are looked up: its own, then the shared.
+        """Return the directories in which a tenant's adapter names are looked up, in order.
 
-        A tenant without a folder has only the shared directory.
+        If the tenant has a folder, its directory is first. The shared directory is last.
         """
         directories = self._directories
         return [directories[owner] for owner in dict.fromkeys((tenant, "")) if owner in directories]
 
     def _find(self, base_name: str, name: str, tenant: str) -> LoadedAdapter | None:
-        """Look up a name in the tenant's directory, or in the shared one if only that has it."""
+        """Look up a name in the first of the tenant's directories that has any version of it."""
         directory = next(
             (directory for directory in self._directories_of(tenant) if directory.has(base_name)),
             None,

@@ -170,7 +170,7 @@ class AdapterStore:
     def _parse_versioned_name(self, name: str) -> AdapterName:
         adapter_name = self._parse_name(name, "name")
         if adapter_name.version is None:
-            raise RequestError(f"name is {name!r}; give it with a version, as name@3", "name")
+            raise RequestError(f"name is {name!r}; give it with a version, such as name@3", "name")
         return adapter_name
 
     def _tenant_folder(self, tenant: str) -> Path:
@@ -375,7 +375,7 @@ def _read_alias(folder: Path, name: str) -> AliasRecord:
         raise RefusedError(
             "NOT_POSSIBLE_NOW",
             f"{alias_path(folder, name).name} in the server's adapter directory is not a valid "
-            "alias record; its operator must repair or remove the file",
+            "alias record; the server's operator must repair or remove the file",
         ) from error
 
 
@@ -388,8 +388,8 @@ def _reraise_os_errors() -> Iterator[None]:
         log.warning("event=adapters_not_changed error=%r", str(error))
         raise RefusedError(
             "NOT_POSSIBLE_NOW",
-            f"the server's adapter directory cannot be changed ({error.strerror}); its operator "
-            "must free disk space or grant write permission",
+            f"the server's adapter directory cannot be changed ({error.strerror}); the server's "
+            "operator must free disk space or grant write permission",
         ) from None
 
 
@@ -410,7 +410,7 @@ def _sweep_folder(folder: Path) -> None:
 
 
 def _is_abandoned(path: str) -> bool:
-    """Return whether the process that wrote an upload's file has ended: the file is not locked."""
+    """Return whether an upload's file is unlocked, so the process that wrote it has ended."""
     with open(path, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -355,10 +355,10 @@ class Admission:
         check_guide(guide, stop_token_ids)
 
     def _bad_word_ids(self, word: str) -> list[tuple[int, ...]]:
-        """Return the token ids of a word: at a text's start, directly after text, after a space.
+        """Return three encodings of a word: at a text's start, directly after text, after a space.
 
-        Some of these sequences may be equal. Other token sequences of the word are not banned, for
-        example those with capital letters or with other token boundaries.
+        Some of the encodings may be equal. Other token sequences of the word are not banned, for
+        example sequences with capital letters or with other token boundaries.
         """
         encode = self.tokenizer.encode
         variants = [
@@ -459,23 +459,23 @@ def _check_counts(ask: Ask, config: LimitsConfig) -> None:
 def _check_answer_count(ask: Ask, answers_max: int) -> None:
     """Check the total number of answers, over all adapters.
 
-    A beam and a continuation count as an answer.
+    Each beam and each continuation counts as one answer.
     """
-    tasks = len(ask.adapters) or 1
-    answers_per_task = max(ask.answers, ask.beam_width, len(ask.continuations))
-    if tasks * answers_per_task <= answers_max:
+    prompts = len(ask.adapters) or 1  # Each adapter has its own prompt.
+    answers_per_prompt = max(ask.answers, ask.beam_width, len(ask.continuations))
+    if prompts * answers_per_prompt <= answers_max:
         return
-    if answers_per_task == ask.answers:
-        count_text = f"answers is {answers_per_task}"
-    elif answers_per_task == ask.beam_width:
-        count_text = f"beam_width is {answers_per_task}"
+    if answers_per_prompt == ask.answers:
+        count_text = f"answers is {answers_per_prompt}"
+    elif answers_per_prompt == ask.beam_width:
+        count_text = f"beam_width is {answers_per_prompt}"
     else:
-        count_text = f"continuations has {answers_per_task} entries"
-    if tasks > 1:
-        count_text += f" for each of {tasks} adapters"
+        count_text = f"continuations has {answers_per_prompt} entries"
+    if prompts > 1:
+        count_text += f" for each of {prompts} adapters"
     raise RequestError(
         f"{count_text}; a request may have at most {answers_max} answers in total (answers_max)",
-        "answers" if answers_per_task > 1 else "adapters",
+        "answers" if answers_per_prompt > 1 else "adapters",
     )
 
 

@@ -182,7 +182,7 @@ class _TemplateProcess:
 
     def _spawn(self) -> ChildProcess:
         if self._closed:
-            raise UnavailableError("this server is shutting down; try another", "DRAINING")
+            raise UnavailableError("this server is shutting down; try another server", "DRAINING")
         environment = {name: os.environ[name] for name in INHERITED_VARIABLES & os.environ.keys()}
         return ChildProcess(
             [sys.executable, "-m", "serving.admission.template_sandbox"],
@@ -219,7 +219,7 @@ class _TemplateProcess:
                 "messages",
             )
         if self._closed:
-            return UnavailableError("this server is shutting down; try another", "DRAINING")
+            return UnavailableError("this server is shutting down; try another server", "DRAINING")
         log.warning("event=chat_template_process_ended code=%d", exit_code)
         return RequestError(
             "the chat template's process ended while it rendered these messages, perhaps for lack "

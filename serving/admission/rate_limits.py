@@ -1,11 +1,11 @@
-"""Per-tenant rate limits: token buckets for requests and tokens per second, concurrent calls.
+"""Per-tenant rate limits: requests per second, tokens per second, and concurrent calls.
 
-At admission a request is charged the most tokens that it can use: its prompt tokens and its maximum
-of new tokens. When the request ends, the new tokens that it did not generate are refunded. A burst
-of long requests is therefore refused before it runs. The capacity of a bucket is its gain in one
-second, but at least 1. A request that needs more than the capacity is admitted when the bucket is
-full; this makes the level negative, which delays later requests. The module is independent of
-protocols and models.
+Token buckets limit the requests per second and the tokens per second. At admission, a request is
+charged the most tokens that it can use: its prompt tokens and its maximum of new tokens. When the
+request ends, the new tokens that it did not generate are refunded. A burst of long requests is
+therefore refused before it runs. The capacity of a bucket is its gain in one second, but at least
+1. A request that needs more than the capacity is admitted when the bucket is full; this makes the
+level negative, which delays later requests. The module is independent of protocols and models.
 """
 
 import math

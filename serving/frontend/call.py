@@ -1,8 +1,8 @@
 """Front end: runs every call with authentication, quota, deadline, metrics and error reasons.
 
 A protocol only converts its messages to an `Ask`, and pieces of output to its responses. The front
-end does the rest, so limits, metrics and error reasons are the same in every protocol. The module
-is independent of protocols and models.
+end runs the call itself, so limits, metrics and error reasons are the same in every protocol. The
+module is independent of protocols and models.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 ServerState = Literal["loading", "serving", "draining"]
 
-# HTTP statuses of overload, rate limits and server errors. The end of a failed call is logged only
-# if it has one of these statuses.
+# HTTP statuses of overload, rate limits and server errors. A failed call is logged only if the
+# reason of its error has one of these statuses.
 LOGGED_STATUSES = (429, 500, 503)
 
 
@@ -145,7 +145,8 @@ class Call:
     async def send_part(self, write: Awaitable[object]) -> None:
         """Await a write of the response; a write longer than `slow_reader_s` ends the call."""
         self._send_started = time.monotonic()
-        # One timer serves all writes of a call, since most writes finish immediately.
+        # One timer serves all writes of a call, because one timer per write would be costly: most
+        # writes finish immediately.
         if self._stall_timer is None:
             self._stall_timer = asyncio.get_running_loop().call_later(
                 self.frontend.slow_reader_s, self._check_client
@@ -260,7 +261,7 @@ class Frontend:
     ) -> AsyncIterator[Call]:
         """Run a call: authenticate it, record its metrics, and raise `CallFailure` on an error.
 
-        `while_draining`: accept the call even while the server drains, or above `calls_max` calls.
+        `while_draining`: accept the call even if the server drains or has `calls_max` open calls.
         `parent`: the call that contains this call; its caller is authenticated already.
         """
         call = Call(self, protocol, Caller(), deadline, origin)

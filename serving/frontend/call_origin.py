@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Headers with a caller's request id, by precedence. Clients of TGIS send the first header, most
-# other clients the second.
+# Headers with a caller's request id, by precedence. Clients of TGIS send the first header;
+# most other clients send the second header.
 REQUEST_ID_HEADERS = ("x-correlation-id", "x-request-id")
 REQUEST_ID_CHARACTERS_MAX = 100
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")

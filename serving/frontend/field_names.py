@@ -1,8 +1,8 @@
 """Field names: translate admission errors to the field names of the caller's protocol.
 
-A field of an `Ask` may have another name in a protocol. A caller knows only the protocol's names,
-so these replace the error's `field` and the field names in the error's message. Each protocol
-passes its own names to this module.
+A field of an `Ask` may have a different name in a protocol. A caller knows only the names of the
+protocol. Therefore the protocol's name replaces the error's `field`, and the protocol's names
+replace the names of `Ask` in the error's message. Each protocol passes its names to this module.
 """
 
 import re
@@ -16,7 +16,8 @@ from serving.service.error_reasons import reason_of
 def translate_error(error: RequestError, names: Mapping[str, str]) -> Exception:
     """Return the error with the protocol's field names.
 
-    `names` maps fields of `Ask` to the protocol's fields. An error of another field is unchanged.
+    `names` maps fields of `Ask` to the protocol's fields. An error whose field is not in `names` is
+    returned unchanged.
     """
     field = error.field or ""
     if field not in names:
@@ -31,10 +32,10 @@ def translate_error(error: RequestError, names: Mapping[str, str]) -> Exception:
 
 def translate_message(text: str, field: str, protocol_field: str, names: Mapping[str, str]) -> str:
     """Replace field names in a message by the protocol's names; show a path `a.b` as `b`."""
-    if field != "adapter":  # "adapter" is also an ordinary word in messages.
+    if field != "adapter":  # "adapter" is also an English word in messages.
         text = _replace_field(text, field, protocol_field, count=1)
     for other_field, other_name in names.items():
-        # A name without an underscore may be an ordinary word of the message.
+        # Only names with an underscore are replaced: a name without one may be an English word.
         if "_" in other_field and other_field != field:
             text = _replace_field(text, other_field, other_name)
     return text

@@ -73,7 +73,7 @@ def build_handler(
 def _is_worth_logging(record: logging.LogRecord) -> bool:
     """Return False for a record that only says that a client disconnected.
 
-    The library logs such a stack trace if the client disconnects before its successful call ends.
+    The library logs a stack trace if the client disconnects before a successful call has ended.
     """
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
@@ -163,8 +163,8 @@ async def abort(context: Context, error: CallFailure) -> None:
     """End a call with an error status; cancel it instead if the status cannot be sent."""
     is_slow_reader = error.reason.name == "SLOW_READER"
     try:
-        # The status is sent after messages that a slow reader has not read, so sending it may never
-        # finish without a time limit.
+        # The status is sent after the messages that a slow reader has not read yet. Without a time
+        # limit, sending it might never finish.
         async with asyncio.timeout(ABORT_TIMEOUT_S if is_slow_reader else None):
             await context.abort(error.reason.code, _error_text(error), error_trailers(error))
     except (grpc.aio.InternalError, TimeoutError):

@@ -1,8 +1,8 @@
 """gRPC health checking and server reflection.
 
 This module adds the method `List` to the gRPC library's health service. It registers the library's
-reflection service under two names: v1alpha, and v1, which some clients require. The server passes
-the names of its services.
+reflection service twice: as v1alpha, and as v1, which some clients require. The names of the
+server's other services are arguments, so this module does not depend on them.
 """
 
 from collections.abc import Sequence

@@ -154,7 +154,7 @@ async def read_body(request: web.BaseRequest, bytes_max: int, timeout_s: float) 
     except (web.RequestPayloadError, HttpProcessingError, ClientError):
         raise CallFailure(
             REASONS["UNREADABLE"],
-            "the body does not match its headers: it is truncated or has another encoding",
+            "the body does not match its headers; check Content-Length and Content-Encoding",
         ) from None
     return b"".join(parts)
 

@@ -129,7 +129,8 @@ class CallTrace:
                 attributes["preamble.request_id"] = request_id
             if reason is not None:
                 attributes["error.type"] = reason.name
-                # By OpenTelemetry's conventions, a client error is no ERROR of a server span.
+                # OpenTelemetry's conventions: a client error (4xx) leaves a server span's status
+                # unset.
                 if reason.status >= 500:
                     span.set_status(StatusCode.ERROR, reason.name)
             span.set_attributes(attributes)
@@ -149,9 +150,10 @@ class CallTracer:
     """Creates and exports the spans of calls. `close` tries to export the remaining spans."""
 
     def __init__(self, endpoint: str, sample_ratio: float, version: str) -> None:
-        """`sample_ratio`: the share of the calls without a trace context that are traced.
+        """`sample_ratio`: the fraction of calls that are traced, from 0 to 1.
 
-        A call with a trace context is traced if the context says so: the caller has decided.
+        It applies to calls without a trace context. In a call with a trace context, the context's
+        `sampled` flag decides.
         """
         _silence_library_log()
         self.processor = SpanBatchExporter(
@@ -261,7 +263,7 @@ class SpanBatchExporter(SpanProcessor):
 
 
 def _silence_library_log() -> None:
-    """Silence the library's log: one line for each failed batch and invalid trace context."""
+    """Silence the library's log, which has a line per failed batch and invalid trace context."""
     logger = logging.getLogger("opentelemetry")
     logger.propagate = False
     logger.addHandler(logging.NullHandler())

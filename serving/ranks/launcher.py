@@ -1,6 +1,7 @@
-"""Rank launcher: selects the transport, a local supervisor or the supervisor of torchrun's ranks.
+"""Rank launcher: creates the front end's transport, one of the two rank supervisors.
 
-The environment variables below select the supervisor of torchrun's ranks.
+In a front end that a torchrun worker started, it is a `TorchrunSupervisor`; otherwise it is a
+`LocalSupervisor`. The environment variables below distinguish the two cases.
 """
 
 import os

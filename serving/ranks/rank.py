@@ -168,8 +168,8 @@ class Rank:
     def _join_mesh(self, device: torch.device, *, shares_device: bool) -> Mesh:
         """Join the mesh of all ranks.
 
-        `shares_device`: whether ranks run on the same GPU. NCCL does not support that, so all ranks
-        then use gloo.
+        `shares_device`: whether any two ranks run on the same GPU. NCCL does not support that, so
+        all ranks then use gloo.
         """
         config, position = self._config.parallel_config, self._position
         backend = "nccl" if device.type == "cuda" and not shares_device else "gloo"
@@ -222,8 +222,8 @@ class Rank:
             except RuntimeError:
                 # If a collective failed because another rank exited, a control channel closes
                 # within the grace time. Its reader thread then logs the lost rank and ends this
-                # process without a traceback: tracebacks of all ranks would hide the cause. Any
-                # other error is raised.
+                # process without a traceback: tracebacks of all ranks would hide the cause. If no
+                # channel closes, the error has another cause and is raised.
                 time.sleep(COLLECTIVE_FAILURE_GRACE_S)
                 raise
             if outcome is not None:

@@ -169,8 +169,8 @@ def start_reader(
         try:
             for descriptor in list(keys_by_descriptor):
                 poll.register(descriptor, select.POLLIN)
-                # Authentication may have left frames in the receive buffer, which poll() does not
-                # report.
+                # Authentication may have read frames into the receive buffer, and poll() does not
+                # report buffered frames.
                 read_frames(descriptor)
             while keys_by_descriptor:
                 for descriptor, _ in poll.poll():
@@ -204,10 +204,10 @@ def _accept_ranks(store: Store, host: str, world_size: int, timeout_s: float) ->
 
 
 def _open_server_socket(host: str, backlog: int) -> socket.socket:
-    """Return a server socket on `host` if it is a loopback address, else on all addresses.
+    """Return a server socket: on `host` if `host` is a loopback address, else on all addresses.
 
-    The socket is not bound to `host` itself: on this node, the name may resolve to an address that
-    other nodes cannot reach, such as 127.0.1.1.
+    A `host` that is no loopback address is not used for binding: on this node, the name may resolve
+    to an address that other nodes cannot reach, such as 127.0.1.1.
     """
     if is_loopback(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

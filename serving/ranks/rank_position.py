@@ -1,7 +1,8 @@
 """Rank position (rank, world size, local rank), and the spec that a rank's process starts with.
 
 This module must not import torch. A rank process reads its spec before the slow import of torch,
-because the spec contains the ID of the parent process, and the rank must end with its parent.
+because the spec contains the ID of its parent process: the rank must also exit with its parent
+while it imports torch.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
 """Rank resources: the device and the number of CPU threads that a rank uses.
 
-Ranks on one node share its cores, its memory and, if it has fewer devices than ranks, its devices.
+The ranks of a node share its cores and its memory. They also share its GPUs if the node has fewer
+GPUs than ranks.
 """
 
 import os

@@ -1,9 +1,10 @@
 """Start-up exchange: all ranks end each start-up phase together, or all of them stop.
 
 A rank that continued after the failure of another rank would wait in a collective for ever. So each
-rank reports the end of a phase to rank 0. If all ranks have succeeded, rank 0 releases them;
-otherwise it reports the error and stops, which stops the other ranks. The exchange uses the control
-channels, not collectives, because the first phases run before the mesh exists.
+rank reports the end of a phase to rank 0. If all ranks have succeeded, rank 0 releases them.
+Otherwise rank 0 reports the error to the front end and exits; the other ranks then exit, too. The
+exchange uses the control channels, not collectives, because the first phases run before the mesh
+exists.
 """
 
 import logging

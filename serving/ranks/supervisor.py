@@ -84,7 +84,7 @@ class RankSupervisor(ABC):
 
     @abstractmethod
     def _start_ranks(self) -> RankSet | None:
-        """Start a set of ranks, or accept one that torchrun started.
+        """Start all ranks, or wait until torchrun has started them; return them.
 
         Return None if no ranks will start any more.
         """
@@ -155,14 +155,15 @@ class RankSupervisor(ABC):
         """
 
     def _set_refusal(self, reason: str) -> None:
-        # `Failed` does not contain the class of the error. Any PreambleError serves: callers treat
-        # all of them in the same way.
+        # `Failed` does not contain the class of the error, so the class here is arbitrary: callers
+        # treat every PreambleError in the same way.
         self.refusal = CheckpointError(reason)
 
     def _wait_for_flight_recorder(self, rank_set: RankSet, loss: RankLoss) -> None:
         """Wait until rank 0 has written its flight recorder.
 
-        Rank 0 writes it before it exits; after a hang, the dump is requested.
+        Before rank 0 exits, it writes the file without a request. After a hang, rank 0 still runs,
+        so this method requests the file.
         """
         rank_0 = {
             rank: descriptor for rank, descriptor in rank_set.descriptors.items() if rank == 0

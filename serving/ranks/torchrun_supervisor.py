@@ -98,7 +98,8 @@ class TorchrunSupervisor(RankSupervisor):
             ) from None
 
     def close(self, timeout_s: float = 10.0) -> None:
-        if self._is_closing:  # A second call could close descriptors that other files reuse.
+        if self._is_closing:
+            # The process may have reused the closed descriptors' numbers for other files.
             return
         super().close(timeout_s)
         # If the supervisor's thread still runs, it no longer accepts ranks, so it does not use

@@ -2,8 +2,8 @@
 
 Torchrun starts all workers again after a loss; each start is a round. In the rendezvous the workers
 of a round exchange their addresses through torchrun's own store, which may still contain entries of
-earlier rounds. Mesh rank 0 must be on the front end's node, which may not be the node of torchrun's
-rank 0. If torchrun's rank r becomes mesh rank 0, a worker's mesh rank is (its torchrun rank - r)
+earlier rounds. Mesh rank 0 must be on the front end's node, but torchrun's rank 0 may be on another
+node. If torchrun's rank r becomes mesh rank 0, a worker's mesh rank is (its torchrun rank - r)
 mod world size. If a worker receives SIGTERM, mesh rank 0 sends SIGTERM to the front end, which
 drains and then ends the ranks.
 """
@@ -81,7 +81,7 @@ class TorchrunEnv:
     run_id: str
     master_host: str
     master_port: int
-    shared_store: bool  # The workers use the agents' own store.
+    shared_store: bool  # The workers use the store of torchrun's agents.
 
     @classmethod
     def from_environment(cls) -> "TorchrunEnv":
@@ -244,7 +244,7 @@ def rendezvous(
 def _own_host(env: TorchrunEnv) -> str:
     """Return an address at which the other workers can reach this node."""
     if env.node == 0:
-        return env.master_host  # All workers reach the store at this address, on node 0.
+        return env.master_host  # All workers reach torchrun's store, on node 0, at this address.
     addrinfo = socket.getaddrinfo(env.master_host, env.master_port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(addrinfo[0], addrinfo[1]) as probe:
         probe.connect(addrinfo[4])  # UDP: sends no packet, only selects the source address.
@@ -278,8 +278,8 @@ def _start_frontend(folder: Path, agent_pid: int, flags: list[str]) -> ChildProc
     # A child inherits the mask of blocked signals; the front end must receive its signals.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
-        # `ChildProcess` starts a session of its own, so the front end outlives this worker; it
-        # drains when the agent exits.
+        # `ChildProcess` starts the front end in a new session, so the front end outlives this
+        # worker. When torchrun's agent exits, the front end drains.
         return ChildProcess(
             [sys.executable, "-m", "serving", "serve", *flags], environment=environment
         )

@@ -1,15 +1,15 @@
-"""Watchdog: detects dead and hung ranks, and the step time-out that it learns from step times.
+"""Watchdog: detects dead ranks and hung ranks; learns its step time-out from measured step times.
 
 One thread waits for three events at once: a message of rank 0, the exit of a rank process, and the
-end of a time limit. A rank is dead if its process exits before the supervisor closes. The ranks are
-hung if rank 0 sends no message for longer than the limit of its phase: loading, warming up, or
+end of a time limit. A rank is dead if its process exits before the supervisor is closed. The ranks
+are hung if rank 0 sends no message for longer than the limit of its phase: loading, warming up, or
 running (a step, or the heartbeat of an idle engine loop). The watchdog forwards `Ready` and updates
 of rank 0 to the receiver.
 
 The limit of a step (`StepTimeout`) is learned: a long prefill step may take 10 s on slow hardware,
 but a decode step of 10 s means that a rank hangs. The limit is therefore the largest of three
-times: a minimum, 10 times the p99 of the recent step times, and 10 times the longest expected time
-of a step in flight, from the measured seconds per token.
+times: a minimum, 10 times the p99 of the recent step times, and 10 times the expected time of the
+longest step in flight. The expected time is computed from the measured seconds per token.
 
 This module is independent of how ranks are started and of what happens after a loss.
 """
@@ -227,7 +227,7 @@ class Watchdog:
         return "; ".join(self._exit_reasons()) or f"rank {rank} exited"
 
     def _exit_reasons(self) -> list[str]:
-        """Describe the exits of all rank processes; the first one noticed may not be the cause."""
+        """Describe the exits of all rank processes: the exit noticed first may not be the cause."""
         exits = {rank: self._rank_set.describe_exit(rank) for rank in self._rank_set.descriptors}
         return [
             f"rank {rank} {description}"

@@ -225,7 +225,10 @@ class GoldenChecker:
 
 
 async def _gather(coroutines: Sequence[Coroutine[Any, Any, ExampleReplay]]) -> list[ExampleReplay]:
-    """Run the coroutines and return their results in order. An exception cancels the others."""
+    """Run the coroutines and return their results in order.
+
+    If a coroutine raises, the unfinished coroutines are cancelled.
+    """
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(coroutine) for coroutine in coroutines]
     return [task.result() for task in tasks]

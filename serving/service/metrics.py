@@ -127,7 +127,8 @@ REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 8
 LENGTH_BUCKETS_TOKENS = tuple(2.0**power for power in range(18))  # Up to 131,072.
 MESSAGE_BUCKETS_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-ADAPTER_LABELS_MAX = 100  # Adapters with a series each; all others share OTHER_ADAPTERS.
+# Maximum number of adapter names with a series each; all other names share OTHER_ADAPTERS.
+ADAPTER_LABELS_MAX = 100
 OTHER_ADAPTERS = "other"
 ENGINE_STATES = ("loading", "serving", "restarting", "draining", "dead")
 # A call that fails for one of these reasons counts as rejected because of load, if none of its

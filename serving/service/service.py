@@ -2,8 +2,8 @@
 
 A `ServableCheckpoint` is read from a checkpoint's headers, without its weights. An open `Service`
 has an engine. The engine's transport connects it with the ranks, which have the model's weights.
-The ranks run in this process or in processes of their own. The server, the in-process command and
-the Python API all use a `Service`.
+The ranks run in this process or in separate processes. The server, `preamble generate` and the
+Python API all use a `Service`.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from serving.worker.startup import WorkerCheckpoint, build_worker, open_for_serv
 
 log = logging.getLogger(__name__)
 
-# Name of the base model without an adapter, the same on every server.
+# A name that selects the base model without an adapter on every server, whatever its checkpoint.
 BASE_MODEL_ALIAS = "preamble"
 
 
@@ -267,7 +267,7 @@ class Service:
 
 
 def _resolve_device(name: str) -> torch.device:
-    """Return the device of this name; raise ConfigError if the machine has no such kind of device.
+    """Return the device called `name`; raise ConfigError if the machine has no device of its type.
 
     This does not initialize CUDA, because CUDA would take GPU memory that the front end does not
     need.

@@ -1,6 +1,6 @@
 // Interaction of the plan page: shows the details of the candidate that the pointer (in the scatter
 // plot or the table) or an arrow key selects; sorts and filters the table. Without JavaScript, the
-// page has the details of no candidate but the recommended one.
+// page has only the details of the recommended candidate.
 for (const control of document.querySelectorAll(".scripted")) control.hidden = false;
 
 const newElement = (tag, text, className) => {
@@ -79,7 +79,7 @@ if (svg) {
     if (event.key === "Escape") show((pinned = -1));
     if (step === undefined) return;
     event.preventDefault();
-    // If no candidate is shown, an arrow key starts at the left or at the right end.
+    // If no candidate is shown, ArrowRight selects the leftmost and ArrowLeft the rightmost one.
     const position = shown < 0 ? (step > 0 ? -1 : byX.length) : byX.indexOf(shown);
     pinned = byX[Math.max(0, Math.min(byX.length - 1, position + step))];
     show(pinned);

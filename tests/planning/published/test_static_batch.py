@@ -248,13 +248,14 @@ def test_advice_for_a_batch_that_does_not_fit() -> None:
     assert fit_advice_lines(job(), NODE) == []
     kv = job(tp=1, input_tokens=200, output_tokens=200, batch=256)
     too_much, batch, split = fit_advice_lines(kv, NODE)
-    assert too_much.startswith("weights and KV cache do not fit: 40.5 GB and 111 GB of 85.9 GB")
+    assert too_much.startswith("weights (40.5 GB), KV cache (111 GB) and workspace (")
+    assert too_much.endswith("need more than 97 % of 85.9 GB")
     assert (batch, split) == ("a batch of 68 fits TP1 PP1", "TP4 PP1, 4 GPUs, fits this batch")
     for batch_size, verdict in ((68, "fits"), (69, "tight")):
         assert estimate_static(replace(kv, batch=batch_size), NODE).memory.verdict == verdict
     weights = fit_advice_lines(job(model=GPT_175B, tp=1), NODE)
-    assert weights[0].startswith("the weights alone do not fit: 349 GB")
-    assert weights[0].endswith("of 85.9 GB")
+    assert weights[0].startswith("weights (349 GB) and CUDA context (")
+    assert weights[0].endswith("alone need more than 97 % of 85.9 GB")
     assert weights[1:] == ["TP8 PP1, 8 GPUs, fits this batch"]
 
 
