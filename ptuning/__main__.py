@@ -162,11 +162,12 @@ def _check(config: TuneConfig, args: argparse.Namespace) -> int:
     from ptuning.run.preparation import prepare
 
     prepared = prepare(config)
-    check_inputs = prepared.tasks, prepared.tokenizer, config
+    tasks, tokenizer = prepared.tasks, prepared.tokenizer
     if args.json:
-        print(json.dumps(asdict(preflight_report(*check_inputs))))
+        report = preflight_report(tasks, tokenizer, config.training_config, config.parallel_config)
+        print(json.dumps(asdict(report)))
     else:
-        print("\n".join(preflight_lines(*check_inputs, prepared.checkpoint.config)))
+        print("\n".join(preflight_lines(tasks, tokenizer, config, prepared.checkpoint.config)))
     return 0
 
 
@@ -188,7 +189,8 @@ def _run_on_rank_zero(prepared: "PreparedRun", restart: bool) -> "tuple[RunOutco
     from ptuning.run.training_state import lock_folder
 
     observer, config = RunObserver(prepared, sys.stderr), prepared.config
-    with lock_folder(run_folder(config)), join_mesh(config, restart) as mesh:
+    folder = run_folder(config.output_config, config.data_config)
+    with lock_folder(folder), join_mesh(config, restart) as mesh:
         try:
             outcome = _train(prepared, mesh, observer, restart=restart)
         finally:

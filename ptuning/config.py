@@ -1,17 +1,26 @@
 """TuneConfig: settings of a tuning run, with units and defaults, read from a YAML file.
 
-The architecture of the model comes from its checkpoint; `true_vocab_size` and `config_json` supply
-what the checkpoint does not record. If a run has one task, the settings of this task are top-level
-keys. If it has several tasks, the list `tasks` has their settings. This module opens no file other
-than the YAML file and does not import torch.
+The file is one flat mapping. Its settings are in frozen parts by subject, so that a module receives
+only the parts that it reads. The architecture of the model comes from its checkpoint;
+`true_vocab_size` and `config_json` supply what the checkpoint does not record. If a run has one
+task, the settings of this task are top-level keys. If it has several tasks, the list `tasks` has
+their settings. This module opens no file other than the YAML file and does not import torch.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 from gpt.errors import ConfigError
-from gpt.settings import parse_settings, read_yaml, short_repr, suggest_nearest
+from gpt.settings import (
+    ComposedSettings,
+    parse_settings,
+    read_yaml,
+    setting_fields,
+    short_repr,
+    suggest_nearest,
+)
 from ptuning.task import DEFAULT_TEMPLATE, Task, parse_nemo_tasks
 
 # Maps each tuning method to its default learning rate; see also ADAFACTOR_LEARNING_RATES. The
@@ -77,22 +86,35 @@ CHOICES = {
     "recompute": RECOMPUTE_MODES,
     "measure": MEASURES,
 }
+FRACTIONS = ("hidden_dropout", "attention_dropout", "encoder_dropout", "beta1", "beta2")
 
 
 @dataclass(frozen=True)
-class TuneConfig:
-    """Settings of one tuning run. Relative paths are resolved against the working directory."""
+class ModelConfig:
+    """The checkpoint to train against, and where and how it is computed."""
 
     model: str  # Path of the checkpoint.
+    # Tokenizer file or directory; None: the tokenizer beside the weights.
+    tokenizer: str | None = None
+    # Needed if the vocabulary is padded and the checkpoint does not record its true size.
+    true_vocab_size: int | None = None
+    # Path of a JSON file with model settings that are missing or wrong in the checkpoint.
+    config_json: str | None = None
+    device: str = "cpu"
+    # Compute dtype; None: the dtype of the stored weights. The virtual-token table is written in
+    # fp32 in any case.
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_path("model", self.model)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The records and tasks: prompt templates, virtual tokens and lengths."""
+
     data: str = ""  # File of training records: jsonl, CSV, TSV or Parquet.
     name: str = ""  # Name of the adapter; required, except for method `full`.
-    # Directory for the adapter (method `full`: for the checkpoint), created if it does not exist.
-    # May be the adapter directory of a running server.
-    output: str = "adapters"
-    # Directory in which each run gets a numbered directory for its logs, report and states; None:
-    # `runs/NAME` beside the output directory.
-    run: str | None = None
-
     validation: str = ""  # File of held-out records, which are never trained on; empty: none.
     task: str = ""  # Purpose of the adapter in a few words.
     template: str = DEFAULT_TEMPLATE  # Prompt template; its fields are keys of the records.
@@ -116,6 +138,38 @@ class TuneConfig:
     tokens_max: int | None = None
     answer_only_loss: bool = True  # Whether only answer tokens have a loss; False: all text tokens.
 
+    def __post_init__(self) -> None:
+        _check_settings(self)
+        names = [task.name for task in self.resolved_tasks]
+        duplicate = next((name for name in names if names.count(name) > 1), None)
+        if duplicate is not None:
+            raise ConfigError(f"two tasks are named {duplicate!r}; give each task a unique name")
+
+    @property
+    def resolved_tasks(self) -> tuple[Task, ...]:
+        """The tasks of the run, with top-level values for the shared settings that a task lacks."""
+        if self.tasks:
+            return tuple(
+                replace(
+                    task,
+                    data=task.data or self.data or None,
+                    validation=task.validation or self.validation or None,
+                    answer_only_loss=(
+                        self.answer_only_loss
+                        if task.answer_only_loss is None
+                        else task.answer_only_loss
+                    ),
+                )
+                for task in self.tasks
+            )
+        task_settings = {setting.name: getattr(self, setting.name) for setting in fields(Task)}
+        return (Task(**{**task_settings, "validation": self.validation or None}),)
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """The tuning method, with the initial values and the prompt encoder."""
+
     method: str = "prompt-tuning"  # A key of METHOD_LEARNING_RATES.
     initial: str = "records"  # Initial rows of tasks without `initial_text`: see INITIALIZATIONS.
     # Hidden size of the prompt encoder; None: the model's hidden size, half of it for `lstm`.
@@ -124,6 +178,19 @@ class TuneConfig:
     encoder_dropout: float = 0.0  # Dropout rate between the layers of `lstm`.
     # Directory of an earlier run, whose encoder network is the initial network of this run.
     encoder_from: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_settings(self)
+
+    @property
+    def adapter_kind(self) -> str:
+        """The `kind` in the adapter's card: "prefix", or "rows" for a virtual-token table."""
+        return "prefix" if self.method == "prefix" else "rows"
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Steps, batches, optimizer, learning rate schedule, dropout and seed."""
 
     steps: int = 200
     # Number of examples per step on all ranks together, limited to the number of training examples.
@@ -147,6 +214,19 @@ class TuneConfig:
     attention_dropout: float = 0.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        _check_settings(self)
+        if self.minimum_rate > 1:
+            raise ConfigError(
+                f"minimum_rate is {self.minimum_rate}; it is a share of the learning rate and "
+                "must be at most 1"
+            )
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Validations during the run, the metric that they compare, and early stopping."""
+
     # Number of steps between validations; None: only before the first step and at the end. Method
     # `full` writes the last weights, even if an earlier validation was better.
     validate_every: int | None = None
@@ -156,10 +236,34 @@ class TuneConfig:
     measure: str = "loss"
     # Number of validations without improvement after which the run stops early; None: never.
     patience: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_settings(self)
+
+
+@dataclass(frozen=True)
+class OutputConfig:
+    """The files of a run: adapter, states, logs and golden examples."""
+
+    # Directory for the adapter (method `full`: for the checkpoint), created if it does not exist.
+    # May be the adapter directory of a running server.
+    output: str = "adapters"
+    # Directory in which each run gets a numbered directory for its logs, report and states; None:
+    # `runs/NAME` beside the output directory.
+    run: str | None = None
     save_every: int = 100  # Number of steps between saved states.
     # Number of validation records stored in the card, with the answers that the adapter generates.
     golden_examples: int = 0
     tensorboard: bool = False  # Whether the run also writes TensorBoard event files.
+
+    def __post_init__(self) -> None:
+        _check_path("output", self.output)
+        _check_settings(self)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The parallel split of a run, its pipeline schedule and activation checkpointing."""
 
     tp: int = 1  # Number of tensor-parallel ranks.
     pp: int = 1  # Number of pipeline stages.
@@ -170,121 +274,95 @@ class TuneConfig:
     recompute: str = "none"  # Activation checkpointing: one of RECOMPUTE_MODES.
     recompute_layers: int = 1  # Number of layers per model chunk that `block` recomputes.
 
-    # Tokenizer file or directory; None: the tokenizer beside the weights.
-    tokenizer: str | None = None
-    # Needed if the vocabulary is padded and the checkpoint does not record its true size.
-    true_vocab_size: int | None = None
-    # Path of a JSON file with model settings that are missing or wrong in the checkpoint.
-    config_json: str | None = None
-    device: str = "cpu"
-    # Compute dtype; None: the dtype of the stored weights. The virtual-token table is written in
-    # fp32 in any case.
-    dtype: str | None = None
-
     def __post_init__(self) -> None:
-        for name in ("model", "output"):
-            _check_path(name, getattr(self, name))
-        for name in POSITIVE_SETTINGS:
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"{name} is {value}; it must be more than 0 and finite")
-        for name in NON_NEGATIVE_SETTINGS:
-            value = getattr(self, name)
-            if not 0 <= value < 2**63:
-                requirement = "must not be negative" if value < 0 else "must be less than 2^63"
-                raise ConfigError(f"{name} is {value}; it {requirement}")
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(
-                    f"{name} is {short_repr(value)}; {suggest_nearest(value, choices)}"
-                )
-        for name in ("hidden_dropout", "attention_dropout", "encoder_dropout", "beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 0 and less than 1")
-        if self.minimum_rate > 1:
-            raise ConfigError(
-                f"minimum_rate is {self.minimum_rate}; it is a share of the learning rate and "
-                "must be at most 1"
-            )
+        _check_settings(self)
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+@dataclass(frozen=True, init=False)
+class TuneConfig(ComposedSettings):
+    """Settings of one tuning run. Relative paths are resolved against the working directory.
+
+    The names of the parts' fields are the keys of the settings file.
+    """
+
+    model_config: ModelConfig
+    data_config: DataConfig
+    method_config: MethodConfig
+    training_config: TrainingConfig
+    validation_config: ValidationConfig
+    output_config: OutputConfig
+    parallel_config: ParallelConfig
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        """`settings`: the keys of the settings file; a missing key has its default."""
+        super().__init__(model=model, **settings)
         self._check_unused_settings()
-        if self.optimizer == "adafactor" and self.tp > 1 and self.method in TENSOR_PARALLEL_METHODS:
-            raise ConfigError(
-                f"adafactor needs whole rows and columns of each matrix, but {self.method} shards "
-                f"them over {self.tp} tensor ranks; set tp: 1, or optimizer: adamw"
-            )
+        self._check_optimizer()
         self._check_tasks()
 
     def _check_unused_settings(self) -> None:
         """Raise for a changed setting that has no effect with the other settings."""
+        method = self.method_config.method
+        uses_adamw = self.training_config.optimizer == "adamw"
         conditions = {
             "encoder_hidden": (
-                self.method in ENCODER_METHODS,
+                method in ENCODER_METHODS,
                 f"method is one of: {', '.join(ENCODER_METHODS)}",
             ),
-            "encoder_layers": (self.method in ("mlp", "lstm"), "method is mlp or lstm"),
-            "minimum_rate": (self.schedule == "cosine", "schedule is cosine"),
-            "beta1": (self.optimizer == "adamw", "optimizer is adamw"),
-            "beta2": (self.optimizer == "adamw", "optimizer is adamw"),
-            "epsilon": (self.optimizer == "adamw", "optimizer is adamw"),
-            "recompute_layers": (self.recompute == "block", "recompute is block"),
-            "patience": (self.validate_every is not None, "validate_every is set"),
-            "golden_examples": (self.method != "full", "method is not full"),
+            "encoder_layers": (method in ("mlp", "lstm"), "method is mlp or lstm"),
+            "minimum_rate": (self.training_config.schedule == "cosine", "schedule is cosine"),
+            "beta1": (uses_adamw, "optimizer is adamw"),
+            "beta2": (uses_adamw, "optimizer is adamw"),
+            "epsilon": (uses_adamw, "optimizer is adamw"),
+            "recompute_layers": (self.parallel_config.recompute == "block", "recompute is block"),
+            "patience": (
+                self.validation_config.validate_every is not None,
+                "validate_every is set",
+            ),
+            "golden_examples": (method != "full", "method is not full"),
         }
-        defaults = {setting.name: setting.default for setting in fields(self)}
+        values = self.to_dict()
+        defaults = setting_fields(type(self))
         for name, (applies, condition) in conditions.items():
-            value = getattr(self, name)
-            if not applies and value != defaults[name]:
+            if not applies and values[name] != defaults[name].default:
                 raise ConfigError(
-                    f"{name} is {value}, but has an effect only if {condition}; remove it"
+                    f"{name} is {values[name]}, but has an effect only if {condition}; remove it"
                 )
 
+    def _check_optimizer(self) -> None:
+        method = self.method_config.method
+        tp = self.parallel_config.tp
+        is_adafactor = self.training_config.optimizer == "adafactor"
+        if is_adafactor and tp > 1 and method in TENSOR_PARALLEL_METHODS:
+            raise ConfigError(
+                f"adafactor needs whole rows and columns of each matrix, but {method} shards "
+                f"them over {tp} tensor ranks; set tp: 1, or optimizer: adamw"
+            )
+
     def _check_tasks(self) -> None:
-        names = [task.name for task in self.resolved_tasks]
-        duplicate = next((name for name in names if names.count(name) > 1), None)
-        if duplicate is not None:
-            raise ConfigError(f"two tasks are named {duplicate!r}; give each task a unique name")
-        for task in self.resolved_tasks:
-            if not task.name and self.method != "full":
+        for task in self.data_config.resolved_tasks:
+            if not task.name and self.method_config.method != "full":
                 raise ConfigError("name is missing; set it to the name of the adapter")
             _check_path("data", task.data or "")
 
     @property
-    def resolved_tasks(self) -> tuple[Task, ...]:
-        """The tasks of the run, with top-level values for the shared settings that a task lacks."""
-        if self.tasks:
-            return tuple(
-                replace(
-                    task,
-                    data=task.data or self.data or None,
-                    validation=task.validation or self.validation or None,
-                    answer_only_loss=(
-                        self.answer_only_loss
-                        if task.answer_only_loss is None
-                        else task.answer_only_loss
-                    ),
-                )
-                for task in self.tasks
-            )
-        task_settings = {setting.name: getattr(self, setting.name) for setting in fields(Task)}
-        return (Task(**{**task_settings, "validation": self.validation or None}),)
-
-    @property
-    def adapter_kind(self) -> str:
-        """The `kind` in the adapter's card: "prefix", or "rows" for a virtual-token table."""
-        return "prefix" if self.method == "prefix" else "rows"
-
-    @property
     def peak_learning_rate(self) -> float:
-        if self.learning_rate is not None:
-            return self.learning_rate
+        if self.training_config.learning_rate is not None:
+            return self.training_config.learning_rate
         method_rates = (
             METHOD_LEARNING_RATES | ADAFACTOR_LEARNING_RATES
-            if self.optimizer == "adafactor"
+            if self.training_config.optimizer == "adafactor"
             else METHOD_LEARNING_RATES
         )
-        return method_rates[self.method]
+        return method_rates[self.method_config.method]
+
+    def to_record(self) -> dict[str, Any]:
+        """Return all settings by key; each task is a dict."""
+        return {**self.to_dict(), "tasks": tuple(map(asdict, self.data_config.tasks))}
 
     @classmethod
     def from_yaml(cls, path: str) -> Self:
@@ -320,6 +398,31 @@ class TuneConfig:
                     f"{source}: {misplaced_settings[0]} is set beside tasks; move it into each task"
                 )
         return parse_settings(cls, settings, source)
+
+
+def _check_settings(part: Any) -> None:
+    """Raise if a setting of a part is out of range or not one of its choices."""
+    for name, value in _select_settings(part, POSITIVE_SETTINGS):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{name} is {value}; it must be more than 0 and finite")
+    for name, value in _select_settings(part, NON_NEGATIVE_SETTINGS):
+        if not 0 <= value < 2**63:
+            requirement = "must not be negative" if value < 0 else "must be less than 2^63"
+            raise ConfigError(f"{name} is {value}; it {requirement}")
+    for name, value in _select_settings(part, CHOICES):
+        if value not in CHOICES[name]:
+            raise ConfigError(
+                f"{name} is {short_repr(value)}; {suggest_nearest(value, CHOICES[name])}"
+            )
+    for name, value in _select_settings(part, FRACTIONS):
+        if not 0 <= value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 0 and less than 1")
+
+
+def _select_settings(part: Any, names: Iterable[str]) -> list[tuple[str, Any]]:
+    """Return those of these settings that the part has, with their values."""
+    part_settings = setting_fields(type(part))
+    return [(name, getattr(part, name)) for name in names if name in part_settings]
 
 
 def _check_path(name: str, path: str) -> None:

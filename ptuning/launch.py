@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,7 +30,7 @@ from gpt.child_processes import ChildProcess, die_with_parent
 from gpt.errors import ConfigError
 from gpt.host_limits import usable_cores
 from gpt.parallel.mesh import Mesh
-from ptuning.config import SHARED_TASK_SETTINGS, TuneConfig
+from ptuning.config import SHARED_TASK_SETTINGS, ParallelConfig, TuneConfig
 
 # Exit code of a rank whose only error is a lost connection to another rank.
 EXIT_PEER_LOST = 3
@@ -70,24 +70,24 @@ def is_peer_lost(error: RuntimeError) -> bool:
 @contextmanager
 def join_mesh(config: TuneConfig, restart: bool) -> Iterator[Mesh]:
     """Join this process to the mesh and yield the mesh; on exit, all child ranks have ended."""
-    world_size = config.tp * config.pp * config.dp
+    parallel_config, device = config.parallel_config, config.model_config.device
     if under_torchrun():
         try:
-            yield _join_torchrun(config, world_size)
+            yield _join_torchrun(parallel_config, device)
         except RuntimeError as error:
             if not is_peer_lost(error):
                 raise
             raise PeerLostError(_peer_lost_message(str(error))) from error
         dist.destroy_process_group()
-    elif world_size == 1:
-        yield Mesh.single(config.device)
+    elif parallel_config.ranks == 1:
+        yield Mesh.single(device)
     else:
-        _check_devices(config, world_size)
+        _check_devices(parallel_config, device)
         with (
             tempfile.TemporaryDirectory(prefix="preamble-tune-") as folder,
-            _child_ranks(config, world_size, Path(folder), restart=restart),
+            _child_ranks(config, Path(folder), restart=restart),
         ):
-            yield _join_local(config, 0, world_size, Path(folder))
+            yield _join_local(parallel_config, device, 0, Path(folder))
             dist.destroy_process_group()
 
 
@@ -98,11 +98,11 @@ class RankSpec:
     config: TuneConfig
     restart: bool
     rank: int
-    world_size: int
     folder: Path  # Contains the rendezvous store and the error files of the ranks.
 
     def join(self) -> Mesh:
-        return _join_local(self.config, self.rank, self.world_size, self.folder)
+        device = self.config.model_config.device
+        return _join_local(self.config.parallel_config, device, self.rank, self.folder)
 
 
 def start_child_rank(stdin: TextIO) -> RankSpec:
@@ -113,9 +113,7 @@ def start_child_rank(stdin: TextIO) -> RankSpec:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     config = TuneConfig.from_dict(message["config"], "the run's settings")
-    return RankSpec(
-        config, message["restart"], message["rank"], message["ranks"], Path(message["folder"])
-    )
+    return RankSpec(config, message["restart"], message["rank"], Path(message["folder"]))
 
 
 def report_rank_error(folder: Path, rank: int, message: str) -> None:
@@ -124,14 +122,12 @@ def report_rank_error(folder: Path, rank: int, message: str) -> None:
 
 
 @contextmanager
-def _child_ranks(
-    config: TuneConfig, world_size: int, folder: Path, *, restart: bool
-) -> Iterator[None]:
+def _child_ranks(config: TuneConfig, folder: Path, *, restart: bool) -> Iterator[None]:
     """Start the child ranks; on exit, end them. An error of a child rank becomes PeerLostError."""
     processes: list[ChildProcess] = []
     stopped = threading.Event()
     try:
-        for rank in range(1, world_size):
+        for rank in range(1, config.parallel_config.ranks):
             process = ChildProcess(
                 [sys.executable, "-m", "ptuning", "rank"],
                 stdin=subprocess.PIPE,
@@ -143,7 +139,6 @@ def _child_ranks(
                 "config": config_to_dict(config),
                 "restart": restart,
                 "rank": rank,
-                "ranks": world_size,
                 "folder": str(folder),
                 "parent": os.getpid(),
             }
@@ -236,7 +231,7 @@ def _stop_children(processes: Sequence[ChildProcess]) -> None:
 
 def config_to_dict(config: TuneConfig) -> dict[str, Any]:
     """Return the settings as a mapping that TuneConfig.from_dict accepts."""
-    settings: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    settings: dict[str, Any] = json.loads(json.dumps(config.to_record()))
     if settings["tasks"]:
         # Beside `tasks`, from_dict refuses these task settings at the top level.
         task_settings = set(settings["tasks"][0]) - SHARED_TASK_SETTINGS
@@ -244,47 +239,57 @@ def config_to_dict(config: TuneConfig) -> dict[str, Any]:
     return settings
 
 
-def _join_local(config: TuneConfig, rank: int, world_size: int, folder: Path) -> Mesh:
+def _join_local(parallel_config: ParallelConfig, device: str, rank: int, folder: Path) -> Mesh:
+    world_size = parallel_config.ranks
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(max(1, usable_cores(within_quota=False) // world_size))
     store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]
-    return _create_mesh(config, local_rank=rank, store=store, rank=rank, world_size=world_size)
+    return _create_mesh(
+        parallel_config, device, local_rank=rank, store=store, rank=rank, world_size=world_size
+    )
 
 
-def _join_torchrun(config: TuneConfig, world_size: int) -> Mesh:
+def _join_torchrun(parallel_config: ParallelConfig, device: str) -> Mesh:
     torchrun_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    if torchrun_size != world_size:
+    ranks = parallel_config.ranks
+    if torchrun_size != ranks:
         raise ConfigError(
-            f"tp {config.tp} x pp {config.pp} x dp {config.dp} needs {world_size} ranks, but "
-            f"torchrun has started {torchrun_size}; set nnodes x nproc-per-node to {world_size}"
+            f"{_describe_split(parallel_config)} needs {ranks} ranks, but torchrun has started "
+            f"{torchrun_size}; set nnodes x nproc-per-node to {ranks}"
         )
     torch.set_num_threads(
         max(1, usable_cores(within_quota=False) // int(os.environ["LOCAL_WORLD_SIZE"]))
     )
-    return _create_mesh(config, local_rank=local_rank)
+    return _create_mesh(parallel_config, device, local_rank=local_rank)
 
 
-def _create_mesh(config: TuneConfig, *, local_rank: int, **init_options: Any) -> Mesh:
-    cuda = config.device.startswith("cuda")
-    device = torch.device("cuda", local_rank) if cuda else torch.device(config.device)
+def _create_mesh(
+    parallel_config: ParallelConfig, device: str, *, local_rank: int, **init_options: Any
+) -> Mesh:
+    cuda = device.startswith("cuda")
+    rank_device = torch.device("cuda", local_rank) if cuda else torch.device(device)
     if cuda:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(rank_device)
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S), **init_options
     )
     return Mesh.create(
-        config.tp,
-        config.pp,
-        config.dp,
-        device=device,
-        sequence_parallel=config.sequence_parallel,
+        parallel_config.tp,
+        parallel_config.pp,
+        parallel_config.dp,
+        device=rank_device,
+        sequence_parallel=parallel_config.sequence_parallel,
     )
 
 
-def _check_devices(config: TuneConfig, world_size: int) -> None:
-    if config.device.startswith("cuda") and torch.cuda.device_count() < world_size:
+def _check_devices(parallel_config: ParallelConfig, device: str) -> None:
+    ranks = parallel_config.ranks
+    if device.startswith("cuda") and torch.cuda.device_count() < ranks:
         raise ConfigError(
-            f"tp {config.tp} x pp {config.pp} x dp {config.dp} needs {world_size} GPUs, but this "
-            f"machine has {torch.cuda.device_count()}; reduce tp, pp or dp, or use torchrun on "
-            "several machines"
+            f"{_describe_split(parallel_config)} needs {ranks} GPUs, but this machine has "
+            f"{torch.cuda.device_count()}; reduce tp, pp or dp, or use torchrun on several machines"
         )
+
+
+def _describe_split(parallel_config: ParallelConfig) -> str:
+    return f"tp {parallel_config.tp} x pp {parallel_config.pp} x dp {parallel_config.dp}"

@@ -177,7 +177,8 @@ def _tuning_task(
 
     Only the GPUs, the sequence length and the dtype come from the specification.
     """
-    section = specification.training
+    section, config = specification.training, tuning.config
+    batch_examples = config.training_config.batch_examples
     if specification.model.path is not None or specification.model.layers is not None:
         raise ConfigError(
             f"the command names a model, and {tuning.path} names one too; remove the model from "
@@ -186,17 +187,17 @@ def _tuning_task(
     if section.trainable not in (None, tuning.trainable):
         raise ConfigError(
             f"--trainable {section.trainable} contradicts {tuning.path}, whose method "
-            f"{tuning.config.method} means --trainable {tuning.trainable}; remove the flag"
+            f"{config.method_config.method} means --trainable {tuning.trainable}; remove the flag"
         )
-    if section.global_batch not in (None, tuning.config.batch_examples):
+    if section.global_batch not in (None, batch_examples):
         raise ConfigError(
             f"--global-batch {section.global_batch} contradicts {tuning.path}, whose "
-            f"batch_examples is {tuning.config.batch_examples}; remove the flag, or change the file"
+            f"batch_examples is {batch_examples}; remove the flag, or change the file"
         )
     job = tuning.training_job(specification.model.seq)
     if specification.dtype is not None:
         job = replace(job, dtype=specification.dtype)
-    return job, specification.hardware.cluster(tuning.gpus), tuning.config.model
+    return job, specification.hardware.cluster(tuning.gpus), config.model_config.model
 
 
 def _measure_candidates(

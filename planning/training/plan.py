@@ -97,7 +97,7 @@ def _tuning_advice(tuning: TuningSettings, job: TrainingJob, cluster: Cluster) -
             f"there are no published training runs on {cluster.device.name}: run the best "
             "candidates (--measure) before you rely on the plan"
         )
-    elif tuning.config.device == "cpu":
+    elif tuning.config.model_config.device == "cpu":
         lines.append(
             f"{tuning.path} has device: cpu, and the written settings keep this device; to train "
             "on GPUs, set device: cuda"

@@ -5,7 +5,7 @@ the planned run. For settings that `preamble tune` rejects, this module raises t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import yaml
 
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
-from gpt.settings import read_yaml
+from gpt.settings import read_yaml, setting_fields
 from planning.training.estimate import TrainingJob, TrainingSplit
 from ptuning.config import TuneConfig
 
@@ -33,35 +33,37 @@ class TuningSettings:
         config = TuneConfig.from_dict(record, path)
         from gpt.formats.overrides import open_with_overrides, read_overrides
 
-        changes = read_overrides(config.config_json, config.true_vocab_size)
-        checkpoint = open_with_overrides(config.model, changes, config.tokenizer)
+        model_config = config.model_config
+        changes = read_overrides(model_config.config_json, model_config.true_vocab_size)
+        checkpoint = open_with_overrides(model_config.model, changes, model_config.tokenizer)
         return cls(path, record, config, checkpoint.config)
 
     @property
     def gpus(self) -> int:
         """The number of ranks in the file: tp x pp x dp."""
-        return self.config.tp * self.config.pp * self.config.dp
+        return self.config.parallel_config.ranks
 
     @property
     def trainable(self) -> str:
-        return "all" if self.config.method == "full" else "adapter"
+        return "all" if self.config.method_config.method == "full" else "adapter"
 
     def training_job(self, sequence: int | None) -> TrainingJob:
         """Return the training job, in which each example has `sequence` tokens.
 
         If `sequence` is None, each example has the maximum length that the settings allow.
         """
+        data_config, dtype = self.config.data_config, self.config.model_config.dtype
         context = self.model.max_position_embeddings
-        sequence_max = min(self.config.tokens_max or context, context)
-        virtual_tokens = sum(task.virtual_tokens for task in self.config.resolved_tasks)
+        sequence_max = min(data_config.tokens_max or context, context)
+        virtual_tokens = sum(task.virtual_tokens for task in data_config.resolved_tasks)
         return TrainingJob(
             self.model,
             sequence or sequence_max,
-            self.config.batch_examples,
+            self.config.training_config.batch_examples,
             "all" if self.trainable == "all" else "adapter",
             0 if self.trainable == "all" else virtual_tokens,
             # Other dtypes, such as float32 for a CPU, are planned as if they were bfloat16.
-            self.config.dtype if self.config.dtype in ("bfloat16", "float16") else "bfloat16",
+            dtype if dtype in ("bfloat16", "float16") else "bfloat16",
             flash=True,  # Like flash attention, `preamble tune` stores no attention scores.
             distributed_optimizer=False,
         )
@@ -80,11 +82,11 @@ class TuningSettings:
         return ""
 
     def with_split(self, split: TrainingSplit) -> TuneConfig:
-        return replace(self.config, **_split_settings(split))
+        return self.config.with_fields(**_split_settings(split))
 
     def to_yaml(self, split: TrainingSplit, notes: Sequence[str]) -> str:
         """Return the settings file with this split, and with `notes` as comments at its top."""
-        defaults = {config_field.name: config_field.default for config_field in fields(TuneConfig)}
+        defaults = {name: field.default for name, field in setting_fields(TuneConfig).items()}
         changed = {
             name: value
             for name, value in _split_settings(split).items()

@@ -18,7 +18,7 @@ from gpt.config import GPTConfig
 from gpt.errors import ConfigError, RequestError
 from gpt.settings import short_repr, suggest_nearest
 from gpt.tokenizers.tokenizer import Tokenizer
-from ptuning.config import TuneConfig
+from ptuning.config import DataConfig, MethodConfig
 from ptuning.data.records import ProgressCallback, Record, read_records
 from ptuning.task import Task
 
@@ -78,9 +78,10 @@ class TaskData:
 
 
 def read_tasks(
-    config: TuneConfig,
+    data_config: DataConfig,
+    method_config: MethodConfig,
     tokenizer: Tokenizer,
-    model_config: GPTConfig,
+    gpt_config: GPTConfig,
     progress: ProgressCallback | None = None,
 ) -> list[TaskData]:
     """Read and render the training and validation records of all tasks.
@@ -88,18 +89,22 @@ def read_tasks(
     A file of training records that several tasks share is read once, and likewise a file of
     validation records.
     """
-    context = model_config.max_position_embeddings
-    tokens_max = min(config.tokens_max or context, context)
+    tasks, adapter_kind = data_config.resolved_tasks, method_config.adapter_kind
+    context = gpt_config.max_position_embeddings
+    tokens_max = min(data_config.tokens_max or context, context)
     builders: list[ExampleBuilder] = []
     first_row = 0
-    for task_index, task in enumerate(config.resolved_tasks):
+    for task_index, task in enumerate(tasks):
         template = task_template(
-            task, tokenizer, with_virtual_tokens=config.method != "full", kind=config.adapter_kind
+            task,
+            tokenizer,
+            with_virtual_tokens=method_config.method != "full",
+            kind=adapter_kind,
         )
-        check_template(template, config.adapter_kind, task.name)
-        prefix_tokens = template.virtual_tokens if config.adapter_kind == "prefix" else 0
+        check_template(template, adapter_kind, task.name)
+        prefix_tokens = template.virtual_tokens if adapter_kind == "prefix" else 0
         layout = ExampleLayout(
-            task_index, model_config.vocab_size, first_row, tokens_max, prefix_tokens
+            task_index, gpt_config.vocab_size, first_row, tokens_max, prefix_tokens
         )
         builders.append(
             ExampleBuilder(
@@ -111,12 +116,12 @@ def read_tasks(
             )
         )
         first_row += template.virtual_tokens
-    has_several_tasks = len(config.resolved_tasks) > 1
+    has_several_tasks = len(tasks) > 1
     # Both are keyed by task index.
     training_sets: dict[int, ExampleSet] = {}
     validation_sets: dict[int, ExampleSet] = {}
     for setting, example_sets in (("data", training_sets), ("validation", validation_sets)):
-        paths = [getattr(task, setting) for task in config.resolved_tasks]
+        paths = [getattr(task, setting) for task in tasks]
         for path in dict.fromkeys(filter(None, paths)):
             path_builders = [
                 builder
@@ -133,12 +138,12 @@ def read_tasks(
             task,
             builder.template,
             builder.layout.first_row,
-            model_config.vocab_size,
+            gpt_config.vocab_size,
             training_sets[builder.layout.task_index],
             validation_sets.get(builder.layout.task_index),
             tokens_max,
         )
-        for task, builder in zip(config.resolved_tasks, builders, strict=True)
+        for task, builder in zip(tasks, builders, strict=True)
     ]
 
 

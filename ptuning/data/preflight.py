@@ -18,7 +18,7 @@ from gpt.costs.training import (
     state_bytes,
 )
 from gpt.tokenizers.tokenizer import Tokenizer
-from ptuning.config import TuneConfig
+from ptuning.config import ParallelConfig, TrainingConfig, TuneConfig
 from ptuning.data.batch_order import BatchOrder
 from ptuning.data.dataset import Example, ExampleSet, TaskData
 from ptuning.data.micro_batch import MicroBatch, build_micro_batch, split_into_micro_batches
@@ -103,10 +103,13 @@ class PreflightReport:
 
 
 def preflight_report(
-    tasks: Sequence[TaskData], tokenizer: Tokenizer, config: TuneConfig
+    tasks: Sequence[TaskData],
+    tokenizer: Tokenizer,
+    training_config: TrainingConfig,
+    parallel_config: ParallelConfig,
 ) -> PreflightReport:
     task_stats = tuple(_task_stats(task) for task in tasks)
-    step_stats = _step_stats(tasks, config)
+    step_stats = _step_stats(tasks, training_config, parallel_config)
     warnings = []
     for task, stats in zip(tasks, task_stats, strict=True):
         task_prefix = f"{stats.name}: " if len(task_stats) > 1 else ""
@@ -120,25 +123,26 @@ def preflight_report(
             f"the run trains on only {step_stats.rounds:.0%} of the examples; more steps or larger "
             "batches would use all of them"
         )
-    if config.warmup_steps >= config.steps:
+    steps, warmup_steps = training_config.steps, training_config.warmup_steps
+    if warmup_steps >= steps:
         warnings.append(
-            f"warmup_steps is {config.warmup_steps} and the run has {config.steps} steps, so the "
-            "learning rate rises until the end of the run; set a smaller warmup_steps"
+            f"warmup_steps is {warmup_steps} and the run has {steps} steps, so the learning rate "
+            "rises until the end of the run; set a smaller warmup_steps"
         )
     return PreflightReport(task_stats, step_stats, tuple(warnings))
 
 
 def preflight_lines(
-    tasks: Sequence[TaskData], tokenizer: Tokenizer, config: TuneConfig, model_config: GPTConfig
+    tasks: Sequence[TaskData], tokenizer: Tokenizer, config: TuneConfig, gpt_config: GPTConfig
 ) -> list[str]:
     """Return the lines that `--check` prints without `--json`."""
-    report = preflight_report(tasks, tokenizer, config)
+    report = preflight_report(tasks, tokenizer, config.training_config, config.parallel_config)
     lines = []
     for task, task_stats in zip(tasks, report.tasks, strict=True):
         if task_stats.name:
             lines.append(f"task {task_stats.name}")
         for example in task.examples.examples[:EXAMPLES_SHOWN]:
-            lines += _example_lines(example, tokenizer, model_config.vocab_size)
+            lines += _example_lines(example, tokenizer, gpt_config.vocab_size)
         lines += _file_lines("trains on", task_stats.learning)
         if task_stats.validation is not None:
             lines += _file_lines("validates on", task_stats.validation)
@@ -158,51 +162,51 @@ def preflight_lines(
         f"{step_stats.learned_tokens:,.0f} with a loss"
     )
     epochs = _format_count(step_stats.rounds, "epoch", "epochs")
-    lines.append(f"{_format_count(config.steps, 'step is', 'steps are')} {epochs}")
-    lines.append(memory_line(config, model_config, step_stats))
+    lines.append(f"{_format_count(config.training_config.steps, 'step is', 'steps are')} {epochs}")
+    lines.append(memory_line(config, gpt_config, step_stats))
     return lines + [f"warning: {text}" for text in report.warnings]
 
 
-def memory_line(config: TuneConfig, model_config: GPTConfig, step_stats: StepStats) -> str:
+def memory_line(config: TuneConfig, gpt_config: GPTConfig, step_stats: StepStats) -> str:
     """Return a line with the estimated memory of the rank that needs the most memory.
 
     The estimate excludes virtual-token rows, logits and libraries.
     """
-    trains_model, dtype = config.method == "full", config.dtype or model_config.dtype
+    parallel = config.parallel_config
+    trains_model = config.method_config.method == "full"
+    dtype = config.model_config.dtype or gpt_config.dtype
     activation_config = TrainingSetup(
-        config.tp,
-        config.sequence_parallel and config.tp > 1,
+        parallel.tp,
+        parallel.sequence_parallel and parallel.tp > 1,
         trainable="all" if trains_model else "adapter",
-        dropout=config.hidden_dropout > 0,
+        dropout=config.training_config.hidden_dropout > 0,
     )
     # Without attention dropout, Preamble's attention stores no scores, so the mode "none" needs as
     # much memory as "selective". The scores that attention dropout stores are not counted.
     recompute_modes: tuple[RecomputeMode, RecomputeMode] = ("selective", "full")
     selective_bytes, full_bytes = (
         layer_activation_bytes(
-            model_config, 1, step_stats.tokens_of_pass_max, mode, activation_config
+            gpt_config, 1, step_stats.tokens_of_pass_max, mode, activation_config
         )
         for mode in recompute_modes
     )
-    recomputed_layers_share = (
-        config.recompute_layers * config.virtual_stages / -(-model_config.num_layers // config.pp)
-    )
-    recomputed_share = {"full": 1.0, "block": min(1.0, recomputed_layers_share)}.get(
-        config.recompute, 0.0
-    )
+    stage_layers_max = -(-gpt_config.num_layers // parallel.pp)
+    recomputed_layers = parallel.recompute_layers * parallel.virtual_stages
+    block_share = min(1.0, recomputed_layers / stage_layers_max)
+    recomputed_share = {"full": 1.0, "block": block_share}.get(parallel.recompute, 0.0)
     # layer_activation_bytes counts 2 bytes per value; convert to the size of the compute dtype.
     layer_bytes = (
         (recomputed_share * full_bytes + (1 - recomputed_share) * selective_bytes)
         * DTYPE_BYTES[dtype]
         / 2
     )
-    rank_passes = math.ceil(step_stats.passes / config.dp)
+    rank_passes = math.ceil(step_stats.passes / parallel.dp)
     stage_bytes = []
-    for stage in range(config.pp):
-        stage_params = stage_parameters(model_config, config.tp, config.pp, stage)
+    for stage in range(parallel.pp):
+        stage_params = stage_parameters(gpt_config, parallel.tp, parallel.pp, stage)
         states = state_bytes(stage_params, activation_config.trainable, 0, 1, dtype)
         in_flight_layers = layers_in_flight(
-            model_config.num_layers, config.pp, rank_passes, config.virtual_stages, stage
+            gpt_config.num_layers, parallel.pp, rank_passes, parallel.virtual_stages, stage
         )
         stage_bytes.append(
             (states.weights + states.gradients + states.optimizer, in_flight_layers * layer_bytes)
@@ -261,20 +265,24 @@ def _prompt_hash(example: Example) -> int:
     return hash(tuple(example.ids[: example.answer_start]))
 
 
-def _step_stats(tasks: Sequence[TaskData], config: TuneConfig) -> StepStats:
+def _step_stats(
+    tasks: Sequence[TaskData], training_config: TrainingConfig, parallel_config: ParallelConfig
+) -> StepStats:
     examples = [example for task in tasks for example in task.examples.examples]
-    order = BatchOrder(examples, config.batch_examples, config.seed)
+    order = BatchOrder(examples, training_config.batch_examples, training_config.seed)
     micro_batches: list[MicroBatch] = []
     unshared_tokens = 0
-    steps = min(STEPS_SAMPLED, config.steps)
-    has_dropout = max(config.hidden_dropout, config.attention_dropout) > 0
+    steps = min(STEPS_SAMPLED, training_config.steps)
+    has_dropout = max(training_config.hidden_dropout, training_config.attention_dropout) > 0
     for step in range(1, steps + 1):
         batch = order.batch(step)
         # The last token of an example predicts no token and is not computed.
         unshared_tokens += sum(len(example.ids) - 1 for example in batch)
-        for rank in range(config.dp):
+        for rank in range(parallel_config.dp):
             groups = split_into_micro_batches(
-                batch[rank :: config.dp], config.micro_batch_examples, config.micro_batch_tokens
+                batch[rank :: parallel_config.dp],
+                training_config.micro_batch_examples,
+                training_config.micro_batch_tokens,
             )
             micro_batches += [
                 build_micro_batch(group, share_prefix=not has_dropout) for group in groups if group
@@ -287,7 +295,7 @@ def _step_stats(tasks: Sequence[TaskData], config: TuneConfig) -> StepStats:
         tokens_of_pass_max=max(micro_batch.batch.tokens for micro_batch in micro_batches),
         shared_tokens=(unshared_tokens - tokens) / steps,
         learned_tokens=sum(len(micro_batch.labels) for micro_batch in micro_batches) / steps,
-        rounds=config.steps * order.batch_size / len(examples),
+        rounds=training_config.steps * order.batch_size / len(examples),
     )
 
 

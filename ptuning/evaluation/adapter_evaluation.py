@@ -28,7 +28,7 @@ from gpt.model.pipeline import model_chunks
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_communication import broadcast_from_last_stage
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, open_tokenizer
-from ptuning.config import TuneConfig
+from ptuning.config import ModelConfig, TuneConfig
 from ptuning.data.dataset import Example, ExampleSet, read_examples
 from ptuning.data.micro_batch import build_micro_batch, split_into_micro_batches
 from ptuning.evaluation.answer_metrics import compute_metrics
@@ -161,25 +161,25 @@ def evaluate_command(args: argparse.Namespace) -> int:
     The model is `args.model`, or `model` of the config file.
     """
     path, file = map(Path, args.evaluate)
-    config = _load_config(args)
-    overrides = read_overrides(config.config_json, config.true_vocab_size)
-    checkpoint = open_with_overrides(config.model, overrides, config.tokenizer)
+    model_config = _read_model_config(args)
+    overrides = read_overrides(model_config.config_json, model_config.true_vocab_size)
+    checkpoint = open_with_overrides(model_config.model, overrides, model_config.tokenizer)
     adapter = open_adapter(path, base=checkpoint)
-    model_config = checkpoint.config
+    gpt_config = checkpoint.config
     notes = check_adapter(
         adapter,
-        model_config.with_fields(dtype=config.dtype or model_config.dtype),
+        gpt_config.with_fields(dtype=model_config.dtype or gpt_config.dtype),
         identify(checkpoint),
     )
-    tokenizer: Tokenizer = NullTokenizer(model_config.vocab_size)
+    tokenizer: Tokenizer = NullTokenizer(gpt_config.vocab_size)
     if checkpoint.tokenizer is not None:
         tokenizer = open_tokenizer(checkpoint.tokenizer)
-        check_tokenizer(tokenizer, model_config.vocab_size, checkpoint.tokenizer)
+        check_tokenizer(tokenizer, gpt_config.vocab_size, checkpoint.tokenizer)
     examples = _read_examples(
-        adapter, file, tokenizer, model_config.vocab_size, model_config.max_position_embeddings
+        adapter, file, tokenizer, gpt_config.vocab_size, gpt_config.max_position_embeddings
     )
-    mesh = Mesh.single(parse_device(config.device))
-    model = load_model(checkpoint, mesh, dtype=config.dtype).eval()
+    mesh = Mesh.single(parse_device(model_config.device))
+    model = load_model(checkpoint, mesh, dtype=model_config.dtype).eval()
     evaluation = evaluate(model, tokenizer, adapter, examples)
     for note in notes:
         sys.stderr.write(f"note: {note}\n")
@@ -191,18 +191,17 @@ def evaluate_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load_config(args: argparse.Namespace) -> TuneConfig:
+def _read_model_config(args: argparse.Namespace) -> ModelConfig:
     model = getattr(args, "model", None)
     if args.config is not None:
-        config = TuneConfig.from_yaml(args.config)
-        return config if model is None else replace(config, model=model)
+        model_config = TuneConfig.from_yaml(args.config).model_config
+        return model_config if model is None else replace(model_config, model=model)
     if model is None:
         raise ConfigError(
             "an adapter file does not contain the path of its model; give --model PATH, or the "
             "CONFIG.yaml of its run"
         )
-    # TuneConfig requires a name and training records; an evaluation does not use them.
-    return TuneConfig(model=model, name="evaluated", data="none")
+    return ModelConfig(model=model)
 
 
 def _read_examples(

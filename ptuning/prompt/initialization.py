@@ -13,7 +13,7 @@ from torch import Tensor
 from gpt.errors import ConfigError, RequestError
 from gpt.model.gpt_model import GPT
 from gpt.tokenizers.tokenizer import Tokenizer
-from ptuning.config import TuneConfig
+from ptuning.config import MethodConfig
 from ptuning.data.dataset import TaskData
 
 SAMPLED_EXAMPLES = 1000  # Number of examples per task from which initial tokens are sampled.
@@ -26,7 +26,9 @@ def seeded_generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
 
 
-def initial_ids(data: TaskData, config: TuneConfig, tokenizer: Tokenizer) -> list[int]:
+def initial_ids(
+    data: TaskData, method_config: MethodConfig, tokenizer: Tokenizer, *, seed: int
+) -> list[int]:
     """Return the tokens whose embeddings are a task's initial rows.
 
     The tokens are those of `initial_text`, or sampled from the task's records. The list is empty if
@@ -38,14 +40,14 @@ def initial_ids(data: TaskData, config: TuneConfig, tokenizer: Tokenizer) -> lis
             return tokenizer.encode(task.initial_text)
         except RequestError as error:
             raise ConfigError(f"initial_text: {error}") from None
-    if config.initial != "records":
+    if method_config.initial != "records":
         return []
     vocab_size = data.vocab_size
     sampled_examples = data.examples.examples[:SAMPLED_EXAMPLES]
     token_ids = sorted(
         {token for example in sampled_examples for token in example.ids if token < vocab_size}
     )
-    rng = seeded_generator(config.seed, f"records.{task.name}")
+    rng = seeded_generator(seed, f"records.{task.name}")
     indices = torch.randint(len(token_ids), (task.virtual_tokens,), generator=rng)
     return [token_ids[index] for index in indices.tolist()]
 

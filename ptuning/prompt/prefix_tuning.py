@@ -19,7 +19,7 @@ from gpt.model.gpt_model import GPT
 from gpt.model.pipeline import forward
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.weight_sharding import first_kv_head
-from ptuning.config import TuneConfig
+from ptuning.config import MethodConfig
 from ptuning.prompt.initialization import initial_rows
 from ptuning.prompt.prompt_encoder import ROWS_NAME
 from ptuning.task import Task
@@ -69,10 +69,12 @@ def shard_prefix_table(table: Tensor, chunks: Sequence[GPT]) -> dict[int, Tensor
 
 @torch.no_grad()
 def build_prefix(
-    config: TuneConfig,
+    method_config: MethodConfig,
     tasks: Sequence[Task],
     chunks: Sequence[GPT],
     initial_ids: Sequence[Sequence[int]],
+    *,
+    seed: int,
 ) -> PrefixEncoder:
     """Create the initial prefix, in at least fp32. All ranks must call this function.
 
@@ -92,8 +94,8 @@ def build_prefix(
                 first_chunk,
                 task.virtual_tokens,
                 ids,
-                kind=config.initial,
-                seed=config.seed,
+                kind=method_config.initial,
+                seed=seed,
                 name=f"{ROWS_NAME}.{task.name}",
             )
             for task, ids in zip(tasks, initial_ids, strict=True)

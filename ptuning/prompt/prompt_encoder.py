@@ -31,7 +31,7 @@ from gpt.errors import CheckpointError, ConfigError
 from gpt.model.gpt_model import GPT
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.tensor_parallel import gather_columns
-from ptuning.config import TuneConfig
+from ptuning.config import MethodConfig
 from ptuning.prompt.initialization import initial_rows, seeded_generator
 from ptuning.task import Task
 
@@ -153,56 +153,66 @@ def _register_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -
     module.register_parameter(leaf, parameter)
 
 
-def encoder_hidden_size(config: TuneConfig, width: int) -> int:
+def encoder_hidden_size(method_config: MethodConfig, width: int) -> int:
     """Return the setting `encoder_hidden`, or its default.
 
     The default is `width`, the hidden size of the model. For `lstm` it is half of `width`, because
     the LSTM has two directions.
     """
-    if config.encoder_hidden is not None:
-        return config.encoder_hidden
-    return max(1, width // 2) if config.method == "lstm" else width
+    if method_config.encoder_hidden is not None:
+        return method_config.encoder_hidden
+    return max(1, width // 2) if method_config.method == "lstm" else width
 
 
-def check_encoder(config: TuneConfig, width: int) -> None:
-    """Raise ConfigError for encoder settings that cannot work; the model need not be loaded."""
-    hidden, tp = encoder_hidden_size(config, width), config.tp
-    if config.method == "mlp" and config.encoder_layers < 2:
+def check_encoder(
+    method_config: MethodConfig, tasks: Sequence[Task], width: int, *, tp: int
+) -> None:
+    """Raise ConfigError for encoder settings that cannot work; the model need not be loaded.
+
+    `width` is the hidden size of the model.
+    """
+    method, layers = method_config.method, method_config.encoder_layers
+    hidden = encoder_hidden_size(method_config, width)
+    dropout, source = method_config.encoder_dropout, method_config.encoder_from
+    if method == "mlp" and layers < 2:
         raise ConfigError(
-            f"encoder_layers is {config.encoder_layers}; an mlp needs at least 2; set method: "
-            "prompt-tuning to train the table without a network"
+            f"encoder_layers is {layers}; an mlp needs at least 2; set method: prompt-tuning to "
+            "train the table without a network"
         )
-    if config.method == "tpmlp" and hidden % tp:
+    if method == "tpmlp" and hidden % tp:
         raise ConfigError(
             f"encoder_hidden is {hidden}, but it is sharded over {tp} tensor ranks; set a "
             f"multiple of {tp}"
         )
-    if config.encoder_dropout and (config.method != "lstm" or config.encoder_layers < 2):
+    if dropout and (method != "lstm" or layers < 2):
         raise ConfigError(
-            f"encoder_dropout is {config.encoder_dropout}; it applies between the layers of an "
-            f"lstm, but method is {config.method} with encoder_layers {config.encoder_layers}; "
-            "set encoder_dropout to 0"
+            f"encoder_dropout is {dropout}; it applies between the layers of an lstm, but method "
+            f"is {method} with encoder_layers {layers}; set encoder_dropout to 0"
         )
-    if config.encoder_from is not None and config.method not in ENCODER_KINDS:
+    if source is not None and method not in ENCODER_KINDS:
         raise ConfigError(
-            f"encoder_from is set, but {config.method} has no encoder; remove encoder_from, or set "
+            f"encoder_from is set, but {method} has no encoder; remove encoder_from, or set "
             f"method to the method of the earlier run, one of {', '.join(ENCODER_KINDS)}"
         )
-    if config.encoder_from is not None:
-        if any(task.initial_text for task in config.resolved_tasks):
+    if source is not None:
+        if any(task.initial_text for task in tasks):
             raise ConfigError(
                 "initial_text and encoder_from are both set, but a loaded network cannot start "
                 "from given rows; remove one of them"
             )
-        expected_shapes = {
-            NETWORK_PREFIX + name: shape for name, shape in _network_shapes(config, width).items()
-        }
-        saved_shapes = _tensor_shapes(read_encoder(Path(config.encoder_from)))
-        _check_shapes(saved_shapes, expected_shapes, config.encoder_from)
+        network_shapes = _network_shapes(method_config, width)
+        expected_shapes = {NETWORK_PREFIX + name: shape for name, shape in network_shapes.items()}
+        saved_shapes = _tensor_shapes(read_encoder(Path(source)))
+        _check_shapes(saved_shapes, expected_shapes, source)
 
 
 def build_encoder(
-    config: TuneConfig, tasks: Sequence[Task], model: GPT, initial_ids: Sequence[Sequence[int]]
+    method_config: MethodConfig,
+    tasks: Sequence[Task],
+    model: GPT,
+    initial_ids: Sequence[Sequence[int]],
+    *,
+    seed: int,
 ) -> PromptEncoder:
     """Create the prompt encoder with its initial parameters, in fp32 (fp64 for an fp64 model).
 
@@ -212,15 +222,15 @@ def build_encoder(
     size.
     """
     width = model.config.hidden_size
-    check_encoder(config, width)
+    check_encoder(method_config, tasks, width, tp=model.mesh.tp)
     dtype = torch.float64 if model.dtype is torch.float64 else torch.float32
     target_rows = [
         initial_rows(
             model,
             task.virtual_tokens,
             ids,
-            kind=config.initial,
-            seed=config.seed,
+            kind=method_config.initial,
+            seed=seed,
             name=f"{ROWS_NAME}.{task.name}",
         )
         for task, ids in zip(tasks, initial_ids, strict=True)
@@ -228,15 +238,13 @@ def build_encoder(
     lengths = [len(targets) for targets in target_rows]
     rows = torch.cat(target_rows)
     network: dict[str, Tensor] = {}
-    if config.method in ENCODER_KINDS:
-        network = _initial_network(config, width)
+    if method_config.method in ENCODER_KINDS:
+        network = _initial_network(method_config, width, seed)
         rows = torch.cat(
             [
                 torch.randn(
                     (task.virtual_tokens, width),
-                    generator=seeded_generator(
-                        config.seed, f"{NETWORK_PREFIX}{ROWS_NAME}.{task.name}"
-                    ),
+                    generator=seeded_generator(seed, f"{NETWORK_PREFIX}{ROWS_NAME}.{task.name}"),
                     dtype=torch.float64,
                 )
                 for task in tasks
@@ -244,32 +252,34 @@ def build_encoder(
         )
         _fit_last_linear(network, rows.split(lengths), torch.cat(target_rows))
     network = {name: tensor.to(dtype) for name, tensor in network.items()}
-    encoder = PromptEncoder(lengths, rows.to(dtype), network, model.mesh, config.encoder_dropout)
-    if config.encoder_from is not None:
-        saved_tensors = read_encoder(Path(config.encoder_from))
+    encoder = PromptEncoder(
+        lengths, rows.to(dtype), network, model.mesh, method_config.encoder_dropout
+    )
+    if method_config.encoder_from is not None:
+        saved_tensors = read_encoder(Path(method_config.encoder_from))
         tensors = {name: mapped.tensor() for name, mapped in saved_tensors.items()}
-        load_encoder(encoder, tensors, config.encoder_from)
+        load_encoder(encoder, tensors, method_config.encoder_from)
     return encoder
 
 
-def _network_shapes(config: TuneConfig, width: int) -> dict[str, tuple[int, ...]]:
-    layers = PEFT_LINEARS if config.method == "peft-mlp" else config.encoder_layers
-    return encoder_shapes(
-        ENCODER_KINDS[config.method], width, encoder_hidden_size(config, width), layers
-    )
+def _network_shapes(method_config: MethodConfig, width: int) -> dict[str, tuple[int, ...]]:
+    method = method_config.method
+    layers = PEFT_LINEARS if method == "peft-mlp" else method_config.encoder_layers
+    hidden = encoder_hidden_size(method_config, width)
+    return encoder_shapes(ENCODER_KINDS[method], width, hidden, layers)
 
 
-def _initial_network(config: TuneConfig, width: int) -> dict[str, Tensor]:
+def _initial_network(method_config: MethodConfig, width: int, seed: int) -> dict[str, Tensor]:
     """Return the full initial tensors of the network in fp64.
 
     The method `tpmlp` has NeMo's initial distribution, the other methods have PyTorch's.
     """
-    kind = ENCODER_KINDS[config.method]
-    hidden = encoder_hidden_size(config, width)
-    tensor_shapes = _network_shapes(config, width)
+    kind = ENCODER_KINDS[method_config.method]
+    hidden = encoder_hidden_size(method_config, width)
+    tensor_shapes = _network_shapes(method_config, width)
     network = {}
     for name, shape in tensor_shapes.items():
-        rng = seeded_generator(config.seed, NETWORK_PREFIX + name)
+        rng = seeded_generator(seed, NETWORK_PREFIX + name)
         if kind == "split":
             deviation = 0.0 if name.endswith("bias") else SPLIT_INIT_STD
             network[name] = torch.randn(shape, generator=rng, dtype=torch.float64) * deviation

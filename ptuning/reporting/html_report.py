@@ -10,7 +10,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass
 from datetime import datetime
 from difflib import SequenceMatcher
 from itertools import groupby
@@ -19,6 +19,7 @@ from statistics import fmean, median
 
 from markupsafe import Markup
 
+from gpt.settings import setting_fields
 from ptuning.config import TuneConfig
 from ptuning.evaluation.answer_metrics import exact_match
 from ptuning.reporting.curves import Curve, select_curves
@@ -500,9 +501,9 @@ def _card_section(task: TaskFacts) -> CardSection | None:
 def _changed_settings(run: RunFacts) -> Mapping[str, object]:
     """Return the settings that differ from their defaults, without `tasks`."""
     defaults = {
-        setting.name: setting.default
-        for setting in fields(TuneConfig)
-        if setting.default is not MISSING
+        name: field.default
+        for name, field in setting_fields(TuneConfig).items()
+        if field.default is not MISSING
     }
     return {
         name: value

@@ -7,7 +7,7 @@ the run.
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -59,19 +59,25 @@ class RunObserver:
 
     def on_start(self, folder: Path, step: int, resumed: bool) -> None:
         config = self._prepared.config
+        steps = config.training_config.steps
         if resumed:
-            self._print_line(f"resuming from step {step} of {config.steps}, in {folder}")
-            logged = read_logs(folder, config.steps, last_step=step)
+            self._print_line(f"resuming from step {step} of {steps}, in {folder}")
+            logged = read_logs(folder, steps, last_step=step)
             self._progress = logged.progress
             self._validations = logged.validations
         for task in self._prepared.tasks:
             self._print_dropped(task)
         logs = RunLogs(
-            folder, start_step=step, tensorboard=config.tensorboard, warn=self.on_warning
+            folder,
+            start_step=step,
+            tensorboard=config.output_config.tensorboard,
+            warn=self.on_warning,
         )
         self._logs = self._exit_stack.enter_context(logs)
         self._display = self._exit_stack.enter_context(
-            open_display(config.steps, self._stream, measure=config.measure, start_step=step)
+            open_display(
+                steps, self._stream, measure=config.validation_config.measure, start_step=step
+            )
         )
 
     def on_step(self, metrics: StepMetrics) -> None:
@@ -125,7 +131,7 @@ class RunObserver:
             ],
             state=state,
             model=_model_facts(prepared.checkpoint.config),
-            config=asdict(prepared.config),
+            config=prepared.config.to_record(),
             progress=tuple(self._progress),
             validations=tuple(self._validations),
             best_step=best_step,

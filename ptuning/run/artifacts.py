@@ -85,7 +85,7 @@ def write_adapters(
         if golden:
             adapter = build_adapter(replace(adapter.card, golden=golden), rows.cpu())
         if trainer.mesh.rank == 0:
-            folder = Path(prepared.config.output)
+            folder = Path(prepared.config.output_config.output)
             latest = latest_adapter(folder, card.name) if is_resumed else None
             if latest is not None and latest[1].digest == adapter.digest:
                 path = latest[0]
@@ -118,7 +118,8 @@ def write_model(prepared: PreparedRun, chunks: Sequence[GPT], *, is_resumed: boo
     source = prepared.checkpoint
     config = source.config.with_fields(dtype=FLOAT_DTYPE_NAMES[chunks[0].dtype])
     identity = identify(checkpoint_from_tensors(config, tensors))
-    folder, previous_folder = _next_folder(Path(prepared.config.output), prepared.cards[0].name)
+    output = Path(prepared.config.output_config.output)
+    folder, previous_folder = _next_folder(output, prepared.cards[0].name)
     if (
         is_resumed
         and previous_folder is not None
@@ -197,11 +198,12 @@ def _complete_card(
 ) -> Card:
     """Return the card with the base model, template, method and metrics."""
     identity = identify(prepared.checkpoint)
+    method_config = prepared.config.method_config
     return replace(
         card,
         template=data.template,
-        method=prepared.config.method,
-        kind=prepared.config.adapter_kind,
+        method=method_config.method,
+        kind=method_config.adapter_kind,
         base_digest=identity.digest,
         base_fingerprint=identity.fingerprint,
         metrics={**metrics, "examples": len(data.examples.examples)},
@@ -223,7 +225,7 @@ def _golden_examples(
     prepared: PreparedRun, trainer: Trainer, data: TaskData, adapter: Adapter
 ) -> Any:
     """Return golden examples for the adapter's card; all ranks must call this function."""
-    count = prepared.config.golden_examples
+    count = prepared.config.output_config.golden_examples
     if not count or data.validation is None:
         return ()
     inputs = data.validation.head(count).records

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpt.parallel.mesh import Mesh
-from ptuning.config import TuneConfig
+from ptuning.config import MethodConfig, ValidationConfig
 from ptuning.prompt.prompt_encoder import encoder_tensors
 from ptuning.run_facts import Validation
 from ptuning.training.trainer import Trainer
@@ -37,8 +37,11 @@ class BestValidation:
 class EarlyStopping:
     """Keeps the table of the best validation, and decides when a run must stop early."""
 
-    def __init__(self, config: TuneConfig, trainer: Trainer) -> None:
-        self._config = config
+    def __init__(
+        self, validation_config: ValidationConfig, method_config: MethodConfig, trainer: Trainer
+    ) -> None:
+        self._validation_config = validation_config
+        self._method_config = method_config
         self._trainer = trainer
         self._best = BestValidation()
         self._table: Tensor | None = None
@@ -48,7 +51,7 @@ class EarlyStopping:
     @property
     def should_stop(self) -> bool:
         """Whether the best score has not improved in the last `patience` validations."""
-        patience = self._config.patience
+        patience = self._validation_config.patience
         return patience is not None and self._best.waited >= patience
 
     @property
@@ -110,13 +113,13 @@ class EarlyStopping:
     def load_state(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Restore `state_facts` and `state_tensors`. All ranks must call this function together."""
         self._best = BestValidation(**facts)
-        if self._best.best_step is not None and self._config.method != "full":
+        if self._best.best_step is not None and self._method_config.method != "full":
             self._table = self._trainer.broadcast_table(tensors.get(TABLE_KEY))
             self._encoder = {name: tensor for name, tensor in tensors.items() if name != TABLE_KEY}
 
     def _score(self, validation: Validation) -> float:
         """Return the score; higher is better. NaN becomes -infinity, the worst score."""
-        measure = self._config.measure
+        measure = self._validation_config.measure
         if measure != "loss":
             score = validation.measures[measure]
         else:

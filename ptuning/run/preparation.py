@@ -20,7 +20,7 @@ from gpt.formats.overrides import open_with_overrides, read_overrides
 from gpt.model.loading import parse_device
 from gpt.parallel.weight_sharding import check_split
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, open_tokenizer
-from ptuning.config import TuneConfig
+from ptuning.config import DataConfig, MethodConfig, OutputConfig, TuneConfig, ValidationConfig
 from ptuning.data.dataset import Example, TaskData, read_tasks
 from ptuning.data.records import ProgressCallback
 from ptuning.prompt.initialization import initial_ids
@@ -64,106 +64,119 @@ class PreparedRun:
 
 def prepare(config: TuneConfig, progress: ProgressCallback | None = None) -> PreparedRun:
     """Check the settings and read the records; `progress` is called while records are read."""
-    for task in config.resolved_tasks:
-        _check_name(task.name, config)
-    parse_device(config.device)
-    if config.dtype not in (None, *FLOAT_DTYPES):
-        raise ConfigError(f"dtype is {config.dtype!r}; choose one of: {', '.join(FLOAT_DTYPES)}")
-    overrides = read_overrides(config.config_json, config.true_vocab_size)
-    checkpoint = open_with_overrides(config.model, overrides, config.tokenizer)
-    model_config = checkpoint.config
-    tokenizer: Tokenizer = NullTokenizer(model_config.vocab_size)
+    model_config, method_config = config.model_config, config.method_config
+    resolved_tasks = config.data_config.resolved_tasks
+    for task in resolved_tasks:
+        _check_name(task.name, method_config)
+    parse_device(model_config.device)
+    if model_config.dtype not in (None, *FLOAT_DTYPES):
+        raise ConfigError(
+            f"dtype is {model_config.dtype!r}; choose one of: {', '.join(FLOAT_DTYPES)}"
+        )
+    overrides = read_overrides(model_config.config_json, model_config.true_vocab_size)
+    checkpoint = open_with_overrides(model_config.model, overrides, model_config.tokenizer)
+    gpt_config = checkpoint.config
+    tokenizer: Tokenizer = NullTokenizer(gpt_config.vocab_size)
     if checkpoint.tokenizer is not None:
         tokenizer = open_tokenizer(checkpoint.tokenizer)
-        check_tokenizer(tokenizer, model_config.vocab_size, checkpoint.tokenizer)
-    _check_split(config, model_config)
-    if config.method != "full":
-        check_encoder(config, model_config.hidden_size)
-        _check_virtual_tokens(config, model_config)
+        check_tokenizer(tokenizer, gpt_config.vocab_size, checkpoint.tokenizer)
+    _check_split(config, gpt_config)
+    if method_config.method != "full":
+        tp = config.parallel_config.tp
+        check_encoder(method_config, resolved_tasks, gpt_config.hidden_size, tp=tp)
+        _check_virtual_tokens(config.data_config, method_config, gpt_config)
     cards = [
         Card(task.name or "model", task.task, stop=task.stop, max_new_tokens=task.max_new_tokens)
-        for task in config.resolved_tasks
+        for task in resolved_tasks
     ]
-    tasks = read_tasks(config, tokenizer, model_config, progress)
-    initial_token_ids = [initial_ids(task, config, tokenizer) for task in tasks]
-    _check_validation(config, tasks)
+    tasks = read_tasks(config.data_config, method_config, tokenizer, gpt_config, progress)
+    seed = config.training_config.seed
+    initial_token_ids = [initial_ids(task, method_config, tokenizer, seed=seed) for task in tasks]
+    _check_validation(config.validation_config, config.output_config, tasks)
     try:
         # This check runs before training, so that a run does not fail after hours of training. It
         # is the last check, because it creates the directory.
-        check_publish_directory(Path(config.output))
+        check_publish_directory(Path(config.output_config.output))
     except AdapterError as error:
         raise ConfigError(f"output: {error}") from None
     return PreparedRun(config, checkpoint, tokenizer, tasks, initial_token_ids, cards)
 
 
-def _check_split(config: TuneConfig, model_config: GPTConfig) -> None:
-    check_split(model_config, config.tp, config.pp)
-    if config.pp * config.virtual_stages > model_config.num_layers:
+def _check_split(config: TuneConfig, gpt_config: GPTConfig) -> None:
+    parallel, training = config.parallel_config, config.training_config
+    check_split(gpt_config, parallel.tp, parallel.pp)
+    if parallel.pp * parallel.virtual_stages > gpt_config.num_layers:
         raise ConfigError(
-            f"pp {config.pp} x virtual_stages {config.virtual_stages} is more than the model's "
-            f"{model_config.num_layers} layers; reduce pp or virtual_stages: each chunk needs at "
+            f"pp {parallel.pp} x virtual_stages {parallel.virtual_stages} is more than the model's "
+            f"{gpt_config.num_layers} layers; reduce pp or virtual_stages: each chunk needs at "
             "least one layer"
         )
-    if config.virtual_stages > 1 and config.pp == 1:
+    if parallel.virtual_stages > 1 and parallel.pp == 1:
         raise ConfigError(
-            f"virtual_stages is {config.virtual_stages}, but pp is 1; set virtual_stages to 1, or "
-            "pp to 2 or more"
+            f"virtual_stages is {parallel.virtual_stages}, but pp is 1; set virtual_stages to 1, "
+            "or pp to 2 or more"
         )
-    if config.batch_examples < config.dp:
+    if training.batch_examples < parallel.dp:
         raise ConfigError(
-            f"batch_examples is {config.batch_examples}, but {config.dp} data-parallel ranks share "
-            f"a batch; set batch_examples to at least {config.dp}"
+            f"batch_examples is {training.batch_examples}, but {parallel.dp} data-parallel ranks "
+            f"share a batch; set batch_examples to at least {parallel.dp}"
         )
-    dropout = config.hidden_dropout or config.attention_dropout
-    if dropout and config.method != "full":
+    dropout = training.hidden_dropout or training.attention_dropout
+    if dropout and config.method_config.method != "full":
         raise ConfigError(
             "hidden_dropout and attention_dropout have an effect only with method: full; a frozen "
             "model runs without dropout; remove them"
         )
 
 
-def _check_virtual_tokens(config: TuneConfig, model_config: GPTConfig) -> None:
+def _check_virtual_tokens(
+    data_config: DataConfig, method_config: MethodConfig, gpt_config: GPTConfig
+) -> None:
     """Raise ConfigError if a task has more virtual tokens than a server accepts."""
-    width = table_width(config.adapter_kind, model_config)
-    rows_max = min(model_config.max_position_embeddings // 2, TABLE_BYTES_MAX // (4 * width))
-    for task in config.resolved_tasks:
+    width = table_width(method_config.adapter_kind, gpt_config)
+    rows_max = min(gpt_config.max_position_embeddings // 2, TABLE_BYTES_MAX // (4 * width))
+    for task in data_config.resolved_tasks:
         if task.virtual_tokens > rows_max:
             raise ConfigError(
                 f"virtual_tokens is {task.virtual_tokens}; the maximum for this model is "
                 f"{rows_max}, the smaller of half its context "
-                f"({model_config.max_position_embeddings} tokens) and the number of rows in a "
+                f"({gpt_config.max_position_embeddings} tokens) and the number of rows in a "
                 "table of 1 GiB; reduce virtual_tokens"
             )
 
 
-def _check_validation(config: TuneConfig, tasks: Sequence[TaskData]) -> None:
+def _check_validation(
+    validation_config: ValidationConfig, output_config: OutputConfig, tasks: Sequence[TaskData]
+) -> None:
     """Raise ConfigError for settings of the validation that cannot work.
 
     `golden_examples` may be too large, or a setting that needs validation records may be set
     without any.
     """
-    if config.golden_examples > GOLDEN_EXAMPLES_MAX:
+    golden_examples = output_config.golden_examples
+    if golden_examples > GOLDEN_EXAMPLES_MAX:
         raise ConfigError(
-            f"golden_examples is {config.golden_examples}; set at most {GOLDEN_EXAMPLES_MAX}, the "
-            "limit of an adapter's card"
+            f"golden_examples is {golden_examples}; set at most {GOLDEN_EXAMPLES_MAX}, the limit "
+            "of an adapter's card"
         )
-    has_validation = any(task.validation is not None for task in tasks)
-    validation_settings = {
-        "measure": config.measure != "loss",
-        "patience": config.patience is not None,
-        "validate_every": config.validate_every is not None,
-        "golden_examples": config.golden_examples > 0,
-    }
-    for name, is_set in validation_settings.items():
-        if is_set and not has_validation:
+    if any(task.validation is not None for task in tasks):
+        return
+    # The defaults need no validation records.
+    for name, setting, default in (
+        ("measure", validation_config.measure, "loss"),
+        ("patience", validation_config.patience, None),
+        ("validate_every", validation_config.validate_every, None),
+        ("golden_examples", golden_examples, 0),
+    ):
+        if setting != default:
             raise ConfigError(
-                f"{name} is {getattr(config, name)}, but there are no validation records; set "
-                "`validation` to a file of records"
+                f"{name} is {setting}, but there are no validation records; set `validation` to a "
+                "file of records"
             )
 
 
-def _check_name(adapter_name: str, config: TuneConfig) -> None:
-    if config.method == "full" and not adapter_name:
+def _check_name(adapter_name: str, method_config: MethodConfig) -> None:
+    if method_config.method == "full" and not adapter_name:
         return
     try:
         name = parse_name(adapter_name)

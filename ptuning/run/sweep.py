@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ from gpt.adapters.adapter_file import (
 from gpt.atomic_files import write_atomic
 from gpt.errors import AdapterError, ConfigError, PreambleError
 from gpt.json_output import nonfinite_to_none
-from gpt.settings import read_yaml, short_repr, suggest_nearest
-from ptuning.config import TuneConfig
+from gpt.settings import read_yaml, setting_fields, short_repr, suggest_nearest
+from ptuning.config import TuneConfig, ValidationConfig
 from ptuning.launch import under_torchrun
 from ptuning.run.artifacts import RunOutcome
 from ptuning.run.preparation import PreparedRun, prepare
@@ -89,9 +89,10 @@ class Sweep:
         The metric is `measure`. For the measure "loss" it is the validation loss, or the last
         training loss if there are no validation records.
         """
-        if self.config.measure != "loss":
-            return self.config.measure
-        has_validation = any(task.validation for task in self.config.resolved_tasks)
+        measure = self.config.validation_config.measure
+        if measure != "loss":
+            return measure
+        has_validation = any(task.validation for task in self.config.data_config.resolved_tasks)
         return "validation_loss" if has_validation else "last_loss"
 
 
@@ -147,13 +148,13 @@ def read_sweep(path: str, assignments: Sequence[str]) -> Sweep:
         raise ConfigError("--sweep starts the ranks of each run itself; run it without torchrun")
     settings = read_yaml(Path(path))
     config = TuneConfig.from_dict(settings, path)
-    if config.method == "full":
+    if config.method_config.method == "full":
         raise ConfigError(
             "--sweep publishes an adapter, but method: full makes none; set another method"
         )
     grid: dict[str, list[Any]] = {}
     for assignment in assignments:
-        key, values = _parse_assignment(assignment, config)
+        key, values = _parse_assignment(assignment, config.validation_config)
         if key in grid:
             raise ConfigError(f"--sweep has {key} twice; give all of its values in one --sweep")
         grid[key] = values
@@ -162,18 +163,19 @@ def read_sweep(path: str, assignments: Sequence[str]) -> Sweep:
         raise ConfigError(
             f"--sweep makes {count} runs, and at most {RUNS_MAX} are allowed; remove some values"
         )
-    folder = run_folder(config) / SWEEP_FOLDER
+    folder = run_folder(config.output_config, config.data_config) / SWEEP_FOLDER
     # Keyed by the folder names. They contain the parsed values, so 1e-3 and 0.001 are the same run.
     variants: dict[str, Variant] = {}
     for combination in itertools.product(*grid.values()):
         overrides = dict(zip(grid, combination, strict=True))
         with _errors_name_values(overrides):
             variant_config = TuneConfig.from_dict({**settings, **overrides}, path)
-        if variant_config.method == "full":
+        if variant_config.method_config.method == "full":
             raise ConfigError(
                 "--sweep publishes an adapter, but method: full makes none; remove full"
             )
-        typed_values = {key: getattr(variant_config, key) for key in grid}
+        variant_settings = variant_config.to_dict()
+        typed_values = {key: variant_settings[key] for key in grid}
         variant_folder = folder / _folder_label(typed_values)
         folders = {"run": str(variant_folder), "output": str(variant_folder / "adapters")}
         variants[variant_folder.name] = Variant(
@@ -184,10 +186,12 @@ def read_sweep(path: str, assignments: Sequence[str]) -> Sweep:
     return Sweep(config, tuple(variants.values()), folder)
 
 
-def _parse_assignment(assignment: str, config: TuneConfig) -> tuple[str, list[Any]]:
+def _parse_assignment(
+    assignment: str, validation_config: ValidationConfig
+) -> tuple[str, list[Any]]:
     """Return the key and the YAML values of `KEY=VALUE,VALUE`."""
     key, equals, text = assignment.partition("=")
-    setting_names = {setting.name for setting in fields(TuneConfig)}
+    setting_names = set(setting_fields(TuneConfig))
     if not equals:
         raise ConfigError(
             f"--sweep is {short_repr(assignment)}; write it as learning_rate=1e-3,1e-2"
@@ -197,7 +201,7 @@ def _parse_assignment(assignment: str, config: TuneConfig) -> tuple[str, list[An
             f"--sweep: {key} must be the same in all runs, because they are compared and published "
             "under one name; remove it"
         )
-    if key == "answer_only_loss" and config.measure == "loss":
+    if key == "answer_only_loss" and validation_config.measure == "loss":
         raise ConfigError(
             "--sweep: answer_only_loss changes the meaning of the loss, so the loss cannot compare "
             "these runs; set another measure, or remove answer_only_loss"
@@ -254,7 +258,7 @@ def run_sweep(
             "records"
         )
     try:
-        check_publish_directory(Path(sweep.config.output))
+        check_publish_directory(Path(sweep.config.output_config.output))
     except AdapterError as error:
         raise ConfigError(f"output: {error}") from None
     with lock_folder(sweep.folder):
@@ -360,7 +364,7 @@ def _publish(sweep: Sweep, best: int, result: VariantResult) -> tuple[Path, ...]
 
     An adapter that equals the newest version is not published again.
     """
-    folder, paths = Path(sweep.config.output), []
+    folder, paths = Path(sweep.config.output_config.output), []
     for path in result.paths:
         adapter = open_adapter(sweep.variants[best].folder / path)
         newest = latest_adapter(folder, adapter.card.name)

@@ -21,7 +21,7 @@ from gpt.model.gpt_model import GPT
 from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_stages import stage_layers
-from ptuning.config import TuneConfig
+from ptuning.config import DataConfig, OutputConfig
 from ptuning.data.batch_order import BatchOrder
 from ptuning.prompt.prefix_tuning import build_prefix
 from ptuning.prompt.prompt_encoder import build_encoder, encoder_tensors
@@ -77,28 +77,28 @@ class RunProgress:
         return sum(self.last_losses) / max(1, len(self.last_losses))
 
 
-def run_folder(config: TuneConfig) -> Path:
+def run_folder(output_config: OutputConfig, data_config: DataConfig) -> Path:
     """Return the folder that contains the numbered folder of each run."""
-    name = config.resolved_tasks[0].name or "model"
-    return Path(config.run) if config.run else Path(config.output).parent / "runs" / name
+    if output_config.run:
+        return Path(output_config.run)
+    name = data_config.resolved_tasks[0].name or "model"
+    return Path(output_config.output).parent / "runs" / name
 
 
 def load_chunks(prepared: PreparedRun, mesh: Mesh) -> list[GPT]:
     """Load this rank's chunks of the model."""
-    config, checkpoint = prepared.config, prepared.checkpoint
-    dropout_rates = {
-        "hidden_dropout": config.hidden_dropout,
-        "attention_dropout": config.attention_dropout,
-    }
-    checkpoint = replace(checkpoint, config=checkpoint.config.with_fields(**dropout_rates))
-    layers = stage_layers(checkpoint.config.num_layers, mesh.pp, vpp=config.virtual_stages)
-    # The cast is safe, because TuneConfig has checked the value.
-    mode = cast(Literal["none", "selective", "block", "full"], config.recompute)
-    recompute = RecomputePolicy(mode, config.recompute_layers)
+    training, parallel = prepared.config.training_config, prepared.config.parallel_config
+    dtype = prepared.config.model_config.dtype
+    gpt_config = prepared.checkpoint.config.with_fields(
+        hidden_dropout=training.hidden_dropout, attention_dropout=training.attention_dropout
+    )
+    checkpoint = replace(prepared.checkpoint, config=gpt_config)
+    layers = stage_layers(gpt_config.num_layers, mesh.pp, vpp=parallel.virtual_stages)
+    # The cast is safe, because ParallelConfig has checked the value.
+    mode = cast(Literal["none", "selective", "block", "full"], parallel.recompute)
+    recompute = RecomputePolicy(mode, parallel.recompute_layers)
     return [
-        load_model(
-            checkpoint, mesh, dtype=config.dtype, layers=chunk_layers, recompute=recompute
-        ).eval()
+        load_model(checkpoint, mesh, dtype=dtype, layers=chunk_layers, recompute=recompute).eval()
         for chunk_layers in layers[mesh.pp_rank]
     ]
 
@@ -106,15 +106,15 @@ def load_chunks(prepared: PreparedRun, mesh: Mesh) -> list[GPT]:
 def load_trainer(prepared: PreparedRun, mesh: Mesh) -> Trainer:
     """Load this rank's chunks, and create the prompt encoder or prefix and the trainer."""
     config = prepared.config
+    method_config, seed = config.method_config, config.training_config.seed
+    tasks, ids = config.data_config.resolved_tasks, prepared.initial_token_ids
     chunks = load_chunks(prepared, mesh)
-    if config.method == "prefix":
-        prefix = build_prefix(config, config.resolved_tasks, chunks, prepared.initial_token_ids)
+    if method_config.method == "prefix":
+        prefix = build_prefix(method_config, tasks, chunks, ids, seed=seed)
         return Trainer(chunks, config, prefix=prefix)
     encoder = None
-    if config.method != "full" and chunks[0].is_first_stage:
-        encoder = build_encoder(
-            config, config.resolved_tasks, chunks[0], prepared.initial_token_ids
-        )
+    if method_config.method != "full" and chunks[0].is_first_stage:
+        encoder = build_encoder(method_config, tasks, chunks[0], ids, seed=seed)
     return Trainer(chunks, config, encoder)
 
 
@@ -134,11 +134,14 @@ class TrainingLoop:
         self._callback = callback
         self._config = prepared.config
         self._mesh = trainer.mesh
-        self._folder = _agree_on_folder(run_folder(self._config), self._mesh, restart=restart)
+        runs_folder = run_folder(self._config.output_config, self._config.data_config)
+        self._folder = _agree_on_folder(runs_folder, self._mesh, restart=restart)
         self._validator = Validator(prepared, trainer)
         self._fingerprint = self._agree_on_fingerprint()
         self._progress = RunProgress()
-        self._early_stopping = EarlyStopping(self._config, trainer)
+        self._early_stopping = EarlyStopping(
+            self._config.validation_config, self._config.method_config, trainer
+        )
         self._saved_step: int | None = None
         # Whether a failed save was reported and no later save has succeeded.
         self._save_warned = False
@@ -149,8 +152,8 @@ class TrainingLoop:
 
     def run(self) -> RunOutcome:
         """Train until the last step, early stopping or a stop request; return the outcome."""
-        config, trainer = self._config, self.trainer
-        order = BatchOrder(self._prepared.examples, config.batch_examples, config.seed)
+        training, trainer = self._config.training_config, self.trainer
+        order = BatchOrder(self._prepared.examples, training.batch_examples, training.seed)
         self._callback.on_start(self._folder, trainer.step_number, self._resumed)
         if self._validator.tasks:
             self._callback.on_status("evaluating the model without an adapter")
@@ -158,32 +161,32 @@ class TrainingLoop:
             if trainer.step_number == 0:
                 self._validate(0, answers=False)
         stops_early = self._early_stopping.should_stop
-        while trainer.step_number < config.steps and not stops_early:
+        while trainer.step_number < training.steps and not stops_early:
             metrics = trainer.step(order.batch(trainer.step_number + 1))
             self._record_step(metrics)
             stops_early = self._is_validation_due(metrics.step) and self._validate(
                 metrics.step, answers=self._validates_answers
             )
-            if trainer.should_stop and metrics.step < config.steps:
+            if trainer.should_stop and metrics.step < training.steps:
                 self._save_state()
                 outcome = self._outcome([], "interrupted")
                 self._callback.on_end(outcome, self._validator)
                 return outcome
-            if metrics.step % config.save_every == 0:
+            if metrics.step % self._config.output_config.save_every == 0:
                 self._save_state()
         return self._finish("stopped early" if stops_early else "finished")
 
     @property
     def _validates_answers(self) -> bool:
         """Whether each validation generates answers; a `measure` other than `loss` needs them."""
-        return self._config.measure != "loss"
+        return self._config.validation_config.measure != "loss"
 
     def _is_validation_due(self, step: int) -> bool:
         """Return whether `validate_every` requires a validation after the step."""
-        interval = self._config.validate_every
+        interval = self._config.validation_config.validate_every
         if not self._validator.tasks or interval is None:
             return False
-        return step % interval == 0 or step == self._config.steps
+        return step % interval == 0 or step == self._config.training_config.steps
 
     def _record_step(self, metrics: StepMetrics) -> None:
         progress = self._progress
@@ -245,7 +248,7 @@ class TrainingLoop:
             "loss": progress.last_loss,
             "first_loss": progress.first_loss,
             "steps": self._early_stopping.best_step or self.trainer.step_number,
-            "method": self._config.method,
+            "method": self._config.method_config.method,
         }
 
     def _outcome(

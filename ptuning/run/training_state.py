@@ -61,7 +61,7 @@ class RunFingerprint:
             digest.update(ids)
             digest.update(positions)
         settings = {
-            key: value for key, value in asdict(config).items() if key not in RESUMABLE_CHANGES
+            key: value for key, value in config.to_record().items() if key not in RESUMABLE_CHANGES
         }
         # Settings that are read from a state have been converted to JSON and back, which turns
         # tuples into lists. The same conversion makes these settings comparable.

@@ -73,7 +73,7 @@ class Validator:
     def __init__(self, prepared: PreparedRun, trainer: Trainer) -> None:
         self._prepared = prepared
         self._trainer = trainer
-        count = prepared.config.validation_examples
+        count = prepared.config.validation_config.validation_examples
         self.tasks = {
             task.task.name: TaskValidation(task.validation.head(count))
             for task in prepared.tasks
@@ -87,7 +87,7 @@ class Validator:
         If a task has an `oracle` instruction, the answers to this instruction are evaluated too,
         except for method `full`.
         """
-        trains_model = self._prepared.config.method == "full"
+        trains_model = self._prepared.config.method_config.method == "full"
         for name in self.tasks:
             task = self._task_data[name].task
             plain_template = task_template(
@@ -140,7 +140,7 @@ class Validator:
                 self._prepared.tokenizer,
                 [prompt for prompt in prompts if prompt is not None],
                 adapter_table=table,
-                adapter_kind=self._prepared.config.adapter_kind,
+                adapter_kind=self._prepared.config.method_config.adapter_kind,
                 max_new_tokens=new_tokens,
                 stop_strings=task.stop,
             )
@@ -164,9 +164,8 @@ class Validator:
         is truncated so that its own answer fits, but a server does not have the answer.
         """
         model_config = self._prepared.checkpoint.config
-        prefix_tokens = (
-            template.virtual_tokens if self._prepared.config.adapter_kind == "prefix" else 0
-        )
+        adapter_kind = self._prepared.config.method_config.adapter_kind
+        prefix_tokens = template.virtual_tokens if adapter_kind == "prefix" else 0
         # Without truncation, a prompt needs space for at least one new token.
         reserved_tokens = new_tokens if template.truncate_field is not None else 1
         prompts: list[list[int] | None] = []

@@ -2,19 +2,18 @@
 
 import math
 
-from ptuning.config import TuneConfig
+from ptuning.config import TrainingConfig
 
 
-def learning_rate_factor(step: int, config: TuneConfig) -> float:
+def learning_rate_factor(step: int, training_config: TrainingConfig) -> float:
     """Return the learning rate of a step as a share of the peak; steps count from 1."""
-    warmup = config.warmup_steps
+    warmup, minimum_rate = training_config.warmup_steps, training_config.minimum_rate
     if step <= warmup:
         return step / warmup
-    if config.schedule == "constant":
+    if training_config.schedule == "constant":
         return 1.0
-    if config.schedule == "inverse-sqrt":
+    if training_config.schedule == "inverse-sqrt":
         return math.sqrt(max(1, warmup) / step)
-    decay_progress = (step - 1 - warmup) / max(1, config.steps - warmup)
-    return config.minimum_rate + (1 - config.minimum_rate) * 0.5 * (
-        1 + math.cos(math.pi * min(1.0, decay_progress))
-    )
+    decay_progress = (step - 1 - warmup) / max(1, training_config.steps - warmup)
+    cosine = math.cos(math.pi * min(1.0, decay_progress))
+    return minimum_rate + (1 - minimum_rate) * 0.5 * (1 + cosine)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
 from gpt.parallel.mesh import Mesh
-from ptuning.config import TuneConfig
+from ptuning.config import TrainingConfig
 from ptuning.training.gradient_reduction import (
     TrainableTensor,
     reduce_gradient,
@@ -36,13 +36,19 @@ class Optimizer:
     """Updates the trainable tensors of this rank; does nothing on a rank without such tensors."""
 
     def __init__(
-        self, trainables: Sequence[TrainableTensor], config: TuneConfig, mesh: Mesh
+        self,
+        trainables: Sequence[TrainableTensor],
+        training_config: TrainingConfig,
+        mesh: Mesh,
+        *,
+        peak_learning_rate: float,
     ) -> None:
         self._trainables = list(trainables)
+        self._training_config = training_config
         self._mesh = mesh
-        self._config = config
+        self._peak_learning_rate = peak_learning_rate
         self._masters = [_master_copy(trainable.value) for trainable in self._trainables]
-        self._optimizer = _create_optimizer(self._masters, config)
+        self._optimizer = _create_optimizer(self._masters, training_config, peak_learning_rate)
 
     def reduce_gradients(self, model_config: GPTConfig) -> float:
         """Reduce the gradients over ranks; return this rank's share of the squared gradient norm.
@@ -64,7 +70,8 @@ class Optimizer:
 
         `step_number` counts from 1 and selects the learning rate.
         """
-        rate = self._config.peak_learning_rate * learning_rate_factor(step_number, self._config)
+        peak_share = learning_rate_factor(step_number, self._training_config)
+        rate = self._peak_learning_rate * peak_share
         if self._optimizer is None:
             return rate
         for group in self._optimizer.param_groups:
@@ -116,13 +123,15 @@ class Optimizer:
             self._optimizer.state[master] = state
 
 
-def _create_optimizer(values: Sequence[Tensor], config: TuneConfig) -> torch.optim.Optimizer | None:
+def _create_optimizer(
+    values: Sequence[Tensor], training_config: TrainingConfig, peak_learning_rate: float
+) -> torch.optim.Optimizer | None:
     if not values:
         return None
-    rate_divisor = ADAFACTOR_RMS_MIN if config.optimizer == "adafactor" else 1.0
+    rate_divisor = ADAFACTOR_RMS_MIN if training_config.optimizer == "adafactor" else 1.0
     # Biases and norm weights have no weight decay. torch multiplies the decay by `lr`, which is the
     # learning rate divided by `rate_divisor`.
-    matrix_decay = config.weight_decay * rate_divisor
+    matrix_decay = training_config.weight_decay * rate_divisor
     matrices = [tensor for tensor in values if tensor.ndim > 1]
     vectors = [tensor for tensor in values if tensor.ndim <= 1]
     groups: list[dict[str, Any]] = [
@@ -130,15 +139,15 @@ def _create_optimizer(values: Sequence[Tensor], config: TuneConfig) -> torch.opt
         for tensors, weight_decay in ((matrices, matrix_decay), (vectors, 0.0))
         if tensors
     ]
-    match config.optimizer:
+    match training_config.optimizer:
         case "adamw":
-            betas = (config.beta1, config.beta2)
+            betas = (training_config.beta1, training_config.beta2)
             return torch.optim.AdamW(
-                groups, lr=config.peak_learning_rate, betas=betas, eps=config.epsilon
+                groups, lr=peak_learning_rate, betas=betas, eps=training_config.epsilon
             )
         case "adafactor":
             return torch.optim.Adafactor(groups, eps=(ADAFACTOR_GRADIENT_MIN, ADAFACTOR_RMS_MIN))
-    raise ConfigError(f"optimizer {config.optimizer!r} is unknown; set adamw or adafactor")
+    raise ConfigError(f"optimizer {training_config.optimizer!r} is unknown; set adamw or adafactor")
 
 
 def _master_copy(value: Tensor) -> Tensor:

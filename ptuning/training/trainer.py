@@ -84,16 +84,21 @@ class Trainer:
         # Whether a stop was requested on any rank; becomes true after the same step on all ranks.
         self.should_stop = False
         self.loss_scale = LossScale.for_dtype(chunks[0].dtype)
-        self._table_rows = (
-            0 if config.method == "full" else sum(t.virtual_tokens for t in config.resolved_tasks)
-        )
+        tasks = config.data_config.resolved_tasks
+        self._table_rows = 0 if self._trains_model else sum(task.virtual_tokens for task in tasks)
         self._consecutive_skips = 0
         self._channels = channels or PipelineChannels(self.mesh)
-        self.optimizer = Optimizer(self._trainable_tensors(), config, self.mesh)
+        self.optimizer = Optimizer(
+            self._trainable_tensors(),
+            config.training_config,
+            self.mesh,
+            peak_learning_rate=config.peak_learning_rate,
+        )
 
     def step(self, examples: Sequence[Example]) -> StepMetrics:
         """Train on one batch and return its metrics; each data-parallel rank computes its share."""
         started = time.monotonic()
+        training = self.config.training_config
         self.step_number += 1
         micro_batches = self._micro_batches(examples, train=True)
         loss_tokens = sum(len(example.loss_positions) for example in examples)
@@ -121,14 +126,14 @@ class Trainer:
         self._check_finite(loss, has_finite_gradients)
         rate = 0.0
         if has_finite_gradients:
-            clip = min(1.0, self.config.gradient_norm_max / (gradient_norm + 1e-6))
+            clip = min(1.0, training.gradient_norm_max / (gradient_norm + 1e-6))
             rate = self.optimizer.step(self.step_number, clip / self.loss_scale.value)
         else:
             self.optimizer.zero_grad()
         self.loss_scale.update(finite=has_finite_gradients)
         return StepMetrics(
             step=self.step_number,
-            steps=self.config.steps,
+            steps=training.steps,
             loss=loss,
             tokens=sum(len(example.ids) for example in examples),
             text_tokens=sum(
@@ -149,9 +154,9 @@ class Trainer:
         `table` is the full virtual-token table or prefix table; None for method `full`.
         """
         total = 0.0
-        batch_size = self.config.batch_examples
+        batch_size = self.config.training_config.batch_examples
         prefix = None
-        if table is not None and self.config.adapter_kind == "prefix":
+        if table is not None and self.config.method_config.adapter_kind == "prefix":
             prefix = shard_prefix_table(table, self.chunks)
             table = None
         for start in range(0, len(examples), batch_size):
@@ -185,8 +190,8 @@ class Trainer:
     def broadcast_table(self, table: Tensor | None) -> Tensor:
         """Return the first stage's table on every rank; `table` may be None on other stages."""
         if table is None:
-            shape = self._table_rows, table_width(self.config.adapter_kind, self.model_config)
-            table = torch.zeros(shape, dtype=self._dtype)
+            width = table_width(self.config.method_config.adapter_kind, self.model_config)
+            table = torch.zeros((self._table_rows, width), dtype=self._dtype)
         return broadcast_from_first_stage(table.to(self.mesh.device), self.mesh)
 
     @property
@@ -195,11 +200,15 @@ class Trainer:
         return self.chunks[0] if len(self.chunks) == 1 else self.chunks
 
     @property
+    def _trains_model(self) -> bool:
+        return self.config.method_config.method == "full"
+
+    @property
     def _dtype(self) -> torch.dtype:
         return torch.promote_types(self.chunks[0].dtype, torch.float32)
 
     def _trainable_tensors(self) -> list[TrainableTensor]:
-        if self.config.method == "full":
+        if self._trains_model:
             return trainable_model_tensors(self.chunks)
         for chunk in self.chunks:
             chunk.requires_grad_(False)
@@ -222,17 +231,18 @@ class Trainer:
 
     def _micro_batches(self, examples: Sequence[Example], *, train: bool) -> list[MicroBatch]:
         """Return the micro-batches of this data-parallel rank's share of a batch."""
-        config, mesh = self.config, self.mesh
+        training, mesh = self.config.training_config, self.mesh
         rank_examples = examples[mesh.dp_rank :: mesh.dp]
         # A frozen model runs without dropout, even if its checkpoint sets dropout rates.
-        trains_model = train and config.method == "full"
-        uses_dropout = trains_model and (
-            self.model_config.hidden_dropout or self.model_config.attention_dropout
+        uses_dropout = (
+            train
+            and self._trains_model
+            and (self.model_config.hidden_dropout or self.model_config.attention_dropout)
         )
         micro_batches = []
         for number, group in enumerate(
             split_into_micro_batches(
-                rank_examples, config.micro_batch_examples, config.micro_batch_tokens
+                rank_examples, training.micro_batch_examples, training.micro_batch_tokens
             )
         ):
             dropout = self._dropout(1 + mesh.dp_rank, number) if uses_dropout else None
@@ -246,7 +256,7 @@ class Trainer:
         micro-batch) for the model. A resumed run draws the same masks.
         """
         seed = 0
-        for component in (self.config.seed, self.step_number, *site):
+        for component in (self.config.training_config.seed, self.step_number, *site):
             seed = (seed * 1_000_003 + component) % 2**63
         return Dropout(seed)
 

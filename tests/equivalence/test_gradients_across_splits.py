@@ -23,7 +23,7 @@ from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_stages import stage_layers
 from gpt.parallel.weight_sharding import parameter_specs, shard_spec
-from ptuning.config import TuneConfig
+from ptuning.config import TrainingConfig
 from ptuning.data.dataset import Example
 from ptuning.data.micro_batch import MicroBatch, build_micro_batch
 from ptuning.prompt.prefix_tuning import PrefixEncoder, shard_prefix_table
@@ -210,9 +210,7 @@ def run(case: Case, mesh: Mesh, channels: PipelineChannels) -> RankResult:
         passes = schedule_interleaved_1f1b(mesh.pp_rank, mesh.pp, len(micros), case.virtual_stages)
     loss = run_passes(chunks, passes, micros, channels, table=table, loss_scale=1 / total)
     if trained:
-        Optimizer(
-            trained, TuneConfig("model", data="records", method="full"), mesh
-        ).reduce_gradients(config)
+        Optimizer(trained, TrainingConfig(), mesh, peak_learning_rate=1e-4).reduce_gradients(config)
     grads = {f"{n}/{trainable.name}": trainable.value.grad for n, trainable in enumerate(trained)}
     return RankResult(
         float(loss) / total, table.grad, {k: v for k, v in grads.items() if v is not None}
@@ -355,8 +353,8 @@ def run_prefix(_: int, case: Case, name: str) -> PrefixResult:
         prefix=prefix.key_values,
         loss_scale=1 / total,
     )
-    settings = TuneConfig("model", data="records", name="n", method="prefix")
-    squares = Optimizer(trained, settings, mesh).reduce_gradients(config)
+    optimizer = Optimizer(trained, TrainingConfig(), mesh, peak_learning_rate=3e-2)
+    squares = optimizer.reduce_gradients(config)
     layer_grads = {
         layer: trained[position].value.grad for position, layer in enumerate(prefix.key_values)
     }

@@ -144,8 +144,8 @@ def trainer_of(folder: Path, trainable: PromptEncoder | Tensor, rate: float) -> 
     """A trainer of an encoder, or of a prefix's table."""
     config = TuneConfig(
         "m",
-        "d",
-        "n",
+        data="d",
+        name="n",
         method="prompt-tuning" if isinstance(trainable, PromptEncoder) else "prefix",
         virtual_tokens=V,
         learning_rate=rate,

@@ -1,14 +1,16 @@
-"""docs/tuning.md lists exactly the settings of a run, with their defaults and choices.
+"""The parts of TuneConfig are built from flat keys, and docs/tuning.md lists exactly these keys.
 
-The tests find the document's tables by their headings and compare them with the dataclasses of the
-settings. The example files that the document links are trained for a few steps.
+The document also lists the defaults and choices. The tests find its tables by their headings and
+compare them with the dataclasses of the settings. The example files that the document links are
+trained for a few steps.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
@@ -16,7 +18,15 @@ import yaml
 import preamble
 from examples.demo import tasks
 from gpt.adapters.card import GOLDEN_EXAMPLES_MAX
-from ptuning.config import CHOICES, METHOD_LEARNING_RATES, TuneConfig
+from gpt.errors import ConfigError
+from gpt.settings import setting_fields
+from ptuning.config import (
+    CHOICES,
+    METHOD_LEARNING_RATES,
+    ParallelConfig,
+    TrainingConfig,
+    TuneConfig,
+)
 from ptuning.evaluation.answer_metrics import compute_metrics
 from ptuning.task import NemoTask, Task
 
@@ -25,6 +35,44 @@ TEXT = (ROOT / "docs" / "tuning.md").read_text("utf-8")
 EXAMPLES = sorted((ROOT / "examples" / "tune").glob("*.yaml"))
 # They have a default only because settings of several tasks do not need them.
 REQUIRED = {"name", "data"}
+PART_TYPES = get_type_hints(TuneConfig)
+
+
+def test_each_key_belongs_to_one_part() -> None:
+    keys = [field.name for part_type in PART_TYPES.values() for field in fields(part_type)]
+    assert len(keys) == len(set(keys)) == len(setting_fields(TuneConfig))
+    assert not set(keys) & set(PART_TYPES)
+
+
+def test_the_parts_have_the_values_and_the_defaults_of_the_keys() -> None:
+    config = TuneConfig("m", data="d", name="n", steps=9, tp=2, dp=3)
+    assert config.model_config.model == "m"
+    assert config.training_config == TrainingConfig(steps=9)
+    assert config.parallel_config == ParallelConfig(tp=2, dp=3)
+    assert config.parallel_config.ranks == 6
+
+
+def test_record_has_a_flat_value_for_each_key_and_a_dict_for_each_task() -> None:
+    tasks = (Task("a", virtual_tokens=2), Task("b", data="e"))
+    record = TuneConfig("m", data="d", tasks=tasks, stop=("x",), steps=9).to_record()
+    assert list(record) == list(setting_fields(TuneConfig))
+    assert (record["model"], record["stop"], record["steps"]) == ("m", ("x",), 9)
+    assert [Task(**task) for task in record["tasks"]] == list(tasks)
+    assert not any(isinstance(value, dict) for value in record.values())
+    assert json.loads(json.dumps(record)).keys() == record.keys()
+
+
+def test_changed_settings_are_checked_across_the_parts() -> None:
+    config = TuneConfig("m", data="d", name="n", optimizer="adafactor", method="tpmlp")
+    assert config.with_fields(pp=3).parallel_config == ParallelConfig(pp=3)
+    with pytest.raises(ConfigError, match="adafactor needs whole rows and columns"):
+        config.with_fields(tp=2)
+    with pytest.raises(ConfigError, match="patience is 2, but has an effect only if validate_ev"):
+        config.with_fields(patience=2)
+    with pytest.raises(ConfigError, match="name is missing"):
+        config.with_fields(name="")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'training_config'"):
+        config.with_fields(training_config=TrainingConfig())
 
 
 def rows(heading: str) -> Iterator[list[str]]:
@@ -58,7 +106,8 @@ def format_default(name: str, value: Any) -> str:
 def test_document_lists_exactly_the_settings_and_defaults() -> None:
     documented = documented_settings()
     expected = {
-        field.name: format_default(field.name, field.default) for field in fields(TuneConfig)
+        name: format_default(name, field.default)
+        for name, field in setting_fields(TuneConfig).items()
     }
     assert {name: cells[0].strip("`") for name, cells in documented.items()} == expected
 

@@ -359,23 +359,23 @@ def peft_tables(trained_adapters: TrainedAdapters, config: TuneConfig) -> dict[i
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     common: Any = {"task_type": "CAUSAL_LM", "num_virtual_tokens": VIRTUAL}
     shape: Any = peft.PromptTuningConfig(**common)
-    if config.method != "prompt-tuning":
+    if config.method_config.method != "prompt-tuning":
         shape = peft.PromptEncoderConfig(**common, encoder_hidden_size=model.config.hidden_size)
-    torch.manual_seed(config.seed)
+    training = config.training_config
+    torch.manual_seed(training.seed)
     peft_model: Any = peft.get_peft_model(model, shape).train()
     values = [value for value in peft_model.parameters() if value.requires_grad]
-    optimizer = torch.optim.AdamW(
-        values, config.peak_learning_rate, betas=(config.beta1, config.beta2), weight_decay=0.0
-    )
+    betas = (training.beta1, training.beta2)
+    optimizer = torch.optim.AdamW(values, config.peak_learning_rate, betas=betas, weight_decay=0.0)
     tables = {}
     for step, batch in enumerate(toy_tasks.batches(trained_adapters.model, config), 1):
         ids = torch.tensor([list(example.ids)[VIRTUAL:] for example in batch])
         labels = ids.clone()
         labels[:, : batch[0].answer_start - VIRTUAL] = -100
         for group in optimizer.param_groups:
-            group["lr"] = config.peak_learning_rate * learning_rate_factor(step, config)
+            group["lr"] = config.peak_learning_rate * learning_rate_factor(step, training)
         peft_model(input_ids=ids, labels=labels).loss.backward()
-        torch.nn.utils.clip_grad_norm_(values, config.gradient_norm_max)
+        torch.nn.utils.clip_grad_norm_(values, training.gradient_norm_max)
         optimizer.step()
         optimizer.zero_grad()
         if step in SAVED_STEPS:

@@ -231,18 +231,20 @@ def train_prompt(
     tables: dict[int, torch.Tensor] = {}
     encoder = None
     prefix = None
-    tokens = open_checkpoint_tokenizer(Path(config.model))
-    (task,) = read_tasks(config, tokens, model.config)
-    starts = [initial_ids(task, config, tokens)]
-    if config.method == "prefix":
-        prefix = build_prefix(config, config.resolved_tasks, [model], starts)
-    elif config.method != "full":
-        encoder = build_encoder(config, config.resolved_tasks, model, starts)
+    method_config, training = config.method_config, config.training_config
+    tokens = open_checkpoint_tokenizer(Path(config.model_config.model))
+    (task,) = read_tasks(config.data_config, method_config, tokens, model.config)
+    starts = [initial_ids(task, method_config, tokens, seed=training.seed)]
+    tasks = config.data_config.resolved_tasks
+    if method_config.method == "prefix":
+        prefix = build_prefix(method_config, tasks, [model], starts, seed=training.seed)
+    elif method_config.method != "full":
+        encoder = build_encoder(method_config, tasks, model, starts, seed=training.seed)
     trainer = Trainer([model], config, encoder, prefix=prefix)
-    order = BatchOrder(task.examples.examples, config.batch_examples, config.seed)
-    for step in range(1, config.steps + 1):
+    order = BatchOrder(task.examples.examples, training.batch_examples, training.seed)
+    for step in range(1, training.steps + 1):
         trainer.step(order.batch(step))
-        if config.method != "full" and step in {*steps_saved, config.steps}:
+        if method_config.method != "full" and step in {*steps_saved, training.steps}:
             table = trainer.current_table()
             assert table is not None
             tables[step] = table
@@ -251,9 +253,11 @@ def train_prompt(
 
 def batches(model: GPT, config: TuneConfig) -> Iterator[list[Example]]:
     """The training batches of a run, step by step."""
-    (task,) = read_tasks(config, open_checkpoint_tokenizer(Path(config.model)), model.config)
-    order = BatchOrder(task.examples.examples, config.batch_examples, config.seed)
-    return map(order.batch, range(1, config.steps + 1))
+    training = config.training_config
+    tokens = open_checkpoint_tokenizer(Path(config.model_config.model))
+    (task,) = read_tasks(config.data_config, config.method_config, tokens, model.config)
+    order = BatchOrder(task.examples.examples, training.batch_examples, training.seed)
+    return map(order.batch, range(1, training.steps + 1))
 
 
 @torch.inference_mode()

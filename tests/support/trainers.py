@@ -28,13 +28,14 @@ def settings(**changes: object) -> TuneConfig:
 
 def trainer(model: GPT, **changes: object) -> Trainer:
     config = settings(**changes)
+    method_config, seed = config.method_config, config.training_config.seed
+    tasks = config.data_config.resolved_tasks
     encoder = None
-    if config.method == "prefix":
-        return Trainer(
-            [model], config, prefix=build_prefix(config, config.resolved_tasks, [model], [[]])
-        )
-    if config.method != "full":
-        encoder = build_encoder(config, config.resolved_tasks, model, [[]])
+    if method_config.method == "prefix":
+        prefix = build_prefix(method_config, tasks, [model], [[]], seed=seed)
+        return Trainer([model], config, prefix=prefix)
+    if method_config.method != "full":
+        encoder = build_encoder(method_config, tasks, model, [[]], seed=seed)
     return Trainer([model], config, encoder)
 
 

@@ -297,7 +297,8 @@ def test_written_tune_settings_run(
     written = TuneConfig.from_yaml(str(path))
     split = split_from_settings(plan.best.settings)
     assert written == tuning.with_split(split)
-    assert (written.tp, written.pp, written.dp) == (tp, pp, 1)
+    parallel = written.parallel_config
+    assert (parallel.tp, parallel.pp, parallel.dp) == (tp, pp, 1)
     assert main(["tune", str(path), "--restart"]) == 0
 
 

@@ -63,11 +63,17 @@ def write(path: Path, records: Sequence[dict[str, Any]]) -> str:
     return str(path)
 
 
+def read_tasks_of(values: dict[str, Any], tokenizer: Tokenizer) -> list[TaskData]:
+    """Read the tasks of the settings `values`."""
+    config = TuneConfig.from_dict(values, "x.yaml")
+    return read_tasks(config.data_config, config.method_config, tokenizer, SIZES)
+
+
 def tasks_of(
     tokenizer: Tokenizer, records: Sequence[dict[str, Any]], folder: Path, **changes: Any
 ) -> list[TaskData]:
     values = {"model": "m", "name": "a", "data": write(folder / "x.jsonl", records)} | changes
-    return read_tasks(TuneConfig.from_dict(values, "x.yaml"), tokenizer, SIZES)
+    return read_tasks_of(values, tokenizer)
 
 
 def numbers(folder: Path, records: Sequence[dict[str, Any]], **changes: Any) -> list[TaskData]:
@@ -237,16 +243,18 @@ def test_rows_of_several_tasks_are_consecutive_in_one_table(tmp_path: Path) -> N
     other_file = write(tmp_path / "other.csv.jsonl", [record("11", "12", taskname="a")])
     plain = f"{P0}{{prompt}} {{completion}}"
     own_settings = {"splits": [2, 1], "answer_field": "a", "template": f"{P0}{{q}}{P1} {{a}}"}
-    config = {"model": "m", "data": shared_file, "answer_only_loss": False}
-    config["tasks"] = [
+    values = {"model": "m", "data": shared_file, "answer_only_loss": False}
+    values["tasks"] = [
         {"name": "a", "virtual_tokens": 2, "validation": other_file, "template": plain},
         {"name": "b", "virtual_tokens": 1, "answer_only_loss": True, "template": plain},
         {"name": "c", "virtual_tokens": 3, **own_settings},
     ]
     reports: list[int] = []
 
+    config = TuneConfig.from_dict(values, "x.yaml")
     a, b, c = read_tasks(
-        TuneConfig.from_dict(config, "x.yaml"),
+        config.data_config,
+        config.method_config,
         NullTokenizer(V),
         SIZES,
         lambda count, total: reports.append(count),
@@ -363,7 +371,7 @@ def test_invalid_records_are_refused_with_their_line(case: str, tmp_path: Path) 
     if "tasks" in changes:
         values.pop("name")
     with pytest.raises(ConfigError) as caught:
-        read_tasks(TuneConfig.from_dict(values, "x.yaml"), NullTokenizer(V), SIZES)
+        read_tasks_of(values, NullTokenizer(V))
     assert message_words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -399,7 +407,8 @@ def test_nemo_task_templates_become_tasks() -> None:
         "virtual_token_splits": None,
     }
     values = {"model": "m", "data": "d", "task_templates": [NEMO, nemo_values]}
-    first_task, second_task = TuneConfig.from_dict(values, "x.yaml").resolved_tasks
+    config = TuneConfig.from_dict(values, "x.yaml")
+    first_task, second_task = config.data_config.resolved_tasks
     assert (first_task.name, first_task.splits, first_task.virtual_tokens) == ("squad", (3, 2), 5)
     assert (first_task.truncate_field, first_task.answer_field) == ("context", "answer")
     assert first_task.answer_only_loss is True
@@ -470,7 +479,9 @@ def test_check_reports_examples_counts_and_warnings(tmp_path: Path) -> None:
     )
     tasks = numbers(tmp_path, records, **changes)
 
-    report = preflight_report(tasks, NullTokenizer(V), config)
+    report = preflight_report(
+        tasks, NullTokenizer(V), config.training_config, config.parallel_config
+    )
     lines = preflight_lines(tasks, NullTokenizer(V), config, SIZES)
 
     (task,) = report.tasks

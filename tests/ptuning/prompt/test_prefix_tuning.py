@@ -62,9 +62,11 @@ def examples(v: int) -> list[Example]:
 
 def learner(model: GPT, **changes: object) -> Trainer:
     config = settings(**changes)
-    if config.method == "prefix":
-        return Trainer([model], config, prefix=build_prefix(config, TASKS, [model], IDS))
-    return Trainer([model], config, build_encoder(config, TASKS, model, IDS))
+    method_config, seed = config.method_config, config.training_config.seed
+    if method_config.method == "prefix":
+        prefix = build_prefix(method_config, TASKS, [model], IDS, seed=seed)
+        return Trainer([model], config, prefix=prefix)
+    return Trainer([model], config, build_encoder(method_config, TASKS, model, IDS, seed=seed))
 
 
 def table_of(trainer: Trainer) -> Tensor:
@@ -173,10 +175,13 @@ def train_split(
 def train_on_mesh(mesh: Mesh, **changes: object) -> tuple[list[float], list[float], Tensor]:
     """Losses and gradient norms of some steps, and the full table after them."""
     config = settings(micro_batch_examples=1, **changes)
-    layers = stage_layers(MODERN.num_layers, mesh.pp, vpp=config.virtual_stages)[mesh.pp_rank]
+    virtual_stages = config.parallel_config.virtual_stages
+    layers = stage_layers(MODERN.num_layers, mesh.pp, vpp=virtual_stages)[mesh.pp_rank]
     source = lively(MODERN.with_fields(dtype="float64"))
     chunks = [load_model(source, mesh, layers=layer_range) for layer_range in layers]
-    trainer = Trainer(chunks, config, prefix=build_prefix(config, TASKS, chunks, IDS))
+    seed = config.training_config.seed
+    prefix = build_prefix(config.method_config, TASKS, chunks, IDS, seed=seed)
+    trainer = Trainer(chunks, config, prefix=prefix)
     metrics = [trainer.step(examples(MODERN.vocab_size)) for _ in range(5)]
     return (
         [step_metrics.loss for step_metrics in metrics],
@@ -200,8 +205,9 @@ def run_on_rank(_: int, file: Path, ends_after: int | None) -> list[float]:
     """Losses of a run on this rank; the run may be stopped early."""
     config = TuneConfig.from_yaml(str(file))
     mesh = Mesh.single()
-    if config.tp * config.pp > 1:
-        mesh = Mesh.create(config.tp, config.pp)
+    parallel = config.parallel_config
+    if parallel.ranks > 1:
+        mesh = Mesh.create(parallel.tp, parallel.pp)
     prepared = prepare(config)
     audience = LossRecorder(ends_after)
     with suppress(EOFError):

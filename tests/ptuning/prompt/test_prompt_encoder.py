@@ -1,7 +1,7 @@
 """Prompt encoder: compared with PyTorch modules, for every split, and its initial rows."""
 
 import json
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gpt.dropout import Dropout
 from gpt.errors import ConfigError
+from gpt.model.gpt_model import GPT
 from gpt.parallel.mesh import Mesh
 from ptuning.__main__ import main
 from ptuning.config import TuneConfig
@@ -41,8 +42,20 @@ def settings(method: str, **changes: Any) -> TuneConfig:
     return TuneConfig("m", data="d", name="n", method=method, **changes)
 
 
+def build_with(
+    config: TuneConfig, model: GPT, tasks: Sequence[Task] = TASKS, ids: list[list[int]] = IDS
+) -> PromptEncoder:
+    seed = config.training_config.seed
+    return build_encoder(config.method_config, tasks, model, ids, seed=seed)
+
+
 def build_test_encoder(method: str, mesh: Mesh | None = None, **changes: Any) -> PromptEncoder:
-    return build_encoder(settings(method, **changes), TASKS, build(CLASSIC, mesh), IDS)
+    return build_with(settings(method, **changes), build(CLASSIC, mesh))
+
+
+def check(config: TuneConfig) -> None:
+    tasks, tp = config.data_config.resolved_tasks, config.parallel_config.tp
+    check_encoder(config.method_config, tasks, WIDTH, tp=tp)
 
 
 def torch_reference(encoder: PromptEncoder, method: str, layers: int) -> Tensor:
@@ -100,16 +113,16 @@ def test_every_method_starts_at_embedding_rows(method: str) -> None:
     model = build(CLASSIC, dtype=torch.float32)
     state = torch.get_rng_state()
     width = {"encoder_hidden": 32} if method in ENCODER_KINDS else {}
-    encoder = build_encoder(settings(method, **width), TASKS, model, IDS)
+    encoder = build_with(settings(method, **width), model)
     assert model.embedding is not None
     embedding = model.embedding.weight_shard[: CLASSIC.vocab_size]
     assert encoder().dtype is torch.float32
     assert (encoder()[:4] - embedding[[7, 9, 7, 9]]).abs().max() < 2e-3 * embedding.abs().max()
     distances = torch.cdist(encoder()[4:].detach(), embedding).min(1)
     assert distances.values.max() < 0.02 and len(set(distances.indices.tolist())) == 3
-    same_seed = build_encoder(settings(method, **width), TASKS, model, IDS)
+    same_seed = build_with(settings(method, **width), model)
     assert torch.equal(encoder(), same_seed())
-    other_seed = build_encoder(settings(method, **width, seed=1), TASKS, model, IDS)
+    other_seed = build_with(settings(method, **width, seed=1), model)
     assert not torch.allclose(other_seed()[4:], same_seed()[4:])
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -176,11 +189,11 @@ def test_encoder_from_loads_the_network_but_not_the_rows(tmp_path: Path, method:
     safetensors.torch.save_file(encoder_tensors(earlier), tmp_path / "2" / ENCODER_FILE)
     new_tasks = (Task("c", virtual_tokens=5),)
     config = settings(method, encoder_from=str(tmp_path))
-    check_encoder(config, WIDTH)
-    encoder = build_encoder(config, new_tasks, build(CLASSIC), [[]])
+    check(config)
+    encoder = build_with(config, build(CLASSIC), new_tasks, [[]])
     for name, value in encoder.weights.items():
         assert torch.equal(value, earlier.weights[name])
-    fresh = build_encoder(replace(config, encoder_from=None), new_tasks, build(CLASSIC), [[]])
+    fresh = build_with(config.with_fields(encoder_from=None), build(CLASSIC), new_tasks, [[]])
     assert torch.equal(encoder.rows, fresh.rows) and encoder().shape == (5, WIDTH)
 
 
@@ -197,13 +210,13 @@ def test_encoder_of_other_sizes_is_refused(tmp_path: Path) -> None:
         ("prompt-tuning", "prompt-tuning has no encoder; remove encoder_from"),
     ):
         with pytest.raises(ConfigError, match=message):
-            check_encoder(settings(method, encoder_from=str(tmp_path)), WIDTH)
+            check(settings(method, encoder_from=str(tmp_path)))
     (tmp_path / ENCODER_FILE).write_bytes(b"nothing")
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(
             ConfigError, match=r"encoder_from: .* set encoder_from to the directory of a fin"
         ):
-            check_encoder(settings("mlp", encoder_from=str(folder)), WIDTH)
+            check(settings("mlp", encoder_from=str(folder)))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +241,7 @@ def test_unsupported_encoder_settings_are_refused(
     method: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_encoder(settings(method, **changes), WIDTH)
+        check(settings(method, **changes))
 
 
 @pytest.mark.slow

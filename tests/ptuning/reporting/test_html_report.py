@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -125,7 +125,7 @@ def task(name: str = "refunds", **changes: Any) -> TaskFacts:
 
 
 def run(*tasks: TaskFacts, **changes: Any) -> RunFacts:
-    settings = asdict(TuneConfig(model="gpt/", data="mails.jsonl", name="refunds"))
+    settings = TuneConfig(model="gpt/", data="mails.jsonl", name="refunds").to_record()
     validations = [
         Validation(
             step, 3 / (1 + step), {"exact_match": step / 250}, {"tone": {"exact_match": 0.5}}

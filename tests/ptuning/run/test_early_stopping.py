@@ -8,6 +8,7 @@ import torch
 from ptuning.prompt.prompt_encoder import encoder_tensors
 from ptuning.run.early_stopping import EarlyStopping
 from ptuning.run_facts import Validation
+from ptuning.training.trainer import Trainer
 from tests.support.models import CLASSIC, build
 from tests.support.trainers import trainer
 
@@ -15,8 +16,12 @@ VALIDATED: dict[str, object] = {"validation": "v", "validate_every": 1}
 
 
 def early_stopping(**changes: object) -> EarlyStopping:
-    trainer_ = trainer(build(CLASSIC), **VALIDATED, **changes)
-    return EarlyStopping(trainer_.config, trainer_)
+    return early_stopping_of(trainer(build(CLASSIC), **VALIDATED, **changes))
+
+
+def early_stopping_of(trainer_: Trainer) -> EarlyStopping:
+    config = trainer_.config
+    return EarlyStopping(config.validation_config, config.method_config, trainer_)
 
 
 def test_lowest_loss_is_the_best_and_patience_ends_the_run() -> None:
@@ -63,7 +68,7 @@ def test_full_training_has_no_best_step() -> None:
 @pytest.mark.parametrize("method", ["prompt-tuning", "mlp"])
 def test_restored_state_is_equal(method: str) -> None:
     trainer_ = trainer(build(CLASSIC), **VALIDATED, method=method, measure="loss", patience=3)
-    stopping = EarlyStopping(trainer_.config, trainer_)
+    stopping = early_stopping_of(trainer_)
     assert trainer_.encoder is not None
     best_encoder = {name: t.clone() for name, t in encoder_tensors(trainer_.encoder).items()}
     stopping.update(Validation(4, 2.0), trainer_.current_table())
@@ -79,7 +84,7 @@ def test_restored_state_is_equal(method: str) -> None:
     ]
     assert stopping.state_tensors().keys() == {"table", *best_encoder}
 
-    restored = EarlyStopping(trainer_.config, trainer_)
+    restored = early_stopping_of(trainer_)
     restored.load_state(stopping.state_facts(), stopping.state_tensors())
 
     assert restored.state_facts() == stopping.state_facts()

@@ -172,7 +172,8 @@ def test_sweep_values_are_yaml_and_equal_values_are_one_run(
         *((0.0010001, ("a", "b,c")), (0.0010001, ())),
     ]
     assert len({variant.folder for variant in sweep.variants}) == 4
-    assert all(variant.config.output.startswith(str(variant.folder)) for variant in sweep.variants)
+    for variant in sweep.variants:
+        assert variant.config.output_config.output.startswith(str(variant.folder))
 
 
 def test_nan_is_never_the_best_and_the_loss_breaks_ties(checkpoint: Path, tmp_path: Path) -> None:

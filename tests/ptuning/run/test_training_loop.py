@@ -170,7 +170,7 @@ def test_invalid_settings_and_records_are_errors_and_write_nothing(
 def test_yaml_number_without_a_dot_is_a_number(tmp_path: Path) -> None:
     file = tmp_path / "tune.yaml"
     file.write_text("model: m\ndata: d\nname: n\nlearning_rate: 1e-3\n")
-    assert TuneConfig.from_yaml(str(file)).learning_rate == 0.001
+    assert TuneConfig.from_yaml(str(file)).training_config.learning_rate == 0.001
 
 
 def test_check_shows_examples_and_writes_nothing(
@@ -386,7 +386,7 @@ def test_validation_prompts_are_truncated_as_in_serving(checkpoint: Path, tmp_pa
     file = write_settings(tmp_path, checkpoint, **changes, **write_validation(tmp_path, 1))
     config = TuneConfig.from_yaml(str(file))
     long_record = {"prompt": "dog " * 5000, "completion": ANSWER}
-    Path(config.validation).write_text(json.dumps(long_record))
+    Path(config.data_config.validation).write_text(json.dumps(long_record))
     prepared = prepare(config)
     (task_data,) = prepared.tasks
     context = prepared.checkpoint.config.max_position_embeddings

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpt.errors import ConfigError
 from gpt.parallel.mesh import Mesh
-from ptuning.config import METHOD_LEARNING_RATES
+from ptuning.config import METHOD_LEARNING_RATES, TuneConfig
 from ptuning.data.dataset import Example
 from ptuning.run_facts import StepMetrics
 from ptuning.training.gradient_reduction import Replication, TrainableTensor
@@ -21,6 +21,15 @@ from tests.support.ranks import ranks
 from tests.support.trainers import examples, settings, trainer
 
 ADAFACTOR = {"optimizer": "adafactor", "steps": 8, "warmup_steps": 2}
+
+
+def optimizer_of(parameter: Tensor, config: TuneConfig) -> Optimizer:
+    return Optimizer(
+        [TrainableTensor("a", parameter, Replication.REPLICATED)],
+        config.training_config,
+        Mesh.single(),
+        peak_learning_rate=config.peak_learning_rate,
+    )
 
 
 def paper_adafactor(value: Tensor, grads: list[Tensor], rates: list[float], decay: float) -> Tensor:
@@ -60,15 +69,14 @@ def test_adafactor_steps_equal_the_paper_at_any_scale(shape: tuple[int, ...], si
         for step in range(1, 7)
     ]
     parameter = value.clone()
-    optimizer = Optimizer(
-        [TrainableTensor("a", parameter, Replication.REPLICATED)], config, Mesh.single()
-    )
+    optimizer = optimizer_of(parameter, config)
     rates = []
     for step, grad in enumerate(grads, 1):
         parameter.grad = grad.clone()
         optimizer.reduce_gradients(CLASSIC)
         rates.append(optimizer.step(step, 1.0))
-    assert rates == [0.3 * learning_rate_factor(step, config) for step in range(1, 7)]
+    factors = [learning_rate_factor(step, config.training_config) for step in range(1, 7)]
+    assert rates == [0.3 * factor for factor in factors]
     expected = paper_adafactor(value, grads, rates, 1e-2)
     assert torch.allclose(parameter, expected, rtol=1e-9, atol=1e-9)
     assert (parameter - value).abs().min() > 0.01
@@ -76,11 +84,7 @@ def test_adafactor_steps_equal_the_paper_at_any_scale(shape: tuple[int, ...], si
 
 def test_rows_without_gradients_do_not_change() -> None:
     parameter = torch.ones(3, 4)
-    optimizer = Optimizer(
-        [TrainableTensor("a", parameter, Replication.REPLICATED)],
-        settings(**ADAFACTOR),
-        Mesh.single(),
-    )
+    optimizer = optimizer_of(parameter, settings(**ADAFACTOR))
     parameter.grad = torch.tensor([[0.0], [1.0], [0.0]]).expand(3, 4).clone()
     optimizer.reduce_gradients(CLASSIC)
     optimizer.step(1, 1.0)

@@ -162,7 +162,7 @@ def test_full_disks_fail_an_upload_without_leaving_files(tmp_path: Path) -> None
 KILLED = """
 import sys, time
 from pathlib import Path
-from tests.serving.adapters.test_store import store_of
+from tests.serving.adapters.test_version_updates import store_of
 store = store_of(Path(sys.argv[1]))
 upload = store.start_upload("tax", "acme")
 upload.create_file()
