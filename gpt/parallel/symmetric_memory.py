@@ -131,8 +131,8 @@ def use_symmetric_memory(
         reducer = reducer_or_reason
         reducer_or_reason = _run_on_all_ranks(mesh, lambda: _self_test(reducer, mesh))
     if isinstance(reducer_or_reason, str):
-        reason = f"symmetric memory is not used: {reducer_or_reason}"
-        log.info("event=sums by=%s reason=%r", _backend(mesh), reason)
+        # The reason why symmetric memory is not used.
+        log.info("event=sums by=%s reason=%r", _backend(mesh), reducer_or_reason)
         return mesh
     log.info(
         "event=sums by=symmetric_memory ranks=%d bytes_max=%d multicast=%s",

@@ -419,7 +419,7 @@ def test_adapters_are_checked_against_their_model() -> None:
             scaled(1e6),
             MODEL.with_fields(dtype="float16"),
             BASE,
-            r"overflow in float16, up to 1.38e\+06",
+            r"values up to 1\.38e\+06, which overflow in float16",
         ),
     ):
         with pytest.raises(AdapterError, match=message):

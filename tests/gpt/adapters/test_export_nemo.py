@@ -132,7 +132,7 @@ def test_rows_are_sorted_by_template_position_and_task_names_are_valid(
     code, _, err = run_adapters_command(
         capsys, "export", file, target, "--to", "nemo", "--overwrite"
     )
-    assert code == 0 and "its rows are before {prompt}" in err and "gpt_model_file" in err
+    assert code == 0 and "its rows are placed before {prompt}" in err and "gpt_model_file" in err
     config, weights = open_nemo_adapter(target)
     assert config["new_tasks"] == ["keys_"]
     Prompt("keys_", 6, 4).load_state_dict(weights["prompt_table"])

@@ -162,8 +162,13 @@ def scores(*logprobs: float, tops: tuple[tuple[int, float], ...] = ()) -> list[S
     [
         ((5, 6), scores(-0.2, -0.3), "same", ""),
         ((5, 6), scores(-0.2, -0.3 - 0.0019), "same", ""),
-        ((5, 6), scores(-0.2, -0.3 - 0.0021), "different", "differ by 0.001"),
-        ((5, 6), scores(-0.2, float("nan")), "different", "differ by nan"),
+        (
+            (5, 6),
+            scores(-0.2, -0.3 - 0.0021),
+            "different",
+            "differ from the recorded ones by 0.001",
+        ),
+        ((5, 6), scores(-0.2, float("nan")), "different", "differ from the recorded ones by nan"),
         (
             (5, 7),
             scores(-0.2, -0.3, tops=((7, -0.3), (6, -0.303))),

@@ -160,7 +160,7 @@ def test_fp8_passes_the_quantization_check_or_is_refused(
     weights = sum(m.weight.nbytes for b in model.decoder_layers[1:4] for m in linears(b))
     with caplog.at_level(logging.INFO):
         if not small_logits:
-            with pytest.raises(ConfigError, match="with linear_backend fp8 the model's next tok"):
+            with pytest.raises(ConfigError, match="with linear_backend fp8 the model's next-tok"):
                 apply_backend(model, "fp8")
             return
         freed, drift = apply_backend(model, "fp8")

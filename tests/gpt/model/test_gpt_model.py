@@ -146,7 +146,7 @@ def test_bf16_logits_are_close_to_fp64() -> None:
             {"num_experts": 2, "moe_layers": [True]},
             "moe_layers has 1 entries; .* one for each of the 5 layers",
         ),
-        ({"moe_layers": (True,) * 5}, "moe_router_topk is 2; with 0 experts"),
+        ({"moe_layers": (True,) * 5}, "moe_router_topk is 2, and num_experts is 0"),
         ({"nun_layers": 3}, "unknown key 'nun_layers'"),
     ],
 )

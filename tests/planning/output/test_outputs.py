@@ -319,7 +319,7 @@ def test_csv_without_plan_json_is_drawn_with_given_axes(tmp_path: Path) -> None:
         ),
         (
             "name,standing,group,source,error,note,ledger_kv_bytes,reason\na,fits,,,,,inf,\n",
-            "a number of bytes",
+            "a finite number of bytes",
         ),
     ],
 )

@@ -275,7 +275,7 @@ def test_error_bar_is_wider_outside_of_published_runs() -> None:
         estimate(gpt3(24, 1024, 16), 64, split, "h100"),
     ):
         assert wider.time_confidence.error > usual.error
-    assert "chunks" in estimate(GPT_22B, 64, replace(split, vpp=2), "h100").time_confidence.note
+    assert "vpp" in estimate(GPT_22B, 64, replace(split, vpp=2), "h100").time_confidence.note
     assert estimate(GPT_22B, 64, replace(split, vpp=2)).time_confidence.error <= 0.06
 
 
@@ -313,7 +313,7 @@ INVALID_SPLITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"pp": 4, "vpp": 5}, "vpp can be 1, 2, 3, 4, 6, 12"),
     ({"global_batch": 6}, {"pp": 4, "vpp": 2}, "set vpp to 1, or the global batch to"),
     ({}, {"pp": 5, "vpp": 2}, "48 layers are not a multiple of pp 5 x vpp 2"),
-    ({}, {"recompute": "block"}, "it must be from 1 to 48"),
+    ({}, {"recompute": "block"}, "needs a number from 1 to 48"),
     ({"virtual_tokens": 2048}, {}, "from 0 to 2047"),
     ({"dtype": "int8"}, {}, "the speed of training in 'int8' is unknown"),
     ({"dtype": "fp8"}, {}, "a100-80g does not support fp8"),

@@ -177,8 +177,8 @@ def test_norm_that_transformer_engine_layers_ignore_is_refused(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "ignored"),
     [
-        ({"rotary_seq_len_interpolation_factor": 2}, "scaled by 2 .* trained with 1"),
-        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, "scaled by 32 .* with 8"),
+        ({"rotary_seq_len_interpolation_factor": 2}, "scaled by 2, .* used 1"),
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, "scaled by 32, .* used 8"),
     ],
 )
 def test_rope_scaling_of_uncertain_effect_is_noted(
