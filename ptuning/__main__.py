@@ -35,7 +35,7 @@ RECORDS_PER_PROGRESS_LINE = 100_000
 
 
 def main(argv: list[str]) -> int:
-    """Run `tune` or the internal command `rank`, which is argv[0]; return the exit code."""
+    """Run the command argv[0], `tune` or the internal `rank`; return the exit code."""
     if argv == ["rank"]:
         return _run_rank_process()
     if not argv or argv[0] != "tune":
@@ -67,8 +67,8 @@ def _report_error(error: PreambleError) -> int:
     """
     rank = int(os.environ.get("RANK", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else 0
     if rank:
-        # If rank 0 has the same error, rank 0 prints it, and torchrun ends this process during the
-        # sleep. If the sleep ends, rank 0 does not have this error, so this rank prints it.
+        # If rank 0 has the same error, rank 0 prints the error, and torchrun ends this process
+        # during the sleep. If the sleep ends, rank 0 does not have the error; this rank prints it.
         time.sleep(TORCHRUN_STOP_WAIT_S)
     _print_stderr(f"preamble tune: {f'rank {rank}: ' if rank else ''}{error}")
     return 1
@@ -77,8 +77,8 @@ def _report_error(error: PreambleError) -> int:
 def _print_stderr(line: str) -> None:
     """Print a line to stderr, and ignore errors of the print.
 
-    A closed stderr raises OSError. A signal handler that interrupts a print and prints itself gets
-    RuntimeError.
+    A print to a closed stderr raises OSError. A print in a signal handler raises RuntimeError if
+    the signal has interrupted another print.
     """
     with suppress(OSError, RuntimeError):
         print(line, file=sys.stderr, flush=True)
@@ -88,8 +88,8 @@ def _print_stderr(line: str) -> None:
 def _ensure_stderr() -> Iterator[None]:
     """Open /dev/null as stderr if stderr is closed.
 
-    While sys.stderr is None, print(file=sys.stderr) writes to stdout, and the next file that is
-    opened gets descriptor 2.
+    If Python starts with a closed stderr, sys.stderr is None. Then print(file=sys.stderr) writes to
+    stdout, and the next file that is opened gets descriptor 2.
     """
     if sys.stderr is None:
         _redirect_stderr_to_null()

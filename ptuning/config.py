@@ -1,10 +1,10 @@
 """TuneConfig: settings of a tuning run, with units and defaults, read from a YAML file.
 
-The file is one flat mapping. Its settings are in frozen parts by subject, so that a module receives
-only the parts that it reads. The architecture of the model comes from its checkpoint;
-`true_vocab_size` and `config_json` supply what the checkpoint does not record. If a run has one
-task, the settings of this task are top-level keys. If it has several tasks, the list `tasks` has
-their settings. This module opens no file other than the YAML file and does not import torch.
+The file is one flat mapping. In Python, the settings are grouped by subject into frozen
+dataclasses, the parts, so that a module receives only the parts that it reads. The architecture of
+the model comes from its checkpoint; `true_vocab_size` and `config_json` supply what the checkpoint
+does not record. The settings of a single task are top-level keys; several tasks are entries of the
+list `tasks`. This module opens no file other than the YAML file and does not import torch.
 """
 
 from collections.abc import Iterable
@@ -24,8 +24,9 @@ from gpt.settings import (
 from ptuning.task import DEFAULT_TEMPLATE, Task, parse_nemo_tasks
 
 # Maps each tuning method to its default learning rate; see also ADAFACTOR_LEARNING_RATES. The
-# virtual-token table has one embedding row per virtual token. Training the table directly needs far
-# larger steps than training a prompt encoder that produces the table.
+# virtual-token table has one embedding row per virtual token. A method that trains the table
+# directly needs a far larger learning rate than a method that trains a prompt encoder, the network
+# that produces the table.
 METHOD_LEARNING_RATES = {
     "prompt-tuning": 1e-2,  # Trains the virtual-token table directly.
     "mlp": 3e-4,  # Prompt encoder: NeMo's MLP.
@@ -47,8 +48,9 @@ TENSOR_PARALLEL_METHODS = ("tpmlp", "prefix", "full")
 #   may have untrained embeddings, which are bad initial rows;
 # - random: random numbers with the standard deviation of the token embeddings.
 INITIALIZATIONS = ("records", "vocabulary", "random")
-# Default learning rates with Adafactor that differ from METHOD_LEARNING_RATES. 0.3 is the rate of
-# Lester et al., who do not scale the steps by the RMS of the table.
+# Default learning rates that replace those of METHOD_LEARNING_RATES if the optimizer is Adafactor.
+# 0.3 is the learning rate of Lester et al. As in their paper, updates are not scaled by the RMS of
+# the table (see ADAFACTOR_RMS_MIN in ptuning/training/optimizer.py).
 ADAFACTOR_LEARNING_RATES = {"prompt-tuning": 0.3}
 OPTIMIZERS = ("adamw", "adafactor")
 SCHEDULES = ("cosine", "constant", "inverse-sqrt")
@@ -91,12 +93,13 @@ FRACTIONS = ("hidden_dropout", "attention_dropout", "encoder_dropout", "beta1", 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The checkpoint to train against, and where and how it is computed."""
+    """The checkpoint, its tokenizer, and the device and dtype of the computation."""
 
     model: str  # Path of the checkpoint.
     # Tokenizer file or directory; None: the tokenizer beside the weights.
     tokenizer: str | None = None
-    # Needed if the vocabulary is padded and the checkpoint does not record its true size.
+    # Size of the vocabulary without padding; needed if the vocabulary is padded and the checkpoint
+    # does not record this size.
     true_vocab_size: int | None = None
     # Path of a JSON file with model settings that are missing or wrong in the checkpoint.
     config_json: str | None = None
@@ -122,21 +125,22 @@ class DataConfig:
     # Field to truncate in examples that are too long; None: such examples are dropped.
     truncate_field: str | None = None
     stop: tuple[str, ...] = ()  # Stop strings of an answer, in addition to the end-of-text token.
-    max_new_tokens: int | None = None  # Default length limit of an answer.
+    max_new_tokens: int | None = None  # Default length limit of an answer in tokens.
     virtual_tokens: int = 20
     # Number of virtual tokens at each marker <|VIRTUAL_PROMPT_i|> of the template, in order; empty:
     # all virtual tokens are at one marker.
     splits: tuple[int, ...] = ()
-    # Text whose token embeddings are the initial virtual-token rows; empty: `initial` selects the
-    # initial rows.
+    # Text whose token embeddings are the initial rows of the virtual tokens; empty: `initial`
+    # selects the initial rows.
     initial_text: str = ""
     # Instruction text that replaces the virtual tokens in a baseline evaluation; empty: no such
     # baseline.
     oracle: str = ""
     tasks: tuple[Task, ...] = ()  # Several tasks, in place of the top-level task settings.
-    # Token limit of an example; None: the model's context length. A larger value is reduced to it.
+    # Token limit of an example; None: the model's context length, which is also the maximum.
     tokens_max: int | None = None
-    answer_only_loss: bool = True  # Whether only answer tokens have a loss; False: all text tokens.
+    # Whether the loss covers only the tokens of the answer; False: it covers all text tokens.
+    answer_only_loss: bool = True
 
     def __post_init__(self) -> None:
         _check_settings(self)
@@ -147,7 +151,7 @@ class DataConfig:
 
     @property
     def resolved_tasks(self) -> tuple[Task, ...]:
-        """The tasks of the run, with top-level values for the shared settings that a task lacks."""
+        """The tasks of the run; SHARED_TASK_SETTINGS that a task lacks have the top-level value."""
         if self.tasks:
             return tuple(
                 replace(
@@ -172,11 +176,11 @@ class MethodConfig:
 
     method: str = "prompt-tuning"  # A key of METHOD_LEARNING_RATES.
     initial: str = "records"  # Initial rows of tasks without `initial_text`: see INITIALIZATIONS.
-    # Hidden size of the prompt encoder; None: the model's hidden size, half of it for `lstm`.
+    # Hidden size of the prompt encoder; None: the model's hidden size, or half of it for `lstm`.
     encoder_hidden: int | None = None
     encoder_layers: int = 2  # Number of linear layers of `mlp`, or of LSTM layers of `lstm`.
     encoder_dropout: float = 0.0  # Dropout rate between the layers of `lstm`.
-    # Directory of an earlier run, whose encoder network is the initial network of this run.
+    # Directory of an earlier run whose prompt encoder is the initial prompt encoder of this run.
     encoder_from: str | None = None
 
     def __post_init__(self) -> None:
@@ -195,8 +199,10 @@ class TrainingConfig:
     steps: int = 200
     # Number of examples per step on all ranks together, limited to the number of training examples.
     batch_examples: int = 16
-    micro_batch_examples: int | None = None  # Example limit of a micro-batch; None: no limit.
-    # Token limit of a micro-batch; None: no limit. A longer example is a micro-batch of its own.
+    # Maximum number of examples in a micro-batch; None: no limit.
+    micro_batch_examples: int | None = None
+    # Maximum number of tokens in a micro-batch; None: no limit. An example with more tokens is the
+    # only example of its micro-batch.
     micro_batch_tokens: int | None = None
     optimizer: str = "adamw"  # One of OPTIMIZERS.
     learning_rate: float | None = None  # None: the default of the method and the optimizer.
@@ -204,7 +210,8 @@ class TrainingConfig:
     schedule: str = "cosine"
     minimum_rate: float = 0.0  # Final learning rate of `cosine` as a share of the peak.
     warmup_steps: int = 20  # Number of steps until the peak learning rate.
-    weight_decay: float = 0.0  # Decay pulls rows toward zero, not toward token embeddings.
+    # 0 by default, because decay would pull rows toward zero, not toward token embeddings.
+    weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.98
     epsilon: float = 1e-8
@@ -225,14 +232,15 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Validations during the run, the metric that they compare, and early stopping."""
+    """Validations during the run, the metric by which they are compared, and early stopping."""
 
-    # Number of steps between validations; None: only before the first step and at the end. Method
-    # `full` writes the last weights, even if an earlier validation was better.
+    # Number of steps between validations; None: validations only before the first step and at the
+    # end. The run writes the adapter of the best validation, but method `full` always writes the
+    # last weights.
     validate_every: int | None = None
     # Number of records per task that are evaluated, from the start of the validation file.
     validation_examples: int = 200
-    # Metric that selects the best table and decides early stopping: one of MEASURES.
+    # Metric that selects the best validation and decides early stopping: one of MEASURES.
     measure: str = "loss"
     # Number of validations without improvement after which the run stops early; None: never.
     patience: int | None = None
@@ -243,7 +251,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """The files of a run: adapter, states, logs and golden examples."""
+    """The files that a run writes: adapter, states and logs."""
 
     # Directory for the adapter (method `full`: for the checkpoint), created if it does not exist.
     # May be the adapter directory of a running server.
@@ -251,8 +259,10 @@ class OutputConfig:
     # Directory in which each run gets a numbered directory for its logs, report and states; None:
     # `runs/NAME` beside the output directory.
     run: str | None = None
-    save_every: int = 100  # Number of steps between saved states.
-    # Number of validation records stored in the card, with the answers that the adapter generates.
+    # Number of steps between saved states, from which an interrupted run resumes.
+    save_every: int = 100
+    # Number of golden examples in the adapter's card. A golden example is a validation record with
+    # the answer that the adapter generates for it.
     golden_examples: int = 0
     tensorboard: bool = False  # Whether the run also writes TensorBoard event files.
 
@@ -298,14 +308,14 @@ class TuneConfig(ComposedSettings):
     parallel_config: ParallelConfig
 
     def __init__(self, model: str, **settings: Any) -> None:
-        """`settings`: the keys of the settings file; a missing key has its default."""
+        """Check all settings. `settings` has the keys of the settings file except `model`."""
         super().__init__(model=model, **settings)
         self._check_unused_settings()
         self._check_optimizer()
         self._check_tasks()
 
     def _check_unused_settings(self) -> None:
-        """Raise for a changed setting that has no effect with the other settings."""
+        """Raise ConfigError if a setting that has no effect differs from its default."""
         method = self.method_config.method
         uses_adamw = self.training_config.optimizer == "adamw"
         conditions = {
@@ -339,8 +349,8 @@ class TuneConfig(ComposedSettings):
         is_adafactor = self.training_config.optimizer == "adafactor"
         if is_adafactor and tp > 1 and method in TENSOR_PARALLEL_METHODS:
             raise ConfigError(
-                f"adafactor needs whole rows and columns of each matrix, but {method} shards "
-                f"them over {tp} tensor ranks; set tp: 1, or optimizer: adamw"
+                f"adafactor needs whole rows and columns of each matrix, but method {method} "
+                f"shards them over {tp} tensor ranks; set tp: 1, or optimizer: adamw"
             )
 
     def _check_tasks(self) -> None:
@@ -391,8 +401,8 @@ class TuneConfig(ComposedSettings):
                 else parse_settings(Task, task, f"{source}: task {number}")
                 for number, task in enumerate(tasks, 1)
             ]
-            own_settings = {setting.name for setting in fields(Task)} - SHARED_TASK_SETTINGS
-            misplaced_settings = sorted(own_settings & set(settings))
+            task_settings = {setting.name for setting in fields(Task)} - SHARED_TASK_SETTINGS
+            misplaced_settings = sorted(task_settings & set(settings))
             if tasks and misplaced_settings:
                 raise ConfigError(
                     f"{source}: {misplaced_settings[0]} is set beside tasks; move it into each task"
@@ -420,7 +430,7 @@ def _check_settings(part: Any) -> None:
 
 
 def _select_settings(part: Any, names: Iterable[str]) -> list[tuple[str, Any]]:
-    """Return those of these settings that the part has, with their values."""
+    """Return (name, value) of each setting in `names` that the part has."""
     part_settings = setting_fields(type(part))
     return [(name, getattr(part, name)) for name in names if name in part_settings]
 

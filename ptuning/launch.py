@@ -36,8 +36,8 @@ from ptuning.config import SHARED_TASK_SETTINGS, ParallelConfig, TuneConfig
 EXIT_PEER_LOST = 3
 # Parts of the messages with which gloo and NCCL report a lost connection.
 PEER_LOST_MESSAGES = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "NCCL")
-# After a child rank has failed: the time for rank 0 to notice the failure in a collective, and then
-# the time for the other child ranks to end and to write their errors.
+# Each of two waits after a child rank has failed: until rank 0 notices the failure in a collective,
+# and then until the other child ranks have ended and have written their errors.
 PEER_FAILURE_WAIT_S = 5.0
 WATCH_INTERVAL_S = 0.2  # Time between two checks of the child processes.
 SHUTDOWN_WAIT_S = 20.0  # Time for the child ranks to end after rank 0 has finished.
@@ -48,7 +48,7 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 
 
 class PeerLostError(ConfigError):
-    """This rank lost its connection to another rank, whose failure is the cause."""
+    """A lost connection to another rank; the cause is a failure of that rank."""
 
 
 def under_torchrun() -> bool:
@@ -56,7 +56,10 @@ def under_torchrun() -> bool:
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process is rank 0. Child ranks must not call this function."""
+    """Return whether this process is rank 0.
+
+    Child ranks must not call this function, because it would return True.
+    """
     return not under_torchrun() or int(os.environ["RANK"]) == 0
 
 
@@ -93,7 +96,7 @@ def join_mesh(config: TuneConfig, restart: bool) -> Iterator[Mesh]:
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Settings and coordinates that rank 0 sends to a child rank."""
+    """Settings, rank number and folder that rank 0 sends to a child rank."""
 
     config: TuneConfig
     restart: bool
@@ -123,7 +126,10 @@ def report_rank_error(folder: Path, rank: int, message: str) -> None:
 
 @contextmanager
 def _child_ranks(config: TuneConfig, folder: Path, *, restart: bool) -> Iterator[None]:
-    """Start the child ranks; on exit, end them. An error of a child rank becomes PeerLostError."""
+    """Start the child ranks; on exit, end them.
+
+    If rank 0 loses its connection to a child rank, raise PeerLostError with the child's error.
+    """
     processes: list[ChildProcess] = []
     stopped = threading.Event()
     try:
@@ -165,11 +171,12 @@ def _child_ranks(config: TuneConfig, folder: Path, *, restart: bool) -> Iterator
 def _watch_children(
     processes: Sequence[ChildProcess], folder: Path, stopped: threading.Event
 ) -> None:
-    """Poll the child ranks; end this process if one has failed and rank 0 does not notice.
+    """Poll the child ranks; if one fails and rank 0, this process, does not notice, end rank 0.
 
-    In the rendezvous and in NCCL, rank 0 would stay blocked until the timeout of the collective,
-    and a blocked thread cannot receive an exception. os._exit leaves no incomplete state: a state
-    gets its final name only after it is complete.
+    In the rendezvous and in NCCL, the main thread of rank 0 would stay blocked until the timeout of
+    the collective, and a blocked thread cannot receive an exception. Therefore os._exit ends the
+    process. The saved training states stay intact, because a state gets its final name only after
+    it is complete.
     """
     while not stopped.wait(WATCH_INTERVAL_S):
         if any(process.poll() for process in processes) and not stopped.wait(PEER_FAILURE_WAIT_S):
@@ -205,7 +212,8 @@ def failure_reason(processes: Sequence[ChildProcess], folder: Path, fallback: st
     ]
     if not failures:
         return _peer_lost_message(fallback)
-    # gloo may abort a rank whose peer has failed, so a rank that ended otherwise is preferred.
+    # gloo may abort a rank (SIGABRT) because another rank has failed, so a rank that ended in
+    # another way is the more probable cause.
     rank, code = min(failures, key=lambda failure: failure[1] == -signal.SIGABRT)
     exit_description = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
     memory_hint = ", perhaps out of memory" if code == -signal.SIGKILL else ""
@@ -233,7 +241,7 @@ def config_to_dict(config: TuneConfig) -> dict[str, Any]:
     """Return the settings as a mapping that TuneConfig.from_dict accepts."""
     settings: dict[str, Any] = json.loads(json.dumps(config.to_record()))
     if settings["tasks"]:
-        # Beside `tasks`, from_dict refuses these task settings at the top level.
+        # If `tasks` is set, TuneConfig.from_dict refuses these settings at the top level.
         task_settings = set(settings["tasks"][0]) - SHARED_TASK_SETTINGS
         settings = {key: value for key, value in settings.items() if key not in task_settings}
     return settings

@@ -13,8 +13,8 @@ from typing import Any, Literal
 NO_PROMPT = "no prompt"  # The template without its virtual tokens.
 ORACLE = "oracle"  # The task's instruction text in place of the virtual tokens.
 ADAPTER = "adapter"  # The trained adapter; with method `full`, the trained model.
-FULL = "full fine-tuning"
-# In the order of the table.
+FULL = "full fine-tuning"  # A fully trained model, as a comparison.
+# All variants, in the order of the table.
 BASELINES = (NO_PROMPT, ORACLE, ADAPTER, FULL)
 
 State = Literal["running", "finished", "stopped early", "interrupted"]
@@ -55,7 +55,7 @@ class Validation:
     loss: float | None = None
     # Answer metrics from 0 to 1, as means over the tasks; empty: no answers were generated.
     measures: Mapping[str, float] = field(default_factory=dict)
-    # The loss and the answer metrics of each task, keyed by its name; empty: the run has one task.
+    # The loss and the answer metrics of each task, keyed by task name; empty: the run has one task.
     by_task: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
@@ -77,7 +77,7 @@ class TaskFacts:
     dropped: Sequence[str] = ()  # The reason for each dropped record.
     lengths: Sequence[int] = ()  # Length of each training example in tokens.
     answers_cut: int = 0  # Number of evaluated answers that reached max_new_tokens.
-    # Answer metrics of each evaluated variant, keyed by its name in BASELINES.
+    # Answer metrics of each evaluated variant, keyed by the names in BASELINES.
     baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     samples: Sequence[Sample] = ()
 

@@ -1,8 +1,9 @@
-"""Task: settings of one adapter: name, records, prompt template and virtual tokens.
+"""Task: the settings of one adapter (name, records, prompt template, virtual tokens).
 
 A run trains one task or several. The settings of a single task are top-level keys of the YAML file.
-Several tasks are entries of the list `tasks` and share a prompt encoder. NeMo's `task_templates`
-are accepted in place of `tasks`. This module uses neither the tokenizer nor the model.
+Several tasks are entries of the list `tasks`; if the method has a prompt encoder, they share its
+network. NeMo's `task_templates` are accepted in place of `tasks`. This module uses neither the
+tokenizer nor the model.
 """
 
 from collections.abc import Mapping
@@ -27,12 +28,12 @@ class Task:
     task: str = ""  # Purpose of the adapter in a few words.
     template: str = DEFAULT_TEMPLATE  # Prompt template; its fields are keys of the records.
     answer_field: str = "completion"  # Field with the answer; the template must end with it.
-    # Whether only answer tokens have a loss; False: all text tokens.
+    # Whether the loss covers only the tokens of the answer; False: it covers all text tokens.
     answer_only_loss: bool | None = None
     # Field to truncate in examples that are too long; None: such examples are dropped.
     truncate_field: str | None = None
     stop: tuple[str, ...] = ()  # Stop strings of an answer, in addition to the end-of-text token.
-    max_new_tokens: int | None = None  # Default length limit of an answer.
+    max_new_tokens: int | None = None  # Default length limit of an answer in tokens.
 
     virtual_tokens: int = 20
     # Number of virtual tokens at each marker <|VIRTUAL_PROMPT_i|> of the template, in order; empty:
@@ -41,8 +42,8 @@ class Task:
     # Instruction text that replaces the virtual tokens in a baseline evaluation; empty: no such
     # baseline.
     oracle: str = ""
-    # Text whose token embeddings are the initial virtual-token rows; empty: the run's setting
-    # `initial` selects the initial rows.
+    # Text whose token embeddings are the initial rows of the virtual tokens; empty: the run's
+    # setting `initial` selects the initial rows.
     initial_text: str = ""
 
     def __post_init__(self) -> None:
@@ -72,14 +73,14 @@ class NemoTask:
     def to_task(self, source: str) -> Task:
         answer_field = self.answer_field
         if answer_field is None:
-            # NeMo needs no answer field if the loss covers the whole text. A server needs one, to
-            # know where the prompt ends; the field at the end of the template is used.
+            # NeMo needs no answer field if the loss covers the whole text. A server needs one to
+            # know where the prompt ends, so the field at the end of the template is used.
             field_start = self.prompt_template.rfind("{")
             answer_field = self.prompt_template[field_start + 1 : -1]
             if field_start < 0 or not self.prompt_template.endswith("}") or not answer_field:
                 raise ConfigError(
                     f"{source}: answer_field is missing, and prompt_template does not end with a "
-                    "field; set answer_field to the answer's field, and move that field to the end"
+                    "field; set answer_field to the answer's field, and end prompt_template with it"
                 )
         try:
             return Task(

@@ -1,6 +1,6 @@
 """Batch order: the examples of each training step, reshuffled every epoch.
 
-Each epoch contains every example once. The batch of a step depends only on the seed and the number
+Each epoch contains every example once. The batch of a step is computed from the seed and the number
 of the step, so a resumed run needs no saved position. If an epoch ends in the middle of a batch,
 the batch is completed with examples of the next epoch.
 """
@@ -20,7 +20,7 @@ class BatchOrder:
         self._examples = examples
         self._seed = seed
         self.batch_size = min(batch_size, len(examples))
-        # A batch has examples of at most two epochs.
+        # A batch has examples of at most two epochs, so two permutations are cached.
         self._epoch_permutation = lru_cache(maxsize=2)(self._shuffle_epoch)
 
     def batch(self, step: int) -> list[Example]:

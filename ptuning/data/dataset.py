@@ -1,10 +1,10 @@
 """Dataset: records rendered by a task's prompt template into token ids and loss positions.
 
-Training and serving render with the same template. The answer comes last, and by default only the
-tokens of the answer have a loss. An invalid record raises an error that names the record's line. A
-record that is too long is dropped and counted, or its `truncate_field` is truncated. The
-virtual-token rows of all tasks form one table, task after task. This module uses the model's sizes,
-but no weights.
+Training and serving render with the same template. The answer comes last. A token has a loss if the
+model is trained to predict it; by default, these are only the tokens of the answer. An invalid
+record raises an error that names the record's line. A record that is too long is dropped and
+counted, or its `truncate_field` is truncated. The virtual-token rows of all tasks form the run's
+table, task after task. This module uses the model's sizes, but no weights.
 """
 
 from array import array
@@ -33,7 +33,8 @@ class Example:
     ids: Sequence[int]  # The id vocab_size + i is a virtual token: row i of the run's table.
     answer_start: int  # Position of the answer's first token.
     task_index: int = 0  # Index among the tasks of the run.
-    # Positions of the ids that have a loss. The default () is replaced by the answer's positions.
+    # Positions in `ids` of the tokens that have a loss. The default () is replaced by the positions
+    # of the answer.
     loss_positions: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -117,7 +118,7 @@ def read_tasks(
         )
         first_row += template.virtual_tokens
     has_several_tasks = len(tasks) > 1
-    # Both are keyed by task index.
+    # Both dicts are keyed by task index.
     training_sets: dict[int, ExampleSet] = {}
     validation_sets: dict[int, ExampleSet] = {}
     for setting, example_sets in (("data", training_sets), ("validation", validation_sets)):
@@ -158,7 +159,8 @@ def task_template(
     bos_position = "text" if kind == "prefix" else "first"
     text = task.template
     if not with_virtual_tokens:
-        # Remove the markers and keep the fields; group 1 of a match is the number of a marker.
+        # PART_PATTERN matches markers and fields; group 1 is a marker's number, None for a field.
+        # Keep only the fields.
         text = PART_PATTERN.sub(lambda match: "" if match[1] else match[0], text)
     return PromptTemplate(
         text,
@@ -199,14 +201,14 @@ def read_examples(
 
 @dataclass(frozen=True)
 class ExampleLayout:
-    """Token numbering and limits of a task's examples."""
+    """Token numbering and length limit of a task's examples."""
 
     task_index: int  # Index among the tasks of the run.
     vocab_size: int
     first_row: int  # First row of the task in the run's table.
     tokens_max: int  # Length limit of an example, including virtual tokens.
-    # Number of leading ids that are virtual tokens of a prefix. They predict no token, because a
-    # prefix has no output. 0: the adapter has rows.
+    # Number of leading ids that are virtual tokens of a prefix adapter; 0: the adapter is of the
+    # kind "rows". A prefix predicts no token, because it consists of keys and values only.
     prefix_tokens: int = 0
 
 
@@ -267,7 +269,7 @@ class ExampleBuilder:
                 "follows it"
             )
             return
-        # An array takes 4 bytes per id, a list over 30.
+        # An array takes 4 bytes per id; a list takes more than 30.
         ids = array("i", rendered.ids)
         if layout.first_row:
             # The template numbers virtual tokens from row 0; in the run's table they begin at
@@ -326,8 +328,8 @@ def _read_file(
 ) -> list[ExampleSet]:
     """Read a file's records for the tasks that share the file; return the examples of each task.
 
-    `has_several_tasks` says whether the run has several tasks. The key `taskname` of a record has
-    these rules:
+    `has_several_tasks` says whether the run has several tasks. The rules for the key `taskname` of
+    the records are:
 
     - If several tasks share the file, each record must have the key.
     - In a run with several tasks, the value must be the name of a task that reads the file.
@@ -335,7 +337,8 @@ def _read_file(
     """
     field_names = {TASKNAME, *(name for builder in builders for name in builder.template.fields)}
     is_shared = len(builders) > 1
-    # If the template of the only task has a field named `taskname`, the key is an ordinary field.
+    # If only one task reads the file and its template has a field named `taskname`, the key is an
+    # ordinary field and the rules above do not apply.
     taskname_is_field = TASKNAME in builders[0].template.fields
     by_name = {builder.name: builder for builder in builders}
     first_name: str | None = None
@@ -343,9 +346,8 @@ def _read_file(
         record_builder = builders[0]
         if is_shared or (not taskname_is_field and TASKNAME in record.values):
             location = f"{path} {record.location}"
-            name = _text_fields(record, (TASKNAME,), location, "several tasks share this file")[
-                TASKNAME
-            ]
+            reason = "several tasks share this file, so each record must name its task"
+            name = _text_fields(record, (TASKNAME,), location, reason)[TASKNAME]
             first_name = name if first_name is None else first_name
             if has_several_tasks and name not in by_name:
                 raise ConfigError(
@@ -354,7 +356,7 @@ def _read_file(
                 )
             if not has_several_tasks and name != first_name:
                 raise ConfigError(
-                    f"{location}: the taskname is {short_repr(name)}, but "
+                    f"{location}: the taskname is {short_repr(name)}, but it is "
                     f"{short_repr(first_name)} in earlier records; list several tasks by name "
                     "under `tasks`, or use the same taskname in all records"
                 )
@@ -376,8 +378,8 @@ def _text_fields(
         if name not in record.values:
             field_names = ", ".join(sorted(record.values))[:NAMES_CHARACTERS_MAX] or "none"
             raise ConfigError(
-                f"{location}: the record has no field {name!r}, but {reason}; its fields are: "
-                f"{field_names}"
+                f"{location}: the record has no field {name!r}, but {reason}; the fields of the "
+                f"record are: {field_names}"
             )
         value = record.values[name]
         if not isinstance(value, str):

@@ -3,8 +3,8 @@
 A micro-batch is one flat batch. The examples of a task often begin with the same tokens, such as
 leading virtual tokens. This common prefix is one sequence of the batch; the remainder of each
 example is another sequence that attends to the common prefix as its parent (`Batch.parents`).
-Because attention is causal, the results equal those of separate examples. This module does not
-depend on a model.
+Because attention is causal, the results equal those of separate examples. A token has a loss if the
+model is trained to predict it. This module does not depend on a model.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class MicroBatch:
     """The input of one forward and backward pass, and the tokens that it must predict."""
 
     ids: Tensor  # (tokens,) token ids; virtual tokens have ids at or above vocab_size.
-    batch: Batch  # Its logit rows are the tokens that predict a token with a loss.
+    batch: Batch  # Its logit rows are the tokens whose next token has a loss.
     labels: Tensor  # (logit rows,) the token id that each logit row must predict.
 
 
@@ -37,7 +37,7 @@ def build_micro_batch(
     """Pack examples into one flat batch.
 
     `share_prefix` computes the common prefix of a task's examples once. It has no effect with
-    `dropout`, because each example then draws its own masks.
+    `dropout`, because examples must not share the dropout masks of their prefixes.
     """
     examples = sorted(examples, key=lambda example: example.task_index)
     prefix_lengths = _common_prefix_lengths(examples) if share_prefix and dropout is None else {}
@@ -77,7 +77,8 @@ def _common_prefix_lengths(examples: Sequence[Example]) -> dict[int, int]:
     prefix_lengths: dict[int, int] = {}
     for task in dict.fromkeys(example.task_index for example in examples):
         task_examples = [example for example in examples if example.task_index == task]
-        # The common prefix ends before the token that predicts the first token with a loss.
+        # The common prefix must end before the first logit row of each example, because a logit row
+        # belongs to one example.
         limit = min(example.loss_positions[0] - 1 for example in task_examples)
         first_example, *other_examples = task_examples
         length = 0
@@ -95,7 +96,7 @@ def split_into_micro_batches(
 ) -> list[list[Example]]:
     """Split a step's examples, in order, so that each micro-batch keeps both limits.
 
-    A limit of None is no limit. An example longer than `tokens_max` is a micro-batch of its own.
+    None means no limit. An example longer than `tokens_max` is the only one in its micro-batch.
     """
     micro_batches: list[list[Example]] = [[]]
     tokens = 0

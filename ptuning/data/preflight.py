@@ -1,7 +1,8 @@
 """Preflight check: examples, token counts and memory of a run, for `preamble tune --check`.
 
 The counts come from the rendered examples and from the batches of the run's first steps. A probable
-mistake in the data or settings is a warning. The check reads the model's sizes, but no weights.
+mistake in the data or settings is reported as a warning. The check reads the model's sizes, but no
+weights.
 """
 
 import math
@@ -23,7 +24,7 @@ from ptuning.data.batch_order import BatchOrder
 from ptuning.data.dataset import Example, ExampleSet, TaskData
 from ptuning.data.micro_batch import MicroBatch, build_micro_batch, split_into_micro_batches
 
-EXAMPLES_SHOWN = 3  # Number of printed examples per task, and of drop reasons per file.
+EXAMPLES_SHOWN = 3  # Number of examples per task, and of drop reasons per file, in the output.
 STEPS_SAMPLED = 8  # Number of steps whose batches are built to count their tokens.
 # Share of answers that may exceed max_new_tokens without a warning.
 LONG_ANSWERS_SHARE_MAX = 0.01
@@ -88,9 +89,9 @@ class StepStats:
     passes: float  # Mean number of micro-batches; a pass is the computation of one micro-batch.
     tokens: float  # Mean number of tokens that the model computes.
     tokens_of_pass_max: int  # Number of tokens of the largest micro-batch of the sampled steps.
-    shared_tokens: float  # Mean number of tokens that shared prefixes save.
+    shared_tokens: float  # Mean number of tokens that prefix sharing saves.
     learned_tokens: float  # Mean number of tokens with a loss.
-    rounds: float  # Number of epochs of the run, not of the step.
+    rounds: float  # Number of epochs of the whole run.
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,9 @@ def preflight_lines(
     step_stats = report.step
     lines.append(
         f"each step: {step_stats.examples:,} examples in "
-        f"{_format_count(step_stats.passes, 'pass', 'passes')}, "
+        f"{_format_count(step_stats.passes, 'micro-batch', 'micro-batches')}, "
         f"{step_stats.tokens:,.0f} tokens computed (at most {step_stats.tokens_of_pass_max:,} in "
-        f"a pass), {step_stats.shared_tokens:,.0f} saved by shared prefixes, "
+        f"a micro-batch), {step_stats.shared_tokens:,.0f} saved by shared prefixes, "
         f"{step_stats.learned_tokens:,.0f} with a loss"
     )
     epochs = _format_count(step_stats.rounds, "epoch", "epochs")
@@ -304,8 +305,8 @@ def _warnings(task: TaskData, stats: TaskStats) -> list[str]:
     if stats.known_prompts and stats.validation is not None:
         warnings.append(
             f"{stats.known_prompts:,} of {stats.validation.examples:,} validation prompts also "
-            "occur in the training data, so they measure memorization; remove them from one of "
-            "the files"
+            "occur in the training data, so the validation measures memorization too; remove these "
+            "prompts from one of the two files"
         )
     for file in filter(None, (stats.learning, stats.validation)):
         if file.empty_answers:

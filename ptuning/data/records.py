@@ -28,7 +28,7 @@ ProgressCallback = Callable[[int, int | None], None]
 class Record(NamedTuple):
     """The field values of one record and its location in the file."""
 
-    # "line 3" or "row 3", counted from 1. For a record of several lines, the number of the first.
+    # "line 3" or "row 3", counted from 1. If a record has several lines, this is its first line.
     location: str
     values: Mapping[str, object]
 
@@ -39,9 +39,9 @@ class RecordSource(Protocol):
     def records(self) -> Iterator[Record]: ...
 
     def total(self, count: int) -> int | None:
-        """Estimate the number of records in the file after `count` records have been read.
+        """Return the estimated number of records in the file; None if no estimate is possible.
 
-        Return None if no estimate is possible.
+        `count` is the number of records read so far.
         """
         ...
 
@@ -51,7 +51,8 @@ def read_records(
 ) -> Iterator[Record]:
     """Yield all records of a file.
 
-    A field that is not in `field_names` may have the value None, because it was not read.
+    A field that is not in `field_names` may have the value None, because the Parquet reader skips
+    the columns of these fields.
     """
     count = 0
     try:

@@ -158,7 +158,7 @@ def _without_virtual_tokens(example: Example, vocab_size: int) -> Example:
 def evaluate_command(args: argparse.Namespace) -> int:
     """Run `tune --evaluate ADAPTER FILE`; return the exit code.
 
-    The model is `args.model`, or `model` of the config file.
+    The model is `args.model` if it is set, else the setting `model` of the config file.
     """
     path, file = map(Path, args.evaluate)
     model_config = _read_model_config(args)
@@ -199,7 +199,7 @@ def _read_model_config(args: argparse.Namespace) -> ModelConfig:
     if model is None:
         raise ConfigError(
             "an adapter file does not contain the path of its model; give --model PATH, or the "
-            "CONFIG.yaml of its run"
+            "CONFIG.yaml with which the adapter was trained"
         )
     return ModelConfig(model=model)
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 # Unicode ranges of scripts without spaces between words: Thai and Lao, Burmese, Khmer, kana, Han.
-# Hangul text has spaces.
+# Hangul is not listed, because Korean text has spaces.
 UNSPACED_SCRIPTS = (
     range(0x0E00, 0x0F00),
     range(0x1000, 0x10A0),
@@ -32,8 +32,8 @@ def compute_metrics(answers: Sequence[str], expected: Sequence[str]) -> dict[str
     - `exact_match`: whether the texts are equal after stripping white space at both ends.
     - `accuracy`, for labels: whether the texts are equal after Unicode NFKC normalization, case
       folding and collapsing of white space.
-    - `f1`: F-measure of the common words, as in SQuAD (without case, punctuation and English
-      articles), except that punctuation separates words.
+    - `f1`: F-measure of the common words, without case, punctuation and English articles, as in
+      SQuAD. Unlike in SQuAD, punctuation separates words.
     - `rouge_l`: F-measure of the longest common subsequence of words.
     """
     pairs = list(zip(answers, expected, strict=True))
@@ -78,7 +78,8 @@ def rouge_l(answer: str, expected: str) -> float:
 def split_words(text: str) -> list[str]:
     """Return the case-folded words of a text.
 
-    A word consists of letters, digits and combining marks; other characters only separate words.
+    A word consists of letters, digits and combining marks; other characters only separate words. In
+    scripts without spaces, each letter is a word, with its combining marks.
     """
     words: list[str] = []
     continues_word = False  # Whether a letter or digit would extend the last word.
@@ -113,7 +114,8 @@ def common_subsequence_length(a: Sequence[str], b: Sequence[str]) -> int:
     for position, word in enumerate(a):
         position_bits[word] = position_bits.get(word, 0) | 1 << position
     all_bits = (1 << len(a)) - 1
-    # Let L(i) be the length for a[:i] and the words of `b` so far. Bit i is 0 if L(i+1) = L(i) + 1.
+    # Let L(i) be the length of the longest common subsequence of a[:i] and the words of `b` so far.
+    # Bit i of unmatched_bits is 0 if L(i+1) = L(i) + 1, and 1 if L(i+1) = L(i).
     unmatched_bits = all_bits
     for word in b:
         matched_bits = unmatched_bits & position_bits.get(word, 0)

@@ -16,12 +16,12 @@ from gpt.tokenizers.tokenizer import Tokenizer
 from ptuning.config import MethodConfig
 from ptuning.data.dataset import TaskData
 
-SAMPLED_EXAMPLES = 1000  # Number of examples per task from which initial tokens are sampled.
+SAMPLED_EXAMPLES = 1000  # Number of examples per task whose tokens may become initial tokens.
 SAMPLED_ROWS = 1024  # Number of embedding rows that estimate the embedding's standard deviation.
 
 
 def seeded_generator(seed: int, name: str) -> torch.Generator:
-    """Return a random generator; generators of different names are independent."""
+    """Return a random generator; generators with different names are independent."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
 
@@ -31,8 +31,9 @@ def initial_ids(
 ) -> list[int]:
     """Return the tokens whose embeddings are a task's initial rows.
 
-    The tokens are those of `initial_text`, or sampled from the task's records. The list is empty if
-    `initial` is "vocabulary" or "random"; `initial_rows` then draws the rows.
+    The tokens are those of `initial_text` if this is set. Otherwise the setting `initial` decides:
+    for "records", tokens are sampled from the task's records; for "vocabulary" and "random", the
+    list is empty, and `initial_rows` draws the rows.
     """
     task = data.task
     if task.initial_text:
@@ -58,8 +59,9 @@ def initial_rows(
     """Return the initial rows (count, hidden) in fp64 on the CPU.
 
     The rows are the embeddings of `text_ids`, repeated or truncated to `count`. If `text_ids` is
-    empty, `kind` "random" draws numbers with the embedding's standard deviation; any other kind
-    samples embedding rows. All tensor-parallel ranks of the first stage must call this function.
+    empty, `kind`, the setting `initial`, decides: "random" draws numbers with the embedding's
+    standard deviation; any other kind samples embedding rows. All tensor-parallel ranks of the
+    first stage must call this function.
     """
     rng = seeded_generator(seed, name)
     if text_ids:

@@ -1,9 +1,10 @@
 """Prefix tuning: trainable keys and values of every layer in place of virtual tokens.
 
-Each rank has one parameter per layer of its stage, with its own KV heads. The initial values are
-the keys and values that the model computes from the initial rows of prompt tuning, so both methods
-start with the same loss. The parameters of all ranks together are the prefix table: one row per
-virtual token, in the layout of adapter files. This module does not use the training loop.
+Each rank has one parameter per layer of its stage, with the keys and values of the rank's KV heads.
+The initial values are the keys and values that the model computes from the initial rows of prompt
+tuning, so prefix tuning and prompt tuning start with the same loss. The parameters of all ranks
+together are the prefix table: one row per virtual token, in the layout of adapter files. This
+module does not use the training loop.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,20 +27,20 @@ from ptuning.task import Task
 
 
 class PrefixEncoder(nn.Module):
-    """Keys and values of this rank's layers and KV heads, for the tokens of all tasks."""
+    """Keys and values of this rank's layers and KV heads, for the virtual tokens of all tasks."""
 
     def __init__(self, table: Tensor, chunks: Sequence[GPT]) -> None:
         """Shard the full prefix table.
 
-        The table must be equal on all ranks, because the replicas of a KV head must start with
-        equal values.
+        All ranks must give the same table, because the replicas of a KV head must start with equal
+        values.
         """
         super().__init__()
         self.config = chunks[0].config
         self.mesh = chunks[0].mesh
         self.tokens = len(table)
-        # Parameters are matrices with one row per token, because Adafactor has a moment per row and
-        # per column of a matrix.
+        # Parameters are matrices with one row per virtual token, because Adafactor has one moment
+        # for each row and one for each column of a matrix.
         self.learned = nn.ParameterDict(
             {
                 str(layer): nn.Parameter(key_values.flatten(1))
@@ -49,7 +50,7 @@ class PrefixEncoder(nn.Module):
 
     @property
     def key_values(self) -> dict[int, Tensor]:
-        """Keys and values (tokens, 2, KV heads, channels) of each layer of this rank."""
+        """Keys and values of each layer of this rank: (virtual tokens, 2, KV heads, channels)."""
         shape = (self.tokens, 2, -1, self.config.kv_channels)
         return {int(layer): parameter.view(shape) for layer, parameter in self.learned.items()}
 
@@ -60,7 +61,10 @@ class PrefixEncoder(nn.Module):
 
 
 def shard_prefix_table(table: Tensor, chunks: Sequence[GPT]) -> dict[int, Tensor]:
-    """Return, by layer, copies of this rank's shards (tokens, 2, KV heads, channels) of a table."""
+    """Return copies of this rank's shards of a prefix table, keyed by layer.
+
+    The shape of a shard is (virtual tokens, keys and values, KV heads, channels).
+    """
     mesh, config = chunks[0].mesh, chunks[0].config
     layers = [layer for chunk in chunks for layer in chunk.layers]
     shard = prefix_shard(table.to(mesh.device), config, layers, mesh.tp_rank, mesh.tp)
@@ -101,7 +105,7 @@ def build_prefix(
             for task, ids in zip(tasks, initial_ids, strict=True)
         ]
         rows = torch.cat(task_rows).to(mesh.device, wide_dtype)
-    block_tokens = -(-max(lengths) // BLOCK_TOKENS) * BLOCK_TOKENS  # One KV block per task.
+    block_tokens = -(-max(lengths) // BLOCK_TOKENS) * BLOCK_TOKENS  # One block for each task.
     layers = [layer for chunk in chunks for layer in chunk.layers]
     pool = KVPool(
         model_config,
@@ -130,7 +134,8 @@ def _gather_table(
     """Return the full prefix table on every rank.
 
     Each rank writes its layers and KV heads into a table of zeros, and an all-reduce sums the
-    tables. Replicas of a KV head write nothing, so that each value is added once.
+    tables. If several ranks have a KV head, only the first of them writes it, so that each value is
+    added once.
     """
     dtype = next(iter(key_values.values())).dtype
     shape = (

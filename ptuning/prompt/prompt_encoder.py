@@ -2,8 +2,8 @@
 
 The prompt encoder produces the soft prompt of every task. The tasks of a run share the network, and
 each task has its own input rows. Before training, the last linear layer is fitted by least squares,
-so that a network first produces (approximately) the rows from which prompt tuning would start. A
-later run can load the network for other tasks. This module does not use the training loop.
+so that the network initially produces approximately the rows from which prompt tuning would start.
+A later run can load the network for other tasks. This module does not use the training loop.
 """
 
 import math
@@ -47,7 +47,7 @@ SPLIT_INIT_STD = 0.023  # Standard deviation of NeMo's initial `tpmlp` weights.
 # The least-squares fit of the last linear layer ignores directions of the inputs whose singular
 # value is below this share of the largest.
 FIT_RTOL = 1e-2
-ENCODER_FILE = "encoder.safetensors"  # File in a run's directory with the `encoder_tensors`.
+ENCODER_FILE = "encoder.safetensors"  # File with the `encoder_tensors`, in a run's directory.
 ROWS_NAME = "rows"  # Name of the input rows among the encoder's parameters.
 NETWORK_PREFIX = "network."  # Prefix of the names of the network's parameters.
 
@@ -69,14 +69,15 @@ class PromptEncoder(nn.Module):
     ) -> None:
         """Create the parameters from full tensors; this rank keeps its shards of `network`.
 
-        `lengths` is the number of rows of each task.
+        `lengths` has the number of rows of each task.
         """
         super().__init__()
         self.mesh = replace(mesh, sequence_parallel=False)
         self.dropout = dropout
         self.kind = encoder_kind(network)
-        # In an LSTM, a row depends on the other rows of its task, so tasks are encoded separately.
-        # In other networks rows are independent, so all tasks are encoded in one call.
+        # An LSTM computes each output row from all input rows of a task, so tasks are encoded
+        # separately. An MLP computes each output row from one input row, so all tasks are encoded
+        # in one call.
         self.lengths = tuple(lengths) if self.kind == "lstm" else (sum(lengths),)
         dimensions = SPLIT_DIMENSIONS if self.kind == "split" and mesh.tp > 1 else {}
         # Maps each parameter that is sharded over the tensor ranks to its sharded dimension.
@@ -176,8 +177,8 @@ def check_encoder(
     dropout, source = method_config.encoder_dropout, method_config.encoder_from
     if method == "mlp" and layers < 2:
         raise ConfigError(
-            f"encoder_layers is {layers}; an mlp needs at least 2; set method: prompt-tuning to "
-            "train the table without a network"
+            f"encoder_layers is {layers}, but method mlp needs at least 2; set encoder_layers: 2, "
+            "or set method: prompt-tuning to train the table without a network"
         )
     if method == "tpmlp" and hidden % tp:
         raise ConfigError(
@@ -191,8 +192,8 @@ def check_encoder(
         )
     if source is not None and method not in ENCODER_KINDS:
         raise ConfigError(
-            f"encoder_from is set, but {method} has no encoder; remove encoder_from, or set "
-            f"method to the method of the earlier run, one of {', '.join(ENCODER_KINDS)}"
+            f"encoder_from is set, but method {method} has no encoder; remove encoder_from, or set "
+            f"method to the method of the earlier run, one of: {', '.join(ENCODER_KINDS)}"
         )
     if source is not None:
         if any(task.initial_text for task in tasks):
@@ -216,10 +217,10 @@ def build_encoder(
 ) -> PromptEncoder:
     """Create the prompt encoder with its initial parameters, in fp32 (fp64 for an fp64 model).
 
-    `initial_ids` has, for each task, the tokens whose embeddings are the initial rows; if there are
-    no tokens, `initial_rows` draws the rows. The full tensors are drawn before sharding, from
-    generators that depend only on the seed and a name, so they are equal at every tensor-parallel
-    size.
+    `initial_ids` has, for each task, the tokens whose embeddings are the initial virtual-token
+    rows; if there are no tokens, `initial_rows` draws the rows. The full tensors are drawn before
+    sharding, from generators that depend only on the seed and a name. Therefore the initial values
+    are the same at every tensor-parallel size.
     """
     width = model.config.hidden_size
     check_encoder(method_config, tasks, width, tp=model.mesh.tp)
@@ -272,7 +273,7 @@ def _network_shapes(method_config: MethodConfig, width: int) -> dict[str, tuple[
 def _initial_network(method_config: MethodConfig, width: int, seed: int) -> dict[str, Tensor]:
     """Return the full initial tensors of the network in fp64.
 
-    The method `tpmlp` has NeMo's initial distribution, the other methods have PyTorch's.
+    The values have NeMo's initial distribution for `tpmlp`, and PyTorch's for the other methods.
     """
     kind = ENCODER_KINDS[method_config.method]
     hidden = encoder_hidden_size(method_config, width)
@@ -321,8 +322,8 @@ def encoder_tensors(encoder: PromptEncoder) -> dict[str, Tensor]:
 def load_encoder(encoder: PromptEncoder, tensors: Mapping[str, Tensor], source: object) -> None:
     """Load the network from the `encoder_tensors` of an earlier run.
 
-    The input rows keep their initial values: the saved rows belong to other tasks. `source` names
-    the run in error messages.
+    The input rows keep their initial values, because the saved rows belong to other tasks. `source`
+    names the earlier run in error messages.
     """
     parameters = {name: value for name, value in encoder.named_parameters() if name != ROWS_NAME}
     full_shapes = {

@@ -28,7 +28,8 @@ from ptuning.run_facts import NO_PROMPT, ORACLE, RunFacts
 
 SMOOTHING_SHARE = 0.02  # Half of the smoothing window, as a share of a curve's points.
 NAME_CHARACTERS_MAX = 40  # Length limit of a line's name.
-# Color numbers of the style sheet for overall measures, and for the baselines in the same chart.
+# Color numbers of the style sheet. MEASURE_COLORS are for measures over all tasks; the other two
+# are for the baselines in the same chart.
 MEASURE_COLORS = (0, 2, 3, 4)
 NO_PROMPT_COLOR = 5
 ORACLE_COLOR = 1
@@ -49,9 +50,9 @@ def select_curves(run: RunFacts) -> list[Curve]:
 
 
 def _last_step(run: RunFacts) -> int:
-    """Return the end of the step axis: the planned number of steps, or the last finished step.
+    """Return the end of the step axis.
 
-    The planned number applies while the run continues.
+    It is the planned number of steps while the run continues, then the last finished step.
     """
     last_metrics = run.progress[-1] if run.progress else None
     if last_metrics is None:

@@ -46,11 +46,11 @@ PAGE = PageTemplate("ptuning.reporting", "report.html", ("report.css",), "report
 RELOAD_S = 20  # Reload interval of the page while the run continues.
 SAMPLES_SHOWN = 4  # Samples per task that are visible; the others are in a closed <details>.
 SAMPLES_MAX = 24  # Samples per task in the page.
-REASONS_SHOWN = 5  # Reasons for dropped records per task, and verdicts of tasks.
-# Characters of an answer with marked differences. The limit is below TEXT_MAX, so that the note
+REASONS_SHOWN = 5  # Maximum number of reasons for dropped records per task, and of task verdicts.
+# Length limit of an answer with marked differences. The limit is below TEXT_MAX, so that the note
 # about omitted characters is not truncated.
 MARKED_MAX = TEXT_MAX - 50
-VALUE_MAX = 80  # Characters of a field value in the `preamble generate` command of the page.
+VALUE_MAX = 80  # A longer field value becomes @FILE in the `preamble generate` command of the page.
 STATE_CLASSES = {"running": "", "finished": "good", "stopped early": "good", "interrupted": "warn"}
 
 FactList = Sequence[tuple[str, str]]
@@ -70,7 +70,7 @@ class VerdictCard:
     """The card at the top of the page."""
 
     css_class: str  # "good", "bad" or empty.
-    sentences: Sequence[tuple[str, str]]  # (task name, empty for a single task; sentence).
+    sentences: Sequence[tuple[str, str]]  # Pairs (task name or empty, sentence).
     note: str | None
     tiles: Sequence[Tile]
 
@@ -98,7 +98,7 @@ class MeasureRow:
 
     name: str
     cells: Sequence[MeasureCell]
-    is_adapter: bool = False  # Whether the row is the adapter's, which is highlighted.
+    is_adapter: bool = False  # Whether this is the row of the adapter, which is highlighted.
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Answer:
 
     title: str
     is_right: bool
-    pieces: Sequence[tuple[str, bool]]  # A text, and whether it differs from the expected answer.
+    pieces: Sequence[tuple[str, bool]]  # Pairs (text, whether it differs from `expected`).
     is_cut: bool  # Whether the answer reached max_new_tokens.
 
 
@@ -252,7 +252,7 @@ def _verdict_card(run: RunFacts) -> VerdictCard:
 
 
 def _figure_tiles(run: RunFacts) -> Iterator[Tile]:
-    """Yield the numbers of the verdict card, from the measure to the virtual tokens."""
+    """Yield the tiles of the verdict card."""
     if len(run.tasks) == 1:
         measures = task_measures(run.tasks[0], run)
         measure = headline_measure(measures, str(run.config.get("measure", "")))
@@ -278,7 +278,7 @@ def _figure_tiles(run: RunFacts) -> Iterator[Tile]:
             format_measure("loss", recent_loss),
             f"{format_measure('loss', losses[0])} at the start",
         )
-    best_note = f"the state of step {run.best_step} is kept" if run.best_step is not None else None
+    best_note = f"step {run.best_step} is the best" if run.best_step is not None else None
     yield Tile("Steps", f"{last_step.step:,} of {last_step.steps:,}", best_note)
     speed = f"{tokens / seconds:,.0f} text tokens/s" if seconds > 0 else None
     yield Tile("Time", format_duration(seconds), speed)
@@ -388,7 +388,7 @@ def _answer(title: str, answer: str, expected: str, *, is_cut: bool = False) -> 
 
 
 def _mark_differences(answer: str, expected: str) -> Sequence[tuple[str, bool]]:
-    """Split the answer into pieces (text, whether it differs from the expected answer)."""
+    """Split the answer into pairs (text, whether the text differs from the expected answer)."""
     answer_words = _split_words(clean_text(answer, MARKED_MAX))
     expected_words = _split_words(expected[:MARKED_MAX])
     if not {*filter(str.isalnum, answer_words)} & {*filter(str.isalnum, expected_words)}:

@@ -19,8 +19,8 @@ from markupsafe import Markup, escape
 
 TEXT_MAX = 600  # Maximum number of characters of an inserted text; the remainder is cut.
 LONG_TEXT_MAX = 20_000  # Maximum for preformatted texts: cards, settings, configuration files.
-# Invisible characters that normal text needs: line breaks, tabs, joiners and direction marks. Their
-# effect does not reach beyond the enclosing element.
+# Invisible characters that normal text needs: line breaks, tabs, joiners and direction marks. They
+# have no effect outside the enclosing HTML element.
 ALLOWED_CHARACTERS = "\n\t\u200c\u200d\u200e\u200f"
 
 
@@ -28,7 +28,8 @@ ALLOWED_CHARACTERS = "\n\t\u200c\u200d\u200e\u200f"
 class PageTemplate:
     """Template, style sheets and script of a page.
 
-    Each file is looked up in the folder `templates` of `package`, then of this package.
+    Each file is looked up in the folder `templates` of `package`, then in the folder `templates` of
+    ptuning.reporting.
     """
 
     package: str

@@ -43,7 +43,7 @@ class NullObserver:
 class RunObserver:
     """Observer of rank 0, with progress display, logs and report. The caller must call close().
 
-    After the run, `facts` has all facts of the run.
+    After `on_end`, the attribute `facts` has all facts of the run.
     """
 
     def __init__(self, prepared: PreparedRun, stream: TextIO) -> None:
@@ -156,7 +156,7 @@ REASONS_SHOWN = 3  # Number of printed reasons for dropped records per task.
 
 
 def dropped_lines(dropped: Sequence[str]) -> list[str]:
-    """Return lines with the first reasons for dropped records, and the number of other reasons."""
+    """Return lines with the first REASONS_SHOWN drop reasons, and the number of further reasons."""
     lines = [f"dropped: {reason}" for reason in dropped[:REASONS_SHOWN]]
     remaining = len(dropped) - REASONS_SHOWN
     return [*lines, f"dropped: {remaining} more"] if remaining > 0 else lines

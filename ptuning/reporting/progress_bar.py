@@ -42,7 +42,7 @@ class ProgressDisplay:
         self._recent.append(metrics)
         self._skipped += metrics.skipped
         if math.isfinite(metrics.loss):
-            # `loss` divides the mean by the weight, so the average is not biased toward zero.
+            # The property `loss` divides by the weight, so the average is not biased toward zero.
             self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * metrics.loss
             self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
         self._show_step(metrics)

@@ -1,8 +1,9 @@
 """Run logs: CSV tables of steps and validations, TensorBoard events, and report.html.
 
-During a run, the tables and events are append-only. A row that cannot be written, for example to a
-full disk, is kept in memory and written before the next row, so the run continues. A resumed run
-first removes the rows of the steps that it will repeat. This module does not interpret the metrics.
+During a run, the tables and events are append-only. If a row cannot be written, for example because
+the disk is full, it is kept in memory and written before the next row, and the run continues. A
+resumed run first removes the rows of the steps that it will repeat. This module does not interpret
+the metrics.
 """
 
 import csv
@@ -176,7 +177,7 @@ class _AppendFile:
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             while self._pending:
-                # Write at an offset, so that a retry overwrites a partly written row.
+                # Write at an offset, so that a retry overwrites what a failed write has left.
                 written = os.pwrite(self._descriptor, self._pending, self._offset)
                 self._offset += written
                 self._pending = self._pending[written:]
@@ -237,7 +238,7 @@ def _read_rows(path: Path, columns: Sequence[str], last_step: int | None) -> Ite
     complete_text = text[: text.rfind(b"\n") + 1].decode(errors="replace")
     lines = csv.reader(io.StringIO(complete_text.replace("\0", ""), newline=""))
     if next(lines, None) != list(columns):
-        return  # Another program or version wrote this file, so its columns are unknown.
+        return  # Another program or version wrote this file, so the columns are unknown.
     for row in lines:
         if len(row) != len(columns) or not row[0].isdecimal():
             continue

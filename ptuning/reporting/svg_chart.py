@@ -1,8 +1,9 @@
 """SVG chart: axis scales with round ticks, a plot area with its axes, line charts and a histogram.
 
 A chart is an SVG element that is drawn without a script; the style sheet of the page defines its
-classes. The size of a line chart is bounded, because each line is thinned to POINTS_MAX points. The
-planner draws its scatter plot in a `PlotArea` too. This module is independent of runs and plans.
+classes. The size of a line chart is bounded, because each line segment is thinned to POINTS_MAX
+points. The planner draws its scatter plot in a `PlotArea` too. This module is independent of runs
+and plans.
 """
 
 import json
@@ -52,7 +53,7 @@ class AxisScale:
         return -1e-9 <= self.position(value) <= 1 + 1e-9
 
     def ticks(self, count_max: int = 6) -> list[float]:
-        """Return round numbers within the range of the axis, about `count_max` at most."""
+        """Return round numbers within the range of the axis, at most about `count_max`."""
         if not self.logarithmic:
             return linear_ticks(self.low, self.high, count_max)
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
@@ -205,7 +206,7 @@ class Chart:
     steps: int  # End of the x axis.
     format_value: Callable[[float], str]
     levels: Sequence[Level] = ()
-    y_max: float | None = None  # Minimum of the upper end of the y axis.
+    y_max: float | None = None  # The y axis ends at this value, or higher if values are higher.
     from_zero: bool = True  # Whether the y axis includes 0.
     marked_step: int | None = None  # The best step; None: no mark.
     description: str = ""  # Text for screen readers.
@@ -214,7 +215,7 @@ class Chart:
         entries = [LegendEntry(legend_line(line.css_class), line.name) for line in self.lines]
         entries += [LegendEntry(legend_line(level.css_class), level.name) for level in self.levels]
         if self.marked_step is not None:
-            entries.append(LegendEntry(legend_line("kept"), f"kept, step {self.marked_step}"))
+            entries.append(LegendEntry(legend_line("kept"), f"best step: {self.marked_step}"))
         return entries
 
 
@@ -235,7 +236,7 @@ def smooth_points(points: Sequence[Point], window: int) -> list[Point]:
 
 
 def thin_points(points: Sequence[Point]) -> list[Point]:
-    """Reduce points to at most POINTS_MAX: the minimum and the maximum of each group, in order."""
+    """Reduce points to at most POINTS_MAX: the lowest and highest point of each group, in order."""
     if len(points) <= POINTS_MAX:
         return list(points)
     group_size = math.ceil(2 * len(points) / POINTS_MAX)

@@ -9,7 +9,8 @@ import struct
 from collections.abc import Mapping
 
 FILE_VERSION = b"brain.Event:2"
-# SessionLog.START. TensorBoard discards the earlier events from the step of this event on.
+# SessionLog.START. TensorBoard then discards the events that were logged before this event and
+# whose step is at or after the step of this event.
 SESSION_START = 1
 CRC32C_POLYNOMIAL = 0x82F63B78  # The Castagnoli polynomial of CRC-32C with reversed bits.
 
@@ -20,9 +21,9 @@ def version_event(time_s: float) -> bytes:
 
 
 def session_start_event(time_s: float, step: int) -> bytes:
-    """Return a record that tells TensorBoard to discard earlier events from `step` on.
+    """Return a record that tells TensorBoard to discard logged events of `step` and later steps.
 
-    A resumed run writes the events of these steps again.
+    A resumed run logs the events of these steps again.
     """
     status = _field_key(1, 0) + _varint(SESSION_START)
     return _tfrecord(_double(1, time_s) + _int(2, step) + _bytes(7, status))

@@ -1,8 +1,10 @@
 """Verdict: sentences and warnings that rules derive from the metrics of a run.
 
 All rules are in this module, so the report, the terminal and `--json` agree. A metric is called a
-measure here, and a share if it is from 0 to 1. For a share, the verdict is good or bad only if the
-difference exceeds the confidence margin for the number of examples. This module writes no HTML.
+measure here; a measure from 0 to 1 is called a share. A verdict compares a measure's value with the
+adapter and its value without a prompt. For a share, the verdict is good or bad only if the two
+values differ by more than the confidence margin for the number of examples. This module writes no
+HTML.
 """
 
 import math
@@ -47,8 +49,8 @@ BASELINE_LABELS = {
 }
 # The last loss is the mean over this number of steps, because the loss of one batch is noisy.
 LAST_LOSS_STEPS = 20
-# A warning is given if, from the second-last to the last tenth of the steps, the mean loss falls by
-# more than this share and by more than two standard errors. More steps may then help.
+# A warning recommends more steps if the mean loss falls, from the second-last to the last tenth of
+# the steps, by more than this share and by more than two standard errors.
 LOSS_FALL_SHARE_MIN = 0.03
 # A warning is given if the held-out loss is rising and is more than this share above its minimum.
 LOSS_RISE_SHARE_MIN = 0.05
@@ -76,7 +78,7 @@ def label(measure: str) -> str:
 def is_share(measure: str) -> bool:
     """Return whether a measure is a share from 0 to 1, for which higher is better.
 
-    A loss is the only other kind of measure.
+    All measures except losses are shares.
     """
     return not measure.endswith("loss")
 
@@ -88,9 +90,10 @@ def format_measure(measure: str, value: float) -> str:
 
 
 def headline_measure(measures: Mapping[str, float], preferred: str) -> str | None:
-    """Return the measure for a sentence, among the measures with finite values.
+    """Return the measure that the verdict names; None if no measure has a finite value.
 
-    It is `preferred` if this is a share, else another share, else the loss; None if there is none.
+    Among the measures with finite values, it is the first of: `preferred` if this is a share, any
+    other share, the loss.
     """
     finite_names = [name for name, value in measures.items() if math.isfinite(value)]
     for name in (preferred, *LABELS, *finite_names):
@@ -149,7 +152,10 @@ def row_label(name: str, run: RunFacts) -> str:
 
 
 def task_measures(task: TaskFacts, run: RunFacts) -> Mapping[str, float]:
-    """Return the adapter's measures; before they exist, the measures of the last validation."""
+    """Return the adapter's measures for a task.
+
+    If there are none yet, return the task's measures in the last validation that has measures.
+    """
     adapter_measures = task.baselines.get(ADAPTER)
     if adapter_measures is not None:
         return adapter_measures
@@ -163,7 +169,7 @@ def task_measures(task: TaskFacts, run: RunFacts) -> Mapping[str, float]:
 
 
 def task_verdict(task: TaskFacts, run: RunFacts) -> Verdict:
-    """Return the verdict on one task: on its measures, or on the run's loss if it has none."""
+    """Return the verdict on a task's measures; if the task has none, on the loss of the run."""
     measures = task_measures(task, run)
     measure = headline_measure(measures, str(run.config.get("measure", "")))
     if measure is None:
@@ -272,7 +278,7 @@ def _validation_warnings(run: RunFacts) -> Iterator[str]:
         if rising and last_loss > lowest_loss * (1 + LOSS_RISE_SHARE_MIN):
             best_step = run.best_step
             best_step_note = (
-                f"; the state of step {best_step} was kept" if best_step is not None else ""
+                f"; the adapter of step {best_step} was kept" if best_step is not None else ""
             )
             yield (
                 f"the held-out loss has been rising since step {lowest_step} ({lowest_loss:.4f} to "
@@ -322,8 +328,8 @@ def _baseline_warnings(task: TaskFacts, run: RunFacts) -> Iterator[str]:
     uncertainty = confidence_margin(value, task.validation_examples) if is_share(measure) else 0.0
     if oracle_measure is not None and sign * (oracle_measure - value) > uncertainty:
         yield (
-            f"the written instruction is better than the {artifact_name(run)}; more steps, "
-            "records or virtual tokens may improve it"
+            f"the written instruction is better than the {artifact_name(run)}; try more steps, "
+            "records or virtual tokens"
         )
 
 

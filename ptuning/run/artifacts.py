@@ -50,7 +50,9 @@ from ptuning.training.trainer import Trainer
 class RunOutcome:
     """Outcome of a run: its final state, losses and written files."""
 
-    paths: tuple[Path, ...]  # Written adapters, or the written checkpoint; empty: interrupted.
+    # Written adapters, or the written checkpoint. Empty if the run was interrupted, and on all
+    # ranks except rank 0.
+    paths: tuple[Path, ...]
     cards: tuple[Card, ...]  # Cards of the written adapters.
     folder: Path  # Folder with the run's logs and report.
     state: str  # "finished", "stopped early" or "interrupted".

@@ -1,8 +1,8 @@
 """Early stopping of a training run, and the virtual-token table of the best validation.
 
-The score of a validation is the metric `measure` of the settings; if `measure` is the loss, the
-score is the negative validation loss. Without `patience`, a run does not stop early, but the best
-table is still kept. Rank 0's score and loss decide on all ranks.
+The score of a validation is the metric that the setting `measure` names; for the loss, the score is
+the negative validation loss. Without `patience`, a run does not stop early, but the best table is
+still kept. Rank 0's score and loss decide on all ranks.
 """
 
 import math
@@ -20,7 +20,7 @@ from ptuning.prompt.prompt_encoder import encoder_tensors
 from ptuning.run_facts import Validation
 from ptuning.training.trainer import Trainer
 
-# Name of the best table among the tensors of a state; the other tensors are the encoder's.
+# Name of the best table in EarlyStopping.state_tensors, which also has the encoder's tensors.
 TABLE_KEY = "table"
 
 
@@ -78,7 +78,7 @@ class EarlyStopping:
         mesh = self._trainer.mesh
         score = _broadcast_from_rank_zero(self._score(validation), mesh)
         # If the scores are equal, the table with the lower loss is kept. Only a better score resets
-        # the patience.
+        # `waited`.
         loss = (
             math.inf if validation.loss is None or math.isnan(validation.loss) else validation.loss
         )
@@ -128,7 +128,10 @@ class EarlyStopping:
 
 
 def _broadcast_from_rank_zero(value: float, mesh: Mesh) -> float:
-    """Return rank 0's value on all ranks; values that differ by rounding could split decisions."""
+    """Return rank 0's value on all ranks.
+
+    The values of the ranks may differ by rounding, and then the ranks could decide differently.
+    """
     if mesh.tp * mesh.dp * mesh.pp == 1:
         return value
     buffer = torch.tensor([value], dtype=torch.float64, device=mesh.device)

@@ -1,8 +1,8 @@
-"""Run preparation: checks settings, opens the checkpoint's headers and renders the records.
+"""Run preparation: checks the settings, opens the checkpoint and renders the records.
 
-Preparation raises the errors that can be detected before the weights are loaded. It reads the
-headers of the checkpoint, but no weights; it reads and renders all records. The module writes
-nothing to the terminal.
+Preparation raises the errors that can be detected before the weights are loaded. Of the checkpoint,
+only the headers are read; all records are read and rendered. The module writes nothing to the
+terminal.
 """
 
 from collections.abc import Sequence
@@ -124,8 +124,8 @@ def _check_split(config: TuneConfig, gpt_config: GPTConfig) -> None:
     dropout = training.hidden_dropout or training.attention_dropout
     if dropout and config.method_config.method != "full":
         raise ConfigError(
-            "hidden_dropout and attention_dropout have an effect only with method: full; a frozen "
-            "model runs without dropout; remove them"
+            "hidden_dropout and attention_dropout have an effect only with method: full, because a "
+            "frozen model runs without dropout; remove them"
         )
 
 
@@ -148,10 +148,9 @@ def _check_virtual_tokens(
 def _check_validation(
     validation_config: ValidationConfig, output_config: OutputConfig, tasks: Sequence[TaskData]
 ) -> None:
-    """Raise ConfigError for settings of the validation that cannot work.
+    """Raise ConfigError if a setting needs validation records and the run has none.
 
-    `golden_examples` may be too large, or a setting that needs validation records may be set
-    without any.
+    Also raise ConfigError if `golden_examples` is too large.
     """
     golden_examples = output_config.golden_examples
     if golden_examples > GOLDEN_EXAMPLES_MAX:

@@ -1,9 +1,9 @@
 """Hyperparameter sweep: one run per combination of settings; the best adapter is published.
 
 Each run has its own folder, which contains its adapters and, after the run has finished without an
-error, its result file. The same command executes only the runs without a valid result file, so
-failed runs are repeated. The runs are compared by `measure`. The caller passes the function that
-executes one run; this module is independent of training.
+error, its result file. When the same command is started again, it executes only the runs without a
+valid result file, so failed runs are repeated. The runs are compared by `measure`. The caller
+passes the function that executes one run; this module is independent of training.
 """
 
 import csv
@@ -101,7 +101,7 @@ class VariantResult:
     """Result of one run. The field names are keys of the result file and of `--json`."""
 
     state: str  # RunOutcome.state, or "failed".
-    trouble: str = ""  # Error message of a failed run; the name is a key of the output.
+    trouble: str = ""  # Error message of a failed run; empty: the run did not fail.
     steps: int = 0
     best_step: int | None = None
     first_loss: float = math.nan
@@ -164,7 +164,7 @@ def read_sweep(path: str, assignments: Sequence[str]) -> Sweep:
             f"--sweep makes {count} runs, and at most {RUNS_MAX} are allowed; remove some values"
         )
     folder = run_folder(config.output_config, config.data_config) / SWEEP_FOLDER
-    # Keyed by the folder names. They contain the parsed values, so 1e-3 and 0.001 are the same run.
+    # Keyed by folder name. The names contain the parsed values, so 1e-3 and 0.001 are the same run.
     variants: dict[str, Variant] = {}
     for combination in itertools.product(*grid.values()):
         overrides = dict(zip(grid, combination, strict=True))
@@ -194,12 +194,13 @@ def _parse_assignment(
     setting_names = set(setting_fields(TuneConfig))
     if not equals:
         raise ConfigError(
-            f"--sweep is {short_repr(assignment)}; write it as learning_rate=1e-3,1e-2"
+            f"--sweep is {short_repr(assignment)}; give a key and values, such as "
+            "learning_rate=1e-3,1e-2"
         )
     if key in FIXED_SETTINGS:
         raise ConfigError(
-            f"--sweep: {key} must be the same in all runs, because they are compared and published "
-            "under one name; remove it"
+            f"--sweep: {key} must be the same in all runs, because the runs are compared and the "
+            f"best one is published under one name; remove --sweep {key}"
         )
     if key == "answer_only_loss" and validation_config.measure == "loss":
         raise ConfigError(
@@ -234,7 +235,10 @@ def _errors_name_values(values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _folder_label(values: Mapping[str, Any]) -> str:
-    """Return the folder name of a combination: its keys and values if safe, else their hash."""
+    """Return the folder name of a combination.
+
+    The name has the keys and values if it matches SAFE_LABEL_PATTERN; otherwise it is their hash.
+    """
     readable = ",".join(f"{key}={value}" for key, value in values.items())
     exact = json.dumps(values, sort_keys=True)
     return (
@@ -249,7 +253,8 @@ def run_sweep(
 ) -> SweepResult:
     """Execute the runs without a saved result, one after another; publish the best run's adapters.
 
-    With `restart`, saved results are removed first. If a run is interrupted, return without `best`.
+    With `restart`, saved results are removed first. If a run is interrupted, return the results so
+    far; their `best` is None.
     """
     if sweep.compared_by == "last_loss":
         print_line(
@@ -301,7 +306,8 @@ def run_sweep(
 def _run_variant(variant: Variant, run: RunFunction, *, restart: bool) -> VariantResult:
     """Execute one run.
 
-    A failed run does not end the sweep; a run can fail because its learning rate diverges.
+    A failed run does not end the sweep: if one learning rate is too large, only the run with this
+    learning rate fails.
     """
     try:
         outcome, facts = run(prepare(variant.config), restart)
@@ -326,8 +332,8 @@ def _run_variant(variant: Variant, run: RunFunction, *, restart: bool) -> Varian
 def _load_result(variant: Variant, fingerprint: RunFingerprint) -> VariantResult | None:
     """Return the saved result of a run.
 
-    Return None if there is no readable result, if its fingerprint differs, or if one of its
-    adapters does not exist.
+    Return None if there is no readable result, if the result has another fingerprint than
+    `fingerprint`, or if one of its adapters does not exist.
     """
     try:
         record = json.loads((variant.folder / RESULT_FILE).read_text())
@@ -376,7 +382,7 @@ def _publish(sweep: Sweep, best: int, result: VariantResult) -> tuple[Path, ...]
 
 
 def result_rows(sweep_result: SweepResult) -> list[dict[str, Any]]:
-    """Return one row per executed run, with its swept values and its result."""
+    """Return one row for each run that has a result, with its swept values and its result."""
     rows = []
     for index, (variant, result) in enumerate(
         zip(sweep_result.sweep.variants, sweep_result.results, strict=False)
@@ -415,7 +421,7 @@ def render_table(sweep_result: SweepResult) -> Table:
     """
     compared_by = sweep_result.sweep.compared_by
     rows = result_rows(sweep_result)
-    metric_names = dict.fromkeys((compared_by, "validation_loss", "last_loss"))  # Without repeats.
+    metric_names = dict.fromkeys((compared_by, "validation_loss", "last_loss"))
     columns = [name for name in metric_names if any(row.get(name) is not None for row in rows)]
     if any(row["state"] != "finished" for row in rows):
         columns.append("state")

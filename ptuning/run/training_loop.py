@@ -42,7 +42,7 @@ from ptuning.training.trainer import Trainer
 
 # The reported last loss is the mean over this number of steps, because one batch's loss is noisy.
 LAST_LOSS_STEPS = 20
-# Prefix of the tensor names of EarlyStopping.state_tensors in a state.
+# Name prefix, in a state, of the tensors from EarlyStopping.state_tensors.
 BEST_PREFIX = "best/"
 
 
@@ -280,7 +280,7 @@ class TrainingLoop:
         return fingerprint
 
     def _save_state(self) -> None:
-        """Save a state; report an error only once, until a later save succeeds."""
+        """Save a state. If several saves fail one after another, report only the first failure."""
         trainer = self.trainer
         if trainer.step_number == self._saved_step:
             return

@@ -1,8 +1,8 @@
 """Training states, from which a run resumes: saving, loading, and the lock of the run's folder.
 
-A state is a folder with one JSON file of facts, and one file for each tensor rank and stage with
-trainable tensors; only data-parallel rank 0 writes these files. A state is written under a
-temporary name, synced to disk and renamed, so a folder with the final name is complete. A run can
+A state is a folder with one JSON file of facts, and one tensor file for each (stage, tensor rank)
+that has trainable tensors; only data-parallel rank 0 writes tensor files. A state is written under
+a temporary name, synced to disk and renamed, so a folder with the final name is complete. A run can
 resume from a state only with the same settings, records and base model; the fingerprint of the run
 identifies all three. Settings that do not affect the training result (`RESUMABLE_CHANGES`) may
 differ. This module does not interpret the facts and tensors of a state.
@@ -94,8 +94,9 @@ class RunFingerprint:
         for key, value in self.settings.items():
             if saved_settings.get(key) != value:
                 raise ConfigError(
-                    f"the unfinished run of {path} had {key} {saved_settings.get(key)!r}, now it "
-                    f"is {value!r}; set it back to resume, or give --restart to start from step 0"
+                    f"the unfinished run of {path} had {key} {saved_settings.get(key)!r}, now "
+                    f"{key} is {value!r}; set {key} back to resume, or give --restart to start "
+                    "from step 0"
                 )
         for name, expected in (("records", self.records), ("base", self.base)):
             if saved.get(name) != expected:
@@ -140,8 +141,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
             os.close(descriptor)
         if isinstance(error, BlockingIOError):
             raise ConfigError(
-                f"{folder} is in use by another `preamble tune`; wait until it ends, or set "
-                "another `run`"
+                f"{folder} is in use by another `preamble tune`; wait until that command ends, or "
+                "set `run` to another directory"
             ) from None
         raise _unwritable_error(folder, error) from None
     try:
@@ -170,7 +171,8 @@ def choose_run_folder(base: Path, *, restart: bool) -> Path:
 def _unwritable_error(folder: Path, error: OSError) -> ConfigError:
     reason = error.strerror or error
     return ConfigError(
-        f"run: {folder} cannot be written ({reason}); free disk space, or set another directory"
+        f"run: {folder} cannot be written ({reason}); free disk space, or set `run` to another "
+        "directory"
     )
 
 
@@ -185,8 +187,8 @@ def latest_state(folder: Path) -> SavedState | None:
         try:
             facts = json.loads(read_small_file(path / FACTS_FILE))
         except (OSError, ValueError):
-            # A state is complete when it gets this name, so this state was damaged later. Try the
-            # next older state.
+            # A state is complete when it gets its final name, so this state was damaged later. Try
+            # the next older state.
             continue
         if facts.get("format") != FORMAT or facts.get("version", 0) > VERSION:
             raise ConfigError(

@@ -84,8 +84,8 @@ class Validator:
     def measure_baselines(self) -> None:
         """Evaluate the answers of the model without the adapter.
 
-        If a task has an `oracle` instruction, the answers to this instruction are evaluated too,
-        except for method `full`.
+        If a task has an `oracle` instruction, the answers with this instruction in place of the
+        adapter are evaluated too, except for method `full`.
         """
         trains_model = self._prepared.config.method_config.method == "full"
         for name in self.tasks:
@@ -160,8 +160,8 @@ class Validator:
     ) -> list[list[int] | None]:
         """Render prompts as a server does; None stands for a prompt that a server would refuse.
 
-        `truncate_field` is truncated so that `new_tokens` fit behind the prompt. A training example
-        is truncated so that its own answer fits, but a server does not have the answer.
+        `truncate_field` is truncated so that `new_tokens` fit behind the prompt. Training examples
+        are truncated so that the expected answer fits, but a server does not know this answer.
         """
         model_config = self._prepared.checkpoint.config
         adapter_kind = self._prepared.config.method_config.adapter_kind

@@ -69,8 +69,8 @@ class TrainableTensor:
     name: str
     value: Tensor
     replication: Replication
-    # The last pipeline stage's copy of the tied embedding; the gradient norm counts only the first
-    # stage's copy.
+    # Whether this is the last pipeline stage's copy of the tied embedding. The gradient norm counts
+    # only the first stage's copy.
     is_tied_copy: bool = False
 
 
@@ -99,7 +99,10 @@ def trainable_prefix_tensors(
 
 
 def trainable_model_tensors(chunks: Sequence[GPT]) -> list[TrainableTensor]:
-    """Set requires_grad on this rank's model parameters; return them as trainable tensors."""
+    """Set requires_grad on this rank's model parameters; return them as trainable tensors.
+
+    Expert biases are omitted.
+    """
     config, mesh = chunks[0].config, chunks[0].mesh
     is_tied = mesh.pp > 1 and not config.untie_embeddings_and_output_weights
     parameter_table, trainables = parameter_specs(config), []
@@ -138,7 +141,10 @@ def reduce_gradient(
 def squared_norm_share(
     trainable: TrainableTensor, grad: Tensor, model_config: GPTConfig, mesh: Mesh
 ) -> float:
-    """Return this rank's share of the squared norm of a reduced gradient; replicas count once."""
+    """Return this rank's share of the squared norm of a reduced gradient.
+
+    The shares of all ranks sum to the squared norm, in which replicas count once.
+    """
     if mesh.dp_rank or trainable.is_tied_copy:
         return 0.0
     if trainable.replication in (Replication.REPLICATED, Replication.PARTIAL) and mesh.tp_rank:
@@ -148,7 +154,8 @@ def squared_norm_share(
         replicated_squares = float(
             _replicated_rows(trainable, grad, model_config).double().square().sum()
         )
-        # A KV head has tp / num_query_groups replicas, so this rank counts only its share of one.
+        # A KV head has tp / num_query_groups replicas, so each rank counts only the share
+        # num_query_groups / tp of the squares of its replica.
         squares -= replicated_squares * (1 - model_config.num_query_groups / mesh.tp)
     return squares
 

@@ -1,4 +1,4 @@
-"""Dynamic loss scale of fp16 training, as Megatron-Core's DynamicGradScaler."""
+"""Dynamic loss scale of fp16 training, similar to Megatron-Core's DynamicGradScaler."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class LossScale:
         """Adapt the scale after a step; `finite` says whether the gradients were finite.
 
         The scale is halved after an overflow, and doubled after LOSS_SCALE_WINDOW steps without
-        overflow. It stays between 2 and 2^24.
+        overflow. It stays between 2 and 2^24. A scale of 1 (no scaling) does not change.
         """
         if self.value == 1.0:
             return

@@ -1,8 +1,8 @@
 """Optimizer: AdamW or Adafactor on fp32 master values of the trainable tensors, and its state.
 
 Master values and optimizer moments have at least fp32 precision. A parameter of a narrower dtype
-has a separate master copy, in which the gradients of the micro-batches are accumulated. A missing
-gradient counts as zero.
+has a separate fp32 master copy, and its gradients are summed over the micro-batches in fp32. A
+missing gradient counts as zero.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,8 @@ from ptuning.training.learning_rate import learning_rate_factor
 # Lester et al. multiply by the learning rate only. With eps[1] = 2**20 and lr = rate / 2**20, the
 # product equals the rate. A power of two causes no rounding errors.
 ADAFACTOR_RMS_MIN = 2.0**20
-# eps[0] of torch.optim.Adafactor, which uses its square as the minimum squared gradient: 1e-30 in
-# the Adafactor paper.
+# eps[0] of torch.optim.Adafactor. The square of eps[0] is the minimum of the squared gradient; this
+# minimum is 1e-30 in the Adafactor paper.
 ADAFACTOR_GRADIENT_MIN = 1e-15
 
 
@@ -129,8 +129,9 @@ def _create_optimizer(
     if not values:
         return None
     rate_divisor = ADAFACTOR_RMS_MIN if training_config.optimizer == "adafactor" else 1.0
-    # Biases and norm weights have no weight decay. torch multiplies the decay by `lr`, which is the
-    # learning rate divided by `rate_divisor`.
+    # Biases and norm weights, which are vectors, have no weight decay. torch multiplies the decay
+    # by `lr`, the learning rate divided by `rate_divisor`; the factor `rate_divisor` compensates
+    # for this.
     matrix_decay = training_config.weight_decay * rate_divisor
     matrices = [tensor for tensor in values if tensor.ndim > 1]
     vectors = [tensor for tensor in values if tensor.ndim <= 1]

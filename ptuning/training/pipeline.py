@@ -3,8 +3,8 @@
 Each direction between two stages is a separate link, on which messages keep the order of the
 passes. Messages carry no header, because every rank knows the shapes of all micro-batches. The
 receive of the next pass is posted before the current pass begins, so communication overlaps with
-computation. Of a tensor that a stage has sent, the stage keeps only the autograd edge, for the
-backward pass. This module updates no parameters.
+computation. After a stage has sent a tensor, the stage keeps only the autograd edge of the tensor,
+for the backward pass. This module updates no parameters.
 """
 
 from collections import deque
@@ -24,8 +24,8 @@ from gpt.parallel.vocab_parallel_cross_entropy import token_losses
 from ptuning.data.micro_batch import MicroBatch
 from ptuning.training.pipeline_schedule import Pass
 
-# Number of unfinished sends on a link above which send() waits. The receiving stage posts one
-# receive ahead, so with two pending sends that stage may be one pass behind.
+# If a link has more unfinished sends than this, send() waits. The receiving stage posts one receive
+# ahead, so with two pending sends that stage may be one pass behind.
 SENDS_PENDING_MAX = 2
 
 
@@ -38,7 +38,7 @@ class _StageLink:
         self._sender = sender
         self._receiver = receiver
         self._pending_sends: deque[tuple[dist.Work, Tensor]] = deque()
-        # Messages between the chunks of the only stage, if there is one stage.
+        # If the pipeline has a single stage: the messages between the chunks of this stage.
         self._local_queue: deque[Tensor] = deque()
 
     def send(self, x: Tensor) -> None:
@@ -71,7 +71,7 @@ class _StageLink:
 
 @dataclass(frozen=True)
 class _PendingReceive:
-    """A posted receive."""
+    """A posted receive. If `work` is None, the message comes from the link's local queue."""
 
     device: torch.device
     work: dist.Work | None
@@ -89,12 +89,13 @@ class PipelineChannels:
     All ranks of the mesh must call the constructor. Each link has its own process group: NCCL
     executes the operations of two ranks in one group in order, so both directions in one group
     could deadlock. NCCL connects two ranks at their first message, in which both ranks must take
-    part. The constructor therefore sends one message over each link, in the same order everywhere.
+    part. The constructor therefore sends one message over each link, in the same order on all
+    ranks.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        # Keyed by the direction (whether it is forward) and the number of the sending stage.
+        # Keyed by (whether the direction is forward, number of the sending stage).
         self._links: dict[tuple[bool, int], _StageLink] = {}
         for edge in range(mesh.pp):
             stage_pair = edge, (edge + 1) % mesh.pp
@@ -110,7 +111,7 @@ class PipelineChannels:
                         _connect(link, mesh, mesh.pp_rank == sender)
 
     def send(self, x: Tensor, *, forward: bool) -> None:
-        """Start to send to the next stage (forward) or to the previous stage (backward)."""
+        """Start to send `x` to the next stage (forward) or to the previous stage (backward)."""
         self._links[forward, self.mesh.pp_rank].send(x)
 
     def post_receive(
@@ -126,11 +127,12 @@ class PipelineChannels:
 
 
 def _create_pair_group(mesh: Mesh, stages: tuple[int, int]) -> dist.ProcessGroup | None:
-    """Create the process groups of two stages; return this rank's group, or None for one stage.
+    """Create the process groups of two stages; return this rank's group.
 
-    All ranks of the mesh must call this function. The option `use_local_synchronization`, with
-    which only the two ranks of a group call, is not used: it names a group by the number of groups
-    that a rank has created, and this number can differ between the two ranks.
+    Return None if the pipeline has a single stage, or if this rank is in neither of the two stages.
+    All ranks of the mesh must call this function. The option `use_local_synchronization`, which
+    needs a call only on the two ranks of a group, is not used: it names a group by the number of
+    groups that a rank has created, and this number can differ between the two ranks.
     """
     if mesh.pp == 1:
         return None
@@ -217,7 +219,7 @@ class _StageRun:
         """Post the receive of a pass's input and return it.
 
         Return None for a forward pass through the first chunk of the model and for a backward pass
-        through the last chunk, because they receive no input.
+        through the last chunk, because these passes receive no input from another chunk.
         """
         chunk = self._chunks[scheduled_pass.chunk]
         has_no_input = chunk.is_first_stage if scheduled_pass.forward else chunk.is_last_stage
@@ -271,6 +273,6 @@ class _StageRun:
 
 
 def micro_batch_prefix(key_values: Mapping[int, Tensor], ids: Tensor, vocab_size: int) -> PrefixKV:
-    """Return a prefix with the flat positions and table rows of a micro-batch's virtual tokens."""
+    """Return the prefix of a micro-batch, with the positions and table rows of virtual tokens."""
     positions = (ids >= vocab_size).nonzero().squeeze(-1)
     return PrefixKV(key_values, positions, ids[positions] - vocab_size)

@@ -1,6 +1,6 @@
 """Pipeline schedules as lists of passes: 1F1B, interleaved schedule (less bubble), forward-only.
 
-Each stage executes its own list and waits for the messages of its neighbors. The lists must never
+Each stage executes its own list and waits for the messages of its neighbors. The stages must never
 deadlock; a test simulates the lists of all stages. The interleaved schedule is built for a number
 of micro-batches that is rounded up to a multiple of `stages`; then the passes of the added
 micro-batches are removed. The remaining passes keep their order, so the removal cannot cause a
@@ -20,7 +20,7 @@ class Pass:
 
 
 def schedule_forward_only(stages: int, micro_batches: int, chunks: int = 1) -> list[Pass]:
-    """Return a schedule without backward passes, for validation; all stages have the same one."""
+    """Return the schedule without backward passes, for validation. It is the same on all stages."""
     return _forward_passes(stages, micro_batches, chunks)
 
 
@@ -39,11 +39,12 @@ def schedule_1f1b(stage: int, stages: int, micro_batches: int) -> list[Pass]:
 def schedule_interleaved_1f1b(
     stage: int, stages: int, micro_batches: int, chunks: int
 ) -> list[Pass]:
-    """Return Megatron's interleaved 1F1B schedule, whose bubble is `chunks` times smaller.
+    """Return Megatron's interleaved 1F1B schedule, https://arxiv.org/abs/2104.04473.
 
-    Micro-batches pass through the chunks in groups of `stages`: all micro-batches of a group pass
-    through one chunk of the stage before the first of them passes through the next chunk. By then,
-    that micro-batch has passed all stages. https://arxiv.org/abs/2104.04473
+    Its bubble is `chunks` times smaller than the bubble of 1F1B. Micro-batches pass through the
+    chunks in groups of `stages`: a stage computes its first chunk for all micro-batches of a group,
+    then its second chunk for all of them, and so on. When a stage begins its second chunk, the
+    first micro-batch of the group has passed the first chunks of all stages.
     """
     if chunks == 1:
         return schedule_1f1b(stage, stages, micro_batches)
@@ -75,7 +76,7 @@ def _alternate_passes(
 ) -> list[Pass]:
     """Return `warmup_passes` forward passes, then pairs of a forward and a backward pass.
 
-    The backward passes that remain are at the end.
+    The remaining backward passes are at the end.
     """
     passes = forwards[:warmup_passes]
     for forward, backward in zip(forwards[warmup_passes:], backwards, strict=False):

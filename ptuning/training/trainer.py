@@ -44,14 +44,15 @@ from ptuning.training.pipeline_schedule import (
     schedule_interleaved_1f1b,
 )
 
-SKIPPED_MAX = 50  # Number of consecutive steps with gradient overflow before the run fails.
+# Maximum number of consecutive steps with gradient overflow; the run fails at the next one.
+SKIPPED_MAX = 50
 
 
 @dataclass(frozen=True)
 class _StepTotals:
     """Totals of a step over all ranks."""
 
-    loss: float  # Sum over all tokens that have a loss.
+    loss: float  # Sum of the losses of all tokens.
     squared_norm: float  # Squared norm of all gradients.
     stop_requested: bool  # Whether a stop is requested on at least one rank.
 
@@ -70,8 +71,9 @@ class Trainer:
     ) -> None:
         """Create the optimizer for the trainable tensors.
 
-        `encoder` produces the virtual-token table and exists only on the first stage; `prefix`
-        exists on every rank. Both are None if the model itself is trained.
+        `encoder` produces the virtual-token table; it is None on all stages except the first. For
+        method `prefix`, `prefix` takes the place of `encoder` on every rank. For method `full`,
+        `encoder` and `prefix` are None.
         """
         self.chunks = list(chunks)
         self.config = config
@@ -149,7 +151,7 @@ class Trainer:
 
     @torch.no_grad()
     def mean_loss(self, examples: Sequence[Example], table: Tensor | None) -> float:
-        """Return the mean loss over the examples' tokens with a loss, without training.
+        """Return the mean over all token losses of the examples, without training.
 
         `table` is the full virtual-token table or prefix table; None for method `full`.
         """
@@ -177,7 +179,7 @@ class Trainer:
     def current_table(self) -> Tensor | None:
         """Return the current virtual-token table or prefix table of all tasks on every rank.
 
-        None for method `full`.
+        Return None for method `full`.
         """
         if not self._table_rows:
             return None
@@ -196,7 +198,7 @@ class Trainer:
 
     @property
     def model(self) -> GPT | list[GPT]:
-        """The model argument for generation: this rank's only chunk, or the list of its chunks."""
+        """The model argument for generation: the chunk of this rank, or the list of its chunks."""
         return self.chunks[0] if len(self.chunks) == 1 else self.chunks
 
     @property
@@ -252,7 +254,7 @@ class Trainer:
     def _dropout(self, *site: int) -> Dropout:
         """Return dropout masks that are seeded by the run's seed, the step and `site`.
 
-        `site` is (0) for the prompt encoder, and (1 + data-parallel rank, number of the
+        `site` is (0,) for the prompt encoder, and (1 + data-parallel rank, number of the
         micro-batch) for the model. A resumed run draws the same masks.
         """
         seed = 0

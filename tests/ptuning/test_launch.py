@@ -260,4 +260,4 @@ def test_state_of_another_split_is_refused_once(
     assert run.end() == 1
     (line,) = run.stderr.splitlines()
     (name,) = split
-    assert f"had {name} 1, now it is 2; set it back to resume, or give --restart" in line
+    assert f"had {name} 1, now {name} is 2; set {name} back to resume, or give --restart" in line

@@ -1,5 +1,5 @@
-// Shows the values of the curves at a step, selected by pointer or arrow keys. Without JavaScript
-// the report shows everything else.
+// Shows the values of the curves at a step that the pointer or the arrow keys select. The rest of the
+// report needs no JavaScript.
 for (const svg of document.querySelectorAll("svg.chart")) {
   const lines = JSON.parse(svg.dataset.lines);
   const cursor = svg.querySelector(".at");

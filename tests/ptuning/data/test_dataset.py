@@ -357,7 +357,7 @@ INVALID_RECORDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], str]] = {
     "a mixture": (
         {},
         [record("1", "2", taskname="x"), record("1", "2", taskname="y")],
-        "line 2: the taskname is 'y', but 'x' in earlier records; list several tasks by name",
+        "line 2: the taskname is 'y', but it is 'x' in earlier records; list several tasks by name",
     ),
     "two of a name": ({"tasks": [{"name": "a"}] * 2}, [], "two tasks are named 'a'; give each"),
 }

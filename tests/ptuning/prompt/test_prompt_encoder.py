@@ -222,7 +222,7 @@ def test_encoder_of_other_sizes_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
-        ("mlp", {"encoder_layers": 1}, "encoder_layers is 1; an mlp needs at least 2"),
+        ("mlp", {"encoder_layers": 1}, "encoder_layers is 1, but method mlp needs at least 2"),
         ("tpmlp", {"encoder_hidden": 9, "tp": 2}, "encoder_hidden is 9, but it is sharded over 2"),
         ("mlp", {"encoder_dropout": 0.1}, "between the layers of an lstm, but method is mlp"),
         (

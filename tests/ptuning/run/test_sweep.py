@@ -132,7 +132,7 @@ def test_failed_run_does_not_end_the_sweep(
     ("arguments", "message"),
     [
         (["learning_rte=1"], "unknown key 'learning_rte'; did you mean 'learning_rate'?"),
-        (["learning_rate"], "write it as learning_rate=1e-3,1e-2"),
+        (["learning_rate"], "give a key and values, such as learning_rate=1e-3,1e-2"),
         (["learning_rate="], "learning_rate has the values ''"),
         (["learning_rate=[1"], "has the values '\\[1'; give YAML values"),
         (["learning_rate=0.1,0"], "learning_rate is 0"),

@@ -138,7 +138,7 @@ INVALID: dict[str, tuple[dict[str, object], str | None, str]] = {
     "too long": ({"tokens_max": 6}, '{"prompt": "a", "completion": "b c d e"}', "over the limit"),
     "a long answer": ({"tokens_max": 20}, json.dumps(LONG), "line 1: prompt and answer have"),
     "how long it is": ({"tokens_max": 20}, json.dumps(LONG), "the answer alone has"),
-    "two tasks": ({}, TWO_TASKS, "line 2: the taskname is 'b', but 'a' in earlier records"),
+    "two tasks": ({}, TWO_TASKS, "line 2: the taskname is 'b', but it is 'a' in earlier records"),
     "no validation": ({"validation": "none.csv"}, None, "none.csv cannot be read"),
     "a key of NeMo": ({"task_templates": [{"template": "a"}]}, None, "did you mean 'prompt_temp"),
     "a dtype": ({"dtype": "float8"}, None, "dtype is 'float8'"),
@@ -272,7 +272,10 @@ def test_run_recreates_removed_folders(checkpoint: Path, tmp_path: Path) -> None
 
 
 CHANGED: dict[str, tuple[dict[str, object], str]] = {
-    "a setting": ({"learning_rate": 0.25}, "had learning_rate 0.5, now it is 0.25; set it back"),
+    "a setting": (
+        {"learning_rate": 0.25},
+        "had learning_rate 0.5, now learning_rate is 0.25; set learning_rate back",
+    ),
     "the records": ({"template": "<|VIRTUAL_PROMPT_0|>{prompt} {completion}"}, "had template"),
 }
 
