@@ -123,8 +123,8 @@ class SchedulerConfig:
     running_requests_max: int = 64  # Maximum number of running sequences.
     queue_requests_max: int = 1024  # Maximum number of waiting sequences.
     step_tokens_max: int = 512  # Token budget of a step; longer prompts are prefilled in chunks.
-    # Time that prefill may add to a step in which latency-class sequences decode. The limit is this
-    # value times max(1, number of latency-class sequences that wait for their first token).
+    # Limits the time that prefill may add to a step in which latency-class sequences decode. If n
+    # latency-class sequences wait for their first token, the limit is max(1, n) times this value.
     prefill_stall_ms_max: float = 15.0
     # Draft tokens per decoding sequence and step (n-gram speculative decoding); 0: off. Greedy and
     # seeded answers do not change. On a CPU, each draft token beyond the third lengthens the step.

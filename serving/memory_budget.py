@@ -22,7 +22,8 @@ LOGITS_COPIES_MAX = 4
 # Fraction of a host's free memory for the KV pools of all its ranks. The remaining memory is for
 # the workspace, the page cache and other processes.
 HOST_MEMORY_FRACTION = 0.25
-# Fraction of a device's free memory for KV pools and reserved bytes together (`kv_cache_bytes`).
+# Fraction of a device's free memory for the KV pools, the workspaces and the CUDA graphs of its
+# ranks together (`kv_cache_bytes`).
 DEVICE_MEMORY_FRACTION = 0.9
 
 
@@ -58,6 +59,9 @@ def kv_cache_bytes(memory_bytes: int, reserved_bytes: int, *, on_cpu: bool) -> i
     - On a device: DEVICE_MEMORY_FRACTION * memory_bytes - reserved_bytes.
 
     `memory_bytes`: the rank's free memory after loading; in the planner, its total memory.
+    `reserved_bytes`: what must fit beside the KV cache. For a server on a device, this is the
+    workspace and the CUDA graphs; on a CPU, it is 0. In the planner, it is the weights and the
+    workspace.
     """
     if on_cpu:
         return int(HOST_MEMORY_FRACTION * max(0, memory_bytes - reserved_bytes))

@@ -230,7 +230,8 @@ class Update(_Message, frozen=True):
     outputs: list[SequenceOutput]
     stats: EngineStats
     completed_steps: list[StepTime] = []  # Since the last update.
-    steps_in_flight: list[StepSize] = []  # Includes the step that is launched next, if any.
+    # Also has the step that the engine loop launches directly after it sends this message, if any.
+    steps_in_flight: list[StepSize] = []
 
 
 class WarmingUp(_Message, frozen=True):
@@ -311,8 +312,8 @@ class Step(_Message, frozen=True):
     # For each sequence, whether tokens are sampled. A sequence with n draft tokens (`draft_counts`)
     # samples one token after each of its last n + 1 new tokens; n is 0 without draft tokens.
     draws: list[bool] = []
-    # For each sequence, how many of its first new tokens have logits that score the prompt token
-    # after them; the prompt is in `SlotInit.prompt`. 0: no scores.
+    # For each sequence, the number n of prompt tokens that this step scores: the logits of each of
+    # its first n new tokens score the next token of the prompt (`SlotInit.prompt`). 0: no scores.
     prompt_score_counts: list[int] = []
     slot_inits: list[SlotInit] = []
     block_table_updates: list[BlockTableUpdate] = []

@@ -58,7 +58,8 @@ LIVENESS, READINESS = "liveness", "readiness"
 # Seconds for open connections to close after the last call has ended.
 CLOSE_GRACE_S = 1.0
 
-# Largest fraction of the time that scans of the adapter directory may take.
+# Scans of the adapter directory may take about this fraction of the server's time: after a slow
+# scan, the next one waits longer.
 SCAN_SHARE = 0.02
 
 

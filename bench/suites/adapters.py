@@ -287,21 +287,20 @@ def arrival_latency(
     yield measured_row(
         "adapters/cold",
         median,
-        f"while {sizes.streams} streams run {median:+.1f} ms (runs "
-        f"{_format_values(adapter_increases)}; without arrival "
-        f"{_format_values(wall_p99_ms['nothing'])}; "
-        f"text instead {statistics.median(text_increases):+.1f})",
+        f"ITL p99 of {sizes.streams} running streams {median:+.1f} ms (per run: "
+        f"{_format_values(adapter_increases)}; ITL p99 without an arrival: "
+        f"{_format_values(wall_p99_ms['nothing'])} ms; "
+        f"with a text instead of the adapter: {statistics.median(text_increases):+.1f} ms)",
         samples={"ms": adapter_increases},
     )
     adapter_increases = _increases(cpu_p99_ms, "adapter")
     text_increases = _increases(cpu_p99_ms, "text")
     yield (
-        "  added ITL p99 in CPU time per thread: "
-        f"{statistics.median(adapter_increases):+.1f} ms (runs "
-        f"{_format_values(adapter_increases)}; "
-        f"without arrival {_format_values(cpu_p99_ms['nothing'])}; "
-        "text instead "
-        f"{statistics.median(text_increases):+.1f})"
+        "  the same in CPU time per thread: ITL p99 "
+        f"{statistics.median(adapter_increases):+.1f} ms (per run: "
+        f"{_format_values(adapter_increases)}; ITL p99 without an arrival: "
+        f"{_format_values(cpu_p99_ms['nothing'])} ms; with a text instead of the adapter: "
+        f"{statistics.median(text_increases):+.1f} ms)"
     )
 
 

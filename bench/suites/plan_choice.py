@@ -24,8 +24,10 @@ from planning.measurement.calibrate import CalibrationOptions, calibrate
 from planning.measurement.serving_trial import ServingTrial
 from planning.plan import Plan, Row, SettingValue
 
-BEST_SHARE_MIN = 0.92  # Target: tokens/s of the choice / tokens/s of the best configuration.
-ITL_LIMIT_FACTOR = 1.2  # Limit on ITL p95 / median prediction of the grid.
+# The choice must reach at least this fraction of the tokens/s of the best configuration.
+BEST_SHARE_MIN = 0.92
+# The limit on ITL p95 is this factor times the median of the grid's predictions.
+ITL_LIMIT_FACTOR = 1.2
 
 
 @dataclass(frozen=True)

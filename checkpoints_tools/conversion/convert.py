@@ -194,7 +194,11 @@ def convert(
 
     After a failure the partial directory remains, so that a run with `resume` can continue. The
     directory is removed if `keep_partial` is false, or if a run without `resume` raised a
-    CheckpointError.
+    CheckpointError. A killed run cannot remove it.
+
+    An OSError is reported as an error of the target: readers report a source file that they cannot
+    read as CheckpointError. The exception is a source file that is removed during the run; the
+    message has its path.
     """
     recorded_identity = _recorded_identity(plan.source)
     try:
@@ -305,6 +309,10 @@ def _copy_tensors(
 def _publish(plan: ConversionPlan) -> None:
     """Rename the finished content to the target, so that the complete target appears at once.
 
+    If another process creates the target after the last `check_target`, the result depends on the
+    layout. A single file is replaced. For a layout with several files, only an empty directory is
+    replaced; otherwise the rename raises OSError.
+
     If the run is killed after the rename, the partial directory still holds the journal. A later
     run with `resume` finds the complete target and removes that directory.
     """
@@ -323,9 +331,11 @@ def _target_identity(
     digest = combine_digests(plan.source, copy_result.source_hashes)
     recorded_digest = ""
     if source_identity is not None:
-        # An empty `stored` means that the source's weights have the digest `digest`. The exception
-        # is an older manifest, which does not record `stored`: if the weights were converted
-        # (`note`), their digest is then unknown, and nothing is compared.
+        # The recorded digest of the source's weights:
+        # - `stored`, if it is set.
+        # - `digest`, if `stored` is empty and the weights were not converted (no `note`).
+        # - Unknown, if `stored` is empty and the weights were converted: an older manifest does not
+        #   record the digest of converted weights. Then nothing is compared.
         recorded_digest = source_identity.stored or (
             "" if source_identity.note else source_identity.digest
         )
@@ -357,7 +367,10 @@ def _target_identity(
 def _finish_target(
     plan: ConversionPlan, copy_result: CopyResult, identity: ModelIdentity, proof: Proof | None
 ) -> None:
-    """Write the manifest and `last_files`, then check the target with Preamble's reader."""
+    """Write the manifest and `last_files`, then check the target with Preamble's reader.
+
+    A single-file layout has neither.
+    """
     content = plan.partial_dir / "content"
     if not plan.layout.is_single_file:
         _write_small_files(plan, content, copy_result, identity, proof)
@@ -402,7 +415,11 @@ def _write_small_files(
 
 
 def _check_written(plan: ConversionPlan, written: Checkpoint, identity: ModelIdentity) -> None:
-    """Raise RuntimeError if the written checkpoint is not the planned model (a writer's bug)."""
+    """Raise RuntimeError if the written checkpoint is not the planned model (a writer's bug).
+
+    The check reads a few elements of each tensor (`fingerprint`), which is enough to find a wrong
+    layout. It does not find every damaged byte; `preamble verify` reads all weights.
+    """
     expected_fields = functional_config(plan.converted.config)
     written_fields = functional_config(written.config)
     wrong_fields = [
@@ -433,7 +450,12 @@ def write_native(
     dtype: torch.dtype | None = None,
     shard_bytes_max: int | None = None,
 ) -> ModelIdentity:
-    """Write a checkpoint, or a config with tensors in memory, in the native format."""
+    """Write a checkpoint, or a config with tensors in memory, in the native format.
+
+    This is for library callers, such as the planner's calibration. A `dtype` that is not in
+    `FLOAT_DTYPES` has no effect. This function cannot resume: if a call was killed, remove the
+    partial directory that the next call's error names.
+    """
     checkpoint = source if isinstance(source, Checkpoint) else checkpoint_from_tensors(*source)
     checkpoint.check()
     dtype_name = next(

@@ -6,6 +6,15 @@ NaN and infinity, and written to every placement that contains rows of the block
 memory for a few blocks only. The exceptions are tensors whose rows are transposed or reordered.
 These are read completely into memory, and share one memory budget. Tensors may be copied in any
 order. The module does not depend on the format.
+
+The module relies on these properties of a layout:
+
+- The literals and placements of a file do not overlap.
+- All placements of a tensor have the same dtype.
+- The ranges of a placement do not overlap.
+- A placement has padding only if it is split by rows and not transposed.
+- Only a placement that is not transposed is split by columns, and it has one range.
+- Tensors have one or two dimensions, none of which is 0.
 """
 
 import hashlib

@@ -173,9 +173,11 @@ def _check_recorded_digest(side: VerifiedCheckpoint) -> Iterator[Finding]:
     identity, path = side.checkpoint.identity, str(side.checkpoint.path)
     if identity is None:
         return
-    # An empty `stored` means that the weights have the digest `digest`. The exception is an older
-    # manifest, which does not record `stored`: if the weights were converted (`note`), their digest
-    # is then unknown, and nothing is compared.
+    # The recorded digest of these weights:
+    # - `stored`, if it is set.
+    # - `digest`, if `stored` is empty and the weights were not converted (no `note`).
+    # - Unknown, if `stored` is empty and the weights were converted: an older manifest does not
+    #   record the digest of converted weights. Then nothing is compared.
     recorded_digest = identity.stored or ("" if identity.note else identity.digest)
     if identity.note:
         message = (

@@ -37,7 +37,7 @@ ADAPTER_ROW_STD = 0.02
 
 
 def check_machine(requirements: Requirements) -> None:
-    """Raise ConfigError if the plan has no calibration, so it is for GPUs, but there is no GPU."""
+    """Raise ConfigError if the plan is for GPUs (no calibration), but this machine has no GPU."""
     import torch
 
     if (

@@ -38,7 +38,8 @@ WARMUP_ROUNDS = 2
 # A shape is not timed if one step takes more than this fraction of the measuring time.
 STEP_TIME_FRACTION_MAX = 1 / 12
 KV_BYTES_MAX = 2 << 30  # Limit of a step's KV cache, because large models leave little memory.
-# Lower bound of the points of a curve, since a measured difference may be negative.
+# Lower bound of the seconds in a cost curve (`_monotone_curve`). The seconds are differences of
+# measured times, which may be negative.
 STEP_PART_S_MIN = 1e-9
 
 

@@ -283,7 +283,8 @@ class EngineLoop:
     def _publish(self, next_size: StepSize | None = None) -> None:
         """Send an `Update`: outputs, statistics, the completed steps and the steps in flight.
 
-        `next_size`: the size of the step that is launched next, if any.
+        `next_size`: the size of the step that is launched directly after this call, if any. It
+        already counts as a step in flight.
         """
         outputs, self._outputs = self._outputs, []
         completed_steps, self._completed_steps = self._completed_steps, []

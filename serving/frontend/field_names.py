@@ -16,7 +16,8 @@ from serving.service.error_reasons import reason_of
 def translate_error(error: RequestError, names: Mapping[str, str]) -> Exception:
     """Return the error with the protocol's field names.
 
-    `names` maps fields of `Ask` to the protocol's fields. An error whose field is not in `names` is
+    `names` maps fields of `Ask`, and parts of them (such as `guide.json`), to the protocol's
+    fields. An error whose field is not in `names` is
     returned unchanged.
     """
     field = error.field or ""

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 class InProcessTransport:
     """Transport to a model that runs on one rank in this process.
 
-    `tokenizer` is needed for guided decoding. `report`: the report of the worker's start-up; None:
-    the model is measured here.
+    `tokenizer` is needed for guided decoding. `report`: the report of the worker's start-up, with
+    its numbers of KV blocks and weight bytes; None: the constructor computes these numbers.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Rank: a worker process that joins the mesh, loads its shard, runs steps and handles losses.
+"""Rank: a worker process that joins the mesh, loads its shard, and runs steps until it must exit.
 
 Rank 0 also runs the engine loop, which plans the steps; the other ranks run the steps that they
 receive. A rank exits when one of its control channels closes, when a collective fails, or when the

@@ -1,8 +1,8 @@
 """Rank position (rank, world size, local rank), and the spec that a rank's process starts with.
 
-This module must not import torch. A rank process reads its spec before the slow import of torch,
-because the spec contains the ID of its parent process: the rank must also exit with its parent
-while it imports torch.
+This module must not import torch, which takes seconds. A rank process first reads its spec, which
+contains the ID of its parent process, and arranges to be killed when the parent exits. Only then
+does it import torch. So the rank also ends if its parent exits during this import.
 """
 
 from dataclasses import dataclass

@@ -115,6 +115,7 @@ class RankSupervisor(ABC):
                 if loss.kind == "closed" or not self._wait_before_restart(loss):
                     return
         except Exception as error:
+            # The event's name is historical: what has failed is the thread of this supervisor.
             log.exception("event=link_failed")
             self._set_refusal(
                 f"the supervisor of the ranks has failed ({error}); see the server log"

@@ -171,8 +171,9 @@ class TorchrunSupervisor(RankSupervisor):
         os.kill(os.getpid(), signal.SIGTERM)  # The server's signal handler drains, then exits.
 
     def _record_loss(self, loss: RankLoss) -> None:
-        # A permanent failure is final, even after the first `Ready`. During the first start, the
-        # front end then exits. Later, its liveness check fails, and it accepts no more ranks.
+        # A permanent failure is final. If it occurs before the first `Ready`, the front end exits.
+        # If it occurs after the first `Ready`, the front end does not exit, but its liveness check
+        # fails, and it accepts no more ranks.
         if loss.kind == "refused":
             self._set_refusal(loss.reason)
 

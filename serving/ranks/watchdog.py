@@ -154,10 +154,10 @@ class Watchdog:
                 return loss
 
     def _wait_limit_s(self) -> float:
-        """Seconds of silence after which the limit must be checked.
+        """Return after how many seconds of silence `_check_silence` is called.
 
-        In the running phase this is first the lower bound `limit_min_s`, then `limit_s()`, because
-        `limit_s()` is costly.
+        `limit_s()` is costly. In the running phase, the result is therefore the lower bound
+        `limit_min_s` as long as the silence is shorter than this bound, and `limit_s()` otherwise.
         """
         if self._phase == "loading":
             return self._config.load_s
@@ -263,7 +263,7 @@ class StepTimeout:
 
     @property
     def limit_min_s(self) -> float:
-        """Lower bound of `limit_s()`, which is costly: a shorter silence need not be checked."""
+        """Lower bound of `limit_s()`, which is costly: a shorter silence is never too long."""
         return TIMEOUT_MIN_S if self._fixed_s is None else self._fixed_s
 
     def limit_s(self) -> float:
@@ -298,15 +298,16 @@ def _expected_seconds(measurements: Iterable[tuple[int, float]], count: int) -> 
     """Return `count` times the largest seconds per token of the steps of similar or larger size.
 
     `measurements`: (tokens, seconds) of each step. Steps of at least `count` / 2 tokens are used.
-    If all steps are smaller, the largest ones are used; the estimate is then rather too long,
-    because longer steps take fewer seconds per token. The estimate is 0 if no step has tokens.
+    If all steps are smaller, the largest ones are used. The estimate is then too high rather than
+    too low, because steps with more tokens take fewer seconds per token. The estimate is 0 if no
+    step has tokens.
     """
     measured_steps = [(tokens, seconds) for tokens, seconds in measurements if tokens > 0]
     if not measured_steps:
         return 0.0
     tokens_min = min(count / 2, max(tokens for tokens, _ in measured_steps))
-    # count / tokens comes first: it is exactly 1 for a step of `count` tokens, so the estimate is
-    # not below the measured seconds of that step.
+    # The parentheses avoid a rounding error: count / tokens is exactly 1 for a step of `count`
+    # tokens, so the estimate is not below the measured seconds of that step.
     return max(
         seconds * (count / tokens) for tokens, seconds in measured_steps if tokens >= tokens_min
     )

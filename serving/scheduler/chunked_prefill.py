@@ -74,8 +74,8 @@ class PrefillTokenBudget:
     def limit_tokens(self, tokens: int, first_tokens_pending: int) -> int:
         """The number of tokens, out of `tokens`, that prefill may use within the stall limit.
 
-        `first_tokens_pending`: the number of sequences that need their first token; the stall limit
-        is multiplied by this number.
+        `first_tokens_pending`: the number of sequences that need their first token. The stall limit
+        is multiplied by this number, but at least by 1.
         """
         stall_s = self._stall_s_max * max(1, first_tokens_pending)
         return min(tokens, self._cost.tokens_within(stall_s, self._block_tokens))

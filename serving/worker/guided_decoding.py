@@ -32,7 +32,8 @@ _ITEMS_MAX = 20_000  # Earley items for one token; the library computes about 10
 # Alternatives (choices, property names of a schema) that the parser follows at the same time.
 _BRANCHES_MAX = 10_000
 # Limits of patterns (regular expressions). The library's time for a pattern grows with the square
-# of the pattern's length. So long patterns are refused, but a schema may have many short ones.
+# of the pattern's length. Therefore a long pattern is refused, but a schema may have many short
+# ones.
 _LEXER_FUEL_MAX = {"json": 200_000, "choice": 200_000, "regex": 20_000, "grammar": 20_000}
 _PATTERN_CHARS_MAX = 2_000
 # Whitespace between JSON tokens. Without a limit a model could generate only spaces, up to

@@ -35,7 +35,9 @@ class InputBatch:
     logits_rows: Tensor
     row_sequences: IntArray  # The sequence of each row.
     sampled_sequences: IntArray  # The sequence of each sampled row.
-    positions: IntArray  # For each sampled row: the position of the new token in its sequence.
+    # For each sampled row: the position of the token that will be sampled, in its sequence. This is
+    # the row's own position + 1.
+    positions: IntArray
     scored_rows: IntArray  # Indices of the rows whose logits score the next token of the prompt.
     # Whether a token is sampled from every row, in order, and no row is scored.
     samples_every_row: bool

@@ -302,8 +302,9 @@ class ModelRunner:
         prompt_scores = (
             self._score_prompts(step, inputs, x, fault_indices) if len(inputs.scored_rows) else []
         )
-        # If every row is sampled, `_sample` has already checked the logits of all rows. NaN or
-        # infinity in a row's hidden states also shows in its logits.
+        # If every row is sampled, `_sample` has already checked the logits of all rows
+        # (`greedy_tokens` returns no tokens if a logit is not finite). NaN or infinity in a row's
+        # hidden states also shows in its logits.
         if not inputs.samples_every_row:
             # The hidden states are checked last, because the check waits for the device. The
             # scheduler discards the tokens of sequences with a fault.
@@ -464,8 +465,9 @@ def available_kv_blocks(
     if blocks < 2:
         raise ConfigError(
             f"the KV cache needs at least 2 blocks of {block_tokens} tokens ({layout.block_bytes} "
-            f"bytes per block), but its memory holds only {blocks}; stop other processes, use more "
-            "ranks (tp, pp), or set kv_tokens_max, which may use all free memory"
+            f"bytes per block), but the part of the free memory that it gets by default holds only "
+            f"{blocks}; stop other processes, use more ranks (tp, pp), or set kv_tokens_max, with "
+            "which it can get all free memory"
         )
     return blocks
 

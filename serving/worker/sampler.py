@@ -154,7 +154,7 @@ class Sampler:
     ) -> SamplerOutput:
         """Sample a token for each row of `logits` (R, V).
 
-        `slots`, `positions`: the slot of each row, and the position of the new token in its
+        `slots`, `positions`: the slot of each row, and the position of the sampled token in its
         sequence. A random draw depends only on the slot's seed and the position.
         """
         return self.read_output(self.launch_sampling(logits, slots, positions))

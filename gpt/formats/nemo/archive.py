@@ -29,7 +29,8 @@ GZIP_MAGIC = b"\x1f\x8b"
 # Limit of a read by tarfile, which reads a member's header with its long name and extended
 # attributes into memory.
 HEADER_BYTES_MAX = 1 << 20
-# Limit of unpacked size / compressed size. Weights have a ratio near 1; texts can exceed 10.
+# Limit of the ratio unpacked size / compressed size. The ratio is near 1 for weights; it can
+# exceed 10 for texts.
 EXPANSION_MAX = 100
 COPY_BYTES = 4 << 20
 CONFIG_FILE = "model_config.yaml"

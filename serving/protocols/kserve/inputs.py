@@ -88,7 +88,7 @@ def read_request(message: Any, adapter: str, text_bytes_max: int) -> InferReques
 
 
 def _field_names(parameters: Mapping[str, _Parameter]) -> Mapping[str, str]:
-    """Return the caller's name for each field of the `Ask`."""
+    """Return the caller's name for each field name in the admission's errors."""
     spellings = {name: parameter.name for name, parameter in parameters.items()}
     names = {field: spellings.get(name, name) for field, name in FIELD_NAMES.items()}
     if "input_ids" in parameters:

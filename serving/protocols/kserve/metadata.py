@@ -101,14 +101,21 @@ INPUT_ALIASES: Mapping[str, str] = {
 # TensorRT-LLM's newer backend puts this prefix before sampling names.
 SAMPLING_PREFIX = "sampling_param_"
 
-_ADAPTER_HINT = (
-    "virtual tokens and weights come from adapters on the server; put the adapter into the "
+_PROMPT_TABLE_HINT = (
+    "a request cannot contain virtual tokens; put the adapter into the server's adapter directory, "
+    "and name it as the model or in adapter_id"
 )
-_ADAPTER_HINT += "server's adapter directory, and name it as the model or in adapter_id"
+_LORA_HINT = (
+    "the server has no LoRA, only adapters with virtual tokens or prefixes; name one as the model "
+    "or in adapter_id"
+)
 _UNSUPPORTED_INPUTS: Mapping[str, str] = {
-    **dict.fromkeys(("prompt_embedding_table", "prompt_table_extra_id"), _ADAPTER_HINT),
-    **dict.fromkeys(("prompt_vocab_size", "lora_task_id", "lora_weights"), _ADAPTER_HINT),
-    **dict.fromkeys(("lora_config", "lora_id", "lora_path"), _ADAPTER_HINT),
+    **dict.fromkeys(
+        ("prompt_embedding_table", "prompt_table_extra_id", "prompt_vocab_size"), _PROMPT_TABLE_HINT
+    ),
+    **dict.fromkeys(
+        ("lora_task_id", "lora_weights", "lora_config", "lora_id", "lora_path"), _LORA_HINT
+    ),
     "embedding_bias_words": "set logit_bias, by token id, in sampling_parameters",
     "embedding_bias_weights": "set logit_bias, by token id, in sampling_parameters",
     "image": "this model accepts text only",
@@ -131,7 +138,8 @@ OUTPUTS: Mapping[str, tuple[str, str | None]] = {
     "seed": ("UINT64", None),
     "adapter": (BYTES, None),
 }
-# This protocol's name for each field of an `Ask`, for errors of the admission.
+# Maps the field names in the admission's errors to this protocol's names, which the callers know.
+# The admission names fields of an `Ask`, and parts of fields, such as `guide.json`.
 FIELD_NAMES: Mapping[str, str] = {
     **{field: name for name, (_, field) in SAMPLING_INPUTS.items()},
     "text": "text_input",

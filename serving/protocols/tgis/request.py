@@ -27,7 +27,8 @@ TOP_TOKENS_MAX = 10
 TEMPERATURE_MIN = 0.05  # Smallest temperature other than 0.
 DECODING_METHODS = ("GREEDY", "SAMPLE")
 
-# This protocol's path for each field of an `Ask`, for errors of the admission.
+# Maps the field names in the admission's errors to this protocol's paths, which the callers know.
+# The admission names fields of an `Ask`, and parts of fields, such as `guide.json`.
 FIELD_PATHS = {
     "text": "request.text",
     "prompt": "request.text",
