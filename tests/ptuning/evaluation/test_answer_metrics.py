@@ -283,7 +283,7 @@ def test_evaluate_command_scores_a_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert code == 0 and record["scores"][ADAPTER]["measures"]["exact_match"] == 0.75
     assert len(record["samples"]) == 4
     for name, extra_flags, message in (
-        ("one.safetensors", [], "give --model PATH, or the CONFIG.yaml of its run"),
+        ("one.safetensors", [], "give --model PATH, or the CONFIG.yaml with which the adapter"),
         ("other.safetensors", flags, "was trained on the model with digest 000000000000"),
         ("bare.safetensors", flags, "has no template, so the field of the expected"),
     ):
