@@ -1,7 +1,7 @@
 """Build of the C kernel library from gpt/cpu/src, for `make kernels` and the wheel.
 
-Only this module defines the compiler flags. Without the library, torch computes the same operations
-more slowly (only int8 weights need the library), so setup.py ignores a failed build. The module
+Only this module defines the compiler flags. Only int8 weights need the library. Without it, torch
+computes all other operations, more slowly. Therefore setup.py ignores a failed build. The module
 imports nothing from this repository, because it runs before the package is installed.
 """
 

@@ -25,9 +25,9 @@ MEMORY_BOUND_ROWS = 12  # Up to this number of rows the GEMM is limited by memor
 # underflow or overflow. gpt/cpu/src/exact_argmax.c checks the rows, with the same limits.
 NORM_RANGE = (1e-10, 1e10)
 CHUNK_TOKENS = 4096  # Columns of the head (vocabulary tokens) that are converted to fp32 at once.
-# A step that computes many bf16 panels is slower than the full GEMM. After such a step, screening
-# pauses for PAUSE_STEPS_MIN steps. Each consecutive slow step doubles the pause, up to
-# PAUSE_STEPS_MAX.
+# A screened step (`ScreenedArgmax`) that computes many bf16 panels is slower than the full GEMM.
+# After a slow step, screening pauses for PAUSE_STEPS_MIN steps. If the first step after a pause is
+# slow too, the next pause is twice as long, up to PAUSE_STEPS_MAX.
 PAUSE_STEPS_MIN, PAUSE_STEPS_MAX = 8, 1024
 
 
@@ -43,7 +43,7 @@ class _ScreenedHead(ctypes.Structure):
 
 
 class ScreenedArgmax:
-    """Screened argmax of an LM head: its packed bf16 weight, and an int8 copy with error bounds."""
+    """Argmax over the logits of an LM head: int8 bounds screen the panels, bf16 logits decide."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ScreenedArgmax:
         # a quantized column is at most the column's norm plus the norm of its quantization error.
         errors *= 1.001
         column_norms = F.pad(column_norms * 1.001, (0, len(errors) - len(column_norms))) + errors
-        # Kept alive, because the library gets the addresses.
+        # This object keeps the tensors allocated, because the library gets their addresses.
         self._keepalive = (head, scales, errors, column_norms, column_mean)
         self._norm = norm
         memory, (columns, channels) = self._memory.data_ptr(), weight.shape
@@ -96,16 +96,17 @@ class ScreenedArgmax:
         """
         if not int8_linear.has_int8_gemm():
             return None
-        # Subtract the mean column: all logits of a row change by the same amount, so the argmax
-        # does not change. The mean is often large; after the subtraction the int8 scales, and so
-        # the error bounds, are smaller.
+        # Subtract the mean of all columns: the logits of a row change by the same amount, so the
+        # argmax does not change. The mean is often large; after the subtraction the int8 scales,
+        # and so the error bounds, are smaller.
         chunks = weight.detach().split(CHUNK_TOKENS)
         column_mean = torch.stack([chunk.float().sum(0) for chunk in chunks]).sum(0) / len(weight)
         largest_norm = torch.stack([chunk.float().norm(dim=1).amax() for chunk in chunks]).amax()
         column_norms = torch.cat([(chunk.float() - column_mean).norm(dim=1) for chunk in chunks])
         # `norm_max` bounds the norms of all columns, before and after subtraction and quantization.
         # A column's quantization error has a norm of at most sqrt(channels) * scale / 2, and the
-        # scale is at most norm / CODE_MAX. So quantization increases a norm at most by this factor.
+        # scale is at most norm / CODE_MAX. Therefore quantization multiplies a norm by at most this
+        # factor.
         quantization_factor = 1 + weight.shape[1] ** 0.5 / (2 * int8_linear.CODE_MAX)
         largest_norm = torch.maximum(largest_norm, column_norms.amax())
         norm_max = 1.001 * quantization_factor * float(largest_norm)
@@ -156,7 +157,8 @@ class ScreenedArgmax:
 class CpuGreedyHead:
     """Greedy tokens of a packed LM head: by the screened argmax, or by the GEMM over all panels.
 
-    The screened argmax is used while it is faster (see `ScreenedArgmax.argmax`).
+    The screened argmax is used for up to ROWS_MAX rows, while it is faster (see
+    `ScreenedArgmax.argmax`).
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class CpuGreedyHead:
     def argmax(self, x: Tensor) -> Tensor | None:
         """Return each row's argmax token (the first of equal logits).
 
-        Return None if the computation over all panels found a logit that is not finite.
+        Return None if the GEMM over all panels computed a logit that is not finite.
         """
         if self.screened is not None and len(x) <= ROWS_MAX:
             token_ids = self.screened.argmax(x)

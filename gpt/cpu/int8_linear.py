@@ -103,5 +103,8 @@ def pack_int8(
 
 
 def _in_panel_order(values: Tensor, lanes: int) -> Tensor:
-    """Flatten `values` (halves, columns, 1), one number per column, into panel order."""
+    """Flatten `values` (halves, columns of a half, 1), one number per column, into panel order.
+
+    A gated weight has two halves, gate and up. Any other weight is one half.
+    """
     return values.view(len(values), -1, lanes).transpose(0, 1).flatten()

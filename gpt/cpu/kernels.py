@@ -3,8 +3,8 @@
 The library has attention over the paged KV cache, for decode and prefill, and GEMM with bf16 and
 int8 weights. This module loads the library, declares the signatures of all functions, and binds
 attention and KV cache writes; the other modules of gpt/cpu bind GEMM, argmax and training. The
-bindings pass addresses of tensors. Callers must handle a missing library: the torch versions of the
-same computations are in gpt/attention/paged.py and gpt/model/linear.py.
+bindings pass addresses of tensors. If the library is missing, callers must use the torch versions
+of these computations, which are in gpt/attention/paged.py and gpt/model/linear.py.
 """
 
 import ctypes
@@ -26,18 +26,18 @@ LIBRARY = Path(__file__).with_name("libkernels.so")
 ABI = 15  # Must equal ABI in gpt/cpu/src/vectors.h.
 DTYPES = (torch.bfloat16, torch.float32)
 HEAD_DIM_MAX = 512
-# The instruction sets (ISA levels); the index is the library's number of a level.
+# The instruction sets (ISA levels). A level's index in this tuple is its number in the library.
 ISA_LEVELS = ("plain", "avx2", "avx512_bf16")
 TILE = 12  # Queries of a prefill tile. Must equal TILE in gpt/cpu/src/packed_weight.h.
-# Keys per segment. The kernels compute attention over one segment of a sequence's keys after the
-# other, and the runs of a prefill task can share only full segments. Must equal SEGMENT in
-# gpt/cpu/src/vectors.h.
+# Keys per segment. The kernels compute attention over a sequence's keys segment by segment. The
+# runs of a `PrefillTask` can share only full segments. Must equal SEGMENT in gpt/cpu/src/vectors.h.
 SEGMENT = 256
 
-# A short call keeps the GIL, because releasing the GIL would slow the call down. The limits are the
-# number of rows, and the number of elements of weights or of the KV cache that the call reads. Each
-# binding checks the limits that determine the time of its calls.
-KEEP_GIL_ROWS_MAX = 16
+# A short call keeps the GIL, because releasing and reacquiring the GIL would slow the call down.
+# With these limits the bindings decide whether a call is short.
+KEEP_GIL_ROWS_MAX = 16  # Rows of the batch.
+# Elements of weights or of the KV cache that the call reads; some bindings multiply this number by
+# the rows.
 KEEP_GIL_ELEMENTS_MAX = 1 << 24
 
 POINTER, INT = ctypes.c_void_p, ctypes.c_int64
@@ -66,10 +66,10 @@ class _PrefillArgs(ctypes.Structure):
     )
 
 
-# The argument types of each function: p is an address, i an int64. An int result is nonzero on
-# failure, but `preamble_has_int8_gemm` returns 1 if the machine has an int8 GEMM, else 0. Some
-# functions exist only in a library for x86-64. A test compares these tables and the structures with
-# the C source.
+# The argument types of each function: p is an address, i an int64; spaces are ignored. The
+# functions in _RETURN_INT return 0 on success. The exception is `preamble_has_int8_gemm`, which
+# returns 1 if the machine has an int8 GEMM, else 0. Some functions exist only in a library for
+# x86-64. A test compares these tables and the structures with the C source.
 _ARGUMENT_KINDS = {
     "preamble_decode_attention": "p p i i p p",
     "preamble_store_kv": "ppp ii pp iiii",
@@ -119,15 +119,15 @@ def library_keeping_gil() -> ctypes.CDLL:
     """Return the library with functions that keep the GIL during a call, for very short calls."""
     lib = library()
     assert lib is not None, "call library() first"
-    # Use the open handle, because the file at LIBRARY may have been replaced since.
+    # Use the open handle, because the file may have been replaced after `library` opened it.
     return _declare_signatures(ctypes.PyDLL(str(LIBRARY), handle=lib._handle))
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the C library; None, with a log line, if it is missing or has another ABI."""
+    """Return the C library. If it is missing or has the wrong ABI, log this and return None."""
     try:
-        # torch is loaded already, so the library uses torch's OpenMP threads.
+        # torch has already loaded an OpenMP runtime. The library uses this runtime and its threads.
         lib = _declare_signatures(ctypes.CDLL(str(LIBRARY)))
         abi = lib.preamble_abi()
         if abi != ABI:
@@ -150,7 +150,7 @@ def isa_level() -> str | None:
 
 
 def force_isa_level(name: str | None) -> None:
-    """Limit the library to an instruction set, for tests; None: the highest of this machine."""
+    """Limit the library to an instruction set, for tests; None selects this machine's highest."""
     lib = library()
     if lib is not None:
         lib.preamble_set_isa_level(-1 if name is None else ISA_LEVELS.index(name))
@@ -159,8 +159,9 @@ def force_isa_level(name: str | None) -> None:
 def release_openmp_threads() -> None:
     """Release the calling thread's OpenMP workers before another thread runs the model.
 
-    Each thread that runs the model has separate OpenMP workers. With more workers than cores, idle
-    workers sleep instead of spinning, and waking a worker takes longer than a small GEMM.
+    Each thread that runs the model has separate OpenMP workers. If two threads have workers, there
+    are more workers than cores. Idle workers then sleep instead of spinning, and waking a worker
+    takes longer than a small GEMM.
     """
     lib = library()
     if lib is not None:
@@ -200,7 +201,7 @@ class DecodeAttention:
         """
         self._window = window or 0
         self._context_tokens = sum(context_lengths)
-        # Kept alive, because the library gets the addresses.
+        # This object keeps the tensors allocated, because the library gets their addresses.
         self._block_tables = block_tables.long().contiguous()
         self._index_arrays = torch.from_numpy(
             np.array([rows, sequences, context_lengths], np.int64)
@@ -247,7 +248,7 @@ def has_prefill_attention() -> bool:
 
 
 def supports_prefill(x: Tensor) -> bool:
-    """Return whether prefill attention supports `x`, for which `supports_tensors` is true."""
+    """Return whether prefill attention supports `x`; `supports_tensors` must be true for `x`."""
     has_even_head_dim = x.shape[-1] % 2 == 0
     return has_even_head_dim and x.dtype == torch.bfloat16 and has_prefill_attention()
 
@@ -270,9 +271,9 @@ class PrefillAttention:
     ) -> None:
         """Describe the prefill runs; each list has one entry per run.
 
-        `rows`: the run's first row. `sequences`: the sequence's row in `block_tables`. `lengths`:
-        the number of tokens of the run. `past_lengths`: the number of the sequence's earlier
-        tokens, which are in the KV pool.
+        `rows`: the row of the run's first token in the batch. `sequences`: the sequence's row in
+        `block_tables`. `lengths`: the number of tokens of the run. `past_lengths`: the number of
+        the sequence's earlier tokens, which are in the KV pool.
         """
         self._window = window or 0
         self._lengths = lengths
@@ -299,7 +300,8 @@ class PrefillAttention:
                 self._block_tables.numpy()[sequences],
                 block_tokens,
                 queries_max=lib.preamble_prefill_task_queries(head_dim),
-                # A limit that leaves at least two tasks per thread, to balance the load.
+                # Even if runs share tasks, at least two (task, KV head) pairs per thread remain, to
+                # balance the load.
                 runs_max=len(past_lengths) * kv_heads // (2 * threads),
             )
             part_starts = accumulate((len(task.parts) for task in tasks), initial=0)
@@ -342,7 +344,7 @@ class PrefillTask(NamedTuple):
     A query is one query head of one token.
     """
 
-    parts: list[tuple[int, int, int]]  # (run, first query, number of queries)
+    parts: list[tuple[int, int, int]]  # (run, first query in the run, number of queries)
     # Number of keys that all runs of the task share, rounded down to full segments. 0 for a task of
     # one run.
     shared_keys: int = 0
@@ -361,9 +363,10 @@ def plan_prefill_tasks(
 
     A run of more than `queries_max` queries is split into tasks of about equal size; all of these
     tasks except the last consist of full tiles. Short runs (at most half of `queries_max`) whose
-    block tables begin with the same cached blocks share a task. `queries` (tokens x query heads per
-    KV head), `past_lengths` and `block_tables` have one entry per run.
+    block tables begin with the same cached blocks share a task.
 
+    - `queries`: for each run, its number of queries (tokens x query heads per KV head).
+    - `past_lengths`, `block_tables`: for each run, those of its sequence.
     - `queries_max`: the maximum number of queries of a task, with each run's queries rounded up to
       full tiles.
     - `runs_max`: the maximum number of runs of a task.

@@ -74,7 +74,7 @@ class CpuNorm:
     """The parameters of a LayerNorm or RMSNorm for the C library."""
 
     def __init__(self, scale: Tensor, shift: Tensor | None, epsilon: float, *, rms: bool) -> None:
-        # Kept alive, because the library gets the addresses.
+        # This object keeps the tensors allocated, because the library gets their addresses.
         self._tensors = [x.detach().float().contiguous() for x in (scale, shift) if x is not None]
         addresses = [x.data_ptr() for x in self._tensors]
         shift_address = addresses[1] if shift is not None else None
@@ -111,10 +111,10 @@ class PackedLinear:
         fp32_output: bool,
         gated: bool,
     ) -> None:
-        """Set the weight packed in `memory`: int8 with `scales` per column; bf16 without scales."""
+        """Set the weight, packed in `memory`: int8 with one of `scales` per column; None: bf16."""
         self._dtype = torch.float32 if fp32_output else weight.dtype
         self._columns = weight.shape[0] // (1 + gated)
-        # Kept alive, because the library gets the addresses.
+        # This object keeps the tensors allocated, because the library gets their addresses.
         self._memory = memory
         self._scales = scales
         self.numel = memory.numel()
@@ -201,10 +201,11 @@ def activation_code(activation: str | None, *, gated: bool) -> int:
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
-    """Return the index of each row's largest logit, the first of equal logits; `logits`: (R, V).
+    """Return the index of each row's largest logit, the first of equal logits.
 
-    The C kernel is used for fp32 logits with contiguous rows on a CPU with AVX512-bf16; it ignores
-    NaN. For all other logits torch is used, which returns the index of a row's first NaN.
+    `logits`: (rows, vocabulary). The C kernel is used for fp32 logits with contiguous rows on a CPU
+    with AVX512-bf16; it ignores NaN. Otherwise torch is used. For a row with NaN, torch returns the
+    index of the first NaN.
     """
     is_dense_fp32 = (
         logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.stride(1) == 1

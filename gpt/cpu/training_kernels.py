@@ -1,9 +1,9 @@
 """C kernels for training on a CPU: frozen bf16 linears and varlen attention, with backward passes.
 
 The GEMMs of forward and backward pack panels of the weight on the fly, so no packed copy is stored.
-Attention saves its inputs and recomputes the probabilities. Callers must check `supports_linear` or
-`supports_attention` first; the torch versions of the same computations are in gpt/model/linear.py
-and gpt/attention/varlen.py.
+Attention saves its inputs, and recomputes the probabilities in the backward pass. Callers must
+check `supports_linear` or `supports_attention` first. If the result is False, they must use the
+torch versions in gpt/model/linear.py and gpt/attention/varlen.py.
 """
 
 import ctypes
@@ -121,8 +121,8 @@ def _gemm(
 ) -> Tensor:
     """Return activation(x @ weight.T + bias) + residual.
 
-    `transposed`: compute x @ weight instead, for the gradient of the input. `pre_activation`
-    receives the input of the activation.
+    `transposed`: compute x @ weight instead of x @ weight.T, for the gradient of the input.
+    `pre_activation` receives the input of the activation.
     """
     lib, threads = library(), torch.get_num_threads()
     assert lib is not None, "call supports_linear() first"
@@ -168,7 +168,10 @@ def supports_attention(q: Tensor, k: Tensor, batch: Batch, window: int | None) -
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-    """Compute attention of complete sequences, which may have parents, without a KV pool."""
+    """Compute attention of complete sequences, without a KV pool.
+
+    A sequence may have a parent sequence, whose tokens it sees before its own tokens.
+    """
     return cast(Tensor, _VarlenAttention.apply(q, k, v, batch))  # type: ignore[no-untyped-call]
 
 
@@ -218,9 +221,10 @@ def _call_attention(
 
 
 def _sequence_arrays(batch: Batch) -> Tensor:
-    """Return (4, sequences) int64: start, length, start of the parent, past length.
+    """Return an int64 tensor (4, sequences): start, length, start of the parent, past length.
 
-    A sequence without a parent has past length 0, and its start of the parent is not used.
+    A start is the row of the sequence's first token in q, k and v. For a sequence without a parent,
+    the past length is 0 and the start of the parent is not used.
     """
     arrays = batch.attention_metadata.get(_sequence_arrays)
     if arrays is None:

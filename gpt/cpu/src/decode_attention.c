@@ -28,14 +28,15 @@ typedef struct {
     const int64_t *block_tables; /* Block numbers of each sequence: (sequences, table_width). */
 } DecodeArgs;
 
-/* Partial attention output of some queries for one segment of keys, to be merged with other
-   segments. */
+/* Partial attention output of some queries for one segment of keys, to be merged with the outputs
+   for the other segments. */
 typedef struct {
     float max[QUERIES], sum[QUERIES];
     float out[QUERIES][HEAD_DIM_MAX];
 } PartialOutput;
 
-/* The address of the key (kind 0) or value (kind 1) of a block's token `token`, for a group. */
+/* The address of a token's key (`kind` 0) or value (`kind` 1) for a group. `token` is the index of
+   the token in the block. */
 static const char *kv_address(const DecodeArgs *r, const char *kv, int64_t block, int kind,
                               int64_t group, int64_t token)
 {
@@ -45,13 +46,14 @@ static const char *kv_address(const DecodeArgs *r, const char *kv, int64_t block
 
 static void prefetch(const char *from, int64_t bytes)
 {
-    /* The hardware prefetcher stops at the end of an OS page. A block is about one OS page, so the
-       hardware does not prefetch the next block. */
+    /* The hardware prefetcher stops at the end of an OS page. A head's keys in one block fill about
+       one OS page, so the hardware does not prefetch the keys in the next block. */
     for (int64_t i = 0; i < bytes; i += 64)
         __builtin_prefetch(from + i, 0, 2);
 }
 
-/* Attention of some queries of an item over the keys [low, high), which are in one segment. */
+/* Attention of some queries of an item over the keys [low, high), which are in one segment.
+   `next_keys` is the address of the next item's first keys, which are prefetched last. */
 static void attend_segment(const DecodeArgs *r, const AttentionOps *ops, const char *q,
                            int64_t stride, int queries, const char *kv, int64_t item, int64_t low,
                            int64_t high, const char *next_keys, PartialOutput *part)
@@ -180,8 +182,8 @@ int preamble_decode_attention(const void *args, const void *q, int64_t row_strid
     if (split > 1 && (parts = malloc(items * chunks * split * sizeof(PartialOutput))) == NULL)
         split = 1;
     const int64_t tasks = items * chunks * split;
-    /* A task prefetches keys of the next item. So that the same thread computes the next item, a
-       thread gets batches of adjacent tasks. */
+    /* A task prefetches keys of the next item. A thread gets batches of adjacent tasks, so that
+       usually the same thread computes the next item. */
     const int64_t task_batch = tasks / (r->threads * 8) + 1;
 #pragma omp parallel for schedule(dynamic, task_batch) num_threads(r->threads) if (r->threads > 1)
     for (int64_t task = 0; task < tasks; task++) {

@@ -38,7 +38,7 @@ typedef struct {
     uint16_t *x;                     /* Input rows; replaced by the output. */
     uint16_t *memory;                /* `preamble_decoder_scratch_numel` elements. */
     const float *cos, *sin;          /* (rows, rotary_dim / 2) */
-    const int64_t *blocks, *offsets; /* Each row's block of the pool, and token in the block. */
+    const int64_t *blocks, *offsets; /* Each row's block in the pool, and offset in the block. */
     int64_t block_tokens;
     char *pool;
     int64_t layer_bytes; /* Bytes of a layer in the pool. */
@@ -176,7 +176,7 @@ static void proj_and_mlp_of_rows(const LayerRange *s, const StepArgs *p, const D
                                  const Scratch *scratch)
 {
     const int64_t attended_width = s->groups * s->queries * s->width, hidden = s->hidden;
-    /* After attention, nothing reads these two buffers any more. */
+    /* After attention, nothing else reads the buffers `q` and `qkv`, so they are reused. */
     uint16_t *x = scratch->q, *attended = scratch->qkv;
     for (int64_t i = 0; i < p->output_count; i++) {
         memcpy(x + i * hidden, p->x + p->output_rows[i] * hidden, hidden * sizeof *x);

@@ -35,7 +35,7 @@ typedef struct {
     float norm, error_norm, slack, mean_logit;
 } RowError;
 
-/* A lower bound of a row's largest logit (minus mean_logit), and the panel that gives the bound. */
+/* A lower bound of (a row's largest logit - mean_logit), and the panel that gives the bound. */
 typedef struct {
     float logit;
     int32_t panel;
@@ -100,7 +100,7 @@ TARGET_AVX512_VNNI void update_bounds(const Gemm *p, const __m512 (*sum)[2], int
             lower_logits =
                 _mm512_mask_max_ps(lower_logits, mask, lower_logits, sum[i][half] - margin);
         }
-        /* In most panels no logit reaches the row's lower bound. Such a panel needs no
+        /* In most panels no upper bound reaches the row's lower bound. Such a panel needs no
            reduction. */
         upper[i] = -INFINITY;
         if (_mm512_cmp_ps_mask(upper_logits, _mm512_set1_ps(lower[i].logit), _CMP_GE_OQ)) {
@@ -161,9 +161,9 @@ TARGET_AVX512_VNNI static RowError quantize_query(const Search *search, const No
     return row_error(x, p->bounds->head, groups);
 }
 
-/* Scores the panel that gives the row's highest lower bound, and raises the bound to the panel's
-   largest logit, less the rounding error. Then few other panels have an upper bound that reaches
-   the row's lower bound. */
+/* Scores the panel that gives the row's highest lower bound, and raises the row's lower bound to
+   the panel's largest logit, minus mean_logit and the rounding errors. Then the upper bounds of
+   only a few more panels reach the row's lower bound. */
 TARGET_AVX512_VNNI static void score_likeliest_panel(Search *search, int64_t row, int64_t threads)
 {
     const Bounds *bounds = search->product.bounds;

@@ -1,8 +1,8 @@
 /* AVX2 GEMM with packed bf16 weights, for CPUs without bf16 instructions.
 
-   These kernels compute the functions of gemm_bf16.c and argmax.c, from the same panels. A bf16
-   number is the upper half of an fp32 number, so a shift and a mask convert the two bf16 numbers of
-   a 32-bit word to fp32. */
+   These kernels replace the AVX-512 GEMM and norm of gemm_bf16.c and the fused argmax of argmax.c.
+   They read the panels of the AVX-512 GEMM. A bf16 number is the upper half of an fp32 number, so a
+   shift and a mask convert the two bf16 numbers of a 32-bit word to fp32. */
 
 #include <omp.h>
 

@@ -101,8 +101,8 @@ void norm_row(const NormArgs *norm, const uint16_t *x, int64_t width, uint16_t *
     (isa_level < AVX512_BF16 ? norm_row_avx2 : norm_row_avx512)(norm, x, width, out);
 }
 
-/* The elements from one staged row to the next. Rows whose addresses differ by a multiple of 4096
-   bytes evict each other from the L1 cache, so such rows are padded. */
+/* The number of elements from one staged row to the next. If the addresses of rows differ by a
+   multiple of 4096 bytes, the rows evict each other from the L1 cache. Padding prevents this. */
 static int64_t padded_stride(int64_t channels)
 {
     return channels + (channels % 2048 ? 0 : COLUMNS);
@@ -197,8 +197,8 @@ void gemm(Gemm product, const uint16_t *x, const NormArgs *norm, int64_t threads
     }
 }
 
-/* Stores activation(norm(x) * weight + bias) + residual in `out`. NULL for `norm`, `bias` or
-   `residual` omits the operation. */
+/* Stores activation(norm(x) @ weight.T + bias) + residual in `out`, for a weight (columns,
+   channels). NULL for `norm`, `bias` or `residual` omits the operation. */
 void preamble_gemm(const PackedWeight *weight, const uint16_t *x, int64_t rows,
                    const uint16_t *bias, int64_t activation, const uint16_t *residual, void *out,
                    int64_t threads, const NormArgs *norm)

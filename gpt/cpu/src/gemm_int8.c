@@ -1,10 +1,10 @@
-/* GEMM in int8 (AVX512-VNNI): one scale per weight column, one per 64 channels of a row.
+/* GEMM in int8 (AVX512-VNNI): one scale per weight column, and one per 64 channels of an input row.
 
-   Rows are quantized before the GEMM. With one scale per group of 64 channels, a large number
+   Input rows are quantized before the GEMM. With one scale per group of 64 channels, a large number
    reduces the precision of its own group only. VNNI multiplies unsigned bytes by signed bytes, so
    128 is added to the codes of weights, and an offset for each group of a row corrects the sums.
-   The int32 sums of a group are exact. The groups are added in fp32, in the same order for any
-   number of rows. */
+   The int32 sums of a group are exact. They are scaled and added up in fp32, in the same order of
+   groups for any number of rows. */
 
 #include "gemm.h"
 

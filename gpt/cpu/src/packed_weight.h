@@ -191,8 +191,8 @@ TARGET_AVX512_BF16 INLINE void interleave_rows(const uint16_t *a, const uint16_t
     }
 }
 
-/* Packs a panel: its columns are `rows` rows of x, at most 32, then columns of zeros. `channels` is
-   a multiple of 32. */
+/* Packs a panel: its first columns are the rows of x, the other columns are zeros. `rows` is at
+   most 32; `channels` is a multiple of 32. */
 TARGET_AVX512_BF16 INLINE void pack_panel(const uint16_t *x, int64_t stride, int64_t rows,
                                           int64_t channels, uint16_t *to)
 {

@@ -6,9 +6,9 @@
    segment's keys and values into panels, once for all runs that share the segment, and multiplies
    tiles of its queries with them. The softmax is updated from segment to segment.
 
-   Segments begin at multiples of SEGMENT in the sequence, wherever a run begins, and a tile's
-   queries belong to one run. So a query's sums depend neither on the chunks of its prompt nor on
-   other runs. */
+   Segments begin at multiples of SEGMENT in the sequence, independently of where a run begins, and
+   a tile's queries belong to one run. Therefore a query's sums depend neither on the chunks of its
+   prompt nor on other runs. */
 
 #include <omp.h>
 
@@ -19,8 +19,8 @@
 #define TASK_QUERIES 192 /* Maximum queries of a task, for heads of at most 128 channels. */
 #define OUT_ELEMENTS (TASK_QUERIES * 128)
 
-/* `count` queries of a run, from query `first` on. Query i of a run belongs to the run's token
-   i / n, and is the KV head's query head i % n, where n is `PrefillArgs.queries`. */
+/* `count` queries of a run, from query `first` on. Let n be the number of query heads per KV head.
+   Query i of a run belongs to the run's token i / n, and is the KV head's query head i % n. */
 typedef struct {
     int64_t run, first, count;
 } RunPart;
@@ -38,7 +38,7 @@ typedef struct {
     const int64_t *sequence;     /* Each run's row in the block tables. */
     const int64_t *block_tables; /* Block numbers of each sequence: (sequences, table_width). */
     const RunPart *parts;
-    const int64_t *part_starts; /* Index of each task's first part, then the number of parts. */
+    const int64_t *part_starts; /* Index of each task's first part; last, the number of parts. */
     const int64_t *shared_keys; /* Number of keys that all runs of a task share; 0 for one run. */
     void *scratch;              /* One WorkerScratch per thread; it may be too large for a stack. */
 } PrefillArgs;
@@ -54,7 +54,8 @@ typedef struct {
     int64_t end[TASK_QUERIES];
 } WorkerScratch;
 
-/* Packs the segment that begins at `start`: its keys [low, high), and zeros for other positions. */
+/* Packs the segment that begins at `start`: the keys and values of the positions [low, high), and
+   zeros for the other positions. */
 TARGET_AVX512_BF16 static void pack_segment(const PrefillArgs *r, int64_t run, int64_t group,
                                             const char *kv, int64_t start, int64_t low,
                                             int64_t high, WorkerScratch *scratch)

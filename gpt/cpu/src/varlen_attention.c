@@ -49,7 +49,7 @@ INLINE int64_t flat_row(const SequenceView *s, int64_t key)
     return key < s->past ? s->parent + key : s->start + key - s->past;
 }
 
-/* Stores scale * keys @ panel in `out` (rows, 32), for `rows` keys or values. */
+/* Stores scale * from @ panel in `out` (rows, 32). `from`: `rows` contiguous keys or values. */
 TARGET_AVX512_BF16 INLINE void gemm_rows_tile(const uint16_t *from, int64_t stride,
                                               const uint16_t *panel, int64_t width, float scale,
                                               float *out, int rows)
@@ -101,7 +101,8 @@ INLINE int64_t contiguous_keys(const SequenceView *s, int64_t key, int64_t keys)
 #define GEMM_ACCUMULATE_CASE(n)                                                                    \
     case n: gemm_accumulate_tile(to, width, from, panels + c * COLUMNS, n); break;
 
-/* Stores scale * keys @ panel in `out` (keys, 32), for keys or values. */
+/* Stores scale * x @ panel in `out` (keys, 32), for the first `keys` keys that a sequence sees. `x`
+   has the keys or the values of all sequences. */
 TARGET_AVX512_BF16 static void gemm_rows(const SequenceView *s, const uint16_t *x, int64_t keys,
                                          const uint16_t *panel, int64_t width, float scale,
                                          float *out)
@@ -178,7 +179,7 @@ TARGET_AVX512_BF16 static void gemm_transposed(const uint16_t *words, int64_t pa
         }
 }
 
-/* Interleaves pairs of keys (or values): a 32-bit word holds one channel of both. */
+/* Interleaves pairs of keys (or values): a 32-bit word holds one channel of both keys of a pair. */
 TARGET_AVX512_BF16 static void interleave_keys(const SequenceView *s, const uint16_t *x,
                                                int64_t width, uint16_t *to)
 {
@@ -201,16 +202,16 @@ TARGET_AVX512_BF16 static void pack_row_pairs(const uint16_t *x, int64_t stride,
                             to + (c + row) * COLUMNS);
 }
 
-/* The mask of the queries that do not see a key, for 16 of a tile's 32 queries: `half` 0 or 1.
-   `distance`: how many positions the key is after the token of the tile's first query. */
+/* The mask of the queries that do not see a key, for the first (`half` 0) or the last (`half` 1) 16
+   of a tile's 32 queries. `distance`: position of the key - position of the tile's first query. */
 INLINE Ints masked_lanes(int64_t distance, int half)
 {
     const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return lanes + half * LANES < (int32_t)distance;
 }
 
-/* Replaces scores (keys, 32) with probabilities. `own` is the key of the first query's token. Query
-   i sees the keys up to and including own + i. */
+/* Replaces scores (keys, 32) with probabilities. `own` is the index of the key of the first query's
+   token. Query i sees the keys up to and including own + i. */
 TARGET_AVX512_BF16 static void softmax_tile(float *scores, int64_t keys, int64_t own)
 {
     for (int half = 0; half < 2; half++) {
@@ -370,8 +371,8 @@ int preamble_varlen_attention(const VarlenArgs *f, const VarlenTensors *t)
     {
         layout_scratch(f, t->dy != NULL, memory + omp_get_thread_num() * size, &scratch);
         if (t->dy) {
-            /* Several sequences may see the same key, so one thread sums a group's gradients, in
-               the order of the sequences. */
+            /* Several sequences may see the same key, so one thread sums all gradients of a KV head
+               (group), in the order of the sequences. */
 #pragma omp for schedule(dynamic, 1)
             for (int64_t group = 0; group < f->groups; group++) {
                 memset(scratch.dk, 0, f->tokens * f->width * 4);

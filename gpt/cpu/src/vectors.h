@@ -13,7 +13,7 @@
 #define ABI 15 /* Must equal ABI in gpt/cpu/kernels.py. */
 #define LANES 16
 #define SEGMENT 256      /* Keys per segment. The scores of a segment are computed at once. */
-#define QUERIES 8        /* Query heads of a KV head that decode computes together. */
+#define QUERIES 8        /* Maximum query heads of a KV head that decode computes at once. */
 #define HEAD_DIM_MAX 512 /* The largest supported head dimension. */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -43,8 +43,8 @@ typedef struct {
 
 __attribute__((visibility("hidden"))) AttentionOps select_attention_ops(int bf16, int64_t width);
 
-/* Loads 16 fp32 numbers. For bf16, converts the even ones (half 0) or the odd ones (half 1) of 32
-   numbers. */
+/* Loads 16 fp32 numbers. If `bf16` is nonzero, loads 32 bf16 numbers, and converts the 16 with an
+   even index (`half` 0) or the 16 with an odd index (`half` 1). */
 INLINE Floats load_fp32(const void *from, int bf16, int half)
 {
     if (!bf16)
@@ -85,8 +85,8 @@ INLINE float sum_lanes(const Floats *x)
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
-/* The lane sums of 16 vectors, in the order of the vectors. Fast only on a CPU with 64-byte
-   vectors. */
+/* Returns the lane sums of 16 vectors: lane i is the sum of the lanes of x[i]. Fast only on a CPU
+   with 64-byte vectors. */
 INLINE Floats sum_lanes_16(Floats *x)
 {
     Floats y[8];
@@ -132,7 +132,7 @@ INLINE Floats exp_nonpositive(Floats x)
     Floats min_x = zero - 87.0f;
     x = select_lanes(x < min_x, min_x, x);
     Floats shifted_log2 = x * 1.44269504088896341f - 0.5f;
-    /* Since x <= 0, truncation of log2 - 0.5 rounds log2 to the nearest integer. */
+    /* Since x <= 0, truncation of log2(exp(x)) - 0.5 rounds log2(exp(x)) to the nearest integer. */
     Ints exponent = __builtin_convertvector(shifted_log2, Ints);
     Floats n = __builtin_convertvector(exponent, Floats);
     Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;

@@ -10,7 +10,7 @@
 
 #define WORKERS_MAX 64
 
-/* The number of tasks taken from each queue. Must be zeros before the first task. */
+/* `next`: the number of tasks that were taken from a queue; 0 before the first task. */
 typedef struct {
     struct {
         int64_t next, padding[7]; /* One cache line per queue, against false sharing. */
