@@ -41,7 +41,7 @@ class AttentionBackend(Protocol):
 
 
 class TorchAttention(AttentionBackend):
-    """Default backend: torch operations, or the C kernels of gpt/cpu where they are available."""
+    """Backend "torch": torch operations, or the C kernels of gpt/cpu where they are available."""
 
     saves_only_inputs = True
 

@@ -72,8 +72,8 @@ class FlashInferAttention(AttentionBackend):
         """Compute the same attention as gpt.attention.paged.ragged_attention."""
         if kv is None:
             return ragged_attention(q, k, v, batch, kv, window)
-        # A wrapper stores only its latest plan. If another batch has been planned since this batch
-        # was, this batch is planned again.
+        # A wrapper stores only its latest plan. If another batch was planned after this batch, this
+        # batch is planned again.
         calls = batch.attention_metadata.get(FlashInferAttention)
         if calls is None or calls is not self._calls:
             calls = self._calls = self._plan_wrappers(batch, q, kv, window)

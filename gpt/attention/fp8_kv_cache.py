@@ -21,10 +21,10 @@ from gpt.batch import Batch
 class Fp8KVAttention(AttentionBackend):
     """Attention over an fp8 KV pool in torch.
 
+    A key or value is the stored fp8 number times its scale.
+
     `scales`: the key scale and the value scale of each layer of an fp8 pool, an fp32 tensor of
     shape (layers of the pool, 2). None: all scales are 1.
-
-    A key or value is the stored fp8 number times the scale.
     """
 
     def __init__(self, scales: Tensor | None = None) -> None:
@@ -92,7 +92,7 @@ def quantize_fp8(x: Tensor) -> Tensor:
 def layer_scales(scales: Tensor | None, kv: KV) -> Tensor | None:
     """Return the key scale and the value scale of the layer whose KV blocks are `kv`.
 
-    `scales`: those of all layers of the pool. `kv` is a view of the pool, so the storage offset of
-    `kv` gives the layer's index in the pool. None: all scales are 1.
+    `scales`: the scales of all layers of the pool, (layers, 2); None: all scales are 1. `kv` is a
+    view of the pool, so the storage offset of `kv` gives the layer's index in the pool.
     """
     return None if scales is None else scales[kv.storage_offset() // kv.numel()]

@@ -64,8 +64,8 @@ class KVPool:
 
         Without the thread, the first prefill that writes to an OS page waits for a page fault;
         these faults took 10 % of the prefill time or more. The thread stops when `free_bytes()` is
-        less than the size of the whole pool. Another server that started at the same time may have
-        counted the same free memory for its own pool; the memory that is left is for that server.
+        less than the size of the whole pool: another server that started at the same time may have
+        counted the same free memory for its own pool, and then needs the remaining memory.
         """
         if self._memory.device.type == "cpu":
             arguments = (weakref.ref(self), free_bytes)

@@ -1,12 +1,13 @@
 """Paged attention of a ragged batch of prefill and decode tokens, with a reference implementation.
 
-Attention is causal, with an optional sliding window. Past keys and values are in the KV pool. Those
-of this step are in `k` and `v`, and after `store_kv` also in the pool. Without a pool, all keys and
-values are in `k` and `v`. `reference_attention` is a readable loop over sequences.
-`ragged_attention` computes groups of sequences with little padding: decode sequences with similar
-context lengths, and prefill sequences that agree in the number of new tokens and in the number of
-past tokens. Shapes: q (T, H, D), k and v (T, G, D), for T tokens, H query heads, G KV heads and D
-channels per head; H is a multiple of G.
+Attention is causal, with an optional sliding window. Keys and values of past tokens are in the KV
+pool. Keys and values of this step's tokens are in `k` and `v`, and after `store_kv` also in the
+pool. Without a pool, all keys and values are in `k` and `v`. `reference_attention` is a readable
+loop over sequences. With a pool, `ragged_attention` calls the C kernels, or where these are
+unsupported, torch for groups of sequences with little padding. A group has decode sequences with
+similar context lengths, or prefill sequences that agree in the number of new tokens and in the
+number of past tokens. Shapes: q (T, H, D), k and v (T, G, D), for T tokens, H query heads, G KV
+heads and D channels per head; H is a multiple of G.
 """
 
 from collections.abc import Sequence
@@ -380,7 +381,7 @@ def _prefill_group(
 ) -> EqualLengthGroup:
     """Return the group of these prefill sequences.
 
-    They agree in the number of new tokens and in the number of past tokens.
+    The sequences agree in the number of new tokens and in the number of past tokens.
     """
     block_tokens = shape.block_tokens
     window = shape.window

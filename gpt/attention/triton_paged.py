@@ -22,7 +22,7 @@ from gpt.attention.paged import KV, ragged_attention
 from gpt.attention.varlen import padded_sdpa
 from gpt.batch import Batch
 
-# A launch with fewer programs splits the keys into segments. The number is about four programs for
+# A launch of fewer programs than this splits the keys into segments. The number is about four for
 # each of the 132 multiprocessors of an H200. All GPUs use the same number, because the segments
 # determine the order of the sums over keys, and a different order gives slightly different results.
 PROGRAMS_MIN = 512
@@ -31,12 +31,12 @@ SEGMENT_COUNTS = (1, 4, 32)
 # Maximum bytes of a tile of keys or values. 2 programs x 3 pipeline stages x 2 tiles (keys and
 # values) x 16 KiB = 192 KiB fit into the 227 KiB of shared memory of a multiprocessor.
 TILE_BYTES_MAX = 16 << 10
-# Maximum keys x channels of a tile. The fp32 accumulator of `attend_single` has this size, and then
-# uses 64 registers of each of the 128 threads of a program.
+# Maximum keys x channels of a tile. The fp32 accumulator of `attend_single` has as many elements as
+# a tile. At the maximum, it takes 64 registers per thread (a program has 128 threads).
 TILE_ELEMENTS_MAX = 8192
-# Maximum number of query rows of a tile, for heads of at most 128 channels; wider heads have half
-# this number. In bf16, each of two warp groups computes 64 rows. fp32 runs on the CUDA cores, with
-# smaller tiles.
+# Maximum number of query rows of a tile, for heads of at most 128 channels; for wider heads, half
+# of this number. A query row is one query head of one token. In bf16, each of two warp groups
+# computes 64 rows. fp32 runs on the CUDA cores, with smaller tiles.
 ROWS_MAX = {torch.bfloat16: 128, torch.float32: 32}
 ROWS_MIN = 16  # tl.dot needs at least this number of rows and of channels.
 # Keys are split into segments only if work items have at most this number of new tokens. Longer
@@ -48,7 +48,7 @@ SPLIT_KEYS_TOKENS_MAX = 4
 class TritonMetadata:
     """The batch as int32 device tensors, which the kernels of all layers of a step read.
 
-    A sequence with a context length of 0 gets an output of zeros.
+    B is the number of sequences. A sequence with a context length of 0 gets an output of zeros.
     """
 
     context_lengths: Tensor  # (B,) the number of tokens of each sequence after this step.

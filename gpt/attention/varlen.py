@@ -209,8 +209,8 @@ def unfused_attention(
 ) -> Tensor:
     """Compute attention with separate matmuls and softmax.
 
-    Autograd saves the dropout mask, and the probabilities before and after dropout in the model's
-    dtype.
+    Autograd saves the dropout mask. It also saves the probabilities before and after dropout, in
+    the model's dtype.
     """
     assert kv is None, "training with a KV pool is not supported"
     outputs = []
