@@ -17,7 +17,7 @@ FUSED_ACTIVATIONS = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
 
 
 class CpuLinear(LinearBackend):
-    """The C library's GEMM with a packed weight, and the norm in front of it, if any."""
+    """The C library's GEMM with a packed weight, and the norm before the GEMM, if any."""
 
     def __init__(self, packed: PackedLinear, norm: CpuNorm | None = None) -> None:
         self.packed = packed
@@ -54,7 +54,7 @@ class OneDnnLinear(LinearBackend):
 
 
 def make_input_norm(linear: Linear) -> CpuNorm | None:
-    """Return the norm that `linear` contains as a `CpuNorm`; None if it contains no norm."""
+    """Return the norm in `linear`, converted to a `CpuNorm`; None if `linear` contains no norm."""
     norm = NormParameters.before_linear(linear)
     return None if norm is None else _make_cpu_norm(norm)
 

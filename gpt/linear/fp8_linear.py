@@ -52,8 +52,8 @@ class Fp8Matmul:
     """A matmul with an e4m3 weight of shape (output columns, input channels).
 
     The kernel that quantizes the input rows of fc2 also computes the activation between fc1 and
-    fc2. So fc1 gets the activation as `deferred_activation` and does not apply it; fc2 gets it as
-    `input_activation` and applies it to the input rows.
+    fc2. Therefore fc1 gets the activation as `deferred_activation` and does not apply it; fc2 gets
+    the activation as `input_activation` and applies it to the input rows.
     """
 
     def __init__(

@@ -185,6 +185,8 @@ def _fuse_linear(
     """Make a fused backend compute `linear`; return the bytes freed.
 
     With `next_linear`, the kernel that adds the residual also applies the norm of `next_linear`.
+    With `next_fp8`, this kernel also quantizes the normed rows. `Fp8Matmul` describes
+    `input_activation` and `deferred_activation`.
     """
     weight_bytes = linear.weight.nbytes
     matmul: UnquantizedMatmul | Fp8Matmul

@@ -32,7 +32,7 @@ NORM_WIDTH_MAX = 32768
 
 @dataclass(frozen=True)
 class Fp8Rows:
-    """Rows in e4m3: the real numbers are `values * scales`."""
+    """Rows in e4m3, which represent the numbers `values * scales`."""
 
     values: Tensor  # (rows, channels), padded with zeros to a multiple of FP8_ALIGNMENT.
     scales: Tensor  # (rows, 1), fp32
@@ -126,7 +126,8 @@ def quantize_rows(x: Tensor, activation: str | None = None) -> Fp8Rows:
 def quantize_e4m3(x: Tensor) -> Fp8Rows:
     """Quantize the rows to e4m3 in torch, each scaled by its absolute maximum.
 
-    A row with NaN or inf is not finite after dequantization either, so later checks find it.
+    If a row contains NaN or inf, the dequantized row contains NaN or inf too, so that later checks
+    find it.
     """
     absmax = x.abs().amax(-1, keepdim=True).float().clamp_min(ABSMAX_MIN)
     values = F.pad(x * (FP8_MAX / absmax), (0, -x.shape[-1] % FP8_ALIGNMENT)).to(FP8_DTYPE)

@@ -132,7 +132,7 @@ class _LinearBuilder:
             }
             parameters["layer_norm_weight"] = linear.layer_norm_weight
             parameters["layer_norm_bias"] = linear.layer_norm_bias
-        # Delayed scaling computes its scales from the unquantized weights, so it keeps them.
+        # With delayed scaling, the module needs unquantized weights to compute the scales.
         with self._fp8_parameters() if fp8 and not self._is_delayed else nullcontext():
             module = module_type(channels, columns, **options)
         with torch.no_grad():

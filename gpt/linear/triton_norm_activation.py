@@ -72,7 +72,7 @@ def _launch_add_norm(
     `addition` is (tensor to add to `x`, bias, output of the sum); None: nothing is added.
     """
     x = x.contiguous()
-    # A kernel argument that the kernel does not use is `x`, as a placeholder.
+    # For each argument that the kernel does not use, `x` is passed as a placeholder.
     y, bias, residual_sum = addition or (x, None, x)
     scale = x if norm is None else norm.scale
     shift = None if norm is None else norm.shift
