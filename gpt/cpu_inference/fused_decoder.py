@@ -89,7 +89,7 @@ class _StepArgs(ctypes.Structure):
 class FusedDecoder:
     """Decoder backend that runs the layers of a model with packed weights in the C library.
 
-    It passes batches without a KV pool, and batches that the library does not support, to
+    Batches without a KV pool, and batches that the library does not support, are passed to
     `LayerwiseDecoder`.
     """
 
@@ -139,7 +139,8 @@ class FusedDecoder:
     def _supports_batch(self, batch: Batch) -> bool:
         """Return whether the library has the attention kernel for the batch's query lengths."""
         # Without the prefill kernel, which needs AVX512-bf16, the decode kernel must compute the
-        # batch. It supports at most DECODE_TOKENS_MAX new tokens per sequence.
+        # batch. gpt/attention/paged.py plans the decode kernel only for sequences of at most
+        # DECODE_TOKENS_MAX new tokens.
         return has_prefill_attention() or max(batch.query_lengths) <= DECODE_TOKENS_MAX
 
     def _run(self, x: Tensor, batch: Batch, kv: KVPool) -> Tensor:

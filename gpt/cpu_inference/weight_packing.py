@@ -126,7 +126,8 @@ def is_batch_invariant(model: GPT) -> bool:
 class _WeightPacker:
     """Packs all weights with the C library (into panels), or all weights with oneDNN.
 
-    oneDNN packs bf16 and fp32 weights if there is a weight that the C library does not support.
+    int8 weights are packed with the C library. bf16 and fp32 weights are packed with the C library
+    if it supports all weights, otherwise with oneDNN.
     """
 
     def __init__(
@@ -143,8 +144,8 @@ class _WeightPacker:
             packed_linear.supports_weight(weight) for weight, _ in weights
         )
         element_count = sum(self._panel_size(weight, gated=gated) for weight, gated in weights)
-        # One allocation for all panels, so that it can have huge pages. Each part of it uses
-        # physical memory only after a panel is written there.
+        # One allocation for all panels, so that it can have huge pages. Each part of the allocation
+        # uses physical memory only after a panel is written there.
         self._free_memory: Tensor | None = None
         if self.uses_panels:
             dtype = torch.uint8 if int8 else torch.bfloat16
@@ -160,8 +161,8 @@ class _WeightPacker:
     ) -> LinearBackend:
         """Return a backend that has `weight` packed, and applies `norm`, if any, before the matmul.
 
-        `fp32_output`: whether the panels' GEMM returns fp32, as for logits; oneDNN returns the
-        dtype of the weight.
+        `fp32_output`: whether the GEMM with panels returns fp32, as needed for logits. oneDNN
+        always returns the dtype of the weight.
         """
         if self._free_memory is None:
             assert norm is None, "oneDNN does not compute norms"
