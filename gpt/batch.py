@@ -26,7 +26,7 @@ class Batch:
     # pool. In training, the earlier tokens of a child sequence are all tokens of its parent (see
     # `parents`), and other sequences have no earlier tokens.
     past_lengths: tuple[int, ...]
-    positions: Tensor  # (T,) position of each token in its sequence. Virtual tokens count.
+    positions: Tensor  # (T,) position of each token in its sequence; virtual tokens count too.
     # Where each token's KV is written: (T,) block numbers, and (T,) offsets in the block. None
     # without a KV pool.
     slot_mapping: tuple[Tensor, Tensor] | None = None
@@ -36,8 +36,8 @@ class Batch:
     logit_rows: Tensor | None = None
     # (B,) int32 context lengths on the device, for decode steps in a CUDA graph
     # (serving/worker/cuda_graphs.py); all query lengths are 1. The graph is captured once and
-    # replayed with other context lengths. It reads them from this tensor, and `past_lengths` is only
-    # an upper bound. None: `past_lengths` is exact.
+    # replayed with other context lengths. Attention reads the lengths from this tensor, and
+    # `past_lengths` is only an upper bound. None: `past_lengths` is exact.
     device_context_lengths: Tensor | None = None
     dropout: Dropout | None = None  # Training only.
     # Training only: for each sequence, the index of its parent, or None. A parent is an earlier

@@ -107,8 +107,8 @@ class ChildProcess(subprocess.Popen[str]):
 def module_command(module_args: Sequence[str | Path]) -> list[str]:
     """Return the command line that runs a Python module.
 
-    `module_args`: the module's name, then its arguments. When the thread that started the module's
-    process ends, the kernel kills this process.
+    `module_args`: the module's name, then its arguments. The new process calls `die_with_parent`
+    before it runs the module.
     """
     return [sys.executable, "-c", BOOTSTRAP_CODE, str(os.getpid()), *map(str, module_args)]
 
