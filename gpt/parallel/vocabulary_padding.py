@@ -2,8 +2,8 @@
 
 The embedding and the LM head have one row per token id, split evenly over the `tp` tensor ranks.
 Therefore both are padded with rows of zeros after the last token: in memory to a multiple of `tp`
-rows, in Megatron's files to a multiple of `128 * tp` rows. The config's `vocab_size` and the logical
-tensors exclude the padding; readers of checkpoints remove it, and writers add it.
+rows, in Megatron's files to a multiple of `128 * tp` rows. The config's `vocab_size` and the
+logical tensors exclude the padding; readers of checkpoints remove it, and writers add it.
 `GPT.compute_logits` removes the logits of the padding, and `vocab_parallel_cross_entropy` masks
 them. The module computes with plain integers and does not import torch.
 """
