@@ -55,8 +55,8 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "length"
     scores: list[Score] = field(default_factory=list)  # Only if `logprobs` is requested.
-    # One entry per prompt token if `prompt_logprobs` is requested, else empty. The entry is None for
-    # these tokens:
+    # One entry per prompt token if `prompt_logprobs` is requested, else empty. The entry is None
+    # for these tokens:
     # - the first token of the prompt, and the first token after an adapter's prefix;
     # - virtual tokens;
     # - tokens whose logits are not finite.
