@@ -2,8 +2,8 @@
 
 A reader sees either the complete old content or the complete new content, even if the process is
 killed or the disk is full. The one exception: a folder that is replaced is absent for an instant. A
-durable write also flushes the content and the folder's entries to disk, so that it survives a power
-failure. The module imports only the standard library.
+durable write also flushes the content and the folder's entries to disk, so that the new content
+survives a power failure. The module imports only the standard library.
 """
 
 import os
@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-DEFAULT_MODE = 0o666  # Before the umask, as for any new file.
+DEFAULT_MODE = 0o666  # Permissions before the umask, as for any new file.
 
 
 def write_atomic(
@@ -50,9 +50,9 @@ def open_atomic(
             the time of the rename.
         durable: Flush the file and the entries of its folder to disk.
         mode: The permissions of a new file, before the umask.
-        partial_path: The path of the file until the rename, in the same folder. The default is a
-            new hidden name. A fixed path is for files that only one process writes; the next write
-            then replaces the partial file that a killed process left.
+        partial_path: The path of the file until the rename, in the folder of `path`. None: a new
+            hidden name. With a given path, a write replaces the partial file of a killed process,
+            but only one process may write the file at a time.
     """
     partial = partial_path or _hidden_path(path, "part")
     file = open(  # noqa: SIM115, closed by the `with` below.
@@ -83,8 +83,8 @@ def stage_folder(
 
     The rename is durable. If `folder` exists and is not empty, `overwrite=True` replaces it, and
     `overwrite=False` raises an OSError. If a replacement fails, the old folder is restored.
-    `partial_path` is the path of the new folder until the rename; a folder that exists there is
-    deleted first.
+    `partial_path` is the path of the new folder until the rename; an existing folder at this path
+    is deleted first.
     """
     partial = partial_path or _hidden_path(folder, "part")
     if partial_path is not None:
@@ -114,7 +114,7 @@ def rename_durable(source: Path, target: Path, *, overwrite: bool = True) -> Non
 def write_synced(path: Path, content: bytes) -> None:
     """Write a file of a folder that is renamed later, and flush the file to disk.
 
-    The write is not atomic; the later rename of the folder is.
+    The write itself is not atomic. The later rename of the folder publishes all its files at once.
     """
     with open(path, "wb") as file:
         file.write(content)

@@ -1,9 +1,8 @@
 """Flat, unpadded batch of tokens from several sequences, with their block tables in the KV cache.
 
 The tokens of all sequences are concatenated: the model uses only the layout (tokens, ...), for
-prefill, decode and training. In inference the block table has one row per sequence, which lists the
-KV-cache blocks of the sequence. A batch describes one step; the module contains no scheduling
-policy and no weights.
+prefill, decode and training. In inference each sequence has a block table: the list of its KV-cache
+blocks. A batch describes one step; the module contains no scheduling policy and no weights.
 """
 
 from collections.abc import Sequence
@@ -25,9 +24,9 @@ class Batch:
     query_lengths: tuple[int, ...]  # Number of new tokens of each sequence.
     # Number of earlier tokens of each sequence. In inference, their keys and values are in the KV
     # pool. In training, the earlier tokens of a child sequence are all tokens of its parent (see
-    # `parents`).
+    # `parents`), and other sequences have no earlier tokens.
     past_lengths: tuple[int, ...]
-    positions: Tensor  # (T,) position of each token in its sequence, virtual tokens included.
+    positions: Tensor  # (T,) position of each token in its sequence; virtual tokens count too.
     # Where each token's KV is written: (T,) block numbers, and (T,) offsets in the block. None
     # without a KV pool.
     slot_mapping: tuple[Tensor, Tensor] | None = None
@@ -35,9 +34,10 @@ class Batch:
     block_tables: Tensor | None = None
     # Flat indices of the tokens whose logits are computed. None: all tokens.
     logit_rows: Tensor | None = None
-    # (B,) int32 context lengths on the device, for CUDA graphs of decode steps, in which all query
-    # lengths are 1 (serving/worker/cuda_graphs.py). A graph is captured once for all context
-    # lengths, so `past_lengths` is only an upper bound. None: `past_lengths` is exact.
+    # (B,) int32 context lengths on the device, for decode steps in a CUDA graph
+    # (serving/worker/cuda_graphs.py); all query lengths are 1. The graph is captured once and
+    # replayed with other context lengths. Attention reads the lengths from this tensor, and
+    # `past_lengths` is only an upper bound. None: `past_lengths` is exact.
     device_context_lengths: Tensor | None = None
     dropout: Dropout | None = None  # Training only.
     # Training only: for each sequence, the index of its parent, or None. A parent is an earlier
@@ -141,5 +141,5 @@ class Batch:
 
     @cached_property
     def last_rows(self) -> Tensor:
-        """The flat index of each sequence's last token."""
+        """The flat index of each sequence's last new token."""
         return torch.tensor(self.query_lengths, device=self.positions.device).cumsum(0) - 1

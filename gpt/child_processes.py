@@ -107,8 +107,8 @@ class ChildProcess(subprocess.Popen[str]):
 def module_command(module_args: Sequence[str | Path]) -> list[str]:
     """Return the command line that runs a Python module.
 
-    `module_args`: the module's name, then its arguments. The kernel kills the module's process
-    when the thread that started the process ends.
+    `module_args`: the module's name, then its arguments. The new process calls `die_with_parent`
+    before it runs the module.
     """
     return [sys.executable, "-c", BOOTSTRAP_CODE, str(os.getpid()), *map(str, module_args)]
 
@@ -131,7 +131,10 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when the parent's thread that started it ends."""
+    """Ask the kernel to kill this process when its parent ends.
+
+    More exactly, the kernel kills this process when the parent's thread that started it ends.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "PR_SET_PDEATHSIG is unavailable")

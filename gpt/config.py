@@ -59,8 +59,8 @@ class RopeScaling:
 class GPTConfig:
     """The configuration of a GPT.
 
-    A comment "0: ..." or "Empty: ..." gives the default of a field: the constructor computes it
-    from other fields and stores it in place of the 0 or the empty tuple.
+    A comment "0: ..." or "Empty: ..." gives the value that the constructor computes from other
+    fields and stores in place of the 0 or the empty tuple.
     """
 
     num_layers: int
@@ -103,8 +103,8 @@ class GPTConfig:
     # True: softmax over all experts before top-k. False: softmax over the top-k experts.
     moe_router_pre_softmax: bool = False
     moe_router_score_function: ScoreFunction = "softmax"
-    # Whether a bias is added to the scores that choose the experts. The experts' weights are
-    # computed without it.
+    # Whether a bias is added to the scores that choose the experts. The routing weights of the
+    # chosen experts are computed without this bias.
     moe_router_expert_bias: bool = False
     moe_router_topk_scaling_factor: float = 1.0
     moe_shared_expert_intermediate_size: int = 0
@@ -280,7 +280,10 @@ _TYPE_CHECKS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
 
 
 def _check_types(config: Any) -> None:
-    """Raise ConfigError if a value has the wrong type, as in a damaged or malicious file."""
+    """Raise ConfigError if a value fails the check of its field's type (`_TYPE_CHECKS`).
+
+    Fields of all other types must be text. Damaged and malicious files can have wrong values.
+    """
     for name, annotation in get_type_hints(type(config)).items():
         is_valid, requirement = _TYPE_CHECKS.get(
             annotation, (lambda x: isinstance(x, str), "a text")

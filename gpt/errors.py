@@ -39,4 +39,4 @@ class RequestError(PreambleError):
 
 
 class PromptTooLongError(RequestError):
-    """The prompt has more tokens than its limit."""
+    """A prompt, or in training a prompt with its answer, has more tokens than the limit."""

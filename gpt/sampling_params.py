@@ -1,9 +1,9 @@
 """Sampling parameters of a request, such as its logit bias, and the counter-based random draw.
 
-The draw is stateless: a uniform number is computed from (seed, position). So a seed gives the same
-tokens in any batch and after a restart. Two modules apply the parameters to logits:
-`gpt.generation.reference_sampler` processes one row at a time, and `serving.worker.sampler` a batch
-at a time. The module does not import torch.
+The draw is stateless: a uniform number is computed from (seed, position). Therefore a seed gives
+the same tokens in any batch and after a restart. Two modules apply the parameters to logits:
+`gpt.generation.reference_sampler` processes one row of logits at a time, and
+`serving.worker.sampler` all rows of a batch. The module does not import torch.
 """
 
 from dataclasses import dataclass, fields
@@ -27,7 +27,7 @@ _LOGIT_GROWTH_EXPONENT_MAX = 30
 class SamplingParams:
     """The rules that choose a request's tokens and end its completion.
 
-    The logits are processed in this order, which is that of transformers:
+    The logits are processed in this order, as in transformers:
 
     1. logit bias;
     2. repetition, frequency and presence penalty;
@@ -106,7 +106,7 @@ class SamplingParams:
         for name in ("top_p", "typical_p"):
             if not 0 < getattr(self, name) <= 1:
                 raise _range_error(self, name, "in (0, 1]")
-        # With a penalty below 0.01, the division of a logit may overflow.
+        # With a penalty below 0.01, the division of a logit by the penalty may overflow.
         if not 0.01 <= self.repetition_penalty <= 10:
             raise _range_error(self, "repetition_penalty", "from 0.01 to 10")
         start, factor = self.length_decay or (0, 1)
@@ -122,7 +122,10 @@ class SamplingParams:
         )
 
     def stop_logit_growth(self, new_tokens: int) -> float:
-        """Return the growth g of `length_decay`: the logit x of a stop token becomes x + g |x|."""
+        """Return the growth g that `length_decay` gives after `new_tokens` new tokens.
+
+        The logit x of a stop token becomes x + g |x|.
+        """
         start, factor = self.length_decay or (new_tokens, 1.0)
         excess = max(0, new_tokens - start)
         if excess * log10(factor) > _LOGIT_GROWTH_EXPONENT_MAX:

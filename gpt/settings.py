@@ -154,7 +154,10 @@ def parse_settings(settings_type: type[S], values: Mapping[str, object], source:
 
 
 def _convert_setting(value: object, hint: Any, key: str, source: str) -> Any:
-    """Return `value` converted to the type `hint`; raise ConfigError if it has another type."""
+    """Convert `value`, as parsed from the file, to the type `hint`.
+
+    Raise ConfigError if the value cannot have this type.
+    """
     if get_origin(hint) in (Union, types.UnionType):
         union_types = get_args(hint)
         if value is None and type(None) in union_types:

@@ -17,9 +17,9 @@ def layer_activation_bytes(
     is sbh (10 + 24/t + 5as/(ht)), or with sequence parallelism sbh/t (34 + 5as/h), where s is the
     sequence length, b the batch size, h the hidden size, a the number of heads and t the tensor
     parallel size. Selective recomputation and flash attention remove the last term. Full
-    recomputation saves only the layer's input, 2sbh. A frozen linear saves no input. "block" is
-    computed like "none": for block recomputation, the caller must compute the recomputed layers as
-    "full" and the other layers as "none", and add up their bytes.
+    recomputation saves only the layer's input: 2sbh, or with sequence parallelism 2sbh/t. A frozen
+    linear saves no input. "block" is computed like "none": for block recomputation, the caller must
+    compute the recomputed layers as "full" and the other layers as "none", and add up their bytes.
     """
     w, tokens = layer_widths(config), batch * sequence
     t = setup.tp
@@ -46,9 +46,10 @@ def layer_activation_bytes(
 def layers_in_flight(
     num_layers: int, pp: int, micro_batches: int, vpp: int = 1, stage: int = 0
 ) -> float:
-    """Return the peak number of layers whose activations a stage stores in a 1F1B schedule.
+    """Return the peak number of layers whose activations stage `stage` stores in a 1F1B schedule.
 
-    A layer counts once for each micro-batch in flight. `vpp` is the number of model chunks per
+    A layer counts once for each micro-batch in flight. `num_layers` is the number of layers of the
+    whole model, and `micro_batches` is the number per step. `vpp` is the number of model chunks per
     stage; above 1 the schedule is interleaved.
     """
     if vpp == 1:

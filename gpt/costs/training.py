@@ -100,7 +100,7 @@ def recompute_flops(
     `block_share` is the fraction of the layers that mode "block" recomputes. If all weights are
     trained, selective recomputation counts the FLOPs of attention three times (once for forward,
     twice for backward), as in appendix A of arXiv 2205.05198; only this count reproduces the HFU
-    published there. With frozen weights it counts these FLOPs once.
+    published there. With frozen weights, selective recomputation counts these FLOPs once.
     """
     match recompute:
         case "none":
@@ -119,7 +119,7 @@ class TrainingSetup:
 
     tp: int = 1
     sequence_parallel: bool = False
-    flash: bool = False  # Whether flash attention is used, which saves no attention scores.
+    flash: bool = False  # Whether attention is flash attention; it saves no attention scores.
     trainable: Trainable = "all"
     dropout: bool = True  # Whether masks of hidden-state dropout are saved.
 
@@ -196,8 +196,9 @@ def state_bytes(
 
 
 def all_reduce_elements(elements: float, ranks: int) -> float:
-    """Return the number of elements that each rank sends in a ring all-reduce of `elements`.
+    """Return the number of elements that each of `ranks` ranks sends in a ring all-reduce.
 
+    `elements` is the number of elements of the tensor, which has the same size on every rank.
     In a reduce-scatter or an all-gather, each rank sends half of this number.
     """
     return 2 * (ranks - 1) / ranks * elements
@@ -226,14 +227,14 @@ def communication_volume(
     """Return the numbers of elements that one GPU sends.
 
     `tokens` is the number of tokens in a micro-batch. A layer has two tensor-parallel all-reduces
-    in the forward pass and two in the backward pass. Full recomputation repeats those of the
-    forward pass.
+    in the forward pass and two in the backward pass. Full recomputation repeats the all-reduces of
+    the forward pass.
     """
     t, h = setup.tp, config.hidden_size
     trains_weights = setup.trainable == "all"
     all_reduces = 4 + (2 if recompute == "full" else 0)
-    # For weight gradients, the outputs of two norms are gathered again. Two all-gathers send the
-    # elements of one all-reduce.
+    # With sequence parallelism, the backward pass gathers the outputs of two norms again, for the
+    # weight gradients. Two all-gathers send the same number of elements as one all-reduce.
     all_reduces += 1 if setup.sequence_parallel and trains_weights else 0
     tensor_elements = all_reduces * all_reduce_elements(tokens * h, t)
     is_tied_across_stages = (

@@ -20,7 +20,7 @@ from gpt.model.pipeline import model_chunks
 from gpt.sampling_params import SamplingParams
 from gpt.tokenizers.tokenizer import Tokenizer
 
-# max_new_tokens if neither an adapter's card nor the settings define it, as in the server.
+# Default of max_new_tokens, as in the server.
 NEW_TOKENS_DEFAULT = 128
 # Largest sum of prompt lengths and max_new_tokens in a batch of several prompts.
 BATCH_TOKENS_MAX = 8192
@@ -32,7 +32,7 @@ class TextCompletion:
 
     text: str = ""  # Without the stop token or the stop string.
     token_ids: list[int] = field(default_factory=list)  # Including the stop token, if any.
-    # With `with_scores`: the score of each token, including the two most likely tokens.
+    # The score of each token, with the two most likely tokens. Empty without `with_scores`.
     scores: list[Score] = field(default_factory=list)
     logprob: float = 0.0  # Sum of the tokens' log-probabilities.
     is_truncated: bool = False  # Whether max_new_tokens ended the completion.
@@ -53,9 +53,10 @@ def complete_prompts(
 ) -> list[TextCompletion]:
     """Return the greedy completion of each prompt, in the order of the prompts.
 
-    `max_new_tokens` is one limit, or one per prompt; it is reduced where the completion would
-    exceed the model's context. `tokens_max` is the largest sum of prompt lengths and
-    max_new_tokens in a batch of several prompts.
+    `generate` explains `model`, `adapter_table` and `adapter_kind`. `max_new_tokens` is one limit,
+    or one per prompt; it is reduced where the completion would exceed the model's context.
+    `tokens_max` is the largest sum of prompt lengths and max_new_tokens in a batch of several
+    prompts.
     """
     if isinstance(max_new_tokens, int):
         max_new_tokens = [max_new_tokens] * len(prompts)
@@ -107,8 +108,8 @@ def complete_prompts(
 def _length_sorted_batches(sizes: Sequence[int], tokens_max: int) -> Iterator[list[int]]:
     """Yield batches of prompt indices whose sizes, in tokens, add up to at most `tokens_max`.
 
-    A prompt with a larger size is a batch alone. The batches are made in descending order of size,
-    so that the prompts of a batch have similar sizes.
+    A prompt whose size is above `tokens_max` is alone in its batch. The batches are made in
+    descending order of size, so that the prompts of a batch have similar sizes.
     """
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     batch: list[int] = []

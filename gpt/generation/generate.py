@@ -43,7 +43,7 @@ class TokenOutput:
     logprob: float  # NaN if `finish_reason` is "fault".
     finish_reason: FinishReason | None
     score: Score | None = None  # Only if `logprobs` is requested.
-    # The `prompt_scores` of `Completion`, in the prompt's first output; empty in later outputs.
+    # As `Completion.prompt_scores`, in the prompt's first output. Empty in later outputs.
     prompt_scores: list[Score | None] = field(default_factory=list)
 
 
@@ -56,7 +56,10 @@ class Completion:
     finish_reason: FinishReason = "length"
     scores: list[Score] = field(default_factory=list)  # Only if `logprobs` is requested.
     # One entry per prompt token if `prompt_logprobs` is requested, else empty. The entry is None
-    # for the first token, for virtual tokens, and for the first token after an adapter's prefix.
+    # for these tokens:
+    # - the first token of the prompt, and the first token after an adapter's prefix;
+    # - virtual tokens;
+    # - tokens whose logits are not finite.
     prompt_scores: list[Score | None] = field(default_factory=list)
 
 
@@ -217,9 +220,10 @@ def check_prompts(
 def prefix_lengths(
     prompts: Sequence[Sequence[int]], vocab_size: int, virtual_tokens: int
 ) -> list[int]:
-    """Return, for each prompt, the number of prefix tokens at its beginning.
+    """Return, for each prompt, the number of virtual tokens of the prefix at its beginning.
 
-    The number is `virtual_tokens`, or 0 if the prompt has no virtual tokens.
+    The number is `virtual_tokens`, or 0 if the prompt has no virtual tokens. Raise RequestError if
+    a prompt has only some of the prefix's virtual tokens, or has them elsewhere.
     """
     lengths = []
     for prompt in prompts:

@@ -1,9 +1,9 @@
-"""Reference sampler: logits processors and the seeded draw, one row at a time.
+"""Reference sampler: logits processors and the seeded draw, one row of logits at a time.
 
 The logits processors and their order are those of `gpt.sampling_params.SamplingParams`. To draw a
-token, a uniform number is computed from (seed, position) and searched in the cumulative weights.
-All arithmetic is fp64. Filters such as top-k compare logits with a threshold, so tokens with equal
-logits either all remain or are all removed.
+token, a uniform number is computed from (seed, position) and searched in the cumulative
+probabilities. All arithmetic is fp64. Filters such as top-k compare probabilities with a threshold,
+so tokens with equal probabilities either all remain or are all removed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -71,7 +71,10 @@ def process_logits(
 
 
 def sampling_weights(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """Return unnormalized probabilities (V,): 1 for the most likely token, 0 for removed tokens."""
+    """Return unnormalized probabilities (V,); tokens that a filter removes have 0.
+
+    The other tokens have their probability divided by the largest probability.
+    """
     # The maximum is subtracted first, so that the division by a tiny temperature can overflow only
     # to -inf, not to +inf.
     weights = ((logits - logits.amax()) / sampling.temperature).exp()
@@ -80,7 +83,8 @@ def sampling_weights(logits: Tensor, sampling: SamplingParams) -> Tensor:
     if 0 < sampling.top_k < len(sorted_weights):
         sorted_weights = sorted_weights[sorted_weights >= sorted_weights[sampling.top_k - 1]]
     if sampling.top_p < 1:
-        # A token remains if the mass before it is below top_p, so the first token always remains.
+        # A token remains if the mass of the tokens before it is below top_p. Therefore the first
+        # token always remains.
         mass_before = torch.cat([sorted_weights.new_zeros(1), sorted_weights.cumsum(0)[:-1]])
         sorted_weights = sorted_weights[mass_before < sampling.top_p * sorted_weights.sum()]
     weight_min = max(float(sorted_weights[-1]), sampling.min_p)
@@ -131,7 +135,7 @@ def _ban_masks(
 
 
 def _repeated_ngram_ends(token_ids: Sequence[int], size: int, vocab_size: int) -> list[int]:
-    """Return the tokens that would complete an n-gram of `size` tokens already in `token_ids`."""
+    """Return the next tokens with which an n-gram of `token_ids` would repeat; `size` is n."""
     ngrams = [tuple(token_ids[start : start + size]) for start in range(len(token_ids) - size + 1)]
     ngram_prefix = tuple(token_ids[len(token_ids) - size + 1 :])
     if not all(0 <= token < vocab_size for token in ngram_prefix):

@@ -47,7 +47,7 @@ class StopStringDetokenizer:
         text = self._cut_at_stop(self._detokenizer.push(token_id))
         if self.is_stopped:
             return text
-        # The matched beginning of a stop string at the end of the text is withheld.
+        # If the text ends with the beginning of a stop string, this beginning is withheld.
         safe_length = len(text) - max(
             (matcher.matched_length for matcher in self._matchers), default=0
         )
@@ -95,9 +95,9 @@ class _StopStringMatcher:
             self._border_lengths.append(self._advance(self._border_lengths[-1], character))
 
     def push(self, text: str) -> int | None:
-        """Search the next text; return the end of the stop string in `text`, None without a match.
+        """Continue the search in `text`; return the index in `text` after the stop string.
 
-        `push` must not be called again after a match.
+        Return None without a match. `push` must not be called again after a match.
         """
         for end, character in enumerate(text, 1):
             self.matched_length = self._advance(self.matched_length, character)

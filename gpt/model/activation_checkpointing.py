@@ -22,7 +22,7 @@ class RecomputePolicy:
 
     - none: nothing.
     - selective: the attention core of each layer.
-    - block: the first `layers` layers of a stage.
+    - block: the first `layers` layers of each model chunk. A stage has one chunk by default.
     - full: all layers.
     """
 
@@ -30,7 +30,7 @@ class RecomputePolicy:
     layers: int = 1
 
     def recomputes_layer(self, index: int) -> bool:
-        """Return whether the layer with this index in its stage is recomputed."""
+        """Return whether the layer with this index in its model chunk is recomputed."""
         return self.kind == "full" or (self.kind == "block" and index < self.layers)
 
     @property

@@ -35,8 +35,8 @@ class PrefixKV:
     KV pool before the first step of a sequence.
     """
 
-    # Keys and values by global layer number. Each tensor has the shape (virtual tokens, 2, G, D),
-    # for the G KV heads of this rank.
+    # Keys and values by global layer number. Each tensor has the shape (virtual tokens, 2, G, D):
+    # this rank has G KV heads of D channels.
     kv_by_layer: Mapping[int, Tensor]
     batch_rows: Tensor  # The rows of the batch that are virtual tokens.
     # For each of `batch_rows`, the index of its virtual token in the tensors of `kv_by_layer`.
@@ -136,10 +136,10 @@ class Attention(nn.Module):
 
 
 def _split_qkv(grouped_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Split (T, G, queries + 2, D) into queries (T, H, D), keys (T, G, D) and values (T, G, D).
+    """Split (T, G, H / G + 2, D) into queries (T, H, D), keys (T, G, D) and values (T, G, D).
 
-    In training the three are copies instead of views, so that autograd can free each one before the
-    others.
+    This rank has H query heads and G KV heads. In training the three outputs are copies instead of
+    views, so that autograd can free each one before the others.
     """
     if grouped_qkv.requires_grad and torch.is_grad_enabled():
         qkv = _SplitQkv.apply(grouped_qkv)  # type: ignore[no-untyped-call]

@@ -133,7 +133,7 @@ class GPT(nn.Module):
         kv: KVPool | None = None,
         virtual_embeddings: Tensor | None = None,
     ) -> Tensor:
-        """Run this stage; return hidden states, or on the last stage logits.
+        """Run this stage. The last stage returns logits, the other stages return hidden states.
 
         The input `x` is token ids (T,) on the first stage, and hidden states on the other stages.
         Row i of `virtual_embeddings` is the embedding of the token id vocab_size + i. The logits
@@ -161,7 +161,7 @@ class GPT(nn.Module):
             assert self.embedding is not None
             if prefix is not None:
                 # The prefix has the keys and values of the virtual tokens, so the embeddings of
-                # these tokens have no effect. Any valid id is possible in their rows, here id 0.
+                # these tokens have no effect. Id 0, a valid id, replaces their ids.
                 x = x.index_fill(0, prefix.batch_rows, 0)
             x = self.embedding(x, batch, virtual_embeddings)
         return self.decoder_backend.forward(x, batch, kv, prefix)
@@ -194,9 +194,9 @@ class GPT(nn.Module):
     def greedy_tokens(self, x: Tensor) -> Tensor | None:
         """Return the argmax token of each row of `x`, computed without storing the logits.
 
-        `x` has rows of the output of `forward_hidden`. The result is None if the greedy head does
-        not support the rows, or if a logit is not finite; the caller must then use
-        `compute_logits`.
+        The rows of `x` are taken from the output of `forward_hidden`. The result is None if the
+        greedy head does not support the rows, or if a logit is not finite; the caller must then
+        use `compute_logits`.
         """
         return self.greedy_head.argmax(x)
 

@@ -2,8 +2,9 @@
 
 A linear calls `gpt.parallel` for the communication before a column-parallel and after a
 row-parallel matmul, with or without sequence parallelism. Its `LinearBackend` computes the matmul,
-bias, activation and residual, and in some backends the norm. The default backend uses torch. The
-other backends are in gpt/linear; the backend is chosen once, when the model is loaded.
+bias, activation and residual, and in some backends the norm. The default backend is
+`TrainingLinear`. The other backends are in gpt/linear; the backend is chosen once, when the model
+is loaded.
 """
 
 from abc import abstractmethod
@@ -33,9 +34,9 @@ class LinearBackend(Protocol):
     def forward(
         self, x: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
     ) -> Tensor:
-        """Return residual + activation(x @ weight.T + bias); None leaves out an operation.
+        """Return residual + activation(x @ weight.T + bias).
 
-        `activation` is a key of ACTIVATIONS.
+        `activation` is a key of ACTIVATIONS. If an argument is None, its operation is left out.
         """
 
     def add_residual(self, y: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ class Linear(nn.Module):
 class ColumnParallelLinear(Linear):
     """A linear whose weight is split by rows: each rank computes its own output columns.
 
-    As in Megatron-Core, some of these linears contain the norm in front of the matmul. Those
+    As in Megatron-Core, some column-parallel linears contain the norm in front of the matmul. They
     also have the parameters `layer_norm_weight` and, for a LayerNorm, `layer_norm_bias`.
     """
 

@@ -1,8 +1,8 @@
 """Model loading: allocates a GPT and reads each rank's shard of the weights from a checkpoint.
 
-The model is allocated without values, in its final dtype and on its final device. Then each
-parameter is read from the memory-mapped files directly into its memory, so a rank stores only its
-own shards, and each of them once. The file headers are checked when the checkpoint is opened,
+The model is allocated without values, in its final dtype and on its final device. Then the values
+are copied from the memory-mapped files directly into the parameters, so a rank stores only its own
+shards, and each shard once. The file headers are checked when the checkpoint is opened,
 before a parameter is allocated.
 """
 

@@ -2,9 +2,10 @@
 
 Every expert is split over the tensor ranks like a dense MLP. The model does not use expert
 parallelism, so the number of ranks need not divide the number of experts. With sequence
-parallelism, the router computes the logits of this rank's rows, and `to_column_parallel` gathers
-rows and logits. The backward pass of `to_column_parallel` sums the gradients of the rows and of the
-logits over the tensor ranks, because each rank computes only a part of every expert.
+parallelism, the router computes the router logits of this rank's rows, and `to_column_parallel`
+gathers the rows and their router logits. Each rank computes only a part of every expert; therefore
+the backward pass of `to_column_parallel` sums the gradients of the rows and of the router logits
+over the tensor ranks.
 """
 
 from typing import cast

@@ -38,7 +38,8 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: GPTConfig)
             partial(_normalize_zero_centered, config=config), x, weight, bias
         )
     if config.normalization == "RMSNorm":
-        # On a CPU, autograd would save fp32 intermediates of the RMSNorm.
+        # `recompute_from_inputs` saves only the inputs. On a CPU, autograd would also save fp32
+        # intermediates of the RMSNorm.
         return recompute_from_inputs(partial(_normalize, config=config), x, weight, bias)
     return _normalize(x, weight, bias, config)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpt.parallel.mesh import Mesh
 
-# torch 2.13 renamed these functions and warns about the old names; torch 2.11 has only old names.
+# torch 2.13 renamed these functions and warns about the old names; torch 2.11 lacks the new names.
 _all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

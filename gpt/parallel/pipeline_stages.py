@@ -9,13 +9,15 @@ def stage_layers(
 ) -> list[list[range]]:
     """Return the global layer numbers of each stage's chunks, as `[stage][chunk]`.
 
-    The layers are assigned in order: first to chunk 0 of every stage, then to chunk 1 of every
-    stage, and so on. `stages` gives the number of layers of each stage.
+    `pp` is the number of stages, and `vpp` the number of chunks per stage. The layers are assigned
+    in order: first to chunk 0 of every stage, then to chunk 1 of every stage, and so on.
 
-    By default the layers are divided evenly over all chunks. If they do not divide evenly, some
-    chunks have one layer more: the chunks in the middle, because the first chunk also has the
-    embedding, and the last chunk the LM head. If the larger chunks cannot be centered, they are
-    nearer to the start. Examples:
+    `stages` gives the number of layers of each stage, which are divided evenly over the chunks of
+    the stage. None: all layers are divided evenly over all chunks.
+
+    If the layers do not divide evenly, some chunks have one layer more: the chunks in the middle,
+    because the first chunk also has the embedding, and the last chunk the LM head. If the larger
+    chunks cannot be centered, they are nearer to the start. Examples:
 
     - 4 layers over 3 chunks: 1, 2, 1
     - 5 layers over 3 chunks: 2, 2, 1

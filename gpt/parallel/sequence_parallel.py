@@ -1,11 +1,11 @@
 """Sequence parallelism: scatter, all-gather and reduce-scatter of rows, with gradients.
 
-With sequence parallelism the rows (tokens) are split over the tensor ranks outside the
-tensor-parallel linears, so each rank computes norms, dropout and residuals of its own rows only.
-`tensor_parallel` selects the operations:
+With sequence parallelism, each tensor rank has only some of the rows (tokens) of the hidden states
+between the tensor-parallel linears, and computes norms, dropout and residuals of these rows only.
+`tensor_parallel` selects the operation before and after the linears:
 
-- The input of each column-parallel linear is all-gathered; without sequence parallelism, copied.
-- The output of each row-parallel linear is reduce-scattered; without it, all-reduced.
+- Before a column-parallel linear: an all-gather, or without sequence parallelism a copy.
+- After a row-parallel linear: a reduce-scatter, or without sequence parallelism an all-reduce.
 
 Hidden states have the shape (tokens, hidden). If the number of tokens is not a multiple of the
 number of tensor ranks, the rows are padded with zeros.
@@ -29,7 +29,10 @@ def scatter_to_sequence_parallel(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def gather_from_sequence_parallel(x: Tensor, mesh: Mesh, tokens: int) -> Tensor:
-    """Return the `tokens` rows of all ranks by an all-gather; the backward is a reduce-scatter."""
+    """Return the rows of all ranks by an all-gather; the backward is a reduce-scatter.
+
+    The result has `tokens` rows, because the padding rows are removed.
+    """
     rows = _GatherFromSequenceParallel.apply(x, mesh, tokens)  # type: ignore[no-untyped-call]
     return cast(Tensor, rows)
 

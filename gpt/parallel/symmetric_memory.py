@@ -3,8 +3,8 @@
 An all-reduce of a decode step sums a few kilobytes, for which the latency of NCCL's ring exceeds
 the transfer time. torch's symmetric memory has faster kernels: each rank reads the buffers of the
 other ranks, or an NVLink switch adds the buffers (multicast). All ranks decide once, together,
-whether they use these kernels. Tensors and machines that the kernels do not support use NCCL or
-gloo, the backend of the process group.
+whether they use these kernels. Where the kernels do not support a tensor or the machine, the
+process group's backend (NCCL or gloo) computes the sum.
 """
 
 import logging
@@ -131,7 +131,7 @@ def use_symmetric_memory(
         reducer = reducer_or_reason
         reducer_or_reason = _run_on_all_ranks(mesh, lambda: _self_test(reducer, mesh))
     if isinstance(reducer_or_reason, str):
-        # The reason why symmetric memory is not used.
+        # A string is the reason why symmetric memory is not used.
         log.info("event=sums by=%s reason=%r", _backend(mesh), reducer_or_reason)
         return mesh
     log.info(
@@ -201,7 +201,8 @@ def _is_single_host(mesh: Mesh) -> bool:
 def _self_test(reducer: SymmetricAllReduce, mesh: Mesh) -> SymmetricAllReduce:
     """Return `reducer` if each kernel sums test tensors correctly; else raise _UnsupportedError.
 
-    A rank runs the next kernel even after a wrong sum, because the other ranks wait for it there.
+    A kernel waits until all ranks have called it. Therefore a rank calls the next kernel even after
+    a wrong sum.
     """
     expected, failures = mesh.tp * (mesh.tp + 1) // 2, []
     for kernel in ("one_shot", "multimem" if reducer.has_multicast else "two_shot"):

@@ -22,7 +22,7 @@ from gpt.parallel.sequence_parallel import (
 
 
 def to_column_parallel(x: Tensor, mesh: Mesh, tokens: int) -> Tensor:
-    """Return the input of a column-parallel linear: all `tokens` rows.
+    """Return all `tokens` rows of `x`, as the input of a column-parallel linear.
 
     The backward pass sums the gradients over the tensor ranks.
     """
@@ -34,7 +34,7 @@ def to_column_parallel(x: Tensor, mesh: Mesh, tokens: int) -> Tensor:
 
 
 def from_row_parallel(x: Tensor, mesh: Mesh) -> Tensor:
-    """Return the sum of a row-parallel linear's outputs over the tensor ranks.
+    """Return the sum over the tensor ranks of `x`, the output of a row-parallel linear.
 
     With sequence parallelism, return only this rank's rows of the sum.
     """

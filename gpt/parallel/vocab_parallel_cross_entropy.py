@@ -17,10 +17,11 @@ from gpt.parallel.vocabulary_padding import local_vocab_range
 
 
 def token_losses(logits: Tensor, targets: Tensor, mesh: Mesh, vocab_size: int) -> Tensor:
-    """Return the negative log-probability of each target (n,), the same on all tensor ranks.
+    """Return the negative log-probabilities of `targets`. Both tensors have the shape (n,).
 
-    `logits` (n, padded vocabulary / ranks) is this rank's shard, in at least fp32. The forward pass
-    overwrites it with the probabilities, and the backward pass with its gradient.
+    All tensor ranks return the losses of all rows. `logits` (n, padded vocabulary / ranks) is this
+    rank's shard, in at least fp32. The forward pass overwrites it with the probabilities, and the
+    backward pass overwrites it with the gradient of the logits.
 
     Every target must be a token id below `vocab_size`. Other targets are not detected: with an
     ignore index such as -100, the loss and the gradient of the row are wrong. The caller must

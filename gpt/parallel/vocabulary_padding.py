@@ -1,11 +1,11 @@
 """Vocabulary padding: padded vocabulary size, and the token ids of each tensor rank.
 
-The embedding and the LM head have one row per token id, split evenly over the `tp` tensor ranks. So
-they are padded with rows of zeros after the last token: in memory to a multiple of `tp` rows, in
-Megatron's files to a multiple of `128 * tp` rows. The config's `vocab_size` and the logical tensors
-exclude the padding; readers of checkpoints remove it, and writers add it. `GPT.compute_logits`
-removes the logits of the padding, and `vocab_parallel_cross_entropy` masks them. The module
-computes with plain integers and does not import torch.
+The embedding and the LM head have one row per token id, split evenly over the `tp` tensor ranks.
+Therefore both are padded with rows of zeros after the last token: in memory to a multiple of `tp`
+rows, in Megatron's files to a multiple of `128 * tp` rows. The config's `vocab_size` and the
+logical tensors exclude the padding; readers of checkpoints remove it, and writers add it.
+`GPT.compute_logits` removes the logits of the padding, and `vocab_parallel_cross_entropy` masks
+them. The module computes with plain integers and does not import torch.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ def local_vocab_range(vocab_size: int, local_rows: int, rank: int) -> tuple[int,
 def refuse_larger_vocabulary(path: Path, vocab_size: int, rows: int) -> None:
     """Raise CheckpointError if an overridden vocab_size exceeds the number of embedding rows.
 
-    A smaller vocab_size is allowed: the rows after it are then removed as padding.
+    A smaller vocab_size is allowed: the rows from vocab_size on are then removed as padding.
     """
     if vocab_size > rows:
         raise CheckpointError(

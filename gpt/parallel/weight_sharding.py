@@ -32,7 +32,7 @@ class ShardRule(Enum):
 class ParameterSpec:
     """One logical tensor of the model: unsharded and unpadded."""
 
-    name: str
+    name: str  # Canonical name: as in Megatron-Core, with global layer and expert numbers.
     shape: tuple[int, ...]
     shard_rule: ShardRule
 
@@ -159,7 +159,7 @@ def _linear_specs(
     yield ParameterSpec(f"{prefix}weight", (rows, columns), rule)
     if bias:
         # A row-parallel linear, whose weight is split by COLUMNS (its inputs), adds the bias once,
-        # after the sum over ranks. So every rank has the whole bias.
+        # after the sum over ranks. Therefore every rank has the whole bias.
         yield ParameterSpec(
             f"{prefix}bias", (rows,), ShardRule.REPLICATED if rule is ShardRule.COLUMNS else rule
         )
@@ -211,8 +211,8 @@ def _qkv_shard(rows: int, config: GPTConfig, rank: int, tp: int) -> ShardSpec:
         return ShardSpec(
             0, ((start, start + groups // tp * rows_per_group),), groups // tp * rows_per_group
         )
-    # There are fewer groups than ranks: this rank has some queries of one group, and a copy of the
-    # group's key and value.
+    # There are fewer query groups than ranks: this rank has some query heads of one group, and a
+    # copy of the group's key and value head.
     ranks_per_group = tp // groups
     group, rank_in_group = divmod(rank, ranks_per_group)
     query_rows = (config.num_attention_heads // tp) * d

@@ -42,7 +42,7 @@ class Proof:
     best: Tensor  # (n, s) int64: the id of the largest logit at each position.
     logits: Tensor  # (n, vocabulary) fp32: the logits of each row's last position.
     base: str  # The base digest of the model.
-    dtype: str  # Dtype of the stored weights. The logits are computed from them in fp32.
+    dtype: str  # Dtype of the stored weights. The logits are computed in fp32.
     software_versions: str = ""  # Versions of Preamble and torch.
 
     @property
@@ -89,7 +89,7 @@ class Proof:
 def find_proof(checkpoint: Checkpoint) -> Proof | None:
     """Return the proof beside a checkpoint; None if there is no proof file.
 
-    Raise CheckpointError if the proof is invalid or has shapes of another model.
+    Raise CheckpointError if the proof is invalid, or if its shapes do not fit the checkpoint.
     """
     return read_proof(checkpoint.path / PROOF_FILE, checkpoint.config)
 
@@ -97,8 +97,7 @@ def find_proof(checkpoint: Checkpoint) -> Proof | None:
 def read_proof(path: Path, config: GPTConfig | None = None) -> Proof | None:
     """Return the proof in a file; None if the file does not exist.
 
-    Raise CheckpointError if the proof is invalid. With `config`, also if it has shapes of another
-    model.
+    Raise CheckpointError if the proof is invalid, or if its shapes do not fit `config`.
     """
     if not os.path.lexists(path):
         return None
@@ -141,7 +140,11 @@ def read_proof(path: Path, config: GPTConfig | None = None) -> Proof | None:
 def check_proof_fits(
     logits: tuple[int, ...], ids: tuple[int, ...], config: GPTConfig, source: str
 ) -> None:
-    """Raise CheckpointError if the shapes of a proof show that it belongs to another model."""
+    """Raise CheckpointError if the shapes of a proof show that it belongs to another model.
+
+    `logits` and `ids` are the shapes of these tensors of the proof. `source` is the beginning of
+    the error message.
+    """
     if logits[1] != config.vocab_size:
         raise CheckpointError(
             f"{source}: the proof has logits of {logits[1]} tokens, but the model's vocabulary has "

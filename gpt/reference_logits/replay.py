@@ -85,7 +85,7 @@ def compute_proof(checkpoint: Checkpoint, identity: ModelIdentity | None = None)
 def check_proof(checkpoint: Checkpoint, proof: Proof, dtype: str = "float32") -> LogitDifference:
     """Replay the proof in `dtype` on the CPU, layer by layer.
 
-    The limit of fp32 is low enough to detect an error in one attention head.
+    With fp32, the default, the limit is low enough to detect an error in one attention head.
     """
     check_dtype(dtype)
     check_proof_fits(proof.logits.shape, proof.ids.shape, checkpoint.config, str(checkpoint.path))
@@ -118,14 +118,15 @@ def replay_proof(
 def logit_tolerance(proof: Proof, checkpoint: Checkpoint, dtype: str) -> float:
     """Return the largest permitted difference of a replay in `dtype`.
 
-    - LOGIT_TOLERANCES has the limit of `dtype`.
-    - If the weights were rounded to the checkpoint's dtype after the proof was computed, the larger
-      one of the limits of both dtypes applies.
-    - For a model with experts, MOE_LOGIT_TOLERANCE replaces a limit above the limit of float32.
+    1. LOGIT_TOLERANCES has the limit of `dtype`.
+    2. The weights may have been rounded to the checkpoint's dtype after the proof was computed. If
+       so, the limit of the checkpoint's dtype applies if it is larger.
+    3. For a model with experts, MOE_LOGIT_TOLERANCE replaces a limit above the limit of float32.
     """
     weights_dtype = stored_dtype(checkpoint)
     limit = LOGIT_TOLERANCES[dtype]
-    # The weights were rounded if the checkpoint's dtype cannot represent all values of the proof's.
+    # The weights were rounded if the checkpoint's dtype cannot represent all values of the proof's
+    # dtype.
     were_rounded = (
         torch.promote_types(FLOAT_DTYPES[weights_dtype], FLOAT_DTYPES[proof.dtype])
         != FLOAT_DTYPES[weights_dtype]
@@ -186,7 +187,8 @@ def _compare_logits(
     sorted_differences = row_differences.sort().values
     if any(checkpoint.config.moe_layers):
         # Rounding may change the choice between experts with nearly equal scores, so a few rows of
-        # a correct model differ. In a wrong model nearly all rows differ. So the median decides.
+        # a correct model differ. In a wrong model nearly all rows differ. Therefore the median row
+        # is compared with the limit.
         max_difference = float(sorted_differences[(len(sorted_differences) - 1) // 2])
     else:
         max_difference = float(sorted_differences[-1])

@@ -4,8 +4,8 @@ The template is in the tokenizer's directory or in a file that the operator sets
 `serving/admission/` renders it. Templates write control tokens (tokens such as <|im_start|>) as
 text, and a message may contain the same text. Before rendering, this module therefore inserts a
 mark after each letter of a control token in a message. After rendering, only control tokens without
-marks become control ids, and all other text is encoded as user text. A message therefore cannot
-forge a turn.
+marks are encoded to the ids of control tokens, and all other text is encoded as user text. A
+message therefore cannot forge a turn.
 """
 
 import re
@@ -150,8 +150,8 @@ class EscapedMessages:
                 "messages",
             )
         self.mark = mark
-        # `sub` does not find a control token that begins inside another match. The mark after each
-        # letter of the match splits such a token too.
+        # `sub` does not find a control token that begins inside a match. The marks after the
+        # letters of the match split this control token too.
         self.messages = _map_strings(
             messages,
             lambda text: controls.sub(lambda match: mark.join([*match[0], ""]), text),
@@ -187,7 +187,8 @@ class ChatTemplateEncoder:
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         # Special tokens, and the added tokens in the template's text: some models mark turns with
-        # added tokens that are not special.
+        # added tokens that are not special. Added tokens of only letters and digits are words, not
+        # control tokens.
         self._control_tokens = {
             text: control
             for text, control in tokenizer.control_tokens.items()

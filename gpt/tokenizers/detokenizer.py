@@ -14,7 +14,8 @@ from typing import Literal, Protocol
 # control token, or an id without a token (sampling can return a padding id of the vocabulary).
 Piece = str | bytes | None
 
-# What decoding removes at the start of a text, because encoding adds a space there.
+# What decoding removes at the start of a text, because encoding adds a space there. A space mark is
+# the character SPACE_MARK.
 # "keep": nothing.
 # "text": one leading space of the text.
 # "mark": the first character of the first text piece, if it is a space mark.
@@ -49,7 +50,10 @@ class DecodingRules:
 
     @property
     def keeps_space_marks(self) -> bool:
-        """Whether pieces keep their space marks, which some rules of `leading_space` remove."""
+        """Whether text pieces contain space marks, because `leading_space` is a rule for marks.
+
+        The detokenizer applies the rule, and replaces the remaining marks by spaces.
+        """
         return self.leading_space in ("mark", "marks", "token")
 
 

@@ -186,8 +186,8 @@ def _parse_decoder(decoder: Any, source: Path) -> tuple[PieceStyle, DecodingRule
     middle_types = step_types[1 : -1 if strips_space else None]
     if steps[0] == _MARKS_TO_SPACES and middle_types in (["Fuse"], ["ByteFallback", "Fuse"]):
         # If one byte is invalid, the library replaces the bytes of all adjacent byte tokens. A
-        # stream may have returned the earlier bytes already. So the detokenizer replaces only
-        # invalid bytes, as sentencepiece does.
+        # stream may have returned the earlier bytes already. Therefore the detokenizer replaces
+        # only invalid bytes, as sentencepiece does.
         style: PieceStyle = "fallback" if "ByteFallback" in step_types else "marks"
         return style, DecodingRules("text" if strips_space else "keep", BYTEWISE_ERRORS)
     raise CheckpointError(

@@ -34,10 +34,10 @@ def check_unicode(text: str) -> str:
 def spell_out_guarded(
     ids: list[int], guarded_tokens: Mapping[int, str], encode: Callable[[str], list[int]]
 ) -> list[int]:
-    """Replace the tokens that user text must not contain by the encodings of their letters.
+    """Replace each guarded token in `ids` by the encodings of its letters.
 
-    The tokenizer can produce these tokens from user text by BPE merges, or by a match of a whole
-    piece.
+    User text must not contain guarded tokens, but the tokenizer can produce them from user text: by
+    BPE merges, or by a match of a whole piece.
     """
     unguarded_ids = []
     spellings: dict[int, list[int]] = {}  # Cached, because a text may repeat a guarded token.
@@ -59,7 +59,8 @@ class ControlToken:
     """A token that marks structure and that chat templates can write as text."""
 
     id: int
-    # True: `Tokenizer.encode` prevents it in user text. False: ChatTemplateEncoder must prevent it.
+    # Which code prevents the token in user text. True: `Tokenizer.encode`. False:
+    # `ChatTemplateEncoder`.
     special: bool = True
     lstrip: bool = False  # Whether encoding removes the whitespace before the token.
     rstrip: bool = False  # Whether encoding removes the whitespace after the token.
