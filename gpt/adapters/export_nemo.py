@@ -1,7 +1,7 @@
 """NeMo export: writes an adapter and its template as a .nemo file of NeMo 1.20 to 1.22.
 
 The table is stored twice: as the input of a prompt encoder of type "embedding", which returns its
-input unchanged, and as the encoder's output. NeMo reads the output for inference, and the encoder
+input unchanged, and as the encoder's output. NeMo reads the output for inference, and the input
 for further training. Template text that NeMo would parse as a field or as a pseudo-token such as
 `<prompt_0>` is refused. Notes list the card fields that the format does not have.
 """

@@ -1,10 +1,10 @@
 """NeMo prompt encoder: recomputes the virtual-token rows that a .nemo file does not contain.
 
-NeMo stores a valid table of rows only if a validation ran before the save. Most NeMo files also
-have the prompt encoder: a matrix of input rows, and the network that computes the table from them.
-With tensor parallelism, each rank stores a shard of the network. Up to NeMo 1.16, embeddings of the
-task's name replace the first input rows. An incomplete encoder is refused. `import_nemo` handles
-templates and position embeddings.
+NeMo stores a valid table of rows only if a validation ran before the save. A NeMo file can also
+have the prompt encoder: a matrix of input rows, and the network that computes the table from these
+rows. With tensor parallelism, each rank stores a shard of the network. Up to NeMo 1.16, embeddings
+of the task's name replace the first input rows. An incomplete encoder is refused. `import_nemo`
+handles templates and position embeddings.
 """
 
 import re
