@@ -96,7 +96,8 @@ def latest_adapter(folder: Path, name: str) -> tuple[Path, Adapter] | None:
 def check_publish_directory(folder: Path) -> None:
     """Check that `publish_adapter` can write to a folder: create it, write and remove a file.
 
-    `write_atomic` uses a hard link, because a link never replaces an existing version.
+    `publish_adapter` needs a file system with hard links: `write_atomic` with overwrite=False gives
+    a file its name by a hard link, which cannot replace an existing version.
     """
     probe = folder / f".{secrets.token_hex(8)}.probe"
     try:
@@ -136,8 +137,8 @@ def _write_file(adapter: Adapter, path: Path, *, overwrite: bool) -> None:
         "digest": adapter.digest,
     }
     content = safetensors.torch.save({TABLE: adapter.table}, metadata)
-    # A server can scan the directory at any time. `write_atomic` writes to a hidden file first,
-    # which the server ignores.
+    # A server can scan the directory at any time, but it ignores hidden files. `write_atomic`
+    # writes to a hidden file, and then gives the complete file the name `path`.
     try:
         write_atomic(path, content, overwrite=overwrite)
     except FileExistsError:

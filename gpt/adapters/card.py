@@ -30,7 +30,7 @@ VERSION_PATTERN = re.compile(r"[1-9][0-9]{0,5}")
 CARD_BYTES_MAX = 1 << 20
 STOP_STRINGS_MAX = 16  # The limits of stop strings are the same as in requests.
 STOP_BYTES_MAX = 256
-TABLE_BYTES_MAX = 1 << 30  # In fp32, for example 8,192 rows at hidden size 32,768.
+TABLE_BYTES_MAX = 1 << 30  # Size in fp32; for example, 8,192 rows of 32,768 values.
 GOLDEN_EXAMPLES_MAX = 32  # Limit of one card; a server replays all examples of a card.
 
 # The content of a table row.
@@ -227,7 +227,7 @@ class Adapter:
 
 
 def build_adapter(card: Card, table: Tensor) -> Adapter:
-    """Build an adapter from a card and an fp32 copy of a table; refuse a card of another table."""
+    """Build an adapter from a card and an fp32 copy of a table; refuse a card that does not fit."""
     if table.ndim != 2 or not table.numel() or not table.is_floating_point():
         raise AdapterError(
             f"the table of {card.name!r} is {table.dtype} of shape {tuple(table.shape)}; it must "
@@ -235,7 +235,7 @@ def build_adapter(card: Card, table: Tensor) -> Adapter:
         )
     rows, hidden = table.shape
     if rows * hidden * 4 > TABLE_BYTES_MAX:
-        # Checked before the copy, because with strides of 0 a small file can have a huge table.
+        # Checked before the copy: a tensor with strides of 0 can have a huge shape in a small file.
         raise AdapterError(
             f"the table of {card.name!r} has {rows} rows of {hidden} values: {rows * hidden * 4} "
             f"bytes, over the limit of {TABLE_BYTES_MAX}; give fewer rows"
@@ -272,7 +272,7 @@ def build_adapter(card: Card, table: Tensor) -> Adapter:
 
 
 def begins_with_virtual_tokens(template: PromptTemplate) -> bool:
-    """Tell whether a prompt begins with all virtual tokens in order."""
+    """Tell whether each prompt of the template begins with all virtual tokens in order."""
     rows: list[int] = []
     for part in template.parts:
         if not isinstance(part, range):

@@ -1,9 +1,9 @@
 """NeMo export: writes an adapter and its template as a .nemo file of NeMo 1.20 to 1.22.
 
 The table is stored twice: as the input of a prompt encoder of type "embedding", which returns its
-input unchanged, and as the encoder's output. So NeMo can use the file for inference and for further
-training. Template text that NeMo would parse as a field or a pseudo-token is refused; notes list
-the card fields that the format does not have.
+input unchanged, and as the encoder's output. NeMo reads the output for inference, and the input
+for further training. Template text that NeMo would parse as a field or as a pseudo-token such as
+`<prompt_0>` is refused. Notes list the card fields that the format does not have.
 """
 
 import io
@@ -40,7 +40,8 @@ def convert_to_nemo(
 ) -> AdapterExport:
     """Convert an adapter to the files of a .nemo archive.
 
-    `base_name` is the path of the base model's `.nemo`, from which NeMo will load it.
+    `base_name` is the path from which NeMo will load the base model's `.nemo`; None: the archive
+    does not record the base model.
     """
     check_not_prefix(adapter, "NeMo")
     notes: list[str] = []
@@ -76,7 +77,7 @@ def convert_to_nemo(
 
 
 def check_nemo_target(path: Path, *, overwrite: bool) -> None:
-    """Refuse a target that `write_nemo` would refuse; callers check before any computation."""
+    """Refuse a path that `write_nemo` would refuse; call this before a long conversion."""
     if path.suffix != SUFFIX or not path.parent.is_dir():
         raise AdapterError(
             f"{path} cannot be written; NeMo requires a file name that ends with {SUFFIX}, and the "
@@ -111,10 +112,11 @@ def write_nemo(export: AdapterExport, path: Path, *, overwrite: bool = False) ->
 def _order_rows(
     adapter: Adapter, base: Checkpoint | None, notes: list[str]
 ) -> tuple[PromptTemplate, Tensor]:
-    """Return the template and the table, with the rows in the order that the template has.
+    """Return a template and a table that NeMo can use.
 
-    NeMo requires this order. A begin-of-text token after the leading rows (bos "text") becomes an
-    extra row.
+    NeMo requires that the table's rows are in the order of their markers in the template, so the
+    rows are sorted. NeMo cannot insert a begin-of-text token after virtual tokens. If the template
+    requires this (bos "text"), the table gets an extra row with the embedding of that token.
     """
     template, table = adapter.card.template, adapter.table.contiguous()
     if template is None:
@@ -142,8 +144,6 @@ def _order_rows(
                 for element in part
             )
     if bos == "text":
-        # NeMo cannot insert the begin-of-text token after rows. An extra row with the token's
-        # embedding is equivalent.
         if leading_ranges:
             bos_embedding = bos_row(adapter, base, "after")
             position = sum(splits[:leading_ranges])

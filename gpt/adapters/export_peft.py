@@ -1,8 +1,9 @@
 """PEFT and TGIS export: an adapter as a PEFT directory, or as decoder.pt of TGIS's prompt store.
 
 Both formats support virtual tokens only before the text; a template with virtual tokens after text
-is refused. Notes list the card fields that the format does not have. The directory is written
-atomically. The module opens no checkpoint; it uses only the base model that the caller passes.
+is refused. Notes list the card fields that the target format does not have. The directory is
+written atomically. The module opens no checkpoint; it uses only the base model that the caller
+passes.
 """
 
 import io
@@ -26,7 +27,7 @@ from gpt.tokenizers.tokenizer import open_tokenizer
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 TGIS_FILES = ("decoder.pt",)
-# `overwrite` replaces only a directory whose files all have these names.
+# `write_export` replaces an existing directory only if all its files have these names.
 REPLACEABLE_FILES = {*PEFT_FILES, *TGIS_FILES, "adapter_model.bin"}
 
 
@@ -81,12 +82,12 @@ def _prefix_config(adapter: Adapter, base: Checkpoint | None) -> dict[str, objec
         "token_dim": model_config.num_query_groups * model_config.kv_channels,
         "num_layers": model_config.num_layers,
         "num_attention_heads": model_config.num_query_groups,
-        "prefix_projection": False,  # The table has the keys and values after the projection.
+        "prefix_projection": False,  # The table has final keys and values; PEFT needs no MLP.
     }
 
 
 def check_not_prefix(adapter: Adapter, format_name: str) -> None:
-    """Refuse a prefix adapter, because the format supports only rows."""
+    """Refuse an adapter of the kind "prefix" for a format that supports only the kind "rows"."""
     if adapter.card.kind == "prefix":
         raise AdapterError(
             f"adapter {adapter.card.name!r} is a prefix, which {format_name} does not support; "
@@ -119,7 +120,11 @@ def _lost_field_notes(adapter: Adapter) -> tuple[str, ...]:
 
 
 def _leading_rows(adapter: Adapter, base: Checkpoint | None) -> tuple[Tensor, tuple[str, ...]]:
-    """Return the rows in template order, and notes that tell the user how to tokenize prompts."""
+    """Return the rows in template order, and notes that tell the user how to tokenize prompts.
+
+    If the template places the begin-of-text token before the virtual tokens (bos "first"), the
+    token's embedding becomes the first row.
+    """
     template = adapter.card.template
     if template is None:
         return adapter.table, ()
@@ -164,7 +169,7 @@ def bos_row(adapter: Adapter, base: Checkpoint | None, side: str) -> Tensor:
 
 
 def check_export_target(folder: Path, *, overwrite: bool) -> None:
-    """Refuse a target that `write_export` would refuse; callers check before any computation."""
+    """Refuse a path that `write_export` would refuse; call this before a long conversion."""
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir():

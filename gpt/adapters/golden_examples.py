@@ -8,9 +8,8 @@ A golden example is recorded after training. The verdict of a replay is one of t
   caused the change;
 - "different": otherwise.
 
-For an example without recorded token ids, only the text is compared. `compare_example` needs
-only the text, token ids and scores of the new completion. So the front end of a server, which has
-no `GPT` object, calls this function too.
+For an example without recorded token ids, only the text is compared. A server's front end has no
+`GPT` object; it calls `compare_example` with the text, token ids and scores of a new completion.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,10 +65,11 @@ class TokenScore(Protocol):
 
 @dataclass(frozen=True)
 class ExampleReplay:
-    """The comparison of one example."""
+    """The comparison of one golden example with its new completion."""
 
     verdict: ReplayVerdict
-    # Absolute difference of the mean log-probability per token, in nats; 0 if not compared.
+    # Absolute difference of the mean log-probability per token, in nats. 0 if the
+    # log-probabilities were not compared.
     logprob_difference: float = 0.0
     reason: str = ""  # For a verdict other than "same"; contains no text of the example.
 
@@ -104,7 +104,7 @@ class GoldenReplay:
 
 
 def golden_tolerance(golden: Sequence[GoldenExample], dtype: str) -> float:
-    """Return the largest tolerance of several dtypes: the model's `dtype` and those of examples."""
+    """Return the largest tolerance of the model's `dtype` and the dtypes of the examples."""
     dtypes = {dtype, *(example.dtype for example in golden)}
     return max(TOLERANCES[name] for name in dtypes & TOLERANCES.keys())
 

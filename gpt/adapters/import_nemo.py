@@ -112,7 +112,7 @@ def _read_model_config(tree: FileTree) -> dict[str, Any]:
 
 
 def _weight_files(path: Path, tree: FileTree) -> list[Span]:
-    """Return the weight files of the first pipeline stage, by tensor parallel rank."""
+    """Return the weight files of the first pipeline stage, in order of tensor parallel rank."""
     for name in WEIGHT_FILES:
         is_per_rank = name.format(0) != name
         file_names = [name.format(rank) for rank in range(RANKS_MAX if is_per_rank else 1)]
@@ -141,7 +141,7 @@ def _read_state_dict(span: Span) -> dict[str, Any]:
 
 
 def _new_tasks(fields: NemoConfig) -> list[str]:
-    """Return the config's `new_tasks`, whose rows the encoder can compute."""
+    """Return the task names in the config's `new_tasks`; the encoder can compute their rows."""
     tasks = fields.get("new_tasks", [])
     return [task for task in tasks if isinstance(task, str)] if isinstance(tasks, list) else []
 
@@ -210,9 +210,10 @@ def _subtract_positions(
 ) -> tuple[Tensor, str]:
     """Return the rows without learned position embeddings, and a note for the user.
 
-    NeMo adds position embeddings to the text before it inserts the rows, so trained rows include
-    position embeddings. Preamble adds position embeddings to rows too, so they are subtracted here.
-    The note is empty if nothing is subtracted.
+    NeMo adds position embeddings only to the text, so trained rows stand for a word embedding plus
+    a position embedding. Preamble adds position embeddings to rows too. Therefore this function
+    subtracts them: row n loses the embedding of position n. The note is empty if the model has no
+    learned position embeddings.
     """
     if base is not None:
         has_learned_positions = base.config.has_learned_positions

@@ -1,9 +1,10 @@
 """NeMo prompt encoder: recomputes the virtual-token rows that a .nemo file does not contain.
 
-NeMo stores a valid table of rows only if a validation ran before the save. A NeMo file also has the
-prompt encoder, the network that computes the rows; with tensor parallelism, each rank stores a
-shard. Up to NeMo 1.16 the first input rows of the encoder are the embeddings of the task's name. An
-incomplete encoder is refused. `import_nemo` handles templates and position embeddings.
+NeMo stores a valid table of rows only if a validation ran before the save. A NeMo file can also
+have the prompt encoder: a matrix of input rows, and the network that computes the table from these
+rows. With tensor parallelism, each rank stores a shard of the network. Up to NeMo 1.16, embeddings
+of the task's name replace the first input rows. An incomplete encoder is refused. `import_nemo`
+handles templates and position embeddings.
 """
 
 import re

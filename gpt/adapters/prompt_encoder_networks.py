@@ -49,7 +49,10 @@ def encoder_kind(weights: Mapping[str, object]) -> EncoderKind | None:
 def encoder_shapes(
     kind: EncoderKind, width: int, hidden: int, layers: int, input_width: int | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Return the tensor shapes of a network from `input_width` (default `width`) to `width`.
+    """Return the tensor shapes of a network by tensor name.
+
+    The network maps rows of width `input_width` (default `width`) to rows of width `width`.
+    `hidden` is the width of its hidden layers; in an LSTM, the width of each direction.
 
     `layers` is the number of LSTM layers for the kind "lstm", and the number of linear layers for
     the kind "linears". It is not used for the kind "split", which always has two linear layers.
@@ -89,10 +92,10 @@ def _lstm_names(layer: int, direction: str) -> list[str]:
 
 
 def expected_shapes(weights: EncoderWeights, rows: Tensor) -> dict[str, tuple[int, ...]]:
-    """Return the tensor shapes of a complete network, with the sizes of `weights` and `rows`.
+    """Return the shapes of all tensors that the network in `weights` must have.
 
-    `rows` are the input rows. The caller compares the shapes with the tensors of a file, to detect
-    an incomplete network.
+    The kind of network and its sizes are inferred from `weights` and from `rows`, the input rows.
+    The caller compares the shapes with the tensors of a file, to detect an incomplete network.
     """
     kind = encoder_kind(weights)
     assert kind is not None
@@ -175,8 +178,9 @@ def _run_lstm(rows: Tensor, weights: EncoderWeights, dropout: LstmDropout | None
             for name in _lstm_names(layer, direction)
         ]
         initial_state = x.new_zeros(2, 1, layer_weights[1].shape[1])
-        # The flags are: has_biases, num_layers, dropout, train, bidirectional, batch_first. cuDNN
-        # saves the activations for the backward pass only with train=True.
+        # The arguments after `layer_weights` are has_biases, num_layers, dropout, train,
+        # bidirectional and batch_first. cuDNN saves the activations for the backward pass only with
+        # train=True.
         needs_grad = torch.is_grad_enabled()
         x = torch.lstm(
             x, (initial_state, initial_state), layer_weights, True, 1, 0.0, needs_grad, True, False

@@ -1,9 +1,9 @@
 """Prompt template: converts text, fields and virtual tokens to token ids, for training and serving.
 
 Each virtual token becomes a token id at or above the vocabulary size. A template is parsed before
-the fields get their values. So the value of a field is always text: a marker, a field or a control
-token in a value has no effect. The text between two markers of virtual tokens, with the values of
-its fields, is tokenized in one piece. In a training example, the ids before the answer equal the
+its fields get their values, so a value is always text: a marker, a field or a control token in a
+value has no effect. The text between two markers of virtual tokens, with the values of its fields,
+is tokenized in one piece. In a training example, the ids before the answer equal the
 prompt's ids in serving. The module uses no model and opens no files.
 """
 
@@ -156,10 +156,13 @@ class PromptTemplate:
     ) -> RenderedPrompt:
         """Return the ids of a prompt, or, if `with_answer` is set, of a training example.
 
-        The example's ids before `answer_start` equal the ids of the prompt alone, even if the
-        tokenizer would merge the end of the prompt with the answer. So training and serving use the
-        same prompts. In an example of a template without answer_field, all ids are the answer. In a
-        prompt, an answer in the inputs is ignored.
+        Virtual token n gets the id `vocab_size + n`. If there are more than `tokens_max` ids, the
+        value of truncate_field is shortened, or the prompt is refused.
+
+        Training and serving use the same prompts: the example's ids before `answer_start` equal the
+        ids of the prompt alone, even if the tokenizer would merge the end of the prompt with the
+        answer. If the template has no answer_field, all ids of an example are the answer. Without
+        `with_answer`, an answer in `inputs` is ignored.
         """
         self._check_inputs(inputs, with_answer)
         field_values = dict(inputs)
@@ -324,8 +327,9 @@ def _strip_ends(text: str, begins_prompt: bool, ends_prompt: bool) -> str:
 def _text_length(tokenizer: Tokenizer, ids: list[int]) -> int:
     """Return the length in characters of the text of `ids`, the first tokens of a longer text.
 
-    An incomplete character at the end does not count. The length is approximate if the tokenizer
-    does not decode the ids to exactly the longer text; `render` encodes the truncated text again.
+    An incomplete character at the end does not count. If the tokenizer does not decode ids to
+    exactly the text that was encoded, the length is approximate. An approximate length is enough,
+    because `render` encodes the truncated text again.
     """
     stream = IncrementalDetokenizer(tokenizer)
     return sum(len(stream.push(token_id)) for token_id in ids)

@@ -31,7 +31,7 @@ __all__ = ["ModelIdentity", "base_digest", "combine_digests", "fingerprint", "id
 # tensor.
 SAMPLE_COLUMNS = 64
 
-# Threads that hash. More threads are not faster, because the disk is the limit.
+# Maximum number of hashing threads. More threads are not faster, because the disk is the limit.
 WORKERS_MAX = 8
 
 
@@ -65,7 +65,7 @@ def combine_digests(checkpoint: Checkpoint, hashes: Mapping[str, str]) -> str:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Hash the functional config and a few elements of each tensor, without a full read."""
+    """Hash `functional_config` and a few elements of each tensor; no other elements are read."""
     hasher = hashlib.sha256(
         json.dumps(functional_config(checkpoint.config), sort_keys=True).encode()
     )

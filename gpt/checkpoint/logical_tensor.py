@@ -86,7 +86,7 @@ class SourceSlice:
     transposed: bool = False
 
     def view(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-        """Return a view of these logical rows and columns, which must be inside this slice."""
+        """Return a view of the given logical rows and columns, which must be inside this slice."""
         stored = _as_matrix(self.source.tensor())
         stored = stored.T if self.transposed else stored
         row_start = self.source_row + (rows[0] - self.rows[0]) * self.row_stride
@@ -188,11 +188,14 @@ class LogicalTensor:
         return max(1, self._columns * self.dtype.itemsize)
 
     def _mapped_view(self) -> Tensor | None:
-        """Return a view of the file with the bytes of the logical tensor; None if impossible."""
+        """Return the whole logical tensor as a view of the file.
+
+        Returns None if the file does not store the tensor contiguously in `dtype`.
+        """
         if len(self.slices) != 1 or self.slices[0].source.dtype != self.dtype:
             return None
         view = self.slices[0].view((0, self.shape[0]), (0, self._columns))
-        # is_contiguous() ignores the stride of a one-element tensor, but view(dtype) checks it.
+        # is_contiguous() ignores the stride of a dimension of size 1, but view(dtype) checks it.
         is_viewable = view.is_contiguous() and view.stride(-1) == 1 and view.device.type == "cpu"
         return view if is_viewable else None
 
@@ -207,7 +210,7 @@ class LogicalTensor:
                 target.narrow(1, 0, right - left).copy_(overlap)
 
     def mapping_error(self) -> str | None:
-        """Return an error of the mapping onto stored tensors, or None if the mapping is correct.
+        """Describe the first error of the mapping onto stored tensors; None if there is none.
 
         The stored tensors must have float dtypes and contain their slices, and the slices must
         cover each element of the logical tensor exactly once.
@@ -428,7 +431,8 @@ def find_tokenizer(*folders: Path) -> Path | None:
 def samples_equal(left: Sequence[StoredTensor], right: Sequence[StoredTensor]) -> bool:
     """Compare pairs of tensors by their first, middle and last rows.
 
-    If all these rows are equal, the tensors are copies: separate training would have changed them.
+    If all these rows are equal, the tensors are copies: two tensors that were trained separately
+    would have different rows.
     """
     if len(left) != len(right):
         return False
@@ -449,7 +453,8 @@ def refuse_untied_head(
 ) -> None:
     """Refuse a tied model whose files contain an LM head that is not a copy of the embedding.
 
-    `head` and `embedding` are the stored tensors of all tensor ranks. `remedy` ends the error.
+    `head` and `embedding` are the stored tensors of all tensor ranks. `remedy` is the end of
+    the error message.
     """
     if not samples_equal(head, embedding):
         head_part, embedding_part = head[0], embedding[0]

@@ -1,8 +1,8 @@
 """Random initialization: a checkpoint of new weights, which are drawn when they are read.
 
-A generator per logical (unsharded) tensor is seeded with the user's seed and the tensor's name.
-Each rank draws a whole tensor and keeps its shard. So the weights do not depend on the parallel
-sizes, and memory holds one whole tensor at a time. The initial values are Megatron's:
+Each logical (unsharded) tensor has a generator, whose seed is computed from the user's seed and the
+tensor's name. Each rank draws a whole tensor and keeps its shard, so the weights do not depend on
+the parallel sizes, and memory holds one whole tensor at a time. The initial values are Megatron's:
 
 - matrices of row-parallel linears, whose output is added to the residual stream, are normal with
   standard deviation std / sqrt(2 * layers);

@@ -35,8 +35,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open the checkpoint at a path, and check its config and the names and shapes of its tensors.
 
-    No complete weight is read. `config` overrides the config in the files: a GPTConfig replaces it,
-    a mapping replaces some fields.
+    No complete weight is read. `config` overrides the config in the files: a GPTConfig replaces the
+    whole config, and a mapping replaces single fields.
     """
     try:
         resolved_path = Path(path).expanduser()
@@ -107,8 +107,9 @@ def _open_detected(path: Path, config: GPTConfig | Mapping[str, Any] | None) -> 
 def _with_recorded_identity(checkpoint: Checkpoint) -> Checkpoint:
     """Add the identity from a manifest that Preamble wrote beside files of another format.
 
-    Other tools may have changed the files after Preamble wrote the manifest. So the manifest is
-    ignored, with a note, if it is unreadable or if its config differs from the config in the files.
+    Other tools may have changed the files after Preamble wrote the manifest. Therefore a manifest
+    that is unreadable, or whose config differs from the config in the files, is not used, and the
+    checkpoint gets a note.
     """
     if checkpoint.identity is not None or not (checkpoint.path / MANIFEST).is_file():
         return checkpoint

@@ -1,10 +1,14 @@
 """Restricted unpickler: reads untrusted pickles as data, with inert stubs for foreign classes.
 
-A pickle can call any importable function by name. So files are loaded either by torch's
-weights-only loader, which may call torch's tensor constructors and `Stub`, or by `StubUnpickler`,
-which may call `Stub` and a few plain types. A stub stores its arguments and runs no code. Objects
-of training frameworks and of a few harmless classes become stubs. A name that is not allowed is
-refused, and the error contains the name. The module is independent of the model.
+A pickle can call any importable function by name. Therefore each file is loaded by one of two
+restricted loaders:
+
+- torch's weights-only loader, which may call torch's tensor constructors and `Stub`;
+- `StubUnpickler`, which may call `Stub` and a few plain types.
+
+A stub stores its arguments and runs no code. Objects of training frameworks and of a few harmless
+classes become stubs. A name that is not allowed is refused, and the error contains the name. The
+module is independent of the model.
 """
 
 import io
@@ -102,8 +106,8 @@ class StubUnpickler(pickle._Unpickler):
     It derives from `pickle._Unpickler`, which is written in Python. The C implementation allocates
     a table as large as the largest memo index in a file, and a hostile file can contain any index.
     `extra_names` matches the names that are allowed in addition to `TRAINING_CLASSES` and
-    `SAFE_CLASSES`; a subclass sets it to the names in its files. Objects of all these classes
-    become stubs.
+    `SAFE_CLASSES`; a subclass can replace it with the names in its own files. Objects of all these
+    classes become stubs.
     """
 
     # The opcode BYTEARRAY8 is refused, because it allocates any length that the file states. No

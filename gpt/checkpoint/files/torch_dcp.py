@@ -1,9 +1,10 @@
 """PyTorch distributed checkpoint (DCP) files: the `.metadata` index and mapped tensor chunks.
 
 The index is a pickle. Its objects are read as inert stubs, so no class of torch or of a training
-framework is imported or run. A chunk is a complete `torch.save` archive inside a larger file; its
-tensor is a view of the mapped file, without a copy. The files can be in a folder or in an
-uncompressed .nemo archive. The module is independent of the model and of parameter names.
+framework is imported or run. A chunk is the part of a tensor that one rank saved. It is stored as a
+complete `torch.save` archive inside a larger file, and is read as a view of the mapped file,
+without a copy. The files can be in a folder or in an uncompressed .nemo archive. The module is
+independent of the model and of parameter names.
 """
 
 import io
@@ -118,8 +119,9 @@ def read_index(tree: FileTree, key_filter: Callable[[str], bool]) -> DcpIndex:
     return index
 
 
-# The storage entry of each chunk (a mapping with file name, offset and length). A key is the
-# tensor's key and the chunk's `offsets` in the tensor; a pickled object has None for `offsets`.
+# Maps pairs of (tensor's key in the index, the chunk's `offsets` in the tensor) to the chunk's
+# storage entry: a mapping with the file name, byte offset and length. The second element of the
+# pair is None for a pickled object.
 StorageSpans = dict[tuple[str, tuple[int, ...] | None], Mapping[str, Any]]
 
 

@@ -1,10 +1,10 @@
 """`torch.save` zip archives as data: tensors viewed in the mapped file, pickles read as stubs.
 
-The archive is a zip, which may be a part of a larger file. Its members are not compressed: a
-pickle, whose foreign classes are read as inert stubs, and the storages of the tensors. A tensor is
-a view of the mapped file, so no storage is copied. `view_archive` may raise any exception for a
-broken archive; `read_archive` converts the exception to a `CheckpointError`. The module is
-independent of the model.
+The archive is a zip file, or a byte range of a larger file. One member is a pickle, whose foreign
+classes are read as inert stubs; the other members are the storages of the tensors. No member is
+compressed. A tensor is a view of the mapped file, so no storage is copied. `view_archive` may raise
+any exception for a broken archive; `read_archive` converts the exception to a `CheckpointError`.
+The module is independent of the model.
 """
 
 import io

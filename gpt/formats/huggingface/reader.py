@@ -323,7 +323,11 @@ def _pack_tensor(
 def _qkv_row_runs(
     config: GPTConfig, starts: Sequence[tuple[StoredTensor, int]]
 ) -> Iterator[tuple[StoredTensor, int, int]]:
-    """Yield the row runs of each query group: its queries, then its key, then its value."""
+    """Yield the row runs of each query group: its queries, then its key, then its value.
+
+    A row run is (stored tensor, first row, row count). `starts` has the stored tensor and first row
+    of all queries, of all keys and of all values.
+    """
     (q, q_first), (k, k_first), (v, v_first) = starts
     d, groups = config.kv_channels, config.num_query_groups
     query_rows = config.num_attention_heads // groups * d

@@ -23,7 +23,8 @@ CONFIG_HINT = "(config= in Python, --config-json FILE on the command line)"
 FIELDS_HINT = f"as fields of config {CONFIG_HINT}"
 UNTIED_HINT = f"give untie_embeddings_and_output_weights in config {CONFIG_HINT}"
 
-# Args that describe the network or its parallel sizes; their values are equal on all ranks.
+# Args that describe the network or its parallel sizes. `open_rank_files` in `rank_files` refuses a
+# checkpoint whose ranks have different values of these args.
 ARCHITECTURE_ARGS: tuple[str, ...] = (
     "num_layers",
     "hidden_size",
@@ -299,8 +300,9 @@ def _query_groups(args: MegatronArgs, weights: WeightShapes) -> int:
     """
     heads = args.integer("num_attention_heads")
     if args.get("group_query_attention") is None and args.get("num_query_groups") is not None:
-        # Megatron saves both args or neither, so a converter wrote these. The number of rows of the
-        # QKV weight shows whether the model has grouped-query attention.
+        # Megatron saves both args or neither. Here only num_query_groups is present, so a converter
+        # wrote the args, and they do not tell whether the model has grouped-query attention. The
+        # number of rows of the QKV weight tells it.
         channels = args.integer("kv_channels") or args.integer("hidden_size") // max(1, heads)
         rows = weights.rows("decoder.layers.0.self_attention.linear_qkv.weight")
         return heads if rows == 3 * heads * channels else args.integer("num_query_groups")
@@ -395,7 +397,8 @@ def _set_activation(
         # Transformer Engine's TransformerLayer can ignore `swiglu`, so check the shapes.
         fc1, fc2 = (f"decoder.layers.0.mlp.linear_fc{number}.weight" for number in (1, 2))
         fields["gated"] = weights.rows(fc1) == 2 * weights.columns(fc2)
-        if args.flag("apply_layernorm_1p"):  # In such a model, only the final norm uses this arg.
+        # The final norm uses apply_layernorm_1p, but the norms in TransformerLayer ignore it.
+        if args.flag("apply_layernorm_1p"):
             raise args.unsupported_arg_error("apply_layernorm_1p")
     # Transformer Engine's GELU is always the tanh approximation.
     if fields["gated"] or is_full_te_layer or args.flag("use_te_activation_func"):
@@ -406,7 +409,7 @@ def _set_activation(
         return
     has_fusion_arg = args.get("bias_gelu_fusion") is not None
     if weights.legacy and not has_fusion_arg and args.get("openai_gelu") is not None:
-        # Versions of 2020 have no fused kernel.
+        # Versions of 2020 have no fused kernel for bias + GELU; openai_gelu selects the variant.
         fields["activation"] = "gelu_tanh" if args.flag("openai_gelu") else "gelu"
         return
     # The fused kernel for bias + GELU computes the tanh approximation; torch's GELU uses erf.

@@ -3,8 +3,8 @@
 Names changed without a version number, so the generation is inferred from the names: older names
 begin with `language_model.transformer` or `language_model.encoder`, newer names with `decoder`.
 Canonical names keep a file's layer and expert numbers until `renumber` replaces them. A tensor of
-another architecture is refused, and the error names that architecture. The module opens no files.
-It uses shapes only to split grouped experts.
+an unsupported architecture is refused, and the error names the architecture. The module opens no
+files. It uses shapes only to split grouped experts.
 """
 
 import re

@@ -53,7 +53,8 @@ def read_config(span: Span) -> dict[str, Any]:
         record = yaml.load(span.read(TEXT_BYTES_MAX).decode(), _Loader)
     except (CheckpointError, OSError):
         raise
-    # PyYAML raises YAMLError, but other errors for a bad date, number or key, or for deep nesting.
+    # PyYAML raises YAMLError for wrong syntax, and other exceptions for a bad date, number or key
+    # and for deep nesting.
     except Exception as error:
         raise _unreadable_error(span, error) from None
     if not isinstance(record, dict):
@@ -64,9 +65,9 @@ def read_config(span: Span) -> dict[str, Any]:
 
 
 def read_fiddle_graph(span: Span) -> list[dict[str, Any]]:
-    """Return the objects of a fiddle JSON graph that have attributes, as dicts.
+    """Return a dict for each object with attributes in a fiddle JSON graph.
 
-    References to other objects are replaced by these objects.
+    In the dicts, a reference to an object is replaced by the object.
     """
     try:
         objects = json.loads(span.read(TEXT_BYTES_MAX))["objects"]

@@ -1,9 +1,9 @@
 """Megatron-LM rank files (`mp_rank_XX`): finds all ranks, and checks that they belong together.
 
-A checkpoint root has a tracker file that names an iteration; an iteration has a directory for each
-tensor, pipeline and expert rank. The directory names are ambiguous, so the parallel sizes are read
-from the args in the files; for old files without args, the names are used. All ranks must exist,
-with the same iteration and architecture. `reader` interprets the tensors.
+A checkpoint root has a tracker file that names an iteration. An iteration has a directory for each
+combination of tensor, pipeline and expert rank. The directory names are ambiguous, so the parallel
+sizes are read from the args in the files; for old files without args, the names are used. All ranks
+must exist, with the same iteration and architecture. `reader` interprets the tensors.
 """
 
 import re
@@ -25,7 +25,8 @@ TRACKER_FILE = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER_FILE = "latest_train_state.pt"
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?")
 TEXT_BYTES_MAX = 1000
-VERSION_LIMIT = 100  # Exclusive. Versions up to 3 exist; the limit also excludes NaN and infinity.
+# Exclusive limit of checkpoint_version. Versions up to 3 exist; NaN and infinity are refused too.
+VERSION_LIMIT = 100
 # The second name was used in 2022 and 2023 if the distributed optimizer was in separate files.
 WEIGHT_FILES = ("model_optim_rng.pt", "model_rng.pt")
 
@@ -218,7 +219,10 @@ def _list_iterations(path: Path) -> list[str]:
 
 
 def tracked_iteration(path: Path) -> Path:
-    """Return the iteration directory that the tracker file in `path` names; it may not exist."""
+    """Return the iteration directory that the tracker file in `path` names.
+
+    The directory may be absent.
+    """
     with open(path / TRACKER_FILE, "rb") as file:
         text = file.read(TEXT_BYTES_MAX).decode("utf-8", "replace").strip()
     if text == "release":

@@ -122,8 +122,12 @@ class ShardedTensor:
 class KeyPattern:
     """Maps a key to the canonical names of the tensors that the key stacks.
 
-    A canonical name is the prefix, the layer number if the key stacks layers, the expert's path if
-    the key stacks experts, and the suffix.
+    A canonical name is the concatenation of:
+
+    - the prefix;
+    - the layer number, if the key stacks layers;
+    - the expert's path, if the key stacks experts;
+    - the suffix.
     """
 
     prefix: str

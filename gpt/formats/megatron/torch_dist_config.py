@@ -2,9 +2,9 @@
 
 Megatron stores its args in the checkpoint; NeMo and Megatron-Bridge write config files. If there
 are neither args nor a config file, the sizes are inferred from the tensor shapes. Shapes do not
-determine the number of heads, the norm's epsilon, the activation and the position embedding, and a
-wrong guess would give wrong logits without an error. So these fields are not guessed: an error
-message lists all fields that the user must give.
+determine the number of heads, the norm's epsilon, the activation and the position embedding. These
+fields are not guessed, because a wrong guess would give wrong logits without an error. Instead, an
+error message lists all fields that the user must give.
 """
 
 from collections.abc import Mapping

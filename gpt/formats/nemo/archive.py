@@ -1,9 +1,9 @@
 """`.nemo` tar archives as file trees: memory-mapped, or unpacked once if compressed.
 
-A tar is untrusted: members must be unique regular files with paths inside the archive and sizes
-that fit into it, and the expansion of a compressed archive is limited. A compressed archive is
-unpacked to the user's cache, without files that do not belong to the model; the unpacked folder
-appears atomically. The module does not interpret the files.
+A tar is untrusted. Each file in the tar must be a regular file with a unique path inside the
+archive, and must end before the archive ends. The expansion of a compressed archive is limited. A
+compressed archive is unpacked to the user's cache, without files that do not belong to the model;
+the unpacked folder appears atomically. The module does not interpret the files.
 """
 
 import gzip
@@ -26,8 +26,8 @@ from gpt.checkpoint.files.safetensors_file import MappedFile, refuse_git_lfs_poi
 from gpt.errors import CheckpointError
 
 GZIP_MAGIC = b"\x1f\x8b"
-# Limit of a read by tarfile, which reads a member's header with its long name and extended
-# attributes into memory.
+# `tarfile` reads a member's header, including a long name and extended attributes, into memory.
+# This is the limit of one such read.
 HEADER_BYTES_MAX = 1 << 20
 # Limit of the ratio unpacked size / compressed size. The ratio is near 1 for weights; it can
 # exceed 10 for texts.
@@ -63,9 +63,9 @@ def open_nemo_archive(path: Path) -> tuple[FileTree, str]:
 
 
 def cached_folder(kind: str, key_parts: Sequence[object], fill: Callable[[Path], None]) -> Path:
-    """Return the folder of the user's cache for these key parts.
+    """Return the folder in the user's cache that belongs to `kind` and `key_parts`.
 
-    If the folder does not exist yet, `fill` creates its content.
+    If the folder does not exist yet, it is created, and `fill` writes its content.
     """
     root = digest_cache_folder().parent / kind
     folder = root / hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()[:32]
@@ -145,7 +145,7 @@ def _refuse_full_disk(path: Path, target: Path, bytes_needed: int) -> None:
 
 
 def _iter_members(path: Path, file: "_BoundedReader") -> Iterator[tuple[str, tarfile.TarInfo]]:
-    """Yield the name and the header of each regular file; refuse other kinds of members."""
+    """Yield the path and the header of each regular file; skip folders, refuse other members."""
     names: set[str] = set()
     try:
         with tarfile.TarFile(fileobj=cast(Any, file), mode="r") as archive:
@@ -181,7 +181,7 @@ def _iter_members(path: Path, file: "_BoundedReader") -> Iterator[tuple[str, tar
 
 
 def _member_path(path: Path, member: tarfile.TarInfo) -> str:
-    """Return a member's path without `./`; it is empty for the root folder of the archive."""
+    """Return a member's path without `./`; the path of the archive's root folder is empty."""
     parts = member.name.split("/")
     if member.name.startswith("/") or ".." in parts or "\0" in member.name or not member.name:
         raise _broken_archive_error(path, f"has {member.name[:80]!r}, a path outside the archive")

@@ -1,8 +1,8 @@
 """NeMo 1 reader: opens `.nemo` archives and unpacked directories as logical checkpoints.
 
-A `.nemo` contains one config, the weights of each rank or one distributed checkpoint, and the
-tokenizer's files under hashed names. The tensors have Megatron's names and sharding, so the
-Megatron reader joins them. This module finds the files of all ranks and of the tokenizer, and
+A `.nemo` contains a config, weights, and the tokenizer's files under hashed names. The weights are
+one file per rank, or a distributed checkpoint. The tensors have Megatron's names and sharding, so
+Megatron's readers join them. This module finds the files of all ranks and of the tokenizer, and
 refuses missing or surplus ranks.
 """
 
