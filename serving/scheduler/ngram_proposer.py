@@ -36,7 +36,7 @@ class NgramProposer:
         # By end position of a bigram: the end position of its previous occurrence; 0: none.
         self._previous_position = array("q")
         self._skips_left = PROBE_INTERVAL  # Matches until one token is proposed as a probe.
-        # Share of the verified draft tokens that were accepted, as a moving average.
+        # Moving average of (accepted draft tokens) / (verified draft tokens).
         self.acceptance_rate = ACCEPTANCE_START
 
     def propose(self, tokens_max: int) -> list[int]:
