@@ -147,7 +147,7 @@ class ModelRunner:
         started = time.perf_counter()
         self._apply_updates(step)
         if not step.slots:
-            barrier(self.model.mesh)  # For heartbeats: the step shows that all ranks live.
+            barrier(self.model.mesh)  # A heartbeat must show that all ranks are alive.
         pending: PendingOutcome = partial(Outcome, step.step_id)
         if step.slots:
             pending = self._replay_graph(step) or self._run_model(step)
