@@ -126,8 +126,9 @@ class SchedulerConfig:
     # Limits the time that prefill may add to a step in which latency-class sequences decode. If n
     # latency-class sequences wait for their first token, the limit is max(1, n) times this value.
     prefill_stall_ms_max: float = 15.0
-    # Draft tokens per decoding sequence and step (n-gram speculative decoding); 0: off. Greedy and
-    # seeded answers do not change. On a CPU, each draft token beyond the third lengthens the step.
+    # Maximum number of draft tokens per decoding sequence and step (n-gram speculative decoding);
+    # 0: off. Drafts do not change greedy and seeded answers. On a CPU, each draft token beyond the
+    # third lengthens the step.
     speculate_tokens_max: int = 0
     # In a step that has draft tokens: maximum of (decode tokens + draft tokens).
     speculate_rows_max: int = 8

@@ -163,7 +163,7 @@ class Engine:
     def check_capacity(self, pending: int = 0) -> None:
         """Raise the error that `submit` would raise for a request with one answer.
 
-        `pending`: the number of answers to count in addition, which are not submitted yet.
+        `pending`: a number of answers that are not submitted yet, but count as unfinished too.
         """
         with self._lock:
             self._check_capacity(1, pending)
@@ -536,10 +536,11 @@ def _push_events(events: Sequence[StreamEvent], gather_s: float) -> None:
 
 
 def _add_lost_time(sequence: TrackedSequence, phases: Phases) -> Phases | None:
-    """Add the time from the first to the latest submission to the queue time.
+    """Return the phases with the lost time added to `queue_s`.
 
-    In that time, the sequence was on ranks that were lost. None: these ranks had delivered the
-    first token, so the phases have been reported already.
+    The lost time is the time from the first to the latest submission, in which the sequence was on
+    ranks that were lost, or waited for new ranks. None: the lost ranks had delivered the first
+    token, so the phases have been reported already.
     """
     if sequence.output_tokens:
         return None

@@ -5,10 +5,10 @@ sequences, that the scheduler can put into a step. Therefore the steps of reques
 allocated and kernels compiled. The watchdog derives its first step time-out from the time of the
 prefill step.
 
-The scheduler does not take part; this module assigns slots from 0 on and blocks from 1 on, because
-block 0 is never allocated. A slot's state from the warm-up is discarded when a sequence gets the
-slot (`SlotInit`). This module only builds the steps; `EngineLoop.warm_up` runs them before the
-first request.
+The scheduler does not take part. This module assigns slots from 0 on, and blocks from 1 on: block 0
+is never allocated. A slot's state from the warm-up is discarded when a sequence gets the slot
+(`SlotInit`). This module only builds the steps; `EngineLoop.warm_up` runs them before the first
+request.
 """
 
 from gpt.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""N-gram speculative decoding: propose the tokens that followed the same suffix earlier.
+"""N-gram speculative decoding: proposes tokens that followed an earlier copy of the last tokens.
 
 The proposer finds the longest suffix of a sequence's tokens that also occurs earlier; the tokens
 after the earlier occurrence are the draft. The number of draft tokens depends on the acceptance

@@ -38,12 +38,12 @@ class AdmissionResult(Enum):
 class ResourceUpdates:
     """Changes of blocks and adapter rows that the ranks must apply before the next forward pass.
 
-    The ranks apply them in this order:
+    The ranks apply block clears, then block copies, then writes of keys and values (`Step`). This
+    order is necessary, because both of these events can occur in one plan:
 
-    1. Block clears. A cleared block may be the target of a copy in the same plan.
-    2. Block copies.
-    3. Writes of keys and values. They may overwrite the source of a copy: in the same plan, this
-       cached block may be evicted and allocated to another sequence.
+    - A cleared block is allocated again, as the target of a copy.
+    - The source of a copy is a cached block. It is evicted and allocated to another sequence, which
+      overwrites it.
     """
 
     block_clears: list[int] = field(default_factory=list)
@@ -225,8 +225,8 @@ class ResourceAllocator:
         if sequence.planned_tokens >= sequence.virtual_end:
             # The planned step is the last one that reads the adapter's rows for this sequence. The
             # rows may be unpinned before this step runs. Only admissions evict rows, and the
-            # admissions of this plan are over. An admission of a later plan may evict the rows,
-            # but a later step then overwrites them.
+            # admissions of this plan are over. An admission of a later plan may evict these rows,
+            # but they are overwritten only by a step after this one.
             self._unpin_adapter_rows(sequence)
         if not sequence.unplanned_prefill_tokens:
             del self._prefilling[sequence.sequence_id]
@@ -359,10 +359,12 @@ class ResourceAllocator:
         )
 
     def _reserved_blocks(self, sequence: Sequence) -> int:
-        """Number of blocks that a running sequence needs in addition to its block table.
+        """Number of blocks that are reserved for a running sequence, beyond its block table.
 
-        It needs blocks for its prefill, or for its planned tokens if these are more, and one block
-        of tokens after them.
+            blocks for min(max(prefill_target, planned_tokens) + block_tokens, kv_tokens_max)
+            - blocks in the block table
+
+        If the difference is negative, the number is 0.
         """
         tokens_needed = min(
             max(sequence.prefill_target, sequence.planned_tokens) + self._block_tokens,

@@ -253,8 +253,8 @@ class ModelRunner:
     ) -> Outcome:
         """Wait for a step of the CUDA graph runner, and return its outcome.
 
-        `indices`: the indices in the step of the sequences that sample a token. The outcome counts
-        as replayed even if the batch size could not be captured and ran without a graph.
+        `indices`: the sequences that sample a token, as indices in the step. The outcome counts as
+        replayed even if the batch size could not be captured and ran without a graph.
         """
         assert self._sampler is not None and graph_output.argmax_and_faults is not None
         argmax_ids, faults = graph_output.argmax_and_faults.wait()[:, : len(step.slots)].numpy()

@@ -28,9 +28,10 @@ from serving.worker.token_bans import TokenBans
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _TYPICAL_P = range(5)
 _REPETITION, _PRESENCE, _FREQUENCY, _UNIFORM = range(5, 9)
 
-# On a CPU, top-k, top-p and typical-p first examine only this many tokens of a row: the most likely
-# tokens or, for typical-p, the tokens nearest to the entropy. Rows that need more tokens are
-# computed again with the next size, and last with the whole vocabulary.
+# Numbers of tokens of a row that top-k, top-p and typical-p examine on a CPU. Top-k and top-p
+# examine the most likely tokens; typical-p examines the tokens whose surprisal is nearest to the
+# entropy. Rows that need more tokens than the first number are computed again with the second
+# number, and if necessary with the whole vocabulary.
 _TOPK_SIZES = (256, 4096)
 # Maximum number of rows whose log-probabilities are computed at once. Each of these rows needs a
 # copy of its logits in fp32.
