@@ -1,7 +1,8 @@
 """Serving: serves a model and its adapters over gRPC and HTTP, or in process to Python code.
 
-In process: `open_engine(config)` returns a service whose model is loaded in the calling process;
-`generate([Ask("One and two is")])` returns completions, and `start` returns a stream.
+In process: `open_engine(config)` returns a service whose model is loaded in the calling process.
+The service's method `generate([Ask("One and two is")])` returns completions, and its method `start`
+returns a stream.
 """
 
 from typing import TYPE_CHECKING

@@ -49,8 +49,8 @@ class ModelConfig:
     linear_backend: str = "auto"
     te_recipe: str = "none"  # FP8 scaling recipe of Transformer Engine; none: no FP8.
     weights: str = "auto"  # int8: 8-bit weights, on a CPU with dtype bfloat16; auto: same as dtype.
-    # Largest divergence of the next-token distribution that quantized weights may cause, in nats.
-    # None: 0.005, or 0.05 for mixture-of-experts models.
+    # Largest mean KL divergence of the next-token distribution that quantized weights may cause, in
+    # nats. None: 0.005, or 0.05 for mixture-of-experts models.
     divergence_max: float | None = None
     prove: bool = True  # At start, compare the logits with the checkpoint's proof, if it has one.
 
@@ -126,10 +126,11 @@ class SchedulerConfig:
     # Limits the time that prefill may add to a step in which latency-class sequences decode. If n
     # latency-class sequences wait for their first token, the limit is max(1, n) times this value.
     prefill_stall_ms_max: float = 15.0
-    # Draft tokens per decoding sequence and step (n-gram speculative decoding); 0: off. Greedy and
-    # seeded answers do not change. On a CPU, each draft token beyond the third lengthens the step.
+    # Maximum number of draft tokens per decoding sequence and step (n-gram speculative decoding);
+    # 0: off. Drafts do not change greedy and seeded answers. On a CPU, each draft token beyond the
+    # third lengthens the step.
     speculate_tokens_max: int = 0
-    # Maximum number of decode and draft tokens together in a step that has draft tokens.
+    # In a step that has draft tokens: maximum of (decode tokens + draft tokens).
     speculate_rows_max: int = 8
     # Run decode-only steps as CUDA graphs. auto: on a CUDA device, if the model permits it.
     cuda_graphs: str = "auto"
@@ -161,8 +162,8 @@ class AdapterConfig:
     upload_bytes_max: int = 256 << 20  # Bytes of an uploaded adapter file.
     uploads_max: int = 2  # Concurrent uploads.
     upload_s: float = 600.0  # Time limit of an upload.
-    # Limit of an uploaded adapter: the L2 norm of a virtual token's row. In a prefix adapter it
-    # limits the absolute value of each element instead.
+    # Maximum L2 norm of a virtual token's row in an uploaded adapter. For an uploaded prefix
+    # adapter, the maximum absolute value of an element instead.
     row_norm_max: float = 1e4
     # Use of the golden examples in adapter files. "ignore": do not replay them; "warn": replay them
     # and log the verdict; "strict": also refuse requests for an adapter until its examples pass.
@@ -272,7 +273,8 @@ class ObservabilityConfig:
 
     log_format: str = "text"  # text, or json: one JSON object per line.
     flight_steps_max: int = 1000  # Steps kept in memory by the flight recorder.
-    # Directory for flight recordings, written on a crash; None: the system's temporary directory.
+    # Directory for flight recordings, which are written on a crash or on SIGUSR2.
+    # None: the system's temporary directory.
     flight_dir: str | None = None
     flight_ids: bool = False  # Include token ids in flight recordings; they can reveal prompts.
     # OTLP receiver (gRPC) for traces, as http://HOST:PORT or https://HOST:PORT. None: no tracing.

@@ -72,11 +72,15 @@ class LogThrottle:
     """Rate limit for log lines: at most one line of each kind in `period_s` seconds."""
 
     period_s: float = 1.0
-    _last_logged_at: dict[str, float] = field(default_factory=dict)  # Time, by kind.
+    # By kind: the time of the last logged line, on the monotonic clock.
+    _last_logged_at: dict[str, float] = field(default_factory=dict)
     _suppressed_counts: dict[str, int] = field(default_factory=dict)
 
     def claim_line(self, kind: str) -> int | None:
-        """Return how many lines were suppressed since the last line; None: suppress this line."""
+        """Return the number of lines suppressed since the last logged line of this kind.
+
+        None: the caller must suppress this line too.
+        """
         now = time.monotonic()
         if now - self._last_logged_at.get(kind, -self.period_s) < self.period_s:
             self._suppressed_counts[kind] = self._suppressed_counts.get(kind, 0) + 1

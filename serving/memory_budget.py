@@ -69,10 +69,11 @@ def kv_cache_bytes(memory_bytes: int, reserved_bytes: int, *, on_cpu: bool) -> i
 
 
 def running_kv_tokens_max(running_requests_max: int, context_tokens: int, block_tokens: int) -> int:
-    """Return the KV tokens of all running requests with full contexts, in whole blocks.
+    """Return the KV tokens of `running_requests_max` requests that each fill their context.
 
-    The default KV cache on a CPU has at most this capacity, because more blocks would only extend
-    the prefix cache, at the expense of the page cache.
+    Each context is rounded up to whole blocks. The default KV cache on a CPU has at most this
+    capacity, because more blocks would only extend the prefix cache, at the expense of the page
+    cache.
     """
     return running_requests_max * -(-context_tokens // block_tokens) * block_tokens
 

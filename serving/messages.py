@@ -145,7 +145,7 @@ class SequenceOutput(_Part, frozen=True):
     prompt_scores: list[TokenScore | None] = []
     end: EndReason | None = None
     reason: str = ""  # For a rejection, "fault" or "stuck": a sentence for the caller.
-    cached_tokens: int = 0  # With the first token: prompt tokens found in the prefix cache.
+    cached_tokens: int = 0  # Prompt tokens found in the prefix cache; sent once, with `phases`.
     phases: Phases | None = None  # With the first token, or with the end "scored".
 
 
@@ -206,10 +206,10 @@ class Ready(_Message, frozen=True):
 
 
 class StepSize(_Part, frozen=True):
-    """The size of a step: its new tokens, and the tokens before them in its sequences."""
+    """The size of a step, summed over its sequences."""
 
-    tokens: int = 0
-    context_tokens: int = 0
+    tokens: int = 0  # New tokens.
+    context_tokens: int = 0  # Tokens before the new ones: the sum of `Step.past`.
 
 
 class StepTime(_Part, frozen=True):
@@ -312,8 +312,9 @@ class Step(_Message, frozen=True):
     # For each sequence, whether tokens are sampled. A sequence with n draft tokens (`draft_counts`)
     # samples one token after each of its last n + 1 new tokens; n is 0 without draft tokens.
     draws: list[bool] = []
-    # For each sequence, the number n of prompt tokens that this step scores: the logits of each of
-    # its first n new tokens score the next token of the prompt (`SlotInit.prompt`). 0: no scores.
+    # For each sequence, the number n of prompt tokens that this step scores; 0: no scores. The
+    # logits of the sequence's new token i (0 <= i < n) score the token that follows it in the
+    # prompt (`SlotInit.prompt`).
     prompt_score_counts: list[int] = []
     slot_inits: list[SlotInit] = []
     block_table_updates: list[BlockTableUpdate] = []

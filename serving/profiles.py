@@ -20,11 +20,11 @@ from gpt.host_limits import usable_cores
 from gpt.settings import read_yaml
 
 PROFILES = ("latency", "throughput")
-# The same relative path in a checkout and in an installation.
+# The presets are at the same path relative to this file in a checkout and in an installation.
 PRESETS_FOLDER = Path(__file__).resolve().parent.parent / "deploy" / "config"
 
-# The settings that a plan contains. The KV cache capacity is not planned: the server derives it
-# from the free memory, which may differ at each start.
+# The settings that a saved profile (a plan) may contain. The KV cache capacity is not among them:
+# the server derives it from the free memory, which may differ at each start.
 PLANNED_SETTINGS = (
     "tp",
     "pp",
@@ -104,7 +104,7 @@ def plan_file(config: GPTConfig, dtype: str, device: str, name: str) -> Path:
 
 
 def describe_machine(device: str) -> str:
-    """Return a text that names this machine's GPUs or CPU cores; it is a part of a plan's key."""
+    """Return a text that names this machine's GPUs or CPU cores, for the key of `plan_file`."""
     if device.startswith("cuda"):
         import torch
 

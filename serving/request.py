@@ -29,7 +29,7 @@ class Ask:
     # A text, token ids, or the fields of the adapters' templates.
     prompt: str | tuple[int, ...] | Mapping[str, str] | None
     # The prompt is completed with each of these adapters; the prompt with one of them is a task.
-    # The name "" means the base model, and so does an empty tuple.
+    # The name "" means the base model. An empty tuple means one task with the base model.
     adapters: tuple[str, ...] = ()
     # Texts to score after the prompt. Each text is an answer; `answers` then has no effect.
     continuations: tuple[str, ...] = ()
@@ -102,7 +102,10 @@ class AnswerSpec:
 
 @dataclass(frozen=True)
 class Request:
-    """A validated request. An answer is identified by its index; a task's answers are adjacent."""
+    """A validated request. In `answers`, the answers of one task are adjacent.
+
+    An answer is identified by its index in `answers`.
+    """
 
     answers: tuple[AnswerSpec, ...]
     guide: Guide | None = None
@@ -134,7 +137,8 @@ class Piece:
     scores: tuple[TokenScore, ...] = ()  # One per token, if logprobs were requested.
     # Scores of the prompt's (or the continuation's) tokens, in order. None: the token has no score.
     prompt_scores: tuple[TokenScore | None, ...] = ()
-    cached_tokens: int = 0  # Prompt tokens from the prefix cache; only with the first token.
+    # Prompt tokens from the prefix cache. One piece of an answer reports them; the others have 0.
+    cached_tokens: int = 0
     beam_score: float | None = None  # Beam search only, with the last piece.
     stop: str | int | None = None  # In the last piece: the stop string or token that was matched.
     # Set on the last piece of an answer that failed while other answers of the request continue.

@@ -58,8 +58,8 @@ LIVENESS, READINESS = "liveness", "readiness"
 # Seconds for open connections to close after the last call has ended.
 CLOSE_GRACE_S = 1.0
 
-# Scans of the adapter directory may take about this fraction of the server's time: after a slow
-# scan, the next one waits longer.
+# Maximum of (duration of a scan of the adapter directory) / (pause after the scan): after a slow
+# scan, `_poll_adapters` waits longer before the next scan.
 SCAN_SHARE = 0.02
 
 
@@ -314,7 +314,7 @@ async def _reload_secrets(
 
 
 async def _set_health(health: HealthService, *, is_ready: bool, is_live: bool = True) -> None:
-    """Set readiness for the empty name and every service, and liveness separately.
+    """Set readiness for the whole server (the empty name) and every service; set liveness.
 
     An orchestrator, for example Kubernetes, restarts a server whose liveness probe fails.
     """

@@ -37,8 +37,8 @@ _COMPATIBLE_FIELDS = (
 _BEAM_FIELDS = ("beam_width", "length_penalty", "early_stopping")
 _FIELD_ALIASES = {"stop_strings": "stops.strings"}  # Names that errors use for a field.
 _DEFAULT_ASK = Ask(None)
-# Values of other fields that are accepted because they change nothing in beam search: temperature 0
-# (no sampling) and top_p 1 (all tokens).
+# Two more fields are accepted, if they have values that change nothing in beam search: temperature
+# 0 (no sampling) and top_p 1 (all tokens).
 _NEUTRAL_VALUES = {"temperature": 0.0, "top_p": 1.0}
 
 TopLogprobs = Sequence[tuple[int, float]]  # Token ids and log-probabilities, best first.

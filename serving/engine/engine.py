@@ -1,11 +1,11 @@
 """Engine: accepts and submits requests, streams output, and recovers when the ranks are lost.
 
-The number of accepted requests is bounded, and each ends exactly once: with a finish reason, or
-with an error that names the cause. When the ranks are lost, requests that have received no token,
-and requests whose callers read only complete answers (`final_only`), wait for new ranks and are
-submitted again. All other requests end with an error, and so does a request that has lost its ranks
-twice. The module is independent of protocols, of the model and of the scheduling policy: the
-scheduler behind the transport decides the order.
+The number of accepted requests is bounded. Each accepted request ends exactly once: with a finish
+reason, or with an error that names the cause. When the ranks are lost, requests that have received
+no token, and requests whose callers read only complete answers (`final_only`), wait for new ranks
+and are submitted again. All other requests end with an error, and so does a request that has lost
+its ranks twice. The module is independent of protocols, of the model and of the scheduling policy:
+the scheduler behind the transport decides in which order requests run.
 """
 
 import asyncio
@@ -50,9 +50,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_S = 0.01  # If the engine is full, `generate` submits a request again after this time.
-# A message to a client costs the front end about 100 us, independent of its size. The more streams
-# get output from a step, the longer each stream gathers tokens before it sends a message, so that
-# messages take at most MESSAGE_CPU_SHARE_MAX of a core.
+# A message to a client costs the front end about 100 us of CPU time, independent of its size.
+# MESSAGE_CPU_SHARE_MAX is the approximate limit of (CPU time of all messages) / (elapsed time). To
+# meet it, the more streams get output from a step, the longer each stream gathers tokens before it
+# sends a message (`_push_events`).
 MESSAGE_COST_S = 100e-6
 MESSAGE_CPU_SHARE_MAX = 0.4
 # If the caller reads only complete answers, tokens are delivered at this interval: a wake-up for
@@ -162,7 +163,7 @@ class Engine:
     def check_capacity(self, pending: int = 0) -> None:
         """Raise the error that `submit` would raise for a request with one answer.
 
-        `pending`: the number of answers to count in addition, which are not submitted yet.
+        `pending`: a number of answers that are not submitted yet, but count as unfinished too.
         """
         with self._lock:
             self._check_capacity(1, pending)
@@ -397,7 +398,10 @@ class Engine:
         ]
 
     def _abandon(self, job: Job, sequences: Iterable[TrackedSequence]) -> None:
-        """Finish sequences whose output is no longer needed; `_send_cancels` cancels them."""
+        """Mark sequences as finished, because their output is no longer needed.
+
+        `_send_cancels` later cancels them in the engine loop.
+        """
         for sequence in sequences:
             sequence.finished = True
             self._to_cancel.append(sequence.sequence_id)
@@ -495,9 +499,10 @@ class Engine:
             self._send_cancels()
 
     def _deliver(self, events: Sequence[StreamEvent]) -> None:
-        """Deliver events to their streams, with one wake-up per event loop, or defer all of them.
+        """Deliver events to their streams, with one wake-up per event loop, or defer them.
 
-        Deferred events are delivered together with later events.
+        They are deferred, and delivered together with later events, if all of them are deferrable
+        (`is_deferrable`) and the last delivery was less than FINAL_ONLY_FLUSH_S ago.
         """
         now = time.monotonic()
         with self._lock:
@@ -531,10 +536,11 @@ def _push_events(events: Sequence[StreamEvent], gather_s: float) -> None:
 
 
 def _add_lost_time(sequence: TrackedSequence, phases: Phases) -> Phases | None:
-    """Add the time from the first to the latest submission to the queue time.
+    """Return the phases with the lost time added to `queue_s`.
 
-    In that time, the sequence was on ranks that were lost. None: these ranks had delivered the
-    first token, so the phases have been reported already.
+    The lost time is the time from the first to the latest submission, in which the sequence was on
+    ranks that were lost, or waited for new ranks. None: the lost ranks had delivered the first
+    token, so the phases have been reported already.
     """
     if sequence.output_tokens:
         return None

@@ -117,8 +117,8 @@ class AdapterCache:
     def insert(self, read_result: AdapterReadResult) -> None:
         """Cache the rows that were read; after a failed read, cache nothing.
 
-        The rows are not pinned yet. The caller must call `pin` for the sequences that wait, because
-        the next `unpin` or `insert` may evict these rows.
+        The rows are not pinned yet, and the next `unpin` or `insert` may evict them. Before that,
+        the caller must call `pin` for the sequences that wait.
         """
         self._reading.discard(read_result.adapter_ref)
         if read_result.reason or read_result.adapter_ref.digest in self._cache:

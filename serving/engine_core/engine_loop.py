@@ -125,7 +125,7 @@ class EngineLoop:
         self._send_step = send_step
         self._receive_outcome = receive_outcome
         self._in_flight_max = runner.model.mesh.pp + runner.async_scheduling
-        self._replayed_steps = 0  # Steps that replayed a CUDA graph.
+        self._replayed_steps = 0  # Steps that ran in the CUDA graph runner.
         self._early_steps = 0  # Steps that asynchronous scheduling launched early.
         self._inbox: queue.SimpleQueue[ToEngineLoop | AdapterReadResult] = queue.SimpleQueue()
         model_config = runner.model.config

@@ -147,9 +147,9 @@ class FlightRecorder:
 
 
 def crash_path(folder: str | None) -> Path:
-    """Return a new path for a dump, and remove old dumps.
+    """Return a new path for a dump, and remove the oldest dumps.
 
-    The newest dumps are kept, so that there are at most `CRASH_FILES_MAX` with the new one.
+    At most `CRASH_FILES_MAX` dumps remain, the new one included.
     """
     directory = Path(folder) if folder is not None else Path(tempfile.gettempdir())
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())

@@ -1,11 +1,14 @@
 """Warm-up: synthetic steps that allocate all memory, compile kernels and capture CUDA graphs.
 
-The prefill step has as many tokens, and the decode steps have as many sequences, as any step of the
-scheduler. So the steps of requests find memory allocated and kernels compiled. The watchdog derives
-its first step time-out from the time of the prefill step. The scheduler does not take part: the
-steps use slots from 0 and blocks from 1 on, because block 0 is never allocated. What they leave in
-a slot is discarded when a sequence gets the slot (`SlotInit`). This module only builds the steps;
-`EngineLoop.warm_up` runs them before the first request.
+The prefill step has the largest number of tokens, and the decode steps have the largest number of
+sequences, that the scheduler can put into a step. Therefore the steps of requests find memory
+allocated and kernels compiled. The watchdog derives its first step time-out from the time of the
+prefill step.
+
+The scheduler does not take part. This module assigns slots from 0 on, and blocks from 1 on: block 0
+is never allocated. A slot's state from the warm-up is discarded when a sequence gets the slot
+(`SlotInit`). This module only builds the steps; `EngineLoop.warm_up` runs them before the first
+request.
 """
 
 from gpt.sampling_params import SamplingParams
@@ -26,7 +29,7 @@ def warmup_steps(
     - A full decode batch with greedy sampling.
     - A step that zeroes the blocks that the warm-up has written. Their values may be NaN or
       infinity, which must not reach the sequences that use the blocks later. This step must run
-      after the `graph_capture_steps`, whose blocks are among them.
+      after the `graph_capture_steps`, because it also zeroes the blocks that they have written.
     """
     context = model_runner.model.config.max_position_embeddings
     sequences_max = min(config.running_requests_max, model_runner.slots)
@@ -58,8 +61,9 @@ def warmup_steps(
 
 
 def graph_capture_steps(block_tokens: int, model_runner: ModelRunner) -> list[Step]:
-    """A decode step for each CUDA graph size that has a KV block for each of its sequences.
+    """A decode step for each CUDA graph size for which there are enough KV blocks.
 
+    A size of n sequences needs n KV blocks, in addition to block 0.
     The largest size is first, because the graphs of smaller sizes reuse its memory.
     """
     context = model_runner.model.config.max_position_embeddings

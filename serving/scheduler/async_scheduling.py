@@ -3,7 +3,8 @@
 A step is in flight from its plan to its outcome. Each pipeline stage runs one step. Asynchronous
 scheduling plans one more step (an early step) while these steps run, before the tokens of the last
 planned step are known. The early step has only decodes, and its plan must not depend on these
-tokens. So each sequence of the last planned step that has not ended must fulfill two conditions:
+tokens. Therefore each sequence of the last planned step must fulfill two conditions, unless it has
+ended:
 
 - It samples a token in that step, as a decode or as the last chunk of a prefill.
 - It has no sampling rule that depends on earlier output (`Sequence.has_stateless_sampling`).
@@ -11,11 +12,13 @@ tokens. So each sequence of the last planned step that has not ended must fulfil
 If a sequence ends with the last planned step, the token that the early step samples for the
 sequence is discarded. Admissions and prefills wait until a pipeline stage has no step.
 
-Asynchronous scheduling and speculative decoding exclude each other, for two reasons. Drafts are
-proposed from the last token, which an early plan does not know; and the token positions of the next
-step depend on the number of draft tokens that are accepted. `uses_async_scheduling` of the server's
-configuration is therefore false if `speculate_tokens_max` is not 0, and `Scheduler` asserts that
-the two are not combined.
+Asynchronous scheduling and speculative decoding exclude each other, for two reasons:
+
+- Drafts are proposed from the last token, which is not known when an early step is planned.
+- The token positions of the next step depend on the number of draft tokens that are accepted.
+
+Therefore `ServerConfig.uses_async_scheduling` returns False if `speculate_tokens_max` is not 0, and
+`Scheduler` asserts that speculative decoding and asynchronous scheduling are not combined.
 """
 
 from collections import deque
@@ -71,11 +74,13 @@ class InFlightSteps:
         """The sequences that decode in an early step, after the last planned step.
 
         These are the sequences of the last planned step, except the ones that have ended, and the
-        ones that reach their length limit with the token of that step. The list is empty if no
-        early step can be planned, because a sequence that has not ended
+        ones that reach their length limit with the token of that step.
 
-        - is in the middle of its prefill, so it samples no token in the last planned step, or
-        - has a sampling rule that depends on earlier output.
+        The list is empty, and no early step can be planned, if a sequence of the last planned step
+        has not ended and meets one of these conditions:
+
+        - It samples no token in that step, because it is in the middle of its prefill.
+        - It has a sampling rule that depends on earlier output.
         """
         last = self._steps[-1]
         continuing = list[Sequence]()

@@ -1,10 +1,10 @@
 """Draft verification: acceptance of the draft tokens of speculative decoding.
 
-A step with a draft samples one token after the last token and one after each draft token. A draft
-token is accepted if it equals the token sampled in its position; the first draft token that differs
-and all after it are rejected. The sampled tokens up to and including the position of the first
-rejected draft token depend only on accepted tokens, so the output is the same as without drafts.
-The rule is exact: it compares tokens, not probabilities.
+For a sequence with a draft, a step samples one token after the sequence's last token and one after
+each draft token. A draft token is accepted if it equals the token sampled in its position; the
+first draft token that differs and all after it are rejected. The sampled tokens up to and including
+the position of the first rejected draft token depend only on accepted tokens, so the output is the
+same as without drafts. The rule is exact: it compares tokens, not probabilities.
 """
 
 from collections.abc import Collection

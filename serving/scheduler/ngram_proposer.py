@@ -1,4 +1,4 @@
-"""N-gram speculative decoding: propose the tokens that followed the same suffix earlier.
+"""N-gram speculative decoding: proposes tokens that followed an earlier copy of the last tokens.
 
 The proposer finds the longest suffix of a sequence's tokens that also occurs earlier; the tokens
 after the earlier occurrence are the draft. The number of draft tokens depends on the acceptance
@@ -36,7 +36,7 @@ class NgramProposer:
         # By end position of a bigram: the end position of its previous occurrence; 0: none.
         self._previous_position = array("q")
         self._skips_left = PROBE_INTERVAL  # Matches until one token is proposed as a probe.
-        # Share of the verified draft tokens that were accepted, as a moving average.
+        # Moving average of (accepted draft tokens) / (verified draft tokens).
         self.acceptance_rate = ACCEPTANCE_START
 
     def propose(self, tokens_max: int) -> list[int]:

@@ -65,9 +65,9 @@ class PreemptionPolicy:
     def victims_for_growth(self, growing: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
         """All sequences that `growing` may preempt now for more blocks, lowest priority first.
 
-        The allocator preempts them in this order until there are enough blocks. Class and priority
-        of both sequences are compared with aging; if these are equal, the later arrival is the
-        victim.
+        The allocator preempts them in this order until there are enough blocks. The aged class and
+        priority of `growing` are compared with the aged class and priority of each running
+        sequence. If they are equal, the sequence that arrived later is the victim.
         """
         own_priority = self._scheduling_priority(growing)
         candidates = list[tuple[SchedulingPriority, Sequence]]()

@@ -2,11 +2,11 @@
 
 A block's key is a hash of its tokens, of their adapter if some are virtual, and of the previous
 block's key, so equal keys mean equal prefixes. The key of the first block includes the model, and
-the tenant unless tenants share the cache. Partial blocks have keys at positions where prompts are
-likely to diverge; a partial block is shared by copying it. If a running sequence computes blocks
-that a waiting sequence needs, the waiting sequence is parked: it waits until the last of these
-blocks is published, instead of computing them again. This module allocates no block and reads no
-tensor.
+the tenant unless tenants share the cache. A partial block is the part of a block before a position
+at which prompts are likely to diverge. It has a key too, and is shared by copying the block. If a
+running sequence computes blocks that a waiting sequence needs, the waiting sequence is parked: it
+waits until the last of these blocks is published, instead of computing them again. This module
+allocates no block and reads no tensor.
 """
 
 from array import array

@@ -38,9 +38,12 @@ class AdmissionResult(Enum):
 class ResourceUpdates:
     """Changes of blocks and adapter rows that the ranks must apply before the next forward pass.
 
-    Ranks clear blocks before they copy blocks, because a cleared block may be allocated again in
-    the same plan, as the target of a copy. They copy blocks before they write keys and values,
-    because a cached source block may be evicted and allocated to another sequence in the same plan.
+    The ranks apply block clears, then block copies, then writes of keys and values (`Step`). This
+    order is necessary, because both of these events can occur in one plan:
+
+    - A cleared block is allocated again, as the target of a copy.
+    - The source of a copy is a cached block. It is evicted and allocated to another sequence, which
+      overwrites it.
     """
 
     block_clears: list[int] = field(default_factory=list)
@@ -221,8 +224,9 @@ class ResourceAllocator:
         """Update the prefill set and the adapter rows after a prefill chunk was planned."""
         if sequence.planned_tokens >= sequence.virtual_end:
             # The planned step is the last one that reads the adapter's rows for this sequence. The
-            # rows may be unpinned before the step runs: only admissions evict rows, the admissions
-            # of this plan are over, and rows of a later plan are written by a later step.
+            # rows may be unpinned before this step runs. Only admissions evict rows, and the
+            # admissions of this plan are over. An admission of a later plan may evict these rows,
+            # but they are overwritten only by a step after this one.
             self._unpin_adapter_rows(sequence)
         if not sequence.unplanned_prefill_tokens:
             del self._prefilling[sequence.sequence_id]
@@ -355,7 +359,13 @@ class ResourceAllocator:
         )
 
     def _reserved_blocks(self, sequence: Sequence) -> int:
-        """Number of blocks that a running sequence lacks for its prefill and one block after it."""
+        """Number of blocks that are reserved for a running sequence, beyond its block table.
+
+            blocks for min(max(prefill_target, planned_tokens) + block_tokens, kv_tokens_max)
+            - blocks in the block table
+
+        If the difference is negative, the number is 0.
+        """
         tokens_needed = min(
             max(sequence.prefill_target, sequence.planned_tokens) + self._block_tokens,
             sequence.kv_tokens_max,

@@ -73,10 +73,11 @@ class Scheduler:
     output of a sequence; `prefix_write_tokens_max` bounds the prefix adapter tokens that one step
     writes.
 
-    Steps must run in the order in which they were planned, and be committed in that order. With
-    `async_scheduling` one more step may be in flight: the next decodes of the last step's
-    sequences, planned before the tokens of the last step are known. Asynchronous scheduling and
-    speculative decoding exclude each other; `async_scheduling.py` gives the reasons.
+    Steps must run in the order in which they were planned, and be committed in that order. At most
+    `stages` steps are in flight. With `async_scheduling` one more step may be in flight: the next
+    decodes of the last step's sequences, planned before the tokens of the last step are known.
+    Asynchronous scheduling and speculative decoding exclude each other; `async_scheduling.py` gives
+    the reasons.
 
     Each sequence ends with exactly one output whose `end` is set. It is returned by `add_sequence`,
     `commit` or `pop_ended`.
@@ -107,7 +108,7 @@ class Scheduler:
         # order.
         self._admission_retry_s = scheduler_config.priority_age_s / 20
         self._draft_tokens_max = scheduler_config.speculate_tokens_max  # Per sequence and step.
-        # Maximum number of decode and draft tokens together in a step that has draft tokens.
+        # In a step that has draft tokens: maximum of (decode tokens + draft tokens).
         self._speculation_tokens_max = scheduler_config.speculate_rows_max
         self._stall_budget = PrefillTokenBudget(
             scheduler_config.prefill_stall_ms_max / 1000, cache_config.kv_block_tokens
@@ -372,9 +373,9 @@ class Scheduler:
     def _plan_drafts(self, builder: StepMessageBuilder, now: float) -> None:
         """Add draft tokens to the planned decodes, within the limit `speculate_rows_max`.
 
-        The limit applies to decode and draft tokens together; it bounds the time that drafts add to
-        a step. If sequences have unplanned prefill tokens, drafts leave one block of tokens of the
-        budget to them. Drafts do not cause preemptions.
+        The limit applies to decode tokens + draft tokens; it bounds the time that drafts add to a
+        step. If sequences have unplanned prefill tokens, `kv_block_tokens` tokens of the token
+        budget are left for prefill. Drafts do not cause preemptions.
         """
         allocator = self._allocator
         sequences = builder.sequences

@@ -66,7 +66,7 @@ class Sequence:
     adapter_row_start: int = -1
 
     proposer: NgramProposer | None = None  # None: no speculation.
-    # Draft tokens after the last token, which a step in flight verifies.
+    # Draft tokens that follow the last token. A step in flight verifies them.
     draft_tokens: list[int] = field(default_factory=list)
 
     scored_tokens: int = 0  # Prompt tokens whose scores were reported or are not requested.
@@ -143,8 +143,9 @@ class Sequence:
     def cache_match_max(self) -> int:
         """The largest number of leading tokens that may come from the prefix cache.
 
-        The last token must be computed for its logits, and so must each token whose logits score
-        the prompt token after it.
+        The last token must be computed, because its logits are needed. If prompt scores are
+        requested, the token before the first scored token must be computed too, and all tokens
+        after it.
         """
         if self.scored_tokens < self.prompt_tokens:
             # A prompt token is scored by the logits of the token before it.
@@ -163,7 +164,7 @@ class Sequence:
 
     @property
     def draft_acceptance_rate(self) -> float | None:
-        """The share of recent draft tokens that were accepted; None: no speculation."""
+        """Moving average of accepted / verified draft tokens; None: no speculation."""
         return None if self.proposer is None else self.proposer.acceptance_rate
 
     @property

@@ -24,8 +24,8 @@ class StepMessageBuilder:
         self.tokens_left = token_budget
         self.prefix_tokens_left = prefix_write_tokens_max
         self.prompt_tokens = 0  # Tokens of the prefill chunks.
-        # One entry per sequence, except in `_token_ids` (one per new token) and `_draft_counts`
-        # (one per decode, or empty).
+        # Each of the next eight lists has one entry per sequence, with two exceptions: `_token_ids`
+        # has one per new token, and `_draft_counts` has one per decode or is empty.
         self._sequences: list[Sequence] = []
         self._slots: list[int] = []
         self._past: list[int] = []

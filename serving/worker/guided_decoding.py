@@ -131,8 +131,8 @@ class GuideMatchers:
     def accept_token(self, slot: int, token: int) -> bool:
         """Advance a slot's matcher by a sampled token; False: the guide does not allow the token.
 
-        `allowed_mask` excludes such tokens, so False occurs only if the guide allows no token: the
-        sampler then ignores the mask (`_mask_logits` in `serving.worker.sampler`).
+        The sampler samples a token that the guide does not allow only if the guide allows no token
+        at all: it then ignores the `allowed_mask` (`_mask_logits` in `serving.worker.sampler`).
         """
         return self._slot_matchers[slot].accept_token(token)
 

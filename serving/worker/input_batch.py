@@ -35,8 +35,8 @@ class InputBatch:
     logits_rows: Tensor
     row_sequences: IntArray  # The sequence of each row.
     sampled_sequences: IntArray  # The sequence of each sampled row.
-    # For each sampled row: the position of the token that will be sampled, in its sequence. This is
-    # the row's own position + 1.
+    # For each sampled row: the position of the sampled token in its sequence. It is the row's
+    # position in the sequence + 1.
     positions: IntArray
     scored_rows: IntArray  # Indices of the rows whose logits score the next token of the prompt.
     # Whether a token is sampled from every row, in order, and no row is scored.

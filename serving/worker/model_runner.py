@@ -147,7 +147,7 @@ class ModelRunner:
         started = time.perf_counter()
         self._apply_updates(step)
         if not step.slots:
-            barrier(self.model.mesh)  # For heartbeats: the step shows that all ranks live.
+            barrier(self.model.mesh)  # A heartbeat must show that all ranks are alive.
         pending: PendingOutcome = partial(Outcome, step.step_id)
         if step.slots:
             pending = self._replay_graph(step) or self._run_model(step)
@@ -253,8 +253,8 @@ class ModelRunner:
     ) -> Outcome:
         """Wait for a step of the CUDA graph runner, and return its outcome.
 
-        `indices`: the indices in the step of the sequences that sample a token. The outcome counts
-        as replayed even if the batch size could not be captured and ran without a graph.
+        `indices`: the sequences that sample a token, as indices in the step. The outcome counts as
+        replayed even if the batch size could not be captured and ran without a graph.
         """
         assert self._sampler is not None and graph_output.argmax_and_faults is not None
         argmax_ids, faults = graph_output.argmax_and_faults.wait()[:, : len(step.slots)].numpy()

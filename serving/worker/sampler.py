@@ -28,11 +28,13 @@ from serving.worker.token_bans import TokenBans
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _TYPICAL_P = range(5)
 _REPETITION, _PRESENCE, _FREQUENCY, _UNIFORM = range(5, 9)
 
-# On a CPU, top-k, top-p and typical-p first examine only this many tokens of a row: the most likely
-# tokens or, for typical-p, the tokens nearest to the entropy. Rows that need more tokens are
-# computed again with the next size, and last with the whole vocabulary.
+# Numbers of tokens of a row that top-k, top-p and typical-p examine on a CPU. Top-k and top-p
+# examine the most likely tokens; typical-p examines the tokens whose surprisal is nearest to the
+# entropy. Rows that need more tokens than the first number are computed again with the second
+# number, and if necessary with the whole vocabulary.
 _TOPK_SIZES = (256, 4096)
-# Rows whose log-probabilities are computed at once; each row needs a copy of its logits in fp32.
+# Maximum number of rows whose log-probabilities are computed at once. Each of these rows needs a
+# copy of its logits in fp32.
 _SCORED_ROWS_MAX = 64
 
 _NEGATIVE_INFINITY = float("-inf")
@@ -373,7 +375,7 @@ def _weight_floor(
     On a CPU only the `sizes[0]` largest weights of a row are examined. Rows that need more are
     computed again with the next size, so a row's floor does not depend on the other rows. If
     `sizes` is empty, and on a GPU, all weights are examined. `has_top_k`: at least one row has a
-    top-k. The top-p of such a row applies to the weights that its top-k keeps.
+    top-k. If a row has a top-k and a top-p, its top-p applies to the weights that its top-k keeps.
     """
     vocabulary = weights.shape[-1]
     # The host reads whether a row needs more weights. This would stall a GPU, so a GPU sorts all
@@ -385,8 +387,8 @@ def _weight_floor(
     kth_weight = torch.where((k > 0) & (k <= size), kth_weight, 0)
     top_k_weights = weights.masked_fill(weights < kth_weight, 0) if has_top_k else weights
     total = top_k_weights.sum(-1, keepdim=True)
-    # A token is kept if the probabilities of the tokens before it sum to less than top_p. The first
-    # token is always kept.
+    # The weights are in descending order. A token is kept if the probabilities of the tokens before
+    # it sum to less than top_p. The first token is always kept.
     weight_before = top_weights.cumsum(-1).roll(1, -1)
     weight_before[:, 0] = 0
     is_retained = (top_weights >= kth_weight) & ((weight_before < p * total) | (p >= 1))
