@@ -183,7 +183,7 @@ class Call:
 
 
 class _StreamTimer:
-    """Records the metrics of one stream, at a cost per piece that is independent of its tokens."""
+    """Records the metrics of one stream. The cost per piece is independent of the token count."""
 
     def __init__(self, call: Call, stream: Stream, *, final_only: bool) -> None:
         self._call = call

@@ -34,8 +34,9 @@ def translate_error(error: RequestError, names: Mapping[str, str]) -> Exception:
 def translate_message(text: str, field: str, protocol_field: str, names: Mapping[str, str]) -> str:
     """Replace field names of `Ask` in a message by the protocol's names.
 
-    The first `field` becomes `protocol_field`; the names of further fields are replaced by `names`.
-    If the protocol's name is a path such as `a.b`, only its last part `b` is inserted.
+    The first occurrence of `field` becomes `protocol_field`. `names` has the protocol's names of
+    the remaining fields. If the protocol's name is a path such as `a.b`, only its last part `b` is
+    inserted.
     """
     if field != "adapter":  # "adapter" is also an English word in messages.
         text = _replace_field(text, field, protocol_field, count=1)

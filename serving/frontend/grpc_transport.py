@@ -33,9 +33,9 @@ WriteMessage = Callable[[Message], Awaitable[None]]
 Cardinality = Literal["unary", "out", "in", "both"]
 
 # Limits for the trailers, since clients and proxies may reject metadata over 8 KiB. The trailers
-# contain an error's message three times. One copy is percent-encoded, and each non-ASCII byte takes
-# three bytes in it. The trailers contain the error's field twice; a caller may have sent a long
-# field name.
+# contain an error's message three times. In one of these copies, which is percent-encoded, a
+# non-ASCII byte takes three bytes. The trailers contain the error's field twice; a caller may have
+# sent a long field name.
 ERROR_MESSAGE_BYTES_MAX = 1000
 ERROR_FIELD_BYTES_MAX = 200
 GRPC_LOGGER = "grpc._cython.cygrpc"  # Logger name of the gRPC library.

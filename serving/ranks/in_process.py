@@ -77,7 +77,7 @@ class InProcessTransport:
             self._engine_loop.put_message(message)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End all running sequences; wait at most `timeout_s` for the end of the thread."""
+        """End all running sequences and the engine loop; wait up to `timeout_s` for its thread."""
         self._engine_loop.put_message(Close())
         if self._receiver is not None:
             self._thread.join(timeout_s)

@@ -40,8 +40,8 @@ class StartupExchange:
     """The exchange on one rank; all ranks must call the same methods in the same order.
 
     `report_failure` is called on rank 0 with the error that ends the start-up. Rank 0 then raises
-    `StartupFailedError` and exits. Its exit closes the channels of the other ranks, which wait for
-    rank 0, and this ends their processes.
+    `StartupFailedError` and exits. The other ranks wait for rank 0, and end when the exit of rank 0
+    closes their channels.
     """
 
     def __init__(
