@@ -1,10 +1,10 @@
 """Directory layout: file names in an adapter directory, and the alias record of each name.
 
 The files are versions, alias records, uploads and unloaded adapters. An alias record, the file
-`name.current`, holds the current version of a name. It is replaced by a rename, so that every
-server that reads the directory sees the old alias or the new one. Hidden files are unfinished
-uploads, and unloaded adapters that running requests may still use. This module does not open
-adapter files.
+`name.current`, holds the current version of a name. The file is replaced by a rename, so that every
+server that reads the directory sees either the old record or the new record. Hidden files are
+unfinished uploads, and unloaded adapters that running requests may still use. This module does not
+open adapter files.
 """
 
 import json
@@ -33,7 +33,8 @@ class AliasRecord:
 
     current: int | None = None  # None: the newest version.
     previous: tuple[int, ...] = ()  # Formerly current versions, the latest first.
-    unloaded_max: int = 0  # Highest unloaded version; uploads get higher numbers.
+    # Highest version that was unloaded; 0: none. Uploads get higher numbers.
+    unloaded_max: int = 0
 
     def with_current(self, version: int, replaced: int) -> "AliasRecord":
         """Return the record after `version` has replaced `replaced` as the current version."""

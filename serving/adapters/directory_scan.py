@@ -196,7 +196,7 @@ class AdapterDirectory:
             if loaded_adapter is None and is_unchanged:
                 if is_duplicate or is_full or file.name not in self._skipped_files:
                     return  # The file was rejected before, and has not changed.
-                is_unchanged = False  # There is capacity for the file now.
+                is_unchanged = False  # There is capacity now: treat the file as a new file.
             self._skipped_files.discard(file.name)
             if is_duplicate or is_full:
                 self._skipped_files.add(file.name)

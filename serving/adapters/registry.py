@@ -1,9 +1,9 @@
 """Adapter registry: resolves adapter names, versions and aliases for each tenant.
 
 Adapters in the directory itself are shared: visible to every tenant. A subfolder belongs to the
-tenant of the same name, and its adapters hide shared adapters of the same name. Another tenant's
-adapter is reported as unknown, like a name that does not exist.
-`serving.adapters.directory_scan` scans the folders.
+tenant of the same name. For this tenant, the subfolder's adapters hide the shared adapters of the
+same names. An adapter of a different tenant is reported as unknown, like a name that does not
+exist. `serving.adapters.directory_scan` scans the folders.
 """
 
 import logging

@@ -410,7 +410,7 @@ def _sweep_folder(folder: Path) -> None:
 
 
 def _is_abandoned(path: str) -> bool:
-    """Return whether an upload's file is unlocked, so the process that wrote it has ended."""
+    """Return whether an upload's file is unlocked: the process that wrote it has ended."""
     with open(path, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

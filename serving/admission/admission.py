@@ -1,10 +1,10 @@
 """Admission: validates an `Ask` against the limits and turns it into an engine `Request`.
 
-Errors in a request's fields are raised here, before the request costs a step or joins a batch; each
-message names the field and what the field needs. All protocols share this admission, so they apply
-the same rules. Callers can send only token ids of the vocabulary; ids of virtual tokens come
-from the adapter. The module is independent of the protocols, and uses only the sizes and the
-tokenizer of the model.
+Errors in a request's fields are raised here, before the engine gets the request; each message names
+the field and what the field needs. All protocols share this admission, so they apply the same
+rules. Callers can send only token ids of the vocabulary; ids of virtual tokens come from the
+adapter. The module is independent of the protocols, and uses only the sizes and the tokenizer of
+the model.
 """
 
 import secrets
@@ -257,8 +257,8 @@ class Admission:
         if len(ask.adapters) > 1:
             inputs = {name: text for name, text in inputs.items() if name in template.fields}
         # All new tokens are reserved if the caller set their number, or if the template can
-        # truncate a field. Otherwise one new token is reserved, and the completion gets the tokens
-        # of the context that the prompt leaves.
+        # truncate a field. Otherwise one new token is reserved, and the completion can use all of
+        # the context that remains after the prompt.
         reserve_all = ask.max_new_tokens is not None or template.truncate_field is not None
         reserved_tokens = max_new_tokens if reserve_all else 1
         return self._render_template(template, inputs, max(1, self.tokens_max - reserved_tokens))

@@ -108,7 +108,7 @@ class ChatPromptRenderer:
             raise _nesting_error() from None
         except RequestError as error:
             # `escape_messages` has inserted a mark into control tokens of the messages. The error
-            # may quote a message with the mark.
+            # may quote a message, so the mark is removed from its text.
             raise RequestError(str(error).replace(escaped_chat.mark, ""), error.field) from None
         ids = self._chat_tokens.encode_rendered(text, escaped_chat.mark)
         if not ids:
@@ -155,7 +155,8 @@ class _TemplateProcess:
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         if self._process is not None and self._process.poll() is not None:
-            # The process ended between two chats, so this chat is not the cause.
+            # The process ended between two chats. This chat is not the cause, so a new process
+            # renders it.
             self._reap(self._process)
             self._process = None
         process = self._process or self.start()

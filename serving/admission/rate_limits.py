@@ -243,7 +243,7 @@ class QuotaTable:
 def count_request_tokens(request: Request) -> tuple[int, int]:
     """Return a request's number of prompt tokens and its maximum of new tokens.
 
-    Answers with the same prompt and adapter count this prompt once.
+    If several answers have the same prompt and adapter, this prompt is counted once.
     """
     prompts = {(answer.adapter, answer.prompt) for answer in request.answers}
     new_tokens = sum(answer.sampling.max_new_tokens for answer in request.answers)

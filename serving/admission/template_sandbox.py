@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.debug  # jinja2 would import this on the first error, when no file can be opened.
+import jinja2.debug  # Otherwise jinja2 imports it on the first error, and cannot open the file.
 import jinja2.ext
 import jinja2.sandbox
 import msgspec
@@ -89,7 +89,7 @@ class TemplateRenderer:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """The jinja2 tag `generation`, which marks training targets. Only its content is rendered."""
+    """The jinja2 tag `generation`, which marks training targets. It renders just its content."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by jinja2.
 

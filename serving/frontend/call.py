@@ -99,7 +99,8 @@ class Call:
     async def start(self, ask: Ask, *, final_only: bool = False) -> Stream:
         """Admit an ask, submit it, and return its stream; raise if it is refused.
 
-        The stream is closed when this call ends.
+        The stream is closed when this call ends. `final_only`: the client gets the whole output in
+        one response at the end.
         """
         ask = replace(ask, tenant=self.caller.tenant)
         assert self.tenant_usage is not None, "the caller is not authenticated"
@@ -145,8 +146,8 @@ class Call:
     async def send_part(self, write: Awaitable[object]) -> None:
         """Await a write of the response; a write longer than `slow_reader_s` ends the call."""
         self._send_started = time.monotonic()
-        # One timer serves all writes of a call, because one timer per write would be costly: most
-        # writes finish immediately.
+        # Most writes finish immediately, so a timer for each write would be a waste. Therefore one
+        # timer serves all writes of a call.
         if self._stall_timer is None:
             self._stall_timer = asyncio.get_running_loop().call_later(
                 self.frontend.slow_reader_s, self._check_client
@@ -182,7 +183,7 @@ class Call:
 
 
 class _StreamTimer:
-    """Records the metrics of one stream. The cost per piece does not depend on its token count."""
+    """Records the metrics of one stream. The cost per piece is independent of the token count."""
 
     def __init__(self, call: Call, stream: Stream, *, final_only: bool) -> None:
         self._call = call

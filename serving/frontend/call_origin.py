@@ -25,7 +25,7 @@ def printable_request_id(request_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallOrigin:
-    """Method, headers and attributes of a call as its transport received them."""
+    """Method, headers and trace attributes of a call, collected by its transport."""
 
     name: str = ""  # Span name: gRPC method, or HTTP method and route.
     headers: Mapping[str, str] = field(default_factory=dict)  # HTTP headers or gRPC metadata.

@@ -33,8 +33,9 @@ WriteMessage = Callable[[Message], Awaitable[None]]
 Cardinality = Literal["unary", "out", "in", "both"]
 
 # Limits for the trailers, since clients and proxies may reject metadata over 8 KiB. The trailers
-# contain an error's message three times; one copy is percent-encoded, so that a non-ASCII byte
-# takes three bytes. They contain the error's field twice; a caller may have sent a long field name.
+# contain an error's message three times. In one of these copies, which is percent-encoded, a
+# non-ASCII byte takes three bytes. The trailers contain the error's field twice; a caller may have
+# sent a long field name.
 ERROR_MESSAGE_BYTES_MAX = 1000
 ERROR_FIELD_BYTES_MAX = 200
 GRPC_LOGGER = "grpc._cython.cygrpc"  # Logger name of the gRPC library.
@@ -56,7 +57,8 @@ class RpcMethod:
     handle: Callable[..., Awaitable[Message | None]]
     cardinality: Cardinality = "unary"
     role: Role = "generate"
-    while_draining: bool = False  # Accept calls while the server drains, and above `calls_max`.
+    # Accept calls even while the server drains or has `calls_max` open calls.
+    while_draining: bool = False
 
 
 def build_handler(

@@ -251,7 +251,7 @@ class _HttpConnection(web.RequestHandler):
         self._connections_max = connections_max
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # The limit is checked here, since aiohttp counts a connection when it calls this method.
+        # The limit is checked before `super().connection_made`, which counts the new connection.
         if len(self._server.connections) < self._connections_max:
             return super().connection_made(transport)
         assert isinstance(transport, asyncio.Transport)

@@ -1,9 +1,9 @@
 """Tracing: OpenTelemetry spans of calls and their queue, prefill and decode phases.
 
-Each call has a span, with child spans for the phases of its completions. If the call has a trace
-context, its span is a child of the caller's span. A thread exports the spans. If the queue of this
-thread is full, spans are dropped and counted; calls never wait. Attributes contain names and
-numbers, never prompts or completions. The module needs the optional dependencies
+Each call has a span, with child spans for the phases of its completions. If a call has a trace
+context, the call's span is a child of the caller's span. A thread exports the spans. If the queue
+of this thread is full, spans are dropped and counted; calls never wait. Attributes contain names
+and numbers, never prompts or completions. The module needs the optional dependencies
 `preamble[traces]`.
 """
 
@@ -37,7 +37,9 @@ EXPORT_INTERVAL_S = 1.0  # An incomplete batch is exported after this time.
 EXPORT_TIMEOUT_S = 5.0  # Time limit of a batch's export, retries included.
 SHUTDOWN_TIMEOUT_S = 2.0  # Time limit of the last export when the server stops.
 LOG_INTERVAL_S = 60.0  # Minimum time between two log lines about failed exports.
-ANSWERS_TRACED_MAX = 8  # At most this number of answers per call get phase spans.
+# At most this number of answers per call get phase spans. At most this number of adapters and of
+# finish reasons become attributes.
+ANSWERS_TRACED_MAX = 8
 
 
 class CallTrace:
@@ -65,7 +67,7 @@ class CallTrace:
         if not self.span.is_recording():
             return
         answers, timings = stream.request.answers, stream.timings
-        # If several answers have the same prompt, its tokens count once, in the first answer.
+        # If several answers have the same adapter and prompt, the tokens of this prompt count once.
         first_index_by_prompt: dict[tuple[str, tuple[int, ...]], int] = {}
         for index, answer in enumerate(answers):
             first_index_by_prompt.setdefault((answer.adapter, answer.prompt), index)

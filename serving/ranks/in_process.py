@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 class InProcessTransport:
     """Transport to a model that runs on one rank in this process.
 
-    `tokenizer` is needed for guided decoding. `report`: the report of the worker's start-up, with
-    its numbers of KV blocks and weight bytes; None: the constructor computes these numbers.
+    `tokenizer` is needed for guided decoding. `warm_up`: run the engine loop's warm-up steps before
+    the engine is ready. `report`: the measurements of the worker's start-up (numbers of KV blocks
+    and of weight bytes); None: the constructor makes these measurements.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class InProcessTransport:
     def start(self, receiver: Receiver) -> None:
         """Start the engine loop's thread; returns at once."""
         self._receiver = receiver
-        # OpenMP gives each calling thread its own workers. This thread has loaded the model, and
-        # does not need its workers any more: the engine loop's thread runs the model.
+        # OpenMP gives each calling thread its own worker threads. This thread has loaded the model,
+        # and does not need its worker threads any more: the engine loop's thread runs the model.
         kernels.release_openmp_threads()
         self._thread.start()
 
@@ -76,7 +77,7 @@ class InProcessTransport:
             self._engine_loop.put_message(message)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End all running sequences and the engine loop's thread."""
+        """End all running sequences and the engine loop; wait up to `timeout_s` for its thread."""
         self._engine_loop.put_message(Close())
         if self._receiver is not None:
             self._thread.join(timeout_s)
@@ -107,7 +108,7 @@ class InProcessTransport:
 
     def _report_loss(self, reason: str) -> None:
         self._is_lost = True
-        # Even `close` is permanent: the engine loop cannot be started again.
+        # Every loss is permanent, even a loss by `close`: the engine loop cannot be started again.
         self.refusal = PreambleError(f"the engine has stopped ({reason}); create a new engine")
         assert self._receiver is not None
         self._receiver.ranks_lost(reason)

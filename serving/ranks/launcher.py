@@ -1,7 +1,7 @@
 """Rank launcher: creates the front end's transport, one of the two rank supervisors.
 
-In a front end that a torchrun worker started, it is a `TorchrunSupervisor`; otherwise it is a
-`LocalSupervisor`. The environment variables below distinguish the two cases.
+If a torchrun worker started the front end, the transport is a `TorchrunSupervisor`; otherwise it is
+a `LocalSupervisor`. The environment variables below distinguish the two cases.
 """
 
 import os
@@ -11,7 +11,8 @@ from serving.config import ServerConfig
 from serving.ranks.supervisor import LocalSupervisor, RankSupervisor
 from serving.ranks.torchrun_supervisor import TorchrunSupervisor
 
-# A torchrun worker sets both in the environment of the front end that it starts.
+# The names of the variables that a torchrun worker sets in the environment of the front end that it
+# starts: the front end's private directory, and the process ID of torchrun's agent.
 FOLDER_VARIABLE, AGENT_VARIABLE = "PREAMBLE_RANKS_FOLDER", "PREAMBLE_RANKS_AGENT"
 
 

@@ -1,9 +1,9 @@
 """Message socket (Channel): length-prefixed messages over a stream socket; sending never blocks.
 
-The processes at both ends may stop or exit at any time. Bytes that the socket does not accept at
-once go into an outbox, which a thread writes to the socket. A full outbox means that the peer has
-stopped reading, so the connection is closed. `receive` returns `None` after the channel has ended
-for any reason. This module does not interpret the messages.
+A frame is one message. The processes at both ends may stop or exit at any time. Bytes that the
+socket does not accept at once go into an outbox, which a thread writes to the socket. A full outbox
+means that the peer has stopped reading, so the connection is closed. `receive` returns `None` after
+the channel has ended for any reason. This module does not interpret the messages.
 """
 
 import logging
@@ -22,7 +22,8 @@ FRAME_BYTES_MAX = 1 << 30
 OUTBOX_BYTES_MAX = 1 << 28
 READ_CHUNK_BYTES = 1 << 18
 # While a thread waits in poll(), another thread may close the channel, and a new file may get the
-# same descriptor. So each wait is limited, and the next one reads the channel's descriptor again.
+# descriptor's number. The thread would then wait for that file. Therefore each wait is limited to
+# this time, and the channel's descriptor is read again before the next wait.
 POLL_MS_MAX = 1000
 
 _LENGTH_HEADER = struct.Struct("<I")
@@ -61,7 +62,8 @@ class Channel:
     def fileno(self) -> int:
         """Return the descriptor for poll(2); -1 after the channel is closed.
 
-        poll(2) does not report frames that are already in the receive buffer: call `poll` first.
+        poll(2) does not report frames that are already in the receive buffer. Therefore call the
+        method `poll` of this class first.
         """
         return self._sock.fileno()
 

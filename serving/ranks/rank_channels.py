@@ -1,9 +1,9 @@
 """Control channels between rank 0 and every other rank: steps, start-up agreement, liveness.
 
-The channels are separate from torch's collectives. So rank 0 sends a step without waiting for busy
-ranks, and a rank detects at once that its peer has exited, even if the rank's own main thread is
-blocked in a collective. The ranks authenticate with a secret that rank 0 writes into the rendezvous
-store.
+The channels are separate from torch's collectives. Therefore rank 0 sends a step without waiting
+for busy ranks. A rank also detects at once that the rank at the channel's other end has exited,
+even if its own main thread is blocked in a collective. The ranks authenticate with a secret that
+rank 0 writes into the rendezvous store.
 """
 
 import hmac
@@ -27,7 +27,7 @@ from serving.ranks.rank_position import RankPosition
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0  # A new connection must send its `_Hello` within this time.
-_DRAIN_REQUEST = b""  # Unambiguous: no other frame is empty.
+_DRAIN_REQUEST = b""  # The frame that `request_drain` sends; no other frame is empty.
 _ADDRESS_KEY = "preamble/rank_zero_address"  # In the rendezvous store.
 
 
@@ -149,7 +149,9 @@ def start_reader(
 ) -> None:
     """Start a thread that reads the channels until all of them are closed.
 
-    If the thread fails, the process exits, because it would receive no more messages.
+    The thread calls `on_frame(key, frame)` for each frame, and `on_ended(key)` when a channel has
+    ended; `key` is the channel's key in `channels`. If the thread fails, the process exits, because
+    it would receive no more messages.
     """
     keys_by_descriptor = {channel.fileno(): key for key, channel in channels.items()}
     poll = select.poll()

@@ -2,7 +2,7 @@
 
 This module must not import torch, which takes seconds. A rank process first reads its spec, which
 contains the ID of its parent process, and arranges to be killed when the parent exits. Only then
-does it import torch. So the rank also ends if its parent exits during this import.
+does it import torch. Therefore the rank also ends if its parent exits during this import.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """
 
     position: RankPosition
-    parent_pid: int  # The rank process ends when this process ends.
+    parent_pid: int  # When the process with this ID exits, the rank process is killed.
     config: dict[str, Any]  # The settings of ServerConfig, by key.
     store_fd: int  # The file of torch's FileStore, by which the ranks find each other.
     frontend_fd: int | None = None  # Rank 0's socket to the front end.

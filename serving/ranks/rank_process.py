@@ -27,7 +27,7 @@ def main() -> int:
     die_with_parent(spec.parent_pid)
     config = ServerConfig(**spec.config)
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-        # The front end handles these signals, and sends messages to the ranks.
+        # The front end handles these signals, and tells the ranks by messages what to do.
         signal.signal(signal_number, signal.SIG_IGN)
     log_to_stderr(config.observability_config.log_format, spec.position.rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,7 +1,7 @@
 """Rank resources: the device and the number of CPU threads that a rank uses.
 
 The ranks of a node share its cores and its memory. They also share its GPUs if the node has fewer
-GPUs than ranks.
+GPUs than ranks, or if the configured device is one GPU, such as "cuda:0".
 """
 
 import os
@@ -16,11 +16,10 @@ from serving.ranks.rank_position import RankPosition
 
 @dataclass(frozen=True)
 class RankDevice:
-    """A rank's device, and the number of ranks with which it shares memory."""
+    """A rank's device, and the number of ranks that use the memory of the device."""
 
     device: torch.device
-    # Number of ranks that use the memory of this device (on a CPU: of this node), this rank
-    # included.
+    # This rank is included. For a CPU, these are all ranks of the node.
     ranks_sharing_memory: int
     is_shared: bool = False  # Another rank uses the same GPU.
 

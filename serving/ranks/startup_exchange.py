@@ -1,10 +1,10 @@
 """Start-up exchange: all ranks end each start-up phase together, or all of them stop.
 
-A rank that continued after the failure of another rank would wait in a collective for ever. So each
-rank reports the end of a phase to rank 0. If all ranks have succeeded, rank 0 releases them.
-Otherwise rank 0 reports the error to the front end and exits; the other ranks then exit, too. The
-exchange uses the control channels, not collectives, because the first phases run before the mesh
-exists.
+A rank that continued after the failure of another rank would wait in a collective for ever.
+Therefore each rank reports the end of a phase to rank 0. If all ranks have succeeded, rank 0
+releases them. Otherwise rank 0 reports the error to the front end and exits; the other ranks then
+exit, too. The exchange uses the control channels, not collectives, because the first phases run
+before the mesh exists.
 """
 
 import logging
@@ -40,7 +40,8 @@ class StartupExchange:
     """The exchange on one rank; all ranks must call the same methods in the same order.
 
     `report_failure` is called on rank 0 with the error that ends the start-up. Rank 0 then raises
-    `StartupFailedError`; the other ranks wait until the exit of rank 0 closes their channels.
+    `StartupFailedError` and exits. The other ranks wait for rank 0, and end when the exit of rank 0
+    closes their channels.
     """
 
     def __init__(

@@ -38,10 +38,11 @@ from serving.ranks.watchdog import (
 
 log = logging.getLogger(__name__)
 
-# The wait before a restart after 1, 2, 3, ... consecutive losses. After more losses than waits, the
-# last wait applies.
+# The waits in seconds before a restart, after 1, 2, 3, ... consecutive losses. After more losses
+# than waits, the last wait applies.
 BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-HEALTHY_RESET_S = 60.0  # If the ranks were ready for this time, their loss counts as the first.
+# If the ranks were ready for at least this time, their loss counts as the first loss again.
+HEALTHY_RESET_S = 60.0
 FAILED_STARTS_MAX = 3  # Number of losses that end the engine if the ranks were never ready.
 DUMP_TIMEOUT_S = 0.5  # Rank 0 has this time to write its flight recorder after a loss.
 KILL_TIMEOUT_S = 10.0  # Killed ranks have this time to exit.
@@ -84,9 +85,9 @@ class RankSupervisor(ABC):
 
     @abstractmethod
     def _start_ranks(self) -> RankSet | None:
-        """Start all ranks, or wait until torchrun has started them; return them.
+        """Start all ranks, or wait until torchrun has started them; return the set of ranks.
 
-        Return None if no ranks will start any more.
+        Return None if no ranks will be started again.
         """
 
     @abstractmethod
@@ -192,7 +193,7 @@ class LocalSupervisor(RankSupervisor):
         super().__init__(config)
         self._processes: list[ChildProcess] = []
         self._losses = 0  # Consecutive losses.
-        self._has_been_ready = False  # Since this supervisor was created.
+        self._has_been_ready = False  # Whether ranks of this supervisor were ready at any time.
 
     @property
     def pids(self) -> list[int]:
@@ -203,8 +204,8 @@ class LocalSupervisor(RankSupervisor):
         world_size = self._config.parallel_config.ranks
         own_channel, peer_socket = Channel.pair()
         descriptors: dict[int, int] = {}
-        # The file of torch's FileStore: in memory, open to these processes only, and removed by the
-        # kernel when the last of them exits.
+        # The file of torch's FileStore. It is in memory, only the rank processes can open it, and
+        # the kernel removes it when the last of them exits.
         store = os.memfd_create("preamble-store", os.MFD_CLOEXEC)
         try:
             with peer_socket:

@@ -43,7 +43,7 @@ class RankZeroHello(msgspec.Struct, frozen=True):
 
 
 class FrontendAddress(msgspec.Struct, frozen=True):
-    """The content of the file beside the socket: the front end's process, and the secret."""
+    """The content of the address file beside the socket: the front end's process and secret."""
 
     pid: int
     secret: str
@@ -78,7 +78,10 @@ def connect_to_frontend(folder: Path, address: FrontendAddress, pids: dict[int, 
 
 
 class TorchrunSupervisor(RankSupervisor):
-    """Accepts the ranks that torchrun starts, at a socket in `folder`, until its agent exits."""
+    """Accepts the ranks that torchrun starts, until torchrun's agent exits.
+
+    The ranks connect to a socket in `folder`.
+    """
 
     def __init__(self, config: ServerConfig, folder: Path, agent_pid: int) -> None:
         super().__init__(config)
@@ -99,7 +102,8 @@ class TorchrunSupervisor(RankSupervisor):
 
     def close(self, timeout_s: float = 10.0) -> None:
         if self._is_closing:
-            # The process may have reused the closed descriptors' numbers for other files.
+            # The descriptors are already closed, and must not be closed again: the process may have
+            # reused their numbers for other files.
             return
         super().close(timeout_s)
         # If the supervisor's thread still runs, it no longer accepts ranks, so it does not use

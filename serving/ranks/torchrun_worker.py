@@ -4,8 +4,8 @@ Torchrun starts all workers again after a loss; each start is a round. In the re
 of a round exchange their addresses through torchrun's own store, which may still contain entries of
 earlier rounds. Mesh rank 0 must be on the front end's node, but torchrun's rank 0 may be on another
 node. If torchrun's rank r becomes mesh rank 0, a worker's mesh rank is (its torchrun rank - r)
-mod world size. If a worker receives SIGTERM, mesh rank 0 sends SIGTERM to the front end, which
-drains and then ends the ranks.
+mod world size. A worker that receives SIGTERM informs mesh rank 0, which sends SIGTERM to the front
+end. The front end drains and then ends the ranks.
 """
 
 import json
@@ -110,8 +110,8 @@ def run_worker(config: ServerConfig, flags: list[str]) -> NoReturn:
             f"--tp {parallel.tp} and --pp {parallel.pp} need {parallel.ranks} workers, but "
             f"torchrun has started {env.world_size}; set nnodes x nproc-per-node to tp x pp"
         )
-    # The signals are blocked before any thread starts, because threads inherit the mask. So only
-    # `sigwait` receives them.
+    # Only `sigwait` in the thread of `_StopSignals` is to receive the signals. Threads inherit the
+    # mask of blocked signals, so the signals are blocked before any thread starts.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     stop_signals = _StopSignals()
     try:
@@ -197,8 +197,8 @@ def rendezvous(
 ) -> tuple[str, list[WorkerInfo]]:
     """Return a new id for this round, and the workers' records in the order of torchrun's ranks.
 
-    All workers of the round must call it. The store may contain entries of earlier rounds; they
-    have other nonces and ids. Workers join in three steps:
+    All workers of the round must call this function. The store may contain entries of earlier
+    rounds, but those entries have different nonces and ids. Workers join in three steps:
 
     1. Each worker except worker 0 publishes a random nonce.
     2. Worker 0 answers each nonce with the id of this round.
@@ -255,7 +255,10 @@ def _own_host(env: TorchrunEnv) -> str:
 def _connect_frontend(
     folder: Path, agent_pid: int, flags: list[str], pids: dict[int, int], *, starts: bool
 ) -> Channel:
-    """Return a channel to this node's front end; `starts`: start the front end first."""
+    """Return a channel to this node's front end; `starts`: start the front end first.
+
+    `pids`: the process IDs of this node's ranks, by mesh rank.
+    """
     process = _start_frontend(folder, agent_pid, flags) if starts else None
     deadline = time.monotonic() + FRONTEND_START_S
     while (address := read_frontend_address(folder)) is None:
@@ -275,7 +278,7 @@ def _start_frontend(folder: Path, agent_pid: int, flags: list[str]) -> ChildProc
         if name not in _TORCHRUN_VARIABLES and not name.startswith(_TORCHRUN_PREFIXES)
     }
     environment |= {FOLDER_VARIABLE: str(folder), AGENT_VARIABLE: str(agent_pid)}
-    # A child inherits the mask of blocked signals; the front end must receive its signals.
+    # A child inherits the mask of blocked signals, but the front end must receive these signals.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         # `ChildProcess` starts the front end in a new session, so the front end outlives this

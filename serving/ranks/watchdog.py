@@ -2,14 +2,16 @@
 
 One thread waits for three events at once: a message of rank 0, the exit of a rank process, and the
 end of a time limit. A rank is dead if its process exits before the supervisor is closed. The ranks
-are hung if rank 0 sends no message for longer than the limit of its phase: loading, warming up, or
-running (a step, or the heartbeat of an idle engine loop). The watchdog forwards `Ready` and updates
-of rank 0 to the receiver.
+are hung if rank 0 sends no message for longer than the limit of the current phase: loading, warming
+up or running. In the running phase, rank 0 sends a message after each step; an idle engine loop
+runs a step without sequences every second as a heartbeat. The watchdog forwards `Ready` and the
+updates of rank 0 to the receiver.
 
-The limit of a step (`StepTimeout`) is learned: a long prefill step may take 10 s on slow hardware,
-but a decode step of 10 s means that a rank hangs. The limit is therefore the largest of three
-times: a minimum, 10 times the p99 of the recent step times, and 10 times the expected time of the
-longest step in flight. The expected time is computed from the measured seconds per token.
+No fixed limit fits all steps: a long prefill step may take 10 s on slow hardware, but a decode step
+of 10 s means that a rank hangs. The limit of a step (`StepTimeout`) is therefore learned. It is the
+largest of three times: a minimum, 10 times the p99 of the recent step times, and 10 times the
+expected time of the longest step in flight. The expected time is computed from the measured seconds
+per token.
 
 This module is independent of how ranks are started and of what happens after a loss.
 """
@@ -42,14 +44,14 @@ from serving.ranks.message_socket import Channel
 log = logging.getLogger(__name__)
 
 # If poll() returns later than its time-out by more than this, this process itself was stopped or
-# starved of CPU, perhaps together with the ranks. The delay is then not counted as silence.
+# starved of CPU, perhaps together with the ranks. The delay is then not counted as their silence.
 LATE_WAKEUP_S = 0.5
-# Rank 0's channel closes shortly before its process exits. The watchdog waits this long for the
-# exit.
+# Rank 0's channel closes shortly before its process exits. The watchdog then waits at most this
+# time for the exit, so that its report of the loss can contain the exit code.
 EXIT_WAIT_S = 0.5
 
-# The learned limit of a step: its minimum, the factor over the measured and expected step times,
-# and the number of step times that are kept.
+# For the learned limit of a step (`StepTimeout`): its minimum, the factor by which the measured and
+# expected step times are multiplied, and the number of step times that are kept.
 TIMEOUT_MIN_S = 2.0
 TIMEOUT_FACTOR = 10.0
 RECENT_STEPS = 256
@@ -141,7 +143,8 @@ class Watchdog:
                 self._last_message_at += late_s
             if waker_descriptor in readable:
                 return self._new_loss("the supervisor was closed", "closed")
-            # Rank 0's last messages may contain the reason of an exit, so they are read first.
+            # The messages are read before exits are checked: rank 0's last messages may contain the
+            # reason of an exit.
             loss = self._read_messages()
             exited_ranks = sorted(
                 rank for descriptor, rank in rank_by_descriptor.items() if descriptor in readable
@@ -243,9 +246,8 @@ class Watchdog:
 class StepTimeout:
     """Time limit of a step: the ranks count as hung when a step takes longer.
 
-    The limit is learned from the last `RECENT_STEPS` steps. `first_step_s`: the limit while no step
-    time is known. `fixed_s`: the setting `step_timeout_s`, which replaces the learned limit; None:
-    the limit is learned.
+    `fixed_s`: the setting `step_timeout_s`; None: the limit is learned from the last `RECENT_STEPS`
+    steps. `first_step_s`: the limit of a step while no step time is known.
     """
 
     def __init__(self, fixed_s: float | None, first_step_s: float) -> None:
@@ -263,7 +265,7 @@ class StepTimeout:
 
     @property
     def limit_min_s(self) -> float:
-        """Lower bound of `limit_s()`, which is costly: a shorter silence is never too long."""
+        """Lower bound of `limit_s()`. Unlike `limit_s()`, it is cheap to compute."""
         return TIMEOUT_MIN_S if self._fixed_s is None else self._fixed_s
 
     def limit_s(self) -> float:
@@ -289,17 +291,18 @@ class StepTimeout:
             size.context_tokens,
         )
         if size.context_tokens and not context_s:
-            # No recent step had context tokens. The limit of this step becomes `first_step_s`.
+            # No recent step had context tokens. `limit_s` multiplies the returned time by
+            # TIMEOUT_FACTOR, so the limit of this step is at least `first_step_s`.
             return self._first_step_s / TIMEOUT_FACTOR
         return new_tokens_s + context_s
 
 
 def _expected_seconds(measurements: Iterable[tuple[int, float]], count: int) -> float:
-    """Return `count` times the largest seconds per token of the steps of similar or larger size.
+    """Estimate the seconds for `count` tokens: `count` * the largest seconds / tokens of a step.
 
-    `measurements`: (tokens, seconds) of each step. Steps of at least `count` / 2 tokens are used.
-    If all steps are smaller, the largest ones are used. The estimate is then too high rather than
-    too low, because steps with more tokens take fewer seconds per token. The estimate is 0 if no
+    `measurements`: (tokens, seconds) of each step. The steps of at least `count` / 2 tokens are
+    used. If all steps are smaller, only the largest ones are used; the estimate is then too high
+    rather than too low, because larger steps take fewer seconds per token. The estimate is 0 if no
     step has tokens.
     """
     measured_steps = [(tokens, seconds) for tokens, seconds in measurements if tokens > 0]
@@ -314,7 +317,10 @@ def _expected_seconds(measurements: Iterable[tuple[int, float]], count: int) -> 
 
 
 def wait_for_exit(descriptors: Mapping[int, int], timeout_s: float) -> bool:
-    """Wait until all processes have exited; return False if some still run after `timeout_s`."""
+    """Wait until all processes have exited; return False if some still run after `timeout_s`.
+
+    `descriptors`: a pidfd by rank.
+    """
     deadline = time.monotonic() + timeout_s
     open_descriptors = set(descriptors.values())
     while open_descriptors:

@@ -4,8 +4,8 @@ Golden examples are inputs in an adapter's card, with the completions that they 
 A background task checks each adapter once: at the server's start, or when the adapter is new. The
 examples run as requests of the lowest priority, a few at a time, and only while the engine has
 spare capacity. The verdicts go to the log and the metrics. With `golden: strict`, an adapter that
-has examples is served only after all its examples have passed. Until then, it also cannot become
-the current version of its name.
+has examples is served only after all its examples have passed. If no version of a name has been
+promoted, the newest version that may be served is preferred as the current version.
 """
 
 import asyncio
@@ -108,7 +108,8 @@ class GoldenChecker:
     ) -> Coroutine[Any, Any, None]:
         """Return the coroutine that runs the checks.
 
-        From this call on, `golden: strict` is in effect.
+        From this call on, `golden: strict` is in effect. `on_checked` is called after the check of
+        each adapter.
         """
         self._strict = self._adapter_config.golden == "strict"
         # The checker's requests must pass admission although the adapter is not served yet.
@@ -173,8 +174,8 @@ class GoldenChecker:
     async def _wait_for_capacity(self, engine: Engine) -> None:
         """Wait until the engine is up, and is idle or has spare capacity.
 
-        It has spare capacity if its sequences and the examples together use at most half of its
-        capacity. The other half remains for callers.
+        The engine has spare capacity if its unfinished sequences and the examples together are at
+        most half of its capacity. The second half remains for callers.
         """
         while not engine.up or (
             engine.unfinished_sequences
@@ -211,7 +212,8 @@ class GoldenChecker:
             # In threads, since tokenizing a long text would block the event loop.
             request = await asyncio.to_thread(admission.admit, ask)
             full_prompt = await asyncio.to_thread(render_golden_prompt, *prompt_args)
-            # Admission truncates a prompt that does not fit the context.
+            # Admission truncates a prompt that does not fit the context, so that the request's
+            # prompt differs from the full prompt.
             if request.answers[0].prompt != tuple(full_prompt):
                 return ExampleReplay("different", reason="its prompt does not fit the context")
             (completion,) = await collect_completions(engine.submit(request, final_only=True))

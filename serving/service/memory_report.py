@@ -16,7 +16,8 @@ class MemoryReport:
     weight_bytes: int
     kv_tokens: int
     full_context_requests: int  # Requests that fit in the KV cache if each fills the context.
-    adapter_rows: int  # The number of adapter rows that fit on the device at once.
+    # Number of adapter rows (one row for each virtual token) that fit on the device at once.
+    adapter_rows: int
     binding_limit: str  # The setting that limits concurrent full-context requests.
 
     @classmethod

@@ -201,7 +201,10 @@ class Service:
 
     @property
     def proof_difference(self) -> float | None:
-        """Largest logit difference from the proof, in standard deviations; None without a proof."""
+        """Largest difference between the model's logits and the proof (reference logits).
+
+        The unit is the standard deviation of the logits. None: the checkpoint has no proof.
+        """
         ready_message = self.engine.ready_message
         return ready_message.proof[0] if ready_message and ready_message.proof else None
 

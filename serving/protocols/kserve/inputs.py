@@ -157,7 +157,8 @@ def _collect_parameters(message: Any, text_bytes_max: int) -> dict[str, _Paramet
 def _unwrap_tensor(kind: InputKind, tensor: InputTensor) -> Any:
     """Return the value of a tensor: a list for list kinds, else the tensor's only element.
 
-    BYTES elements become text. If the kind is a number, `_parse_parameter` parses the text.
+    BYTES elements become text. A number that was sent as text is parsed later, by
+    `_parse_parameter`.
     """
     values = tensor.values
     if tensor.datatype == BYTES:

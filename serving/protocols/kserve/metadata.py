@@ -12,6 +12,7 @@ from gpt.settings import short_repr, suggest_nearest
 from serving.protocols.kserve.tensors import BYTES
 from serving.request import RefusedError
 
+# Defines how the value of an input is parsed: see `_PARSERS` in `inputs`.
 InputKind = Literal["text", "texts", "integer", "integers", "number", "flag", "object", "early"]
 
 # Errors quote at most this number of characters of a name, since gRPC trailers have limited size.
@@ -98,7 +99,7 @@ INPUT_ALIASES: Mapping[str, str] = {
     "random_seed": "seed",
     "structured_outputs": "guided_decoding",
 }
-# TensorRT-LLM's newer backend puts this prefix before sampling names.
+# TensorRT-LLM's newer backend puts this prefix before the names of sampling inputs.
 SAMPLING_PREFIX = "sampling_param_"
 
 _PROMPT_TABLE_HINT = (

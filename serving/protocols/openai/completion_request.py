@@ -1,6 +1,7 @@
 """OpenAI completion requests: validates OpenAI's fields and vLLM's extensions, and builds `Ask`s.
 
-OpenAI's own fields come first, then vLLM's extensions under vLLM's names, then Preamble's.
+Each request class lists OpenAI's own fields, then vLLM's extensions under vLLM's names, and then
+Preamble's extensions.
 `BaseCompletionRequest` has the fields that plain completions and chats share. An unknown field is
 an error, because ignoring a misspelled field would change completions silently. This module checks
 types and combinations of fields; the admission checks the ranges of values.
@@ -54,7 +55,8 @@ class StreamOptions(RequestPart):
     include_obfuscation: bool | None = None
 
 
-# A schema stays raw JSON in this module, so that a large schema does not become Python objects.
+# The value of an unset schema. Schemas stay raw JSON in this module, so that a large schema does
+# not become Python objects.
 JSON_NULL = msgspec.Raw(b"null")
 
 

@@ -228,7 +228,8 @@ class _TokenLogprobs:
             text, token_text = detokenizer.push(token), format_token(self._tokenizer, token)
             offset += len(text)
             if text and token_text.endswith(text):
-                token_text = text  # The detokenizer strips the space at the start of a text.
+                # The detokenizer has stripped the space at the start of the whole text.
+                token_text = text
             self._token_texts.append(token_text)
             self._logprobs.append(None if score is None else max(score.logprob, LOGPROB_MIN))
             self._top_logprobs.append(
@@ -260,8 +261,9 @@ class _TokenLogprobs:
 def format_token(tokenizer: Tokenizer, token: int) -> str:
     """Return a token in OpenAI's notation.
 
-    The notation is the token's text; or `bytes:` and the bytes, if they are not UTF-8; or
-    `token_id:` and the id, if the token has no bytes.
+    - The token's bytes are UTF-8: the text.
+    - The token's bytes are not UTF-8: `bytes:` and the bytes.
+    - The token has no bytes: `token_id:` and the id.
     """
     token_bytes = tokenizer.token_bytes(token)
     if token_bytes is None:

@@ -1,7 +1,8 @@
 """preamble.v1.GenerationService: generate, stream, score, tokenize and detokenize.
 
-A request message becomes an `Ask`, and the pieces become response messages. If an optional field
-without a neutral value is unset, it stays None in the `Ask`, and the admission chooses the default.
+A request message becomes an `Ask`, and the pieces of output become response messages. If an
+optional field without a neutral value is unset, it stays None in the `Ask`, and the admission
+chooses the default.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """TGIS requests: checks parameters against TGIS's limits and builds an `Ask`.
 
 In the numeric fields that have no field presence in TGIS's messages, 0 means unset. An unset field
-becomes None or the neutral value of the `Ask`. The admission does all other checks; its errors are
+becomes None or the neutral value of the `Ask`. The admission then checks the `Ask`; its errors are
 translated to this protocol's field names.
 """
 

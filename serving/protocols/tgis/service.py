@@ -286,9 +286,9 @@ def _token_offsets(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> list[
     """Return start and end (exclusive) of each token in the text, in characters.
 
     A token that is part of a character gets the range of the whole character. If the tokenizer has
-    changed the text, the token's bytes may not directly follow the previous token. Then up to
-    `TOKEN_GAP_BYTES_MAX` bytes are skipped to find them. A token that is not found gets an empty
-    range.
+    changed the text, the token's bytes may not directly follow the previous token. In this case, up
+    to `TOKEN_GAP_BYTES_MAX` bytes are skipped to find the token's bytes. A token that is not found
+    gets an empty range.
     """
     data = text.encode()
     # Character index of each byte.
