@@ -68,7 +68,7 @@ def price_steps(
 
     The source of the costs depends on the calibration:
     - None: the specification sheet of the GPU.
-    - A calibration that contains this model: the measurement of this model.
+    - A calibration that contains this model in this dtype and TP/PP split: this measurement.
     - Any other calibration: interpolation between the measured models.
     """
     if dtype not in DTYPE_BYTES:

@@ -42,7 +42,7 @@ class SteadyWindow:
         """Find the steady window. `concurrency` is the number of clients; None: open loop.
 
         The window begins when the load is steady, and ends when the last request is due. If the
-        load becomes steady later than half of the time of the end, the window is the whole run.
+        load is not steady after half of the time until this end, the window is the whole run.
         """
         last_due_s = max(request.due_s for request in load_run.calls)
         end_times = sorted(request.ended_s for request in load_run.calls)

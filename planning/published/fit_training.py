@@ -36,8 +36,8 @@ class Prior:
 
     center: float
     spread: float
-    # A function that sets the constant in an Efficiency. None: the constant is the field with its
-    # name.
+    # A function that sets the constant in an Efficiency. None: the field with the constant's name
+    # is set.
     apply: Callable[[Efficiency, float], Efficiency] | None = None
 
 

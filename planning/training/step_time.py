@@ -36,7 +36,7 @@ FUSED_BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The speeds and overheads that training software reaches on a machine.
+    """The speeds and overheads of training software on a machine.
 
     Speeds are fractions of the speeds in the specification sheet.
     """
