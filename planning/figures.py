@@ -33,7 +33,8 @@ class FigureName:
     """The parts of a figure's name."""
 
     stem: str
-    unit: str  # "ms", "s", "bytes", "share" (a fraction), or "": a count or a rate.
+    # "ms", "s", "bytes" or "share" (the figure is a fraction). "": the figure is a count or rate.
+    unit: str
     per_suffix: str  # The denominators of a rate as label text, such as "/s/GPU"; "": no rate.
     statistic: str  # "p95" or "mean", for example; "": no statistic.
 

@@ -18,7 +18,7 @@ def tight_share(memory_fraction: float) -> float:
     """Return the largest share of the memory that a tight plan may use.
 
     The share is TIGHT_SHARE. But if the user sets `memory_fraction` below its default (FITS_SHARE),
-    tight plans may not exceed `memory_fraction` either.
+    a tight plan may use at most `memory_fraction`.
     """
     return TIGHT_SHARE if memory_fraction >= FITS_SHARE else memory_fraction
 

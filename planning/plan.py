@@ -49,7 +49,8 @@ class Row:
     # Predicted figures by name; `planning.figures` describes the names.
     figures: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)  # Measured figures by name.
-    reason: str = ""  # Why the candidate was rejected or failed; a remark if it is tight.
+    # Why the candidate was rejected or failed. A tight candidate may have a remark here.
+    reason: str = ""
     confidence: Confidence | None = None
     group: str = ""  # The curve in a plot that the row belongs to, such as "8 GPUs".
     # The ledger of the device that needs the most memory; None: unknown.

@@ -161,7 +161,7 @@ def serving_dtype(specification: Specification, model: GPTConfig) -> str:
     """Return the dtype of the engine, from the first of these sources that is available:
 
     - `dtype` of the specification.
-    - The first dtype that the engine supports in `quality`, the list of allowed dtypes.
+    - `quality`, a list of allowed dtypes: the first dtype in it that the engine supports.
     - The dtype of the model.
     """
     allowed = [

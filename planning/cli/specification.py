@@ -40,9 +40,9 @@ class ModelSection:
     kv_heads: int | None = None
     ffn: int | None = None
     vocab: int | None = None
-    # Sequence length. It also affects the context length of a model without a checkpoint:
-    # - A model given by its sizes has this context length.
-    # - A preset with a smaller context length gets this context length.
+    # Sequence length. If the model has no checkpoint, `seq` also affects the context length:
+    # - A model that is given by its sizes has the context length `seq`.
+    # - A preset with a context length below `seq` gets the context length `seq`.
     seq: int | None = None
     gated: bool | None = None  # Whether the model has the LLaMA architecture instead of GPT-3's.
 
@@ -183,8 +183,8 @@ class HardwareSection:
     def cluster(self, gpus: int | None = None) -> Cluster:
         """Return the cluster. `gpus` is the default number of GPUs.
 
-        Without a GPU name, the cluster is the calibrated machine, and its default number of devices
-        is 1.
+        Without a GPU name, the cluster consists of devices of the calibrated machine, and the
+        default number of devices is 1 instead of `gpus`.
         """
         calibration = self.machine_calibration
         if self.gpu is None and calibration is not None:

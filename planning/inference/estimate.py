@@ -47,8 +47,8 @@ SIMULATED_CONCURRENCY_MAX = 1000
 PIPELINE_REQUESTS_MIN = 60
 WARMUP_FRACTION = 0.25  # Fraction of the requests that arrive before the load counts as steady.
 # If more than this fraction of the arriving requests does not finish in the simulated time, the
-# load is not steady yet or the server is overloaded. It is overloaded if the request rate exceeds
-# the capacity.
+# load is not steady yet or the server is overloaded. The server is overloaded if the request rate
+# exceeds the capacity.
 BACKLOG_GROWTH_MAX = 0.05
 # GPU memory of a process that has no tensors: the CUDA context and buffers of libraries.
 CUDA_CONTEXT_BYTES = 1 << 30
@@ -82,8 +82,10 @@ class LengthDistribution:
 
         The lengths are quantiles of the lognormal distribution with this mean and p95.
         """
-        # From mean = exp(mu + sigma^2 / 2) and p95 = exp(mu + z * sigma), where z is the normal
-        # quantile of 0.95: sigma^2 - 2 z sigma + 2 ln(p95 / mean) = 0.
+        # A lognormal distribution has mean = exp(mu + sigma^2 / 2) and p95 = exp(mu + z * sigma),
+        # where z is the 0.95 quantile of the normal distribution. It follows that
+        #   sigma^2 - 2 z sigma + 2 ln(p95 / mean) = 0.
+        # `sigma` is the smaller solution.
         z = NormalDist().inv_cdf(0.95)
         sigma = z - math.sqrt(max(0.0, z**2 - 2 * math.log(self.p95 / self.mean)))
         mu = math.log(self.mean) - sigma**2 / 2
@@ -307,7 +309,7 @@ def kv_token_capacity(
 def _cached_rank_costs(
     model: GPTConfig, tp: int, pp: int, dtype: str, kv_dtype: str
 ) -> list[RankCost]:
-    """Return `rank_costs`. A search needs the same costs thousands of times."""
+    """Return `rank_costs(...)`, cached because a search needs the same costs thousands of times."""
     return rank_costs(model, tp, pp, dtype=dtype, kv_dtype=kv_dtype)
 
 
@@ -319,8 +321,8 @@ def _workspace_bytes(model: GPTConfig, dtype: str, split: ServingSplit, *, on_cp
     - On a GPU they include the CUDA context and communication buffers. The free memory that a
       server measures already excludes these.
     - They exclude CUDA graphs and the rows of speculative decoding, which the planner does not
-      model. With a small model, the server's KV cache is therefore smaller (1.3B parameters on
-      80 GB: server 371,968 tokens, plan 372,176).
+      model. With a small model, the server's KV cache is therefore smaller than the planned one:
+      with 1.3B parameters on 80 GB, the server has 371,968 tokens, and the plan 372,176.
     """
     total_bytes = workspace_bytes(
         model,
@@ -522,8 +524,9 @@ class _LoadEstimator:
     def _expected_concurrency(self) -> float:
         """The approximate number of requests that are in one replica at once.
 
-        For an open loop, it is the request rate times the duration of a request (Little's law). The
-        duration is estimated as one step with a full batch, per output token and pipeline stage.
+        For an open loop, the number is the request rate times the duration of a request (Little's
+        law). The duration is estimated as output tokens * pipeline stages * time of a decode step
+        with a full batch.
         """
         if self.workload.concurrency is not None:
             return self._replica_concurrency

@@ -264,7 +264,11 @@ def _binding(best: Row, requirements: Requirements) -> Iterator[str]:
 
 
 def _alternative_lines(search: ServingSearchResult) -> Iterator[str]:
-    """For each TP/PP split except the best, yield why its best candidate is worse."""
+    """Yield why TP/PP splits are worse than the TP/PP split of the best candidate.
+
+    Each split is represented by its own best candidate. At most ALTERNATIVES_MAX splits are
+    explained.
+    """
     best = search.best
     if best is None:
         return

@@ -17,8 +17,8 @@ from serving.config import ServerConfig
 from serving.messages import Outcome, SequenceOutput, Step, Submission
 from serving.scheduler.scheduler import Scheduler
 
-# In this simulation there are no stop tokens, prefix cache or speculative decoding. The scheduler
-# then does not depend on the values of tokens.
+# This simulation has no stop tokens, no prefix cache and no speculative decoding. Therefore the
+# values of tokens do not affect the scheduler, and all tokens have the id TOKEN_ID.
 VOCAB_SIZE, TOKEN_ID = 2, 0
 CONTEXT_TOKENS_MAX = 1 << 20
 

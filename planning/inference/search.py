@@ -1,10 +1,10 @@
 """Serving search: tries splits, batch sizes, prefill presets and replicas; picks the best.
 
 A candidate that does not fit in memory is rejected without simulation. The other candidates are
-simulated by `planning.inference.estimate`: the whole grid if it is small, else a coarse grid and
-then the neighbors of the best candidates. The objective selects the best of the candidates that
-satisfy the limits with their margins. Each rejected candidate has a reason. The module does not
-import torch.
+simulated by `planning.inference.estimate`. If there are few combinations of TP, PP and replicas,
+all batch sizes and presets are tried. Otherwise a coarse grid is tried first, and then the
+neighbors of the best candidates. The objective selects the best of the candidates that satisfy the
+limits with their margins. Each rejected candidate has a reason. The module does not import torch.
 """
 
 import math
@@ -39,8 +39,9 @@ BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384,
 COARSE_BATCH_SIZES = (1, 4, 16, 64, 256)
 STAGES_MAX = 16
 STAGE_COUNTS_PER_TP = 2  # Number of PP sizes to try per TP size: the smallest sizes that fit.
-# The only batch sizes to try for splits with more stages than the memory requires
-# (`_is_deep_pipeline`). Such splits are rarely the best, and are slow to simulate.
+# The grid of batch sizes for splits with more stages than the memory requires
+# (`_is_deep_pipeline`). The grid is small, because these splits are rarely the best and are slow
+# to simulate.
 SPARSE_BATCH_SIZES = (16, 64)
 # Among the candidates that are worse than the best by at most this fraction, the simplest one is
 # selected.
@@ -347,8 +348,8 @@ class _ServingSearch:
             gain_ms = last_request_ms - request_ms
             last_request_ms = request_ms
             # The first number that satisfies the limits is enough, except for the objective
-            # "latency": the number then increases until this shortens requests by less than
-            # TIE_FRACTION.
+            # "latency". For "latency", the number increases until an increase makes requests faster
+            # by less than TIE_FRACTION.
             is_fast_enough = (
                 requirements.objective != "latency" or gain_ms < TIE_FRACTION * request_ms
             )
@@ -480,8 +481,8 @@ class _ServingSearch:
         def complexity(candidate: ServingCandidate) -> tuple[float, ...]:
             split, ledger = candidate.split, candidate.memory
             total_bytes = ledger.total if ledger is not None else 0
-            # In a closed loop the smaller batch size is simpler. In an open loop the larger one is
-            # preferred, because it allows more requests at once at no cost.
+            # In a closed loop, a smaller batch size is simpler. In an open loop, a larger batch
+            # size counts as simpler, because it allows more requests at once at no cost.
             batch = split.running_requests_max * (1 if self.requirements.is_closed_loop else -1)
             return split.gpus, split.tp * split.pp, batch, total_bytes, metric(candidate)
 

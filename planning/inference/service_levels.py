@@ -46,7 +46,7 @@ class ServiceLimits:
     request_ms_p95: float | None = None
     tokens_per_s_min: float | None = None  # Minimum total of all replicas.
     gpus_max: int | None = None
-    memory_fraction: float = FITS_SHARE  # The usable fraction of a device's memory.
+    memory_fraction: float = FITS_SHARE  # Maximum of used memory / memory of a device.
     latency_margin: float = 0.10  # Fraction of each latency limit.
     memory_margin: float = 0.05  # Fraction of `memory_fraction`.
 

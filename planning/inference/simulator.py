@@ -19,7 +19,7 @@ from serving.scheduler.chunked_prefill import PrefillTokenBudget, chunk_end
 
 # `PrefillCostModel` (`serving.scheduler.chunked_prefill`) reduces the weight of old steps with each
 # recorded step. After this number of identical steps, all older steps together have a weight of
-# 5 %, so further identical steps are not recorded.
+# 5 %, so `_run_decode_steps` does not record further identical steps.
 PREFILL_COST_STEPS_MAX = 150
 # A simulation stops after this number of steps, but not before a request has finished.
 STEPS_MAX, PIPELINE_STEPS_MAX = 2_000_000, 100_000

@@ -41,7 +41,7 @@ ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 20
 SPEC_ERROR = 0.35  # Relative error of costs from a specification sheet.
 SCALED_ERROR = 0.20  # Relative error of costs that are interpolated between measured models.
 # Relative error of costs for a dtype or a number of ranks that was not measured, and for a layer
-# size that is outside of the measured range by more than NEAR_FACTOR.
+# size that is outside of the measured range by more than a factor of NEAR_FACTOR.
 FAR_ERROR = 0.35
 NEAR_FACTOR = 4.0
 # Duration of an all-reduce between processes of one machine without a GPU.
@@ -66,8 +66,10 @@ def price_steps(
 ) -> StepPrices:
     """Return the costs of a model's steps and requests, and their error bar.
 
-    The source is the first of these that is available: the measurement of this model; interpolation
-    between the measured models of the calibration; without a calibration, the specification sheet.
+    The source of the costs depends on the calibration:
+    - None: the specification sheet of the GPU.
+    - A calibration that contains this model in this dtype and TP/PP split: this measurement.
+    - Any other calibration: interpolation between the measured models.
     """
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype is {dtype!r}; {suggest_nearest(dtype, DTYPE_BYTES)}")
@@ -161,12 +163,12 @@ def _head_size(shape: ModelShape) -> float:
 
 
 def _context_size(shape: ModelShape) -> float:
-    """Return the width of keys and queries of all layers, which determines `context_s`."""
+    """Return the widths of keys and queries, summed over all layers; they determine `context_s`."""
     return float(shape.layers * (shape.kv_width + shape.query_width))
 
 
 def _pair_size(shape: ModelShape) -> float:
-    """Return the width of the queries of all layers, which determines `pair_s`."""
+    """Return the width of the queries, summed over all layers; it determines `pair_s`."""
     return float(shape.layers * shape.query_width)
 
 

@@ -48,7 +48,8 @@ VOCAB_SIZE, CONTEXT_TOKENS = 32000, 1024
 CONCURRENCIES = (1, 4, 16, 32)
 PROMPT_TOKENS = 32
 NEW_TOKENS = 48
-NEW_TOKENS_SLOW = 8  # For a model with which NEW_TOKENS would take longer than LOAD_TARGET_S_MAX.
+# Replaces NEW_TOKENS if a load with NEW_TOKENS would take longer than LOAD_TARGET_S_MAX.
+NEW_TOKENS_SLOW = 8
 # The load that measures the overhead per prompt token.
 LONG_PROMPT_TOKENS, LONG_PROMPT_REQUESTS = 256, 8
 LOAD_TARGET_S_MAX = 20.0  # A load that would take longer is reduced or left out.

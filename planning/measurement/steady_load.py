@@ -41,8 +41,8 @@ class SteadyWindow:
     def from_run(cls, load_run: LoadRun, concurrency: int | None) -> "SteadyWindow":
         """Find the steady window. `concurrency` is the number of clients; None: open loop.
 
-        The window ends when the last request starts. If the load becomes steady only in the second
-        half of the time until then, the window is the whole run.
+        The window begins when the load is steady, and ends when the last request is due. If the
+        load is not steady after half of the time until this end, the window is the whole run.
         """
         last_due_s = max(request.due_s for request in load_run.calls)
         end_times = sorted(request.ended_s for request in load_run.calls)

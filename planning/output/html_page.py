@@ -43,7 +43,8 @@ TABLE_MAX = 200  # Candidates in the table; candidates.csv contains all.
 FIGURES_MAX = 8  # Figure columns of the table.
 BARS_MAX = 8  # Memory bars.
 OVERSIZED_BARS_MAX = 2  # Memory bars of candidates that do not fit.
-# Memory bars count as equal if their parts, rounded to this fraction of the capacity, are equal.
+# Memory bars count as equal if their parts are equal after rounding to multiples of this fraction
+# of the capacity.
 MEMORY_BAR_STEP = 0.03
 # The scale of the memory bars ends at most at this multiple of the largest capacity.
 MEMORY_BAR_SCALE_MAX = 1.25
@@ -71,7 +72,10 @@ class PlanVerdict:
 
 @dataclass(frozen=True)
 class CandidatePanel:
-    """The details of the recommended candidate, until pareto.js shows a selected candidate."""
+    """The details of the recommended candidate.
+
+    pareto.js replaces them with the details of the candidate that the user selects.
+    """
 
     name: str
     about: str  # Feasibility, group and confidence.
@@ -235,7 +239,7 @@ def _candidate_panel(plan: Plan, row: Row) -> CandidatePanel:
 
 
 def _memory_section(plan: Plan) -> MemorySection | None:
-    """Build memory bars of feasible candidates, and of a few candidates that do not fit.
+    """Build memory bars of feasible candidates, and of candidates that do not fit in memory.
 
     At most OVERSIZED_BARS_MAX bars are of candidates that do not fit. Candidates whose bars would
     look equal share one bar.

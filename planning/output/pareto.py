@@ -19,7 +19,8 @@ from ptuning.reporting.svg_chart import AxisScale
 # Maximum number of drawn candidates outside of the frontiers: more points would overlap.
 POINTS_MAX = 1500
 LOG_RATIO_MIN = 30.0  # An axis with a larger ratio of maximum to minimum is logarithmic.
-# A limit beyond an end of an axis extends the axis if the ratio of limit and end is at most this.
+# A limit beyond an end of an axis extends the axis if the limit and the end differ by at most this
+# factor.
 LIMIT_DISTANCE_MAX = 4.0
 AXIS_PADDING = 0.06  # Padding at each end of an axis, as a fraction of its range.
 

@@ -26,8 +26,9 @@ from planning.plan import SETTINGS_FILES, Axis, Plan, Row
 
 FORMAT = "preamble.plan.1"
 CANDIDATES_NAME, PLAN_NAME = "candidates.csv", "plan.json"
-# plan.json states the better direction of only its two axes. For any other figure, higher is better
-# if the figure's name contains one of these words; otherwise, lower is better.
+# plan.json states for the figures of its two axes whether higher or lower is better. For any other
+# figure, higher is better if the figure's name contains one of these words; otherwise, lower is
+# better.
 HIGHER_IS_BETTER = ("per_s", "mfu", "hfu", "tflops", "throughput")
 
 

@@ -158,9 +158,10 @@ def _figure_text(row: Row, figure: str) -> str:
 
 
 def _compare_with_best(plan: Plan, row: Row) -> str:
-    """Compare a candidate with the recommended one by the figure of the y axis: "-5 %", "equal".
+    """Compare a candidate with the recommended candidate by the figure of the y axis.
 
-    If the candidate's memory is tight, the text also contains "tight".
+    The text is, for example, "-5 %" or "equal". If the candidate's memory is tight, the text also
+    contains "tight".
     """
     best = plan.best
     mark = "tight" if row.feasibility == "tight" else ""

@@ -201,7 +201,10 @@ def _micro_batch_count(sharded_model: ShardedModel, batch: BatchPass) -> int:
 
 
 def layer_seconds(sharded_model: ShardedModel, batch: BatchPass) -> dict[str, float]:
-    """Return the seconds of each part of a layer: the mean layer, if only some layers are MoE."""
+    """Return the seconds of each part of a layer.
+
+    If only some layers are MoE layers, the seconds are means over all layers.
+    """
     constants = sharded_model.constants
     model = sharded_model.model
     tp = sharded_model.tp
@@ -221,7 +224,8 @@ def layer_seconds(sharded_model: ShardedModel, batch: BatchPass) -> dict[str, fl
     parts["overhead"] = constants.layer_s + constants.width_s * model.hidden_size
     parts["all-reduce"] = 2 * all_reduce_s(sharded_model, rows * model.hidden_size)
     if batch.is_prefill:
-        # Kernels run while the next layer's kernels are launched: the longer of both times counts.
+        # A layer's kernels run while the kernels of the next layer are launched. A layer therefore
+        # takes the longer of the two times.
         busy_s = sum(parts.values())
         parts["overhead"] += _smooth_max(busy_s, constants.prompt_layer_s) - busy_s
     return parts
@@ -239,10 +243,12 @@ def _weight_read_bytes_per_s(sharded_model: ShardedModel) -> float:
 
 
 def _mean_weights(model: GPTConfig, tp: int, rows: float) -> tuple[float, float]:
-    """Return two weight counts of a mean layer on one rank: used per token, read for all rows.
+    """Return two numbers of weights of the mean layer on one rank.
 
-    The numbers differ for MoE layers: each token uses `moe_router_topk` random experts, so all rows
-    read num_experts * (1 - (1 - moe_router_topk / num_experts) ** rows) experts on average.
+    The first counts the weights that one token uses. The second counts the weights that a matmul of
+    `rows` tokens reads. They differ for MoE layers. Each token uses `moe_router_topk` random
+    experts, so `rows` tokens together read this mean number of experts:
+      num_experts * (1 - (1 - moe_router_topk / num_experts) ** rows)
     """
     h, d = model.hidden_size, model.kv_channels
     queries = model.num_attention_heads * d / tp

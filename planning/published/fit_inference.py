@@ -75,7 +75,11 @@ def huber_cost(residuals: Array, logs: Array) -> float:
 
 
 def fit_constants(cases: Sequence[PublishedCase]) -> FittedConstants:
-    """Fit the constants by Levenberg-Marquardt, on logarithms of constants and of errors."""
+    """Fit the constants by Levenberg-Marquardt.
+
+    The variables are the logarithms of the constants, and the residuals are log(predicted /
+    published).
+    """
     logs = logs_from_constants(INITIAL_CONSTANTS)
     prior_logs = logs_from_constants(INITIAL_CONSTANTS)
     damping = 1e-2

@@ -26,7 +26,8 @@ from planning.training.estimate import estimate_training, layer_seconds
 from planning.training.step_time import Efficiency
 
 ITERATIONS = 8
-FINITE_DIFFERENCE = 1e-4  # Step of a logarithm for a derivative; also the least step scale.
+# Step of a variable for a derivative; also the lower bound of the scale of a Gauss-Newton step.
+FINITE_DIFFERENCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Prior:
 
     center: float
     spread: float
-    # Sets the constant in an Efficiency. None: sets the field that has the constant's name.
+    # A function that sets the constant in an Efficiency. None: the field with the constant's name
+    # is set.
     apply: Callable[[Efficiency, float], Efficiency] | None = None
 
 

@@ -66,7 +66,8 @@ class StaticJob:
 @dataclass(frozen=True)
 class StaticEstimate:
     prefill_ms: float  # Time to first token.
-    decode_ms_per_token: float  # Time of each later token, with the mean context length.
+    # Time of each output token after the first, with the mean context length.
+    decode_ms_per_token: float
     request_ms: float
     tokens_per_s: float  # Generated tokens of all requests.
     requests_per_s: float

@@ -31,7 +31,7 @@ RANKING_MAX = 0.05
 # the memory with tensor parallelism alone.
 PERCENT_POINTS_MAX = 0.3
 # ZeRO-3 without model parallelism: the speed of its kernels relative to Megatron's, and the
-# fraction of the network bandwidth that it reaches. Both are fitted to the only three published
+# fraction of the network bandwidth that it reaches. Both are fitted to the three published ZeRO-3
 # rows.
 ZERO3_COMPUTE_EFFICIENCY = 0.62
 ZERO3_NETWORK_EFFICIENCY = 0.70
@@ -381,7 +381,8 @@ def _ranking_table() -> ValidationTable:
     """Compare predicted step times: the vendor's splits with the planner's fastest splits."""
     rows = []
     for run in training_runs.published_choices():
-        # The vendor's first search had no sequence parallelism; only its choices set `recompute`.
+        # `recompute` is set only for choices of the vendor's first search, which had no sequence
+        # parallelism.
         sequence_parallel = False if run.recompute else None
         space = SearchSpace(vpp=(1,), recompute=run.recompute, sequence_parallel=sequence_parallel)
         search = search_training(run.job, run.cluster, space)

@@ -61,7 +61,7 @@ H100 = Efficiency(
     network=0.8,
     start_s=20e-6,
     gap_s=166.6e-6,  # Fitted.
-    hidden_forward=0.8,  # Fitted, with the same value for hidden_backward.
+    hidden_forward=0.8,  # Fitted, with the constraint that hidden_backward is equal.
     hidden_backward=0.8,
     hidden_pipeline=0.7,
     hidden_data=0.9,
@@ -80,14 +80,14 @@ _BORROWED_NOTE = (
 
 # H200, L40S and B200 have no published runs. Their matmul speeds (`products`, `products_fp8`) are
 # those of the H100 multiplied by a ratio of measured speeds, such as 0.77 / 0.80 for the H200 in 16
-# bits. A measured speed is a fraction of the peak, the median over matmuls of size 4096 and more:
+# bits. The measured speeds are fractions of the peak (medians over matmuls of size 4096 and more):
 #
 #           H100   H200   L40S   B200
 #   16 bits 0.80   0.77   0.62   0.69
 #   fp8     0.53   0.60   0.50   0.48
 #
 # The exception is the H200 in fp8: it has the speed of the H100, although 0.60 is more than 0.53.
-# The L40S has PCIe links: an all-reduce among four GPUs reaches 5.2 of 32 GB/s.
+# The L40S has PCIe links: an all-reduce among four GPUs reaches 5.2 of 32 GB/s, so `link` is 0.16.
 SOFTWARE: Mapping[str, Software] = {
     "a100-40g": Software(_MEGATRON_2021, A100, 0.09, 0.0, "fitted on the 80 GB card"),
     "a100-80g": Software(_MEGATRON_2021, A100, 0.06, 0.0),

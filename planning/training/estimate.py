@@ -42,7 +42,7 @@ from planning.training.step_time import (
     straggler_share,
 )
 
-# Inner width of the two linear layers of an adapter's prompt encoder.
+# An adapter's prompt encoder has two linear layers. This is the width of the tensor between them.
 ENCODER_WIDTH = 2048
 # The dtypes of published runs; matmul speeds in other dtypes are unknown.
 DTYPES = ("bfloat16", "float16", "fp8")
@@ -299,8 +299,8 @@ def _time_confidence(
 ) -> Confidence:
     error = software_stack.error_fp8 if job.dtype == "fp8" else software_stack.error
     notes = [f"for {software_stack.name}", software_stack.note]
-    # Each entry is a condition and the end of a note, "no published run ...". If the condition is
-    # True, the note is added.
+    # Pairs of a condition and the end of a note that begins with "no published run". If the
+    # condition is True, the note is added.
     extrapolations = [
         # The published runs with the H100's software (`flash` is True) do not state their vpp.
         (split.vpp > 1 and software_stack.efficiency.flash, "on this GPU states its vpp"),
@@ -314,7 +314,8 @@ def _time_confidence(
             f"has a hidden size under {PUBLISHED_HIDDEN_MIN}",
         ),
         (any(job.model.moe_layers), "has MoE layers"),
-        # Published runs train an adapter on the H100 only. `error_fp8` is 0 for the A100.
+        # Published runs train an adapter on the H100 only. The GPUs with an `error_fp8` of 0 are
+        # the A100s. The software of all other GPUs is that of the H100.
         (
             job.trainable == "adapter" and not software_stack.error_fp8,
             "on this GPU has frozen weights",

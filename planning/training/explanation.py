@@ -429,8 +429,9 @@ def _smallest_fitting_split(
     """Return a split on the smallest cluster, larger than `cluster`, on which the job fits.
 
     The cluster size is found by doubling the number of GPUs of `cluster`, and then by bisection.
-    Above 64 GPUs, it can be too large by less than a node. Return None if the job does not fit on
-    GPUS_MAX GPUs.
+    Above 64 GPUs, the bisection ends early, and the size can be too large by less than the GPUs of
+    a node. Doubling ends at a size of at least GPUS_MAX; if the job does not fit on this size
+    either, return None.
     """
     low = cluster.gpus
     high = cluster.gpus
@@ -451,9 +452,10 @@ def _smallest_fitting_split(
 
 
 def _larger_gpu_line(job: TrainingJob, cluster: Cluster, space: SearchSpace) -> str:
-    """Name the GPU model with the least additional memory on which the job fits.
+    """Name the GPU model with the least memory on which the job fits.
 
-    Return "" if there is none.
+    Only GPU models with more memory than the GPUs of `cluster` are tried. Return "" if the job fits
+    on none of them.
     """
     for device in sorted(DEVICES.values(), key=lambda device_choice: device_choice.memory_bytes):
         if device.memory_bytes > cluster.device.memory_bytes:
@@ -469,8 +471,9 @@ def _larger_gpu_line(job: TrainingJob, cluster: Cluster, space: SearchSpace) -> 
 def default_batch(parameters: int, trainable: str, gpus: int) -> int:
     """Return a usual global batch for a model of this size.
 
-    The replicas can divide the batch evenly, because it is a multiple of a divisor of `gpus`: the
-    largest odd divisor times a power of two up to 256, such as 3 x 16 for 48 GPUs.
+    The batch is a multiple of a divisor of `gpus`, so the replicas can divide the batch evenly. The
+    divisor is the largest odd divisor of `gpus` times a power of two up to 256, such as 3 x 16 for
+    48 GPUs.
     """
     # (maximum number of parameters, batch).
     batch_of_size = ((1e9, 256), (4e9, 1024), (300e9, 2048))
@@ -483,7 +486,8 @@ def default_batch(parameters: int, trainable: str, gpus: int) -> int:
     while odd_factor % 2 == 0:
         odd_factor //= 2
     unit = odd_factor * min(gpus // odd_factor, 256)
-    # If the unit is larger than the usual batch, a smaller power of two is used, if possible.
+    # If the unit exceeds the usual batch, its power of two is reduced until the unit fits. A unit
+    # whose odd factor alone exceeds the usual batch is not changed.
     fitting_units = [
         divisor
         for divisor in divisors(unit)

@@ -213,9 +213,9 @@ def _block_recompute_candidates(
     space: SearchSpace,
     non_block_candidates: Sequence[TrainingCandidate],
 ) -> Iterator[TrainingCandidate]:
-    """Yield the fitting candidate with the fewest recomputed layers, found by binary search.
+    """Yield the candidate that fits in memory with the fewest fully recomputed layers.
 
-    Yield nothing in these cases:
+    The candidate is found by binary search. Yield nothing in these cases:
     - A candidate with recompute "none" or "selective" already fits.
     - A model chunk has fewer than two layers.
     - Only candidates that recompute all layers fit, or no candidate fits.
@@ -247,7 +247,7 @@ def _evaluate(
     job: TrainingJob, split: TrainingSplit, cluster: Cluster, space: SearchSpace
 ) -> TrainingCandidate:
     try:
-        # A candidate may leave GPUs idle, but the estimate needs a cluster without idle GPUs.
+        # A candidate may leave GPUs of the cluster idle, but `check_split` rejects idle GPUs.
         estimate = estimate_training(job, split, replace(cluster, gpus=split.gpus))
     except ConfigError as error:
         return TrainingCandidate(split, "rejected", None, str(error))

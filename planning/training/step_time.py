@@ -1,8 +1,9 @@
 """Training step time: matmul, attention, elementwise and collective time of a GPT layer.
 
 Each time is an amount of work divided by the speed of the machine. The amounts are:
-- Matmuls and attention: FLOPs. A matmul also loses a part of its last wave of tiles.
-- Unfused attention and elementwise operations: bytes moved in memory.
+- Matmuls, including those of attention: FLOPs. The last wave of tiles of a matmul is only partly
+  full, which adds time.
+- Elementwise operations, and the scores of unfused attention: bytes moved in memory.
 - Collectives: bytes sent in a ring.
 
 `Efficiency` contains the fractions of the machine's speed that the software reaches;
@@ -17,7 +18,7 @@ from gpt.costs.training import LayerWidths, Trainable, all_reduce_elements, laye
 from planning.hardware import Cluster
 
 TILE = 256 * 128  # Number of elements in one output tile of a matmul on a GPU.
-TILES_IN_FLIGHT = 108  # Number of tiles that a GPU computes at once, which form a wave.
+TILES_IN_FLIGHT = 108  # Number of tiles that a GPU computes at once. These tiles are one wave.
 
 # Bytes that unfused attention moves per score: the first matmul writes the score, softmax and
 # dropout (with its mask) read and write it, and the second matmul reads it. The backward pass does
@@ -35,7 +36,7 @@ FUSED_BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The speeds and overheads that training software reaches on a machine.
+    """The speeds and overheads of training software on a machine.
 
     Speeds are fractions of the speeds in the specification sheet.
     """
@@ -140,7 +141,7 @@ def backward(work: LayerWork) -> LayerPass:
 
 
 def lm_head_s(work: LayerWork) -> float:
-    """Return the seconds of LM head and cross entropy, forward and backward, both in 16 bits."""
+    """Return the seconds of LM head and cross entropy: forward plus backward, in 16 bits."""
     h, v = work.config.hidden_size, work.config.vocab_size / work.tp
     work_16_bits = replace(work, fp8=False)
     forward_s = _matmul_s(work_16_bits, work.tokens, v, h)
@@ -155,7 +156,8 @@ def stage_send_s(work: LayerWork) -> float:
     e, device = work.efficiency, work.cluster.device
     bytes_sent = 2 * work.tokens * work.config.hidden_size
     # The pipeline dimension is the outermost dimension of the ranks. With several nodes, some
-    # neighboring stages are therefore on different nodes, and their messages take the longest.
+    # neighboring stages are therefore on different nodes. Their messages take the longest, so all
+    # messages are estimated at the speed of the network.
     if work.cluster.nodes == 1:
         bytes_per_s = device.link_bytes_per_s * e.link
     else:
