@@ -17,7 +17,7 @@ from bench.harness.targets import TARGETS, Row, format_figure, not_run_row
 
 @dataclass(frozen=True)
 class Suite:
-    """A group of measurements; `run` yields its output, and the flags select what it measures."""
+    """A group of measurements; `run` takes the command-line flags and yields the output."""
 
     run: Callable[[argparse.Namespace], Iterator[SuiteOutput]]
     parts: Sequence[str] = ()  # Parts that can be selected individually.
@@ -32,7 +32,7 @@ class Suite:
 def _startup_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     from bench.suites import startup
 
-    # A round takes half a minute, so there are at most three.
+    # A round takes half a minute, so at most three rounds run.
     return startup.run_suite(startup.StartupSizes(min(flags.rounds, 3)))
 
 

@@ -121,7 +121,7 @@ class DataConfig:
     validation: str = ""  # File of held-out records, which are never trained on; empty: none.
     task: str = ""  # Purpose of the adapter in a few words.
     template: str = DEFAULT_TEMPLATE  # Prompt template; its fields are keys of the records.
-    answer_field: str = "completion"  # Field with the answer; the template must end with it.
+    answer_field: str = "completion"  # Field with the answer; must be at the end of the template.
     # Field to truncate in examples that are too long; None: such examples are dropped.
     truncate_field: str | None = None
     stop: tuple[str, ...] = ()  # Stop strings of an answer, in addition to the end-of-text token.
@@ -151,7 +151,10 @@ class DataConfig:
 
     @property
     def resolved_tasks(self) -> tuple[Task, ...]:
-        """The tasks of the run; SHARED_TASK_SETTINGS that a task lacks have the top-level value."""
+        """The tasks of the run.
+
+        If a task does not set one of SHARED_TASK_SETTINGS, the top-level value applies.
+        """
         if self.tasks:
             return tuple(
                 replace(
@@ -197,7 +200,8 @@ class TrainingConfig:
     """Steps, batches, optimizer, learning rate schedule, dropout and seed."""
 
     steps: int = 200
-    # Number of examples per step on all ranks together, limited to the number of training examples.
+    # Number of examples per step on all ranks together. If there are fewer training examples, each
+    # step uses all of them.
     batch_examples: int = 16
     # Maximum number of examples in a micro-batch; None: no limit.
     micro_batch_examples: int | None = None
@@ -208,9 +212,10 @@ class TrainingConfig:
     learning_rate: float | None = None  # None: the default of the method and the optimizer.
     # Learning rate schedule after the warm-up: one of SCHEDULES. `cosine` decays to `minimum_rate`.
     schedule: str = "cosine"
-    minimum_rate: float = 0.0  # Final learning rate of `cosine` as a share of the peak.
+    minimum_rate: float = 0.0  # (Final learning rate of `cosine`) / (peak learning rate).
     warmup_steps: int = 20  # Number of steps until the peak learning rate.
-    # 0 by default, because decay would pull rows toward zero, not toward token embeddings.
+    # 0 by default, because decay would pull the virtual-token rows toward zero, not toward token
+    # embeddings.
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.98

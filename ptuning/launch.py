@@ -36,8 +36,9 @@ from ptuning.config import SHARED_TASK_SETTINGS, ParallelConfig, TuneConfig
 EXIT_PEER_LOST = 3
 # Parts of the messages with which gloo and NCCL report a lost connection.
 PEER_LOST_MESSAGES = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "NCCL")
-# Each of two waits after a child rank has failed: until rank 0 notices the failure in a collective,
-# and then until the other child ranks have ended and have written their errors.
+# Maximum duration of each of the two waits after a child rank has failed:
+# - `_watch_children` waits until rank 0 notices the failure in a collective;
+# - `failure_reason` waits until all child ranks have ended and have written their errors.
 PEER_FAILURE_WAIT_S = 5.0
 WATCH_INTERVAL_S = 0.2  # Time between two checks of the child processes.
 SHUTDOWN_WAIT_S = 20.0  # Time for the child ranks to end after rank 0 has finished.
@@ -58,7 +59,7 @@ def under_torchrun() -> bool:
 def is_rank_zero() -> bool:
     """Return whether this process is rank 0.
 
-    Child ranks must not call this function, because it would return True.
+    Child ranks must not call this function, because it always returns True without torchrun.
     """
     return not under_torchrun() or int(os.environ["RANK"]) == 0
 
@@ -171,7 +172,7 @@ def _child_ranks(config: TuneConfig, folder: Path, *, restart: bool) -> Iterator
 def _watch_children(
     processes: Sequence[ChildProcess], folder: Path, stopped: threading.Event
 ) -> None:
-    """Poll the child ranks; if one fails and rank 0, this process, does not notice, end rank 0.
+    """Poll the child ranks; end this process, rank 0, if it does not notice that a child failed.
 
     In the rendezvous and in NCCL, the main thread of rank 0 would stay blocked until the timeout of
     the collective, and a blocked thread cannot receive an exception. Therefore os._exit ends the
@@ -194,7 +195,7 @@ def failure_reason(processes: Sequence[ChildProcess], folder: Path, fallback: st
 
     - the error message that a child rank has written;
     - the exit code or the signal of a failed child rank;
-    - `fallback`, as the details of a lost connection.
+    - a message about a lost connection, with `fallback` as the details.
     """
     deadline = time.monotonic() + PEER_FAILURE_WAIT_S
     codes: list[int | None] = []

@@ -26,7 +26,7 @@ class StepMetrics:
 
     step: int  # Number of the step, from 1.
     steps: int  # Planned number of steps of the run.
-    loss: float  # Mean loss over the tokens that have a loss.
+    loss: float  # Mean loss over the tokens that the model is trained to predict.
     tokens: int  # Number of text and virtual tokens in the batch.
     text_tokens: int  # Number of text tokens in the batch.
     seconds: float  # Duration of this step.

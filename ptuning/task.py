@@ -1,9 +1,9 @@
 """Task: the settings of one adapter (name, records, prompt template, virtual tokens).
 
 A run trains one task or several. The settings of a single task are top-level keys of the YAML file.
-Several tasks are entries of the list `tasks`; if the method has a prompt encoder, they share its
-network. NeMo's `task_templates` are accepted in place of `tasks`. This module uses neither the
-tokenizer nor the model.
+Several tasks are entries of the list `tasks`; if the method has a prompt encoder, all tasks share
+the network of the encoder. NeMo's `task_templates` are accepted in place of `tasks`. This module
+uses neither the tokenizer nor the model.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Task:
     validation: str | None = None  # File of held-out records, which are never trained on.
     task: str = ""  # Purpose of the adapter in a few words.
     template: str = DEFAULT_TEMPLATE  # Prompt template; its fields are keys of the records.
-    answer_field: str = "completion"  # Field with the answer; the template must end with it.
+    answer_field: str = "completion"  # Field with the answer; must be at the end of the template.
     # Whether the loss covers only the tokens of the answer; False: it covers all text tokens.
     answer_only_loss: bool | None = None
     # Field to truncate in examples that are too long; None: such examples are dropped.
@@ -73,8 +73,8 @@ class NemoTask:
     def to_task(self, source: str) -> Task:
         answer_field = self.answer_field
         if answer_field is None:
-            # NeMo needs no answer field if the loss covers the whole text. A server needs one to
-            # know where the prompt ends, so the field at the end of the template is used.
+            # NeMo needs no answer field if the loss covers the whole text. A server needs an answer
+            # field to know where the prompt ends, so use the field at the end of the template.
             field_start = self.prompt_template.rfind("{")
             answer_field = self.prompt_template[field_start + 1 : -1]
             if field_start < 0 or not self.prompt_template.endswith("}") or not answer_field:

@@ -2,8 +2,8 @@
 
 A child process uses the interpreter of its checkout. A comparison of two checkouts uses only the
 interfaces that are equal in both: the command line, the wire protocols and the documented Python
-API. Each child process checks that it imports the modules of its checkout. The kernel kills it when
-the parent process ends.
+API. Each child process checks that it imports the modules of its checkout. When the parent process
+ends, the kernel kills the child process.
 """
 
 import json
@@ -24,9 +24,12 @@ from gpt.errors import PreambleError
 STOP_S = 30.0  # Time that a server gets for an orderly shutdown.
 START_S = 300.0  # Default time limit of a command, and of the start of a server.
 ERROR_CHARACTERS = 600  # Characters of standard error in an error message.
-# The program of a child process, which runs a module or source text. The arguments of BOOT are the
-# parent's process id, the checkout's root, `-m` or `-c`, the module or the source text, and the
-# arguments for it. In the call of prctl, 1 is PR_SET_PDEATHSIG.
+# BOOT is the program of each child process; it runs a module or a source text. Its arguments are:
+# - the process id of the parent;
+# - the root of the checkout;
+# - `-m` and the name of the module, or `-c` and the source text;
+# - the arguments of the module or of the source text.
+# In the call of prctl, 1 is PR_SET_PDEATHSIG.
 BOOT = """
 import ctypes, importlib.util, os, runpy, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)

@@ -33,7 +33,7 @@ class Panel:
     title: str
     unit: str
     threshold: float | None = None  # The threshold of the target; None for a limit.
-    # Per machine: (index of the run, figure, whether its verdict is "met by the bound").
+    # Maps a machine to (index of the run, figure, whether the verdict is "met by the bound").
     points: dict[str, list[tuple[int, float, bool]]] = field(default_factory=dict)
 
 

@@ -57,7 +57,7 @@ class MachineLimits:
         return self.read_bandwidth, self.bf16, self.int8
 
 
-# Maps a method's name to the bytes or operations of one call, and to the call.
+# Maps the name of a method to (bytes or operations of one call, function that makes the call).
 Methods = dict[str, tuple[float, Callable[[], object]]]
 
 

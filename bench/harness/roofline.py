@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from gpt.config import DTYPE_BYTES, GPTConfig
 from gpt.costs.inference import kv_bytes_per_token, parameter_count
 
-# Time of an int8 multiplication relative to bf16: a vector register holds twice as many values.
+# (Time of an int8 multiplication) / (time of a bf16 multiplication). A vector register holds two
+# int8 values in the space of one bf16 value.
 INT8_TIME_SHARE = 0.5
 
 
@@ -94,7 +95,7 @@ class RooflineModel:
 
     @property
     def last_token_weights(self) -> int:
-        """Return the number of last-layer weights that are used for the last tokens only.
+        """Return the number of last-layer weights that only the last token of a sequence uses.
 
         Every token needs the key and value projections of the last layer. Its other weights produce
         the hidden states for the logits, which only the last token of each sequence needs.

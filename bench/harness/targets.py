@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-# A missed row counts as "met by the bound" if our figure is at least this share of the roofline
-# bound. The bound is computed from the machine limits of the same run.
+# A missed row counts as "met by the bound" if (our speed / roofline bound) is at least this. The
+# bound is computed from the machine limits of the same run.
 BOUND_SHARE_MIN = 0.85
 
 Verdict = Literal["met", "MISSED", "met by the bound", "not run"]
@@ -24,7 +24,7 @@ class Target:
     title: str
     threshold: float
     unit: str
-    is_maximum: bool = False  # Whether the figure must be at most the threshold, not at least.
+    is_maximum: bool = False  # True: the threshold is a maximum; False: it is a minimum.
     on_request: bool = False  # Measured only if its suite and part are selected explicitly.
 
     @property
@@ -120,8 +120,8 @@ def _maximum_target(name: str, threshold: float, unit: str, title: str) -> Targe
 
 
 # Names are "peers/MODEL/WORKLOAD/ENGINE"; bench/peers/compare.py defines models and workloads.
-# In titles, "8 x (128 + 128)" means 8 requests of 128 prompt tokens and 128 new tokens, and "one
-# request" means that only decode steps are timed.
+# In titles, "8 x (128 + 128)" means 8 requests, each with 128 prompt tokens and 128 new tokens, and
+# "one request" means that only decode steps are timed.
 _CPU_TARGETS = (
     _minimum_target("peers/gpt2/1/vllm", 2.0, "x", "GPT-2 small, one request, vs vLLM"),
     _minimum_target("peers/gpt2/1/llama", 1.0, "x", "GPT-2 small, one request, vs llama.cpp bf16"),

@@ -59,7 +59,7 @@ def open_ours(model: str, weights: str) -> tuple[GenerateFunction, str]:
     from gpt.formats.registry import open_checkpoint
     from serving.config import ServerConfig
 
-    # The throughput profile, because the workloads are offline batches.
+    # The profile is `throughput`, because the workloads are offline batches.
     settings: dict[str, Any] = {"model": model, "kv_tokens_max": KV_TOKENS}
     if weights != "bf16":
         settings["weights"] = weights
@@ -183,7 +183,7 @@ def _require_weights(supported: str, weights: str) -> None:
 def _convert_model(model: str) -> str:
     """Convert a checkpoint to the CTranslate2 format.
 
-    The converter needs a tokenizer, so the checkpoint gets one with the word `tN` for token id N.
+    The converter needs a tokenizer, so a tokenizer with the word `tN` for token id N is added.
     """
     tokenizers: Any = import_module("tokenizers")
     converters: Any = import_module("ctranslate2.converters")

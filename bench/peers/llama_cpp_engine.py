@@ -19,7 +19,7 @@ GenerateFunction = Callable[[Prompts, int], int]
 SEQUENCES_MAX = 32
 CONTEXT_TOKENS = 1024
 BATCH_TOKENS = 4096
-# By model type: maps settings that a GGUF file needs to their keys in the transformers config.
+# For each model type, maps a setting that a GGUF file needs to its key in the transformers config.
 CONFIG_KEYS: dict[str, dict[str, str]] = {
     "gpt2": {
         "layers": "n_layer",
@@ -62,7 +62,7 @@ def open_engine(model: str, weights: str) -> tuple[GenerateFunction, str]:
     batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
 
     def decode_batch(tokens: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Decode tokens; return the argmax of each row whose logits are requested.
+        """Decode tokens; return the argmax of the logits of each token whose logits are requested.
 
         A token is (sequence, position, id, whether its logits are requested).
         """
@@ -168,9 +168,9 @@ def _write_metadata(writer: Any, config: dict[str, Any]) -> None:
 def _gguf_layout(name: str, values: Any, config: dict[str, Any]) -> Any:
     """Arrange a tensor as llama.cpp expects it.
 
-    Linear weights are (out, in); transformers' GPT-2 stores (in, out). In Llama's query and key
-    weights, the two channels of a rotary pair are adjacent; transformers stores them half a head
-    apart.
+    llama.cpp expects linear weights as (out, in); transformers' GPT-2 stores (in, out). In Llama's
+    query and key weights, llama.cpp expects the two channels of a rotary pair next to each other;
+    transformers stores them half a head apart.
     """
     import numpy as np
 

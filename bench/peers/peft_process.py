@@ -133,8 +133,8 @@ TRAINERS: dict[str, type[PreambleTrainer] | type[PeftTrainer]] = {
     "ours": PreambleTrainer,
     "peft": PeftTrainer,
 }
-# Imported before the memory of the idle process is read. Otherwise, the optimizer would import
-# torch._dynamo during the training.
+# Modules that are imported before the memory of the idle process is read. Without this, the
+# optimizer would import torch._dynamo during the training.
 PRELOADED_MODULES = {
     "ours": ("gpt", "ptuning.training.trainer", "torch._dynamo"),
     "peft": ("transformers.models.gpt2.modeling_gpt2", "peft"),

@@ -72,7 +72,8 @@ class TuningSizes:
     answer_tokens: int = 8  # Tokens at the end of each example that the loss covers.
     rounds: int = 5
     steps: int = 4  # Steps per round if all examples have the same length.
-    mixed_steps: int = 8  # Steps per round with mixed lengths; more, because step times differ.
+    # Steps per round with mixed lengths; more than `steps`, because the step times differ.
+    mixed_steps: int = 8
     memory_steps: int = 3
     losses_steps: int = 6
     threads: int = 2

@@ -107,7 +107,7 @@ def calls_by_setup(
 
 
 # Kinds of requests with several sequences. In a pipeline, the timing determines which sequences
-# share a step, and rounding depends on that.
+# share a step, and the rounding of a sequence depends on the sequences in its step.
 SEVERAL_SEQUENCES = (
     "several answers",
     "several prompts",

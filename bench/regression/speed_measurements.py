@@ -194,7 +194,8 @@ print(json.dumps({"code": code, "seconds": time.perf_counter() - started}))
 """
 
 
-BATCH_ROW_NAMES = ("8", "32")  # Last parts of the row names of workloads with several requests.
+# The last part of the row name, for each workload with several requests.
+BATCH_ROW_NAMES = ("8", "32")
 
 
 def generation_measurement(shape: ModelShape, weights: str, table: str) -> "Measurement":

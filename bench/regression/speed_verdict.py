@@ -50,8 +50,9 @@ class JudgedRow:
     before: float = 0.0
     this: float = 0.0
     after: float = 0.0
-    slowdown: float = 0.0  # Relative; positive if this checkout is worse.
-    noise: float = 0.0  # Relative difference between the two medians of the other checkout.
+    slowdown: float = 0.0  # As a fraction, such as 0.02; positive if this checkout is worse.
+    # (Larger median) / (smaller median) - 1, of the two medians of the other checkout.
+    noise: float = 0.0
 
     @property
     def failed(self) -> bool:

@@ -69,7 +69,7 @@ class AdapterSizes:
     streams: int = 32  # Streams that run when another request arrives.
     # Tokens per stream in the measured window: few enough that one slow step changes the p99.
     window_tokens: int = 64
-    runs: int = 5  # Runs of each kind of arrival.
+    runs: int = 5  # Runs of each case of `arrival_latency`.
     tasks: int = 8  # Adapters that are applied to one document.
     document_tokens: int = 1000
     registered: int = 10_000  # Adapter files in the scanned directory.
@@ -386,7 +386,7 @@ def document_tasks(fixture: EngineFixture, sizes: AdapterSizes, rows: int) -> It
             )[1]
             cached_text = new_text
             if round_index:
-                # Wall-clock seconds and CPU seconds of: all tasks, one prefill, the decodes.
+                # Each triple has the seconds of (all tasks, one prefill, the decodes).
                 wall, cpu = (
                     (total[clock], prefill[clock], end[clock] - first_token[clock])
                     for clock in (0, 1)
@@ -419,7 +419,7 @@ ClockPair = tuple[float, float]  # Wall-clock seconds and CPU seconds.
 async def _request_times(
     engine: Engine, answers: Sequence[AnswerSpec]
 ) -> tuple[ClockPair, ClockPair]:
-    """Return two times of one request: until every answer has a token, and until its end."""
+    """Return the times until every answer of a request has a token, and until the request ends."""
     start = _read_clocks()
     all_started = (0.0, 0.0)
     started_answers = set[int]()
@@ -545,7 +545,7 @@ def registry_scan(fixture: EngineFixture, sizes: AdapterSizes, rows: int) -> Ite
     )
 
 
-# Maps a part to its measurement and to the adapter sizes, in rows, of its runs.
+# Maps a part to (measurement, numbers of adapter rows); the measurement runs once for each number.
 MEASUREMENTS: dict[
     str, tuple[Callable[[EngineFixture, AdapterSizes, int], Iterator[SuiteOutput]], Sequence[int]]
 ] = {

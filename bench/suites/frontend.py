@@ -1,9 +1,10 @@
 """Front-end benchmark: CPU per token, added latency, service profiles and overload.
 
 Costs are CPU times of processes, which other programs on the machine hardly change. Latencies are
-measured at the client. The load generator's CPU time is not counted, because the server is another
-process. Some parts replace the model by a null engine (bench/suites/null_engine.py). A missed
-target is reported as a verdict and does not change the exit status.
+measured at the client. The CPU time of the load generator is not counted, because the generator
+runs in another process than the server. Some parts replace the model by a null engine
+(bench/suites/null_engine.py). A missed target is reported as a verdict and does not change the exit
+status.
 """
 
 import asyncio

@@ -122,7 +122,8 @@ def run_suite(
 def _compare_predictions(
     selected: Mapping[str, GPTConfig], sizes: PlanAccuracySizes
 ) -> Iterator[str]:
-    # Predictions from a calibration with the model itself, and from reference models.
+    # For each model: the figures predicted from a calibration with the model itself, and the
+    # figures predicted from a calibration with reference models.
     series_by_model: dict[str, tuple[SeriesByFigure, SeriesByFigure]] = {
         name: ({}, {}) for name in selected
     }

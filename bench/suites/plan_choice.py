@@ -24,7 +24,7 @@ from planning.measurement.calibrate import CalibrationOptions, calibrate
 from planning.measurement.serving_trial import ServingTrial
 from planning.plan import Plan, Row, SettingValue
 
-# The choice must reach at least this fraction of the tokens/s of the best configuration.
+# Minimum of (tokens/s of the planner's choice) / (tokens/s of the best configuration).
 BEST_SHARE_MIN = 0.92
 # The limit on ITL p95 is this factor times the median of the grid's predictions.
 ITL_LIMIT_FACTOR = 1.2

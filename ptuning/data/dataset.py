@@ -1,8 +1,8 @@
 """Dataset: records rendered by a task's prompt template into token ids and loss positions.
 
 Training and serving render with the same template. The answer comes last. A token has a loss if the
-model is trained to predict it; by default, these are only the tokens of the answer. An invalid
-record raises an error that names the record's line. A record that is too long is dropped and
+model is trained to predict it; by default, only the tokens of the answer have a loss. An invalid
+record raises an error that names the record's line or row. A record that is too long is dropped and
 counted, or its `truncate_field` is truncated. The virtual-token rows of all tasks form the run's
 table, task after task. This module uses the model's sizes, but no weights.
 """
@@ -272,8 +272,8 @@ class ExampleBuilder:
         # An array takes 4 bytes per id; a list takes more than 30.
         ids = array("i", rendered.ids)
         if layout.first_row:
-            # The template numbers virtual tokens from row 0; in the run's table they begin at
-            # first_row.
+            # The template numbers the virtual tokens of its task from row 0. In the run's table,
+            # the rows of the task begin at first_row.
             ids = array(
                 "i",
                 [

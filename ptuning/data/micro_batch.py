@@ -23,7 +23,7 @@ class MicroBatch:
     """The input of one forward and backward pass, and the tokens that it must predict."""
 
     ids: Tensor  # (tokens,) token ids; virtual tokens have ids at or above vocab_size.
-    batch: Batch  # Its logit rows are the tokens whose next token has a loss.
+    batch: Batch  # Has one logit row for each token whose next token has a loss.
     labels: Tensor  # (logit rows,) the token id that each logit row must predict.
 
 
@@ -77,8 +77,8 @@ def _common_prefix_lengths(examples: Sequence[Example]) -> dict[int, int]:
     prefix_lengths: dict[int, int] = {}
     for task in dict.fromkeys(example.task_index for example in examples):
         task_examples = [example for example in examples if example.task_index == task]
-        # The common prefix must end before the first logit row of each example, because a logit row
-        # belongs to one example.
+        # In each example, the common prefix must end before the first token that predicts a label,
+        # because the logits of that token belong to one example.
         limit = min(example.loss_positions[0] - 1 for example in task_examples)
         first_example, *other_examples = task_examples
         length = 0

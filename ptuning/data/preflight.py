@@ -26,7 +26,7 @@ from ptuning.data.micro_batch import MicroBatch, build_micro_batch, split_into_m
 
 EXAMPLES_SHOWN = 3  # Number of examples per task, and of drop reasons per file, in the output.
 STEPS_SAMPLED = 8  # Number of steps whose batches are built to count their tokens.
-# Share of answers that may exceed max_new_tokens without a warning.
+# A warning is given if (answers longer than max_new_tokens) / (all answers) exceeds this limit.
 LONG_ANSWERS_SHARE_MAX = 0.01
 
 
@@ -74,7 +74,7 @@ class TaskStats:
 
     name: str
     virtual_tokens: int  # Number of virtual tokens of an example.
-    virtual_share: float  # Virtual tokens as a share of all tokens of the examples.
+    virtual_share: float  # (Virtual tokens) / (all tokens), over all training examples.
     tokens_max: int  # Length limit of an example.
     learning: FileStats  # Counts of the training records.
     validation: FileStats | None  # Counts of the validation records; None: there are none.

@@ -115,9 +115,10 @@ def answer_loss(
     table: Tensor | None,
     kind: str = "rows",
 ) -> float:
-    """Return the mean loss over the tokens that have a loss. All ranks must call this function.
+    """Return the mean loss over the loss positions of all examples.
 
-    `table` is the table of an adapter of the kind `kind`; None: no adapter.
+    All ranks must call this function. `table` is the table of an adapter of the kind `kind`; None:
+    no adapter.
     """
     chunks = model_chunks(model)
     mesh = chunks[0].mesh

@@ -16,8 +16,8 @@ from gpt.tokenizers.tokenizer import Tokenizer
 from ptuning.config import MethodConfig
 from ptuning.data.dataset import TaskData
 
-SAMPLED_EXAMPLES = 1000  # Number of examples per task whose tokens may become initial tokens.
-SAMPLED_ROWS = 1024  # Number of embedding rows that estimate the embedding's standard deviation.
+SAMPLED_EXAMPLES = 1000  # Maximum number of examples per task that provide initial tokens.
+SAMPLED_ROWS = 1024  # Number of rows from which the embedding's standard deviation is estimated.
 
 
 def seeded_generator(seed: int, name: str) -> torch.Generator:

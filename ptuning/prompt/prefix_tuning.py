@@ -39,8 +39,8 @@ class PrefixEncoder(nn.Module):
         self.config = chunks[0].config
         self.mesh = chunks[0].mesh
         self.tokens = len(table)
-        # Parameters are matrices with one row per virtual token, because Adafactor has one moment
-        # for each row and one for each column of a matrix.
+        # Each parameter is a matrix with one row per virtual token. Adafactor keeps one second
+        # moment per row and one per column, so each virtual token has its own row moment.
         self.learned = nn.ParameterDict(
             {
                 str(layer): nn.Parameter(key_values.flatten(1))
@@ -134,8 +134,8 @@ def _gather_table(
     """Return the full prefix table on every rank.
 
     Each rank writes its layers and KV heads into a table of zeros, and an all-reduce sums the
-    tables. If several ranks have a KV head, only the first of them writes it, so that each value is
-    added once.
+    tables. If several ranks have the same KV head, only the first of these ranks writes it, so
+    that each value is added once.
     """
     dtype = next(iter(key_values.values())).dtype
     shape = (

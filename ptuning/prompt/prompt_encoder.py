@@ -44,8 +44,8 @@ ENCODER_KINDS: dict[str, EncoderKind] = {
 }
 PEFT_LINEARS = 3  # Number of linear layers of PEFT's MLP.
 SPLIT_INIT_STD = 0.023  # Standard deviation of NeMo's initial `tpmlp` weights.
-# The least-squares fit of the last linear layer ignores directions of the inputs whose singular
-# value is below this share of the largest.
+# The least-squares fit of the last linear layer ignores each direction of the inputs for which
+# (singular value) / (largest singular value) is below this limit.
 FIT_RTOL = 1e-2
 ENCODER_FILE = "encoder.safetensors"  # File with the `encoder_tensors`, in a run's directory.
 ROWS_NAME = "rows"  # Name of the input rows among the encoder's parameters.

@@ -26,10 +26,10 @@ from ptuning.reporting.verdict import (
 )
 from ptuning.run_facts import NO_PROMPT, ORACLE, RunFacts
 
-SMOOTHING_SHARE = 0.02  # Half of the smoothing window, as a share of a curve's points.
+SMOOTHING_SHARE = 0.02  # (Points on each side in the moving average) / (points of the curve).
 NAME_CHARACTERS_MAX = 40  # Length limit of a line's name.
-# Color numbers of the style sheet. MEASURE_COLORS are for measures over all tasks; the other two
-# are for the baselines in the same chart.
+# Color numbers of the style sheet. MEASURE_COLORS are for measures over all tasks; NO_PROMPT_COLOR
+# and ORACLE_COLOR are for the baselines in the same chart.
 MEASURE_COLORS = (0, 2, 3, 4)
 NO_PROMPT_COLOR = 5
 ORACLE_COLOR = 1

@@ -46,7 +46,9 @@ PAGE = PageTemplate("ptuning.reporting", "report.html", ("report.css",), "report
 RELOAD_S = 20  # Reload interval of the page while the run continues.
 SAMPLES_SHOWN = 4  # Samples per task that are visible; the others are in a closed <details>.
 SAMPLES_MAX = 24  # Samples per task in the page.
-REASONS_SHOWN = 5  # Maximum number of reasons for dropped records per task, and of task verdicts.
+# Maximum number of drop reasons per task in the page; also the maximum number of task verdicts in
+# the verdict card.
+REASONS_SHOWN = 5
 # Length limit of an answer with marked differences. The limit is below TEXT_MAX, so that the note
 # about omitted characters is not truncated.
 MARKED_MAX = TEXT_MAX - 50

@@ -236,7 +236,11 @@ def smooth_points(points: Sequence[Point], window: int) -> list[Point]:
 
 
 def thin_points(points: Sequence[Point]) -> list[Point]:
-    """Reduce points to at most POINTS_MAX: the lowest and highest point of each group, in order."""
+    """Reduce points to at most POINTS_MAX.
+
+    The points are divided into groups of neighbors; the lowest and the highest point of each group
+    are kept, in the order of the line.
+    """
     if len(points) <= POINTS_MAX:
         return list(points)
     group_size = math.ceil(2 * len(points) / POINTS_MAX)

@@ -9,8 +9,8 @@ import struct
 from collections.abc import Mapping
 
 FILE_VERSION = b"brain.Event:2"
-# SessionLog.START. TensorBoard then discards the events that were logged before this event and
-# whose step is at or after the step of this event.
+# SessionLog.START, the status of a session start event. TensorBoard discards each event that was
+# logged before the session start and has the same or a later step.
 SESSION_START = 1
 CRC32C_POLYNOMIAL = 0x82F63B78  # The Castagnoli polynomial of CRC-32C with reversed bits.
 

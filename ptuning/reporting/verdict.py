@@ -1,10 +1,10 @@
 """Verdict: sentences and warnings that rules derive from the metrics of a run.
 
 All rules are in this module, so the report, the terminal and `--json` agree. A metric is called a
-measure here; a measure from 0 to 1 is called a share. A verdict compares a measure's value with the
-adapter and its value without a prompt. For a share, the verdict is good or bad only if the two
-values differ by more than the confidence margin for the number of examples. This module writes no
-HTML.
+measure here; a measure from 0 to 1 is called a share. A verdict compares two values of a measure:
+the value of the adapter and the value without a prompt. For a share, the verdict is good or bad
+only if the two values differ by more than the confidence margin for the number of examples. This
+module writes no HTML.
 """
 
 import math
@@ -49,10 +49,10 @@ BASELINE_LABELS = {
 }
 # The last loss is the mean over this number of steps, because the loss of one batch is noisy.
 LAST_LOSS_STEPS = 20
-# A warning recommends more steps if the mean loss falls, from the second-last to the last tenth of
-# the steps, by more than this share and by more than two standard errors.
+# Let A be the mean loss in the second-last tenth of the steps, and B in the last tenth. A warning
+# recommends more steps if (A - B) / A exceeds this limit, and A - B exceeds two standard errors.
 LOSS_FALL_SHARE_MIN = 0.03
-# A warning is given if the held-out loss is rising and is more than this share above its minimum.
+# A warning is given if the held-out loss is rising and (loss / minimum loss) - 1 exceeds this.
 LOSS_RISE_SHARE_MIN = 0.05
 # A warning is given if the share of skipped steps, dropped records or truncated answers is larger
 # than its limit.
@@ -103,9 +103,10 @@ def headline_measure(measures: Mapping[str, float], preferred: str) -> str | Non
 
 
 def confidence_margin(share: float, count: int) -> float:
-    """Return half the width of the 95 % Wilson score interval of a share of `count` examples.
+    """Return half the width of the 95 % Wilson score interval of a share.
 
-    The Wilson score interval is also valid for shares of 0 and 1. Without examples, return 0.
+    The share was measured on `count` examples. The Wilson score interval is also valid for shares
+    of 0 and 1. Without examples, return 0.
     """
     if count < 1 or not 0 <= share <= 1:
         return 0.0

@@ -58,7 +58,7 @@ class RunOutcome:
     state: str  # "finished", "stopped early" or "interrupted".
     step: int  # Number of completed steps.
     first_loss: float
-    last_loss: float  # Mean loss over the last LAST_LOSS_STEPS steps.
+    last_loss: float  # Mean loss over the last steps; see LAST_LOSS_STEPS in training_loop.py.
     best_step: int | None  # Step of the written table; None: the last step.
 
 
@@ -74,7 +74,7 @@ def write_adapters(
     """Write the adapter of each task on rank 0; return the paths and cards (empty on other ranks).
 
     All ranks must call this function. If `is_resumed` is set, the run may have written some
-    adapters before it was killed; an equal latest version is not written again.
+    adapters before it was killed; an adapter that equals its latest version is not written again.
     """
     paths_and_cards = []
     for data, card in zip(prepared.tasks, prepared.cards, strict=True):
@@ -112,7 +112,8 @@ def write_model(prepared: PreparedRun, chunks: Sequence[GPT], *, is_resumed: boo
     """Write a fully trained model as a native checkpoint on rank 0; return its folder in a list.
 
     The list is empty on other ranks. All ranks must call this function. If `is_resumed` is set, the
-    run may have written the checkpoint before it was killed.
+    run may have written the checkpoint before it was killed; an equal latest checkpoint is not
+    written again.
     """
     tensors = gather_model(chunks)
     if chunks[0].mesh.rank != 0:

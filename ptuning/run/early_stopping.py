@@ -70,7 +70,9 @@ class EarlyStopping:
         return self._encoder
 
     def update(self, validation: Validation, table: Tensor | None) -> None:
-        """Compare a validation of `table` with the best; keep the table if it is better.
+        """Compare a new validation with the best one; if the new one is better, keep `table`.
+
+        `table` is the table with which the new validation was computed; None for method `full`.
 
         All ranks must call this function together.
         """

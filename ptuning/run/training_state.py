@@ -225,8 +225,8 @@ def save_state(
 ) -> str | None:
     """Write a state; return None on every rank if it was written, else an error message.
 
-    Data-parallel rank 0 of each stage and tensor rank writes its tensors. All ranks must call this
-    function. After the state is written, older states are removed.
+    For each stage and tensor rank, data-parallel rank 0 writes the tensors. All ranks must call
+    this function. After the state is written, older states are removed.
     """
     path = folder / f"state-{step:08d}"
     partial_path = folder / f".{path.name}.part"

@@ -102,7 +102,8 @@ class Validator:
     def validate(self, step: int, table: Tensor | None, *, answers: bool) -> Validation:
         """Return the loss with `table`; if `answers` is set, also generate and score answers.
 
-        The loss is the mean over all tokens of all tasks; the answer metrics are means over tasks.
+        The loss is one mean over the tokens with a loss in all tasks together. Each answer metric
+        is the unweighted mean over the tasks.
         """
         by_task: dict[str, dict[str, float]] = {}
         loss_sum, loss_tokens = 0.0, 0

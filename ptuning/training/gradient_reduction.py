@@ -178,9 +178,10 @@ def _all_reduce(grad: Tensor, mesh: Mesh, group: dist.ProcessGroup | None) -> No
 
 
 def _replicated_rows(trainable: TrainableTensor, grad: Tensor, model_config: GPTConfig) -> Tensor:
-    """Return the rows of a gradient that are replicated keys and values.
+    """Return the part of a gradient that belongs to replicated keys and values.
 
-    In a QKV weight these are the last rows: the key and the value of the rank's only KV head.
+    For KV_HEADS, this is the whole gradient. For a QKV weight (KV_GROUPS), it is the last rows: the
+    key and the value of the rank's only KV head.
     """
     return (
         grad

@@ -6,7 +6,7 @@ from ptuning.config import TrainingConfig
 
 
 def learning_rate_factor(step: int, training_config: TrainingConfig) -> float:
-    """Return the learning rate of a step as a share of the peak; steps count from 1."""
+    """Return (learning rate of a step) / (peak learning rate); steps count from 1."""
     warmup, minimum_rate = training_config.warmup_steps, training_config.minimum_rate
     if step <= warmup:
         return step / warmup

@@ -130,8 +130,8 @@ def _create_optimizer(
         return None
     rate_divisor = ADAFACTOR_RMS_MIN if training_config.optimizer == "adafactor" else 1.0
     # Biases and norm weights, which are vectors, have no weight decay. torch multiplies the decay
-    # by `lr`, the learning rate divided by `rate_divisor`; the factor `rate_divisor` compensates
-    # for this.
+    # by `lr`, which is (learning rate / rate_divisor). The decay is therefore multiplied by
+    # rate_divisor here.
     matrix_decay = training_config.weight_decay * rate_divisor
     matrices = [tensor for tensor in values if tensor.ndim > 1]
     vectors = [tensor for tensor in values if tensor.ndim <= 1]

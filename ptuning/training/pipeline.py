@@ -24,8 +24,8 @@ from gpt.parallel.vocab_parallel_cross_entropy import token_losses
 from ptuning.data.micro_batch import MicroBatch
 from ptuning.training.pipeline_schedule import Pass
 
-# If a link has more unfinished sends than this, send() waits. The receiving stage posts one receive
-# ahead, so with two pending sends that stage may be one pass behind.
+# If a link has more unfinished sends than this, send() waits. The receiving stage posts each
+# receive one pass early. With two pending sends, it can be one pass late before send() waits.
 SENDS_PENDING_MAX = 2
 
 
@@ -127,7 +127,9 @@ class PipelineChannels:
 
 
 def _create_pair_group(mesh: Mesh, stages: tuple[int, int]) -> dist.ProcessGroup | None:
-    """Create the process groups of two stages; return this rank's group.
+    """Create a process group for each pair of corresponding ranks of two stages.
+
+    Return this rank's group.
 
     Return None if the pipeline has a single stage, or if this rank is in neither of the two stages.
     All ranks of the mesh must call this function. The option `use_local_synchronization`, which

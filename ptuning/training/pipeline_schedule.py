@@ -62,7 +62,10 @@ def schedule_interleaved_1f1b(
 
 
 def _forward_passes(stages: int, micro_batches: int, chunks: int) -> list[Pass]:
-    """Return the forward passes: each group of `stages` micro-batches, for each chunk in order."""
+    """Return the forward passes, ordered by group of micro-batches, chunk and micro-batch.
+
+    A group has `stages` micro-batches; the last group may have fewer.
+    """
     return [
         Pass(True, micro_batch, chunk)
         for start in range(0, micro_batches, stages)

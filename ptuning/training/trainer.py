@@ -44,7 +44,8 @@ from ptuning.training.pipeline_schedule import (
     schedule_interleaved_1f1b,
 )
 
-# Maximum number of consecutive steps with gradient overflow; the run fails at the next one.
+# Maximum number of consecutive steps with gradient overflow; one more such step ends the run with
+# an error.
 SKIPPED_MAX = 50
 
 
@@ -53,7 +54,7 @@ class _StepTotals:
     """Totals of a step over all ranks."""
 
     loss: float  # Sum of the losses of all tokens.
-    squared_norm: float  # Squared norm of all gradients.
+    squared_norm: float  # Squared norm of all gradients of the scaled loss.
     stop_requested: bool  # Whether a stop is requested on at least one rank.
 
 
@@ -225,7 +226,11 @@ class Trainer:
         )
 
     def _encode_table(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the encoder's output, and a detached copy that accumulates its gradient."""
+        """Return the encoder's output, and the detached copy that the micro-batches read.
+
+        The backward passes accumulate the gradient of the output in the copy. Without an encoder,
+        both are None.
+        """
         if self.encoder is None:
             return None, None
         encoder_output: Tensor = self.encoder(self._dropout(0))
