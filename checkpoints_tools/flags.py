@@ -1,8 +1,8 @@
 """Command-line flags of `preamble convert`, `inspect` and `verify`.
 
-`add_source_flags` declares the flags for config fields that a checkpoint's files lack;
-`preamble adapters check|import|export` also uses it, and `preamble serve` has the same flags. The
-module does not import torch, so `--help` is fast.
+`add_source_flags` declares the flags for config fields that a checkpoint's files lack or record
+wrongly. `preamble adapters check|import|export` have these flags too, from the same function;
+`preamble serve` declares its own copies. The module does not import torch, so `--help` is fast.
 """
 
 import argparse
@@ -201,5 +201,5 @@ def positive_float(text: str) -> float:
 
 
 def source_overrides(flags: argparse.Namespace) -> dict[str, Any]:
-    """Return the GPTConfig fields, by name, that the flags of `add_source_flags` set."""
+    """Return the names and values of the GPTConfig fields that `add_source_flags`' flags set."""
     return read_overrides(flags.config_json, flags.true_vocab_size)

@@ -108,8 +108,8 @@ def _run_command() -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The process that reads stdout has exited. Python flushes stdout at exit, which would fail,
-        # so stdout is redirected.
+        # The process that reads stdout has exited. Python flushes stdout at exit, which would fail
+        # again, so stdout is redirected to the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -54,7 +54,8 @@ class AdapterCalls:
 
         Raises OSError if the file cannot be opened.
         """
-        # Open the file before the call: gRPC reports an error of the request stream as a lost call.
+        # gRPC would report an OSError of the request stream as a lost call, without its cause.
+        # Therefore the file is opened once before the call, which raises the OSError itself.
         with open(file, "rb"):
             pass
 

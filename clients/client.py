@@ -155,7 +155,7 @@ class Client:
     ) -> Scores:
         """Score each continuation of the prompt, or without continuations the prompt itself.
 
-        `logprobs` is the number of most likely tokens that are returned for each token.
+        For each scored token, the `logprobs` most likely tokens at its position are also returned.
         """
         message = build_score_request(prompt, continuations, adapter, logprobs)
         return read_scores(self.call(self._generation.Score, message, timeout_s))

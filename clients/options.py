@@ -86,7 +86,7 @@ class Options:
     prompt_logprobs: int | None = None  # Like `logprobs`, but for the tokens of the prompt.
     service_class: ServiceClass | None = None
     priority: int = 0
-    # Number of tokens to keep, at the end of a longer prompt. 0: no truncation.
+    # Maximum number of prompt tokens. A longer prompt keeps its last tokens. 0: no truncation.
     truncate_prompt_tokens: int = 0
     time_limit_ms: int = 0  # After this time, return the completions as they are. 0: no limit.
 

@@ -59,7 +59,7 @@ class Completion:
     usage: Usage
     seed: int
     adapter: str  # `name@version`; empty for the base model.
-    stop: str | int | None  # The stop string or stop token that ended the text.
+    stop: str | int | None  # The stop string or stop token that ended the text, if any.
     scores: list[TokenScore]
     prompt_scores: list[TokenScore]
     beam_score: float | None

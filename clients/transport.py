@@ -57,8 +57,8 @@ class Retries:
 class Tls:
     """TLS credentials in PEM.
 
-    `root_certificates` None: gRPC's default roots. `private_key` and `certificate_chain` None: no
-    client certificate.
+    If `root_certificates` is None, gRPC's default roots are used. If `private_key` and
+    `certificate_chain` are None, the client sends no certificate.
     """
 
     root_certificates: bytes | None = None
@@ -100,7 +100,10 @@ class Attempts:
         return max(0.0, self._deadline - time.monotonic())
 
     def next_wait_s(self, error: CallError) -> float:
-        """Return the wait before the next attempt, in seconds; raise `error` if none is allowed."""
+        """Return the wait before the next attempt, in seconds.
+
+        Raises `error` if no further attempt is allowed.
+        """
         self._failures += 1
         if error.retry_s is None or self._failures >= self._retries.attempts_max:
             raise error

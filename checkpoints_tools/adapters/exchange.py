@@ -149,7 +149,7 @@ def import_command(argv: Sequence[str]) -> int:
 
 
 def _check_target(target: Path, *, overwrite: bool) -> None:
-    """Refuse an unusable target. This is called first, because reading the model takes longer."""
+    """Refuse an unusable target, before the command reads the model, which can take long."""
     if target.is_dir():
         check_publish_directory(target)
     elif target.exists() and not overwrite:

@@ -192,13 +192,13 @@ def convert(
 ) -> ConversionResult:
     """Write the target. One rename publishes it, so an incomplete target never appears.
 
-    After a failure the partial directory remains, so that a run with `resume` can continue. The
-    directory is removed if `keep_partial` is false, or if a run without `resume` raised a
-    CheckpointError. A killed run cannot remove it.
+    After a failure the partial directory remains, so that a run with `resume` can continue. There
+    are two exceptions: the directory is removed if `keep_partial` is false, and if a run without
+    `resume` raised a CheckpointError. After a killed run the directory remains in any case.
 
-    An OSError is reported as an error of the target: readers report a source file that they cannot
-    read as CheckpointError. The exception is a source file that is removed during the run; the
-    message has its path.
+    If a reader cannot read a source file, it raises CheckpointError. Therefore an OSError is
+    reported as an error of the target. It can have another cause, namely a source file that is
+    removed during the run; the message then has the path of this file.
     """
     recorded_identity = _recorded_identity(plan.source)
     try:
@@ -310,8 +310,8 @@ def _publish(plan: ConversionPlan) -> None:
     """Rename the finished content to the target, so that the complete target appears at once.
 
     If another process creates the target after the last `check_target`, the result depends on the
-    layout. A single file is replaced. For a layout with several files, only an empty directory is
-    replaced; otherwise the rename raises OSError.
+    layout. A single-file layout replaces an existing file. Any other layout replaces only an empty
+    directory; otherwise the rename raises OSError.
 
     If the run is killed after the rename, the partial directory still holds the journal. A later
     run with `resume` finds the complete target and removes that directory.
@@ -369,7 +369,7 @@ def _finish_target(
 ) -> None:
     """Write the manifest and `last_files`, then check the target with Preamble's reader.
 
-    A single-file layout has neither.
+    A single-file layout has no manifest and no `last_files`.
     """
     content = plan.partial_dir / "content"
     if not plan.layout.is_single_file:
@@ -452,8 +452,8 @@ def write_native(
 ) -> ModelIdentity:
     """Write a checkpoint, or a config with tensors in memory, in the native format.
 
-    This is for library callers, such as the planner's calibration. A `dtype` that is not in
-    `FLOAT_DTYPES` has no effect. This function cannot resume: if a call was killed, remove the
+    This function is for library callers, such as the planner's calibration. A `dtype` that is not
+    in `FLOAT_DTYPES` has no effect. The function cannot resume: if a call was killed, remove the
     partial directory that the next call's error names.
     """
     checkpoint = source if isinstance(source, Checkpoint) else checkpoint_from_tensors(*source)

@@ -2,10 +2,10 @@
 
 A logical tensor is a whole, unsharded parameter. A placement is a part of a logical tensor at a
 byte offset of a target file. A tensor is read in blocks of rows. Each block is hashed, checked for
-NaN and infinity, and written to every placement that contains rows of the block. So a worker needs
-memory for a few blocks only. The exceptions are tensors whose rows are transposed or reordered.
-These are read completely into memory, and share one memory budget. Tensors may be copied in any
-order. The module does not depend on the format.
+NaN and infinity, and written to every placement that contains rows of the block. Therefore a worker
+needs memory for a few blocks only. The exceptions are tensors whose rows are transposed or
+reordered. These tensors are read completely into memory, and share one memory budget. Tensors may
+be copied in any order. The module does not depend on the format.
 
 The module relies on these properties of a layout:
 
@@ -13,8 +13,8 @@ The module relies on these properties of a layout:
 - All placements of a tensor have the same dtype.
 - The ranges of a placement do not overlap.
 - A placement has padding only if it is split by rows and not transposed.
-- Only a placement that is not transposed is split by columns, and it has one range.
-- Tensors have one or two dimensions, none of which is 0.
+- A placement that is split by columns is not transposed, and has one range.
+- Tensors have one or two dimensions, each with a size of at least 1.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ from gpt.dtypes import is_finite
 from gpt.errors import CheckpointError
 from gpt.parallel.weight_sharding import layer_number
 
-# Finished tensors are committed (fsync, then journal) after this time or this number of copied
-# bytes. A killed run loses the work since the last commit.
+# Finished tensors are committed (fsync, then journal) when this time has passed, or this number of
+# bytes was copied, since the last commit. A killed run loses the work since the last commit.
 COMMIT_SECONDS = 5.0
 COMMIT_BYTES = 2 << 30
 SPARE_DESCRIPTORS = 64  # File descriptors for files other than the target's.
@@ -348,8 +348,8 @@ def _copy_all(
     for tensor in journal.finished.values():
         check_tensor(tensor)
     copier.copied_bytes = sum(tensors[name].nbytes for name in journal.finished)
-    # Embedding and head are the largest tensors, so they are copied first. If they were last, one
-    # worker would still copy them while the other workers are idle.
+    # Embedding and head are usually the largest tensors, so they are copied first. If they were
+    # last, the other workers would be idle while one worker still copies such a tensor.
     names = sorted(
         (name for name in tensors if name not in journal.finished),
         key=lambda name: layer_number(name) is not None,

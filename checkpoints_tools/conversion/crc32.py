@@ -1,8 +1,9 @@
 """CRC-32 combination: the checksum of a file from the checksums of its parts.
 
 The parts of a file can thus be written and checksummed in any order. A CRC-32 is the remainder of a
-polynomial division, so crc(a + b) = crc(a) * x^(8 * len(b)) XOR crc(b), modulo POLYNOMIAL.
-Bits are reflected as in zlib: the highest bit is the coefficient of x^0.
+polynomial division. Therefore the CRC-32 of `a` followed by `b` is
+crc(a) * x^(8 * len(b)) XOR crc(b), modulo POLYNOMIAL. Bits are reflected as in zlib: the highest
+bit is the coefficient of x^0.
 """
 
 from collections.abc import Iterable

@@ -40,8 +40,9 @@ def partial_directory(target: Path) -> Path:
 def check_target(source: Checkpoint, target: Path, layout: Layout, resume: bool = False) -> None:
     """Refuse a target that exists, has files of an interrupted run, or does not fit on the disk.
 
-    An empty directory is accepted as the target of a layout with several files. With `resume`, the
-    files of an interrupted run are accepted.
+    Symbolic links, mount points and paths inside the source are refused too. An empty directory is
+    accepted, except for a single-file layout. With `resume`, the files of an interrupted run are
+    accepted.
     """
     try:
         _check_target_path(source, target, layout)

@@ -239,7 +239,10 @@ def _scan_archive_file(path: Path, scratch: WorkerScratch) -> list[Finding]:
 
 
 def _is_distcp(path: Path) -> bool:
-    """Tell whether a file is a sequence of archives; see `_distcp_archives`."""
+    """Tell whether a file is a `.distcp` file: a sequence of `torch.save` archives.
+
+    `_distcp_archives` returns the archives, which are scanned one by one.
+    """
     return path.suffix == ".distcp"
 
 

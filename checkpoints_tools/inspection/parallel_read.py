@@ -40,7 +40,7 @@ class ProgressCounter:
 
 
 class StoppedError(Exception):
-    """Ends the running jobs after a job failed or on an interrupt; never leaves this module."""
+    """Ends the running jobs after a failure or an interrupt; `run_jobs` does not raise it."""
 
 
 @dataclass

@@ -60,9 +60,9 @@ def _check_recorded_ranks(ranks: RankFiles) -> Iterator[Finding]:
     for coordinates, rank in global_ranks.items():
         # In every rank order of Megatron, the tensor rank varies fastest. If two files differ only
         # in the stage, the later stage has the larger global rank. If two files differ only in the
-        # expert rank, the later expert rank has the larger global rank. Equal global ranks of two
-        # expert ranks are accepted: they do not show a swap, but that the program that wrote the
-        # files recorded the same args in both.
+        # expert rank, the later expert rank has the larger global rank. Two expert ranks with equal
+        # global ranks are accepted: some programs write the same args to the files of all expert
+        # ranks, so equal global ranks are no evidence of a swap.
         previous_stage = replace(coordinates, stage=coordinates.stage - 1)
         previous_expert = replace(coordinates, expert=coordinates.expert - 1)
         tensor_rank = rank % ranks.parallel_sizes.tp

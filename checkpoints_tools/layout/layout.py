@@ -2,10 +2,10 @@
 
 A target file has a fixed size, literal bytes that are already known in the plan (headers, small
 files), and placements. A placement is a part of a logical (unsharded) tensor at a byte offset.
-Because all sizes and offsets are fixed, several workers can write the files in any order, and an
-interrupted run can write them again. The CRCs inside zip files depend on the tensors' bytes, so the
-CRCs are written after the tensors, at offsets that the layout lists as patches. The module reads no
-weights and writes no files.
+All sizes and offsets are fixed. Therefore several workers can write parts of the files in any
+order, and a resumed run can write a part again at the same offset. The CRCs inside zip files depend
+on the tensors' bytes, so the CRCs are written after the tensors, at offsets that the layout lists
+as patches. The module reads no weights and writes no files.
 """
 
 from collections.abc import Iterable
@@ -30,9 +30,9 @@ VOCABULARY_MULTIPLE_MAX = 1 << 16
 class Placement:
     """A part of a logical tensor at a byte offset of a file.
 
-    The rows of the part are stored in the order of `part.ranges`; with `transposed`, the matrix of
-    these rows is stored transposed. If `part.size` exceeds the number of these rows (in a padded
-    vocabulary), rows of zeros follow.
+    The part is a selection of rows (`part.dim` 0) or of columns (`part.dim` 1), in the order of
+    `part.ranges`. With `transposed`, the matrix of the selected rows is stored transposed. If
+    `part.size` exceeds the number of selected rows (in a padded vocabulary), rows of zeros follow.
     """
 
     name: str
@@ -54,7 +54,7 @@ class LiteralBytes:
 class CrcPatch:
     """The offset of the four bytes where a file stores the CRC-32 of a placement's bytes.
 
-    The CRC is little-endian, and is written after the placement.
+    The CRC is little-endian. It is written when all bytes of the placement are known.
     """
 
     offset: int
@@ -97,7 +97,8 @@ class Layout:
 
     format: str  # The format's name in `gpt.formats.registry`.
     files: tuple[TargetFile, ...]
-    folder: str = ""  # Where weights and manifest are, relative to the target; empty: the target.
+    # Directory of the weights and the manifest, relative to the target; empty: the target itself.
+    folder: str = ""
     last_files: tuple[TargetFile, ...] = ()
     notes: tuple[str, ...] = ()  # Hints for the user, such as flags needed to load the target.
     padded_vocab_size: int | None = None  # None: the format does not pad the vocabulary.
@@ -111,10 +112,11 @@ class Layout:
 def saved_part(
     parameter: ParameterSpec, config: GPTConfig, rank: int, tp: int, vocab_rows: int
 ) -> ShardSpec:
-    """Return the part of a parameter that the file of tensor rank `rank` of `tp` contains.
+    """Return the part of a parameter that is in the file of tensor rank `rank`.
 
-    `vocab_rows` is the padded vocabulary size. In files, the QKV matrix is always split into equal
-    parts; only a loaded model replicates KV heads if there are more ranks than query groups.
+    `tp` is the number of tensor ranks, and `vocab_rows` is the padded vocabulary size. In files,
+    the QKV matrix is always split into equal parts. A loaded model differs from its files if there
+    are more ranks than query groups: its ranks then replicate KV heads (see `shard_spec`).
     """
     if parameter.shard_rule is ShardRule.QKV:
         size = parameter.shape[0] // tp

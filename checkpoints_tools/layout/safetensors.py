@@ -1,8 +1,9 @@
 """Layout of safetensors files: plans headers, shards and tensor offsets without reading weights.
 
-Tensors are distributed over files (shards) of a bounded size, in the order of the forward pass. The
-format allows no gaps between tensors, and readers need aligned tensors, so the tensors of a file
-are ordered by dtype, widest first. The module is independent of the model.
+Tensors are distributed over files (shards) of a bounded size, in the order in which the writer
+lists them. Within a file, the tensors are ordered by dtype, widest first. This order keeps tensors
+aligned without gaps: readers need aligned tensors, and the format allows no gaps. The module is
+independent of the model.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

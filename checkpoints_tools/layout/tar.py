@@ -31,7 +31,10 @@ class TarLayout:
         self._advance(len(content))
 
     def add_torch_archive(self, name: str, record: Any) -> None:
-        """Add `record` as `torch.save` would write it; its tensors are `TensorPlaceholder`s."""
+        """Add `record` as `torch.save` would write it.
+
+        `record` contains a `TensorPlaceholder` in place of each tensor.
+        """
         archive = plan_archive(record, self.end + tarfile.BLOCKSIZE)
         self._begin_member(name, archive.size)
         placements_before = len(self.placements)
@@ -46,7 +49,8 @@ class TarLayout:
     def finish(self, path: str) -> TargetFile:
         """Return the planned file.
 
-        It ends with two empty blocks, and with padding to a whole tar record (10,240 bytes).
+        The file ends with two empty blocks, and with zeros up to a multiple of 10,240 bytes (one
+        tar record).
         """
         size = self.end + 2 * tarfile.BLOCKSIZE
         size += -size % tarfile.RECORDSIZE

@@ -1,7 +1,7 @@
-"""Tokenizer files of a target: plans copies in the directory in which readers search for them.
+"""Tokenizer files of a target: plans copies in the directory where readers find the tokenizer.
 
-The files are small, so the layout contains them as literal bytes, and the manifest lists them. If
-the tokenizer is a directory, only its files with names as in `TOKENIZER_PATTERNS` are copied.
+The files are small, so the layout contains them as literal bytes. If the tokenizer is a directory,
+only the files whose names match `TOKENIZER_PATTERNS` are copied.
 """
 
 from fnmatch import fnmatch
@@ -25,8 +25,8 @@ TOKENIZER_PATTERNS = (
     "chat_template.json",
 )
 TOKENIZER_BYTES_MAX = 256 << 20
-# Tokenizer directory by format, relative to the directory with the weights. In other formats, the
-# tokenizer is beside the weights.
+# Tokenizer directory by format, relative to the directory with the weights. In the formats that are
+# not listed, the tokenizer files are in the directory with the weights.
 TOKENIZER_FOLDERS = {"native": "tokenizer", "megatron": "tokenizer", "torch_dist": "tokenizer"}
 
 

@@ -3,7 +3,7 @@
 A `torch.save` file is an uncompressed zip. It contains a pickle that describes each tensor as a
 view of a storage, and one aligned member per storage. The pickle is written from placeholders,
 which have shapes but no data. Each storage becomes a placement. The CRC of a storage depends on the
-weights, so it becomes a patch, which is written later. `torch.load` reads the archive. The module
+weights, so the layout reserves its bytes as a patch, which is written after the weights. The module
 is independent of the model.
 """
 
@@ -38,13 +38,14 @@ STORAGE_TYPES: Mapping[torch.dtype, type] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPlaceholder:
-    """A tensor of the archive before its data is read: a contiguous part of a logical tensor."""
+    """A tensor of the archive, before its data is read: the stored part of a logical tensor."""
 
     name: str
     part: ShardSpec
     full_shape: tuple[int, ...]  # The logical tensor's shape.
     dtype: torch.dtype
-    shape: tuple[int, ...] | None = None  # E.g. (1, rows, columns); None: the part's shape.
+    # Shape of the stored tensor, if it differs from the part's shape, e.g. (1, rows, columns).
+    shape: tuple[int, ...] | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -65,7 +66,7 @@ class ArchiveLayout:
 def plan_archive(record: Any, start: int = 0) -> ArchiveLayout:
     """Plan the archive of `torch.save(record)` at byte `start` of a file.
 
-    `record` contains plain values, dicts and lists, and a `TensorPlaceholder` for each tensor.
+    `record` is any object that pickle accepts, with a `TensorPlaceholder` in place of each tensor.
     """
     pickled = io.BytesIO()
     pickler = _PlaceholderPickler(pickled)
@@ -80,7 +81,7 @@ def plan_archive(record: Any, start: int = 0) -> ArchiveLayout:
 
 
 class _PlaceholderStorage:
-    """A tensor's storage. The pickle refers to it by its index, and contains no data."""
+    """The storage of one tensor. The pickle contains the storage's index, but not its data."""
 
     def __init__(self, placeholder: TensorPlaceholder, index: int) -> None:
         self.placeholder = placeholder
@@ -150,7 +151,7 @@ class _ZipLayout:
         self.end += size
 
     def _begin_member(self, member: _ZipMember) -> None:
-        """Append a local header whose extra field pads the member's content to ALIGNMENT."""
+        """Append a local header. Its extra field is padding that aligns the member's content."""
         is_zip64 = member.size >= ZIP32_MAX
         sizes = struct.pack("<HHQQ", 1, 16, member.size, member.size) if is_zip64 else b""
         # 30 bytes of fixed header fields, and 4 bytes of id and length of the padding field.
@@ -187,7 +188,7 @@ class _ZipLayout:
                 self.patches.append(CrcPatch(crc_offset, member.placement_index))
             self._append(_central_directory_entry(member))
         size, count = self.end - directory_offset, len(self.members)
-        # Like torch, always write two end records, zip64 and classic; a reader uses either of them.
+        # Like torch, always write both end records, zip64 and classic; a reader needs one of them.
         end_offset = self.end
         self._append(
             struct.pack(

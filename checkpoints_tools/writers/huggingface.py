@@ -124,7 +124,10 @@ def _parameter_entries(
 
 
 def _qkv_ranges(config: GPTConfig) -> tuple[Ranges, Ranges, Ranges]:
-    """Return the row ranges of queries, keys and values, each in the order of the query groups."""
+    """Return the row ranges of queries, of keys and of values in the fused QKV matrix.
+
+    In the matrix, each query group has its queries, then its key and its value.
+    """
     d, groups = config.kv_channels, config.num_query_groups
     query_rows = config.num_attention_heads // groups * d
     starts = [group * (query_rows + 2 * d) for group in range(groups)]

@@ -1,9 +1,10 @@
 """Hugging Face config writer: chooses a family (model_type) that expresses a model exactly.
 
-For each candidate family, the module builds the content of config.json and parses it with the
-reader. The family expresses the model if the parsed GPTConfig describes the same network. If no
-family does, the error names the traits (model properties) that differ; nothing is approximated. The
-module uses no tensors and opens no files.
+For each candidate family, the module builds the content of config.json and parses this content with
+Preamble's reader. The family expresses the model if the parsed GPTConfig describes the same network
+as the model's GPTConfig. If no family expresses the model, the error names the traits (model
+properties) that the nearest family lacks; nothing is approximated. The module uses no tensors and
+opens no files.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,19 +36,22 @@ class FamilyChoice:
 
     family: str
     record: ConfigRecord
-    notes: tuple[str, ...]  # One per field that config.json lacks; none affects inference.
+    # One note per dropout field that the family's config.json lacks. Dropout is not used in
+    # inference.
+    notes: tuple[str, ...]
 
 
 def choose_family(
     config: GPTConfig, path: Path, requested_family: str | None = None
 ) -> FamilyChoice:
-    """Return `requested_family`, or else a family that expresses the model exactly.
+    """Choose `requested_family`, or if it is None, a family that expresses the model exactly.
 
-    If several families express the model, a family whose published models use this model's
-    activation is preferred, and among these the most widely supported family. Raises ConfigError if
-    `requested_family` is unknown.
-    Raises CheckpointError if the requested family cannot express the model, or if none is requested
-    and no family can. `path` is the checkpoint's path, for messages.
+    If several families express the model, families whose published models have the model's
+    activation are preferred. If several families remain, the first of them in FAMILY_WRITERS is
+    chosen. `path` is the checkpoint's path, for messages.
+
+    Raises ConfigError if `requested_family` is unknown. Raises CheckpointError if the requested
+    family cannot express the model, or if none is requested and no family can.
     """
     if requested_family is not None and requested_family not in FAMILY_WRITERS:
         supported_families = ", ".join(FAMILY_WRITERS)
@@ -392,7 +396,7 @@ class FamilyWriter:
     has_experts: bool = False  # True: every layer has experts. False: no layer has experts.
 
 
-# The most widely supported families first.
+# In order of preference: the families that most other programs support are first.
 FAMILY_WRITERS: Mapping[str, FamilyWriter] = {
     "llama": FamilyWriter(_llama, "LlamaForCausalLM", "silu", heads_divide_hidden=True),
     "mistral": FamilyWriter(_mistral, "MistralForCausalLM", "silu"),

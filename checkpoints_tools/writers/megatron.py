@@ -1,9 +1,9 @@
 """Megatron-LM `torch` writer: plans one file per rank, with the tensors of that rank.
 
-In each file, layers and experts are numbered from 0, and each virtual pipeline chunk has its own
-state dict. The file of an expert rank also has the tensors outside the experts. The last stage has
-a copy of a tied embedding. The module maps state-dict keys to parts of logical tensors;
-`torch_save` plans the bytes of the files.
+In each file, each virtual pipeline chunk has its own state dict, in which layers and experts are
+numbered from 0. The file of an expert rank also has the tensors outside the experts. If the
+embedding is tied, the last stage has a copy of it. The module maps state-dict keys to parts of
+logical tensors; `torch_save` plans the bytes of the files.
 """
 
 from collections.abc import Iterator, Mapping

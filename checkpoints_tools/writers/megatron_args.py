@@ -48,7 +48,10 @@ def build_args(
     ckpt_format: CkptFormat = "torch",
     tokenizer: Path | None = None,
 ) -> Namespace:
-    """Return Megatron's args as plain values. Call `check_supported` first."""
+    """Return Megatron's args, without objects of Megatron's classes.
+
+    Call `check_supported` first.
+    """
     tp = split.tp
     pp = split.pp
     ep = split.ep
@@ -162,14 +165,15 @@ def plan_stages(config: GPTConfig, split: ParallelSplit) -> StageLayout:
         "num_virtual_stages_per_pipeline_rank": None,
     }
     totals = [sum(stage) for stage in counts]
-    balanced = all(len(set(stage)) == 1 for stage in counts)  # Equal chunks within each stage.
-    # First case: all stages have the same number of layers.
+    # Whether the chunks of each stage have the same number of layers.
+    balanced = all(len(set(stage)) == 1 for stage in counts)
+    # First case: all chunks of all stages have the same number of layers.
     if balanced and len(set(totals)) == 1:
         if vpp > 1:
             args["num_layers_per_virtual_pipeline_stage"] = counts[0][0]
         return StageLayout(layers, args)
-    # Second case: the stages between the first and the last have the same number of layers each. If
-    # there are only two stages, the last stage counts as the middle.
+    # Second case: the stages are balanced, and the stages between the first and the last have the
+    # same number of layers. If there are only two stages, the last stage counts as the middle.
     middle = set(totals[1:-1] or totals[1:])
     if balanced and len(middle) == 1:
         common_count = middle.pop()
@@ -331,7 +335,8 @@ def _layer_args(config: GPTConfig) -> dict[str, Any]:
         "add_bias_linear": config.mlp_bias,
         "add_qkv_bias": config.qkv_bias,
         "qk_layernorm": config.qk_layernorm,
-        # Megatron counts the tokens before and after the current token, without this token.
+        # Megatron's value is (tokens before the current token, tokens after the current token).
+        # GPTConfig's window_size also counts the current token.
         "window_size": None if window is None else (window - 1, 0),
         "window_attn_skip_freq": None,
         "apply_residual_connection_post_layernorm": False,

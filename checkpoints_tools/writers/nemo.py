@@ -1,9 +1,9 @@
 """NeMo 1 `.nemo` writer: plans one tar of the config, tokenizer files and every rank's weights.
 
-The tar has a `torch.save` archive per rank: the rank's tensors as in Megatron's format, with NeMo's
-prefix before their names. The tokenizer is included if NeMo's config can refer to it.
-The names of the tokenizer's files are derived from their content, so two conversions of a model
-write the same bytes. The output was not tested with NeMo itself.
+The tar has one `torch.save` archive per rank. The archive has the rank's tensors as in Megatron's
+format, and each tensor name has NeMo's prefix. The tokenizer is included if NeMo's config can refer
+to it. The names of the tokenizer's files are derived from their content, so two conversions of a
+model write the same bytes. The output was not tested with NeMo itself.
 """
 
 import hashlib
@@ -90,7 +90,8 @@ def _rank_folder(rank: RankCoordinates, split: ParallelSplit) -> str:
 def _bundle_tokenizer(tokenizer: Path | None) -> _TokenizerBundle:
     """Bundle a SentencePiece model, or GPT-2's vocab.json and merges.txt.
 
-    NeMo's config cannot refer to other tokenizers. These are left out, and a note says so.
+    NeMo's config cannot refer to any other tokenizer. Such a tokenizer is left out, and a note says
+    so.
     """
     section: dict[str, Any] = dict.fromkeys(("library", "type", *SENTENCEPIECE_FILES, *BPE_FILES))
     if tokenizer is None:
@@ -145,9 +146,9 @@ def _try_open(tokenizer: Path, kind: str | None = None) -> Tokenizer | None:
 def _same_tokens(sentencepiece: Tokenizer, reference: Tokenizer) -> bool:
     """Tell whether a SentencePiece model has the same tokens as `reference`, the tokenizer in use.
 
-    If `reference` is SentencePiece too, both are the same file. Otherwise it is a tokenizer.json,
-    to which tokens may have been added later. A token is compared only if both tokenizers return
-    its bytes, which they do not for special tokens.
+    If `reference` is SentencePiece too, both are the same file. Otherwise, `reference` is usually a
+    tokenizer.json that was made from the SentencePiece model, and may have additional tokens.
+    Special tokens are not compared, because `token_bytes` returns None for them.
     """
     if reference.kind == sentencepiece.kind:
         return True
@@ -161,9 +162,10 @@ def _same_tokens(sentencepiece: Tokenizer, reference: Tokenizer) -> bool:
 
 
 def _artifact_name(name: str, content: bytes) -> str:
-    """Return the member name of a tokenizer file: a hash of its content, and its name.
+    """Return the member name of a tokenizer file: a hash of its content, then its file name.
 
-    NeMo itself uses a random prefix instead of the hash.
+    NeMo itself uses a random prefix instead of the hash. A name that is too long or not ASCII is
+    replaced by `tokenizer` and the file's suffix.
     """
     prefix = hashlib.sha256(content).hexdigest()[:32]
     name_bytes_max = NAME_BYTES_MAX - len(f"./{prefix}_")

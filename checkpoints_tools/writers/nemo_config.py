@@ -2,12 +2,12 @@
 
 The module is the inverse of `gpt/formats/mappings/nemo_args.py`. NeMo builds Megatron-Core's GPT,
 so a model property that Megatron lacks is refused here too. NeMo has its own field names, and
-supports two properties that Megatron's args cannot express: gated GELU, and Llama 3.1's kind of
-RoPE scaling with other parameters than in Llama 3.1. A null value usually selects NeMo's default; a
-field that does not accept null is omitted.
+supports two properties that Megatron's args cannot express: gated GELU, and `llama3` RoPE scaling
+with parameters that differ from Llama 3.1's. A null value usually selects NeMo's default. A field
+without a value is omitted if NeMo does not accept null for it.
 
-NeMo 1 is the API that loads `.nemo` files; releases 2.x of the NeMo package also contain it. The
-module uses no tensors and opens no files.
+NeMo 1 is the API that loads `.nemo` files; releases 2.x of the NeMo package also contain this API.
+The module uses no tensors and opens no files.
 """
 
 from collections.abc import Mapping
@@ -63,8 +63,9 @@ def check_supported(config: GPTConfig, split: ParallelSplit) -> None:
             f"--to nemo does not support expert parallel (--ep {split.ep}): a .nemo has no "
             "files for expert ranks; remove --ep, or choose --to megatron-dist"
         )
-    # NeMo can express these properties, but Megatron's args cannot. Neutral values hide them from
-    # Megatron's check.
+    # Megatron's check refuses two properties that NeMo can express: `llama3` RoPE scaling with
+    # parameters that differ from Llama 3.1's, and gated GELU. Therefore Megatron's check gets a
+    # config with other values of these fields.
     neutral_fields: dict[str, Any] = {"rope_scaling": None}
     if config.gated and config.activation in ("gelu", "gelu_tanh"):
         neutral_fields["activation"] = "silu"
@@ -107,7 +108,8 @@ def model_config(
         count = stage_args[f"decoder_{end}_pipeline_num_layers"]
         if count is not None:
             fields[f"num_layers_in_{end}_pipeline_stage"] = count
-    # NeMo's default layer spec has one kind of layer, and no query and key norms.
+    # NeMo's default layer spec supports no norms of queries and keys, and requires that either all
+    # layers have experts or none.
     if config.qk_layernorm or len(set(config.moe_layers)) > 1:
         fields["name"] = "decoder_block_gpt"
     return fields
@@ -139,10 +141,9 @@ def _vocab_fields(
 ) -> dict[str, Any]:
     """Return the vocabulary fields of the config.
 
-    NeMo pads the size of its tokenizer to compute the number of embedding rows. If the target's
-    embedding has a different number of rows, override_vocab_size is set. NeMo has no field for the
-    unpadded size,
-    so true_vocab_size is added for Preamble's reader.
+    NeMo computes the number of embedding rows by padding the vocabulary size of its tokenizer. If
+    the target's embedding has a different number of rows, override_vocab_size is set. NeMo has no
+    field for the unpadded size, so true_vocab_size is added for Preamble's reader.
     """
     rows = stored_vocab_rows(config, tp, multiple)
     fields = {"make_vocab_size_divisible_by": multiple, "true_vocab_size": config.vocab_size}
@@ -188,7 +189,8 @@ def _layer_fields(config: GPTConfig) -> dict[str, Any]:
         "attention_dropout": config.attention_dropout,
     }
     if config.window_size is not None:
-        # NeMo counts the tokens before and after the current token, without this token.
+        # NeMo's value is [tokens before the current token, tokens after the current token].
+        # GPTConfig's window_size also counts the current token.
         fields["window_size"] = [config.window_size - 1, 0]
     return fields
 

@@ -1,9 +1,10 @@
 """torch_dist writer: plans a Megatron-Core distributed checkpoint, its index and chunk files.
 
-A stored tensor is unsharded, with one chunk per layer or per expert. So the parallel split is only
-recorded in the args, and its tensor-parallel size sets the vocabulary padding. The index
-(`.metadata`) is a pickle of torch's own classes. It records the file, offset and size of every
-chunk, which are all known before any weight is read. The module only plans; it reads no weights.
+A stored tensor is unsharded, with one chunk per layer or per expert. Therefore the parallel split
+has only two effects: the args record it, and its tensor-parallel size sets the vocabulary padding.
+The index (`.metadata`) is a pickle of torch's own classes. It records the file, offset and size of
+every chunk, which are all known before any weight is read. The module only plans; it reads no
+weights.
 """
 
 import json
@@ -70,8 +71,9 @@ BACKEND_METADATA = {
     "common_backend_version": 1,
 }
 FILE_BYTES_MAX = 4 << 30
-# Threads that write to the same file wait for each other. So a large checkpoint has about 16 files
-# (or more), and a small checkpoint has fewer files of about 64 MiB.
+# Threads that write to the same file wait for each other, so a checkpoint has several files. From
+# 1 GiB on, a checkpoint has about 16 files, or more if a file would exceed FILE_BYTES_MAX. A
+# smaller checkpoint has fewer files, each of about FILE_BYTES_MIN.
 FILES_MIN, FILE_BYTES_MIN = 16, 64 << 20
 # Python 3.4 and later can read protocol 4; the default of a newer Python may be a later protocol.
 PICKLE_PROTOCOL = 4
@@ -114,8 +116,8 @@ def plan_layout(
     index = MetadataBuilder(chunk_files)
     table = parameter_specs(config)
     index.add_objects([COMMON_KEY], [common])
-    # Megatron loads an extra state of each module, but only FP8 modules need it. So the keys of all
-    # extra states refer to one stored None.
+    # Megatron loads the extra state of each module in `_modules_with_extra_state`, but only FP8
+    # modules use its value. Therefore all these keys refer to one stored object, the list [None].
     index.add_objects(
         (keys.extra_state_key(module) for module in _modules_with_extra_state(table, spec)), [None]
     )
@@ -158,8 +160,8 @@ class KeyPosition:
     """
 
     key: str
-    leading_index: tuple[int, ...]  # Layer number and expert number.
-    leading_sizes: tuple[int, ...]  # Number of layers and number of experts.
+    leading_index: tuple[int, ...]  # Layer number, expert number, both, or empty.
+    leading_sizes: tuple[int, ...]  # Number of layers, number of experts, both, or empty.
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,8 @@ class KeyNaming:
 
     config: GPTConfig
     spec: LayerSpec
-    # True: each layer has its own keys, because the layers differ. False: keys have a layer axis.
+    # True: each layer has its own keys, because the layers differ. False: one key is the stored
+    # tensor of all layers, which has a layer axis.
     per_layer_keys: bool
 
     def position(self, name: str) -> KeyPosition:
@@ -191,7 +194,10 @@ class KeyNaming:
         )
 
     def extra_state_key(self, module: str) -> str:
-        """Return the key of a module's extra state. The key has the layer and expert number."""
+        """Return the key of a module's extra state.
+
+        The key ends with the layer and expert numbers and their counts, e.g. `/shard_3_24`.
+        """
         position = self.position(f"{module}._extra_state")
         leading_index, leading_sizes = (
             ".".join(map(str, numbers))
@@ -289,7 +295,7 @@ class MetadataBuilder:
             self.storage[MetadataIndex(key)] = storage_info
 
     def add_tensor(self, position: KeyPosition, placeholder: TensorPlaceholder) -> None:
-        """Add a logical tensor as one chunk of the key in `position`."""
+        """Add a logical tensor as one chunk of the stored tensor `position.key`."""
         sizes = (*(1 for _ in position.leading_index), *placeholder.sizes)
         offsets = (*position.leading_index, *(0 for _ in placeholder.sizes))
         entry = self.keys.get(position.key)

@@ -98,8 +98,9 @@ class CallRecord:
 
     due_s: float  # Scheduled start, from which TTFT and end-to-end time count.
     started_s: float = 0.0
-    first_token_s: float | None = None  # Time of the first message with tokens; None: no message.
-    last_token_s: float | None = None  # Time of the last message with tokens; None: no message.
+    # Times of the first and the last message with tokens. None: no message had tokens.
+    first_token_s: float | None = None
+    last_token_s: float | None = None
     ended_s: float = 0.0
     prompt_tokens: int = 0  # 0: unknown, for a prompt that is not token ids.
     # Time and token count of each message with tokens.
@@ -389,9 +390,9 @@ def _parse_prompt(path: Path, number: int, line: str) -> DatasetPrompt:
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """Return the nearest-rank percentile, or NaN without values.
+    """Return the nearest-rank percentile, or NaN if there are no values.
 
-    This is the smallest value v such that at least `fraction` of all values are <= v.
+    The percentile is the smallest value v such that at least `fraction` of all values are <= v.
     """
     ordered = sorted(values)
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else math.nan

@@ -25,7 +25,7 @@ LOG = "build/demo/server.log"
 ADAPTER_TASK = "mood"  # The task of tune.yaml, which is also the adapter's name.
 HELD_OUT = "build/demo/mood-held-out.jsonl"
 INSTRUCTED_TASKS = ("past", "larger", "english")  # Tasks that are requested by an instruction.
-STOP_S = 10.0  # Timeout of the server's end and of an HTTP request.
+STOP_S = 10.0  # Timeout for the server to exit, and for an HTTP request, in seconds.
 METRIC_PREFIXES = ("preamble_requests", "preamble_generated_tokens", "preamble_virtual_tokens")
 NEXT_STEPS = f"""
 Next:
@@ -127,7 +127,7 @@ def generate(grpc_address: str, expected: str, *prompt_arguments: str) -> None:
 
 
 def print_metrics(http_address: str) -> None:
-    """Print the first eight metrics with one of METRIC_PREFIXES."""
+    """Print the first eight metric lines that begin with one of METRIC_PREFIXES."""
     url = f"http://{http_address}/metrics"
     print_line(f"$ curl {url}")
     with urllib.request.urlopen(url, timeout=STOP_S) as page:

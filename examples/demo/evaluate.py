@@ -22,7 +22,8 @@ from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
 from gpt.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
-RECORDS = 200  # Number of records per task, with and without an instruction each.
+# Number of records per task that have an instruction; the same number have none.
+RECORDS = 200
 SEED = 1
 ANSWER_TOKENS_MAX = 48
 
@@ -37,8 +38,8 @@ class Score:
     def guess(self) -> float:
         """Expected score of guessing, by the better of two strategies.
 
-        The strategies are a random answer to the right task, and the right answer to a random task
-        of the form.
+        - Answer the right task at random.
+        - Choose one of the tasks that share the input's form at random, and answer this task right.
         """
         return max(CHANCE.get(self.task, 0.0), 1 / len(FORM_OF[self.task].tasks))
 
@@ -59,9 +60,9 @@ def answers(
 def accuracy(
     model: GPT, tokenizer: Tokenizer, records: Sequence[Record], table: torch.Tensor | None = None
 ) -> float:
-    """Return the share of exact matches.
+    """Return the fraction of records for which the model generates exactly the completion.
 
-    The rows of `table`, an adapter's table, are virtual tokens before every prompt.
+    `table` is an adapter's table. Its rows are the virtual tokens before every prompt.
     """
     vocab_size = model.config.vocab_size
     virtual_ids = range(vocab_size, vocab_size + (0 if table is None else len(table)))
@@ -71,7 +72,10 @@ def accuracy(
 
 
 def evaluate(model: GPT, tokenizer: Tokenizer, count: int = RECORDS) -> list[Score]:
-    """Return the scores of all tasks, each from `count` records with and without an instruction."""
+    """Return the scores of all tasks.
+
+    For each task, `count` records with an instruction and `count` records without one are used.
+    """
     return [
         Score(
             task,

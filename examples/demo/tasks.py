@@ -45,7 +45,8 @@ NO_INSTRUCTION = 0.2  # Fraction of training records without an instruction.
 class Input:
     text: str
     answers: dict[str, str]  # The answer of every task of the form, by task.
-    group: int  # Number of the input's group, for `draw_uninstructed`; groups are equally likely.
+    # Group number, by which `draw_uninstructed` chooses a task. All groups are equally likely.
+    group: int
 
 
 @dataclass(frozen=True)
@@ -182,10 +183,10 @@ def draw_instructed(task: str, rng: random.Random, split: Split) -> Record:
 def draw_uninstructed(form: Form, rng: random.Random) -> Record:
     """Return a record without an instruction.
 
-    In half of the records the task is random, in the other half it follows from the input's group.
-    With random tasks alone, all tasks of a form would be almost equally likely. Greedy decoding
-    would then select the same task for almost every input, as if a user had requested it. With the
-    groups, each task is selected equally often.
+    In half of the records the task is random; in the other half the input's group determines it.
+    With random tasks alone, all tasks of a form would be almost equally likely for each input.
+    Greedy decoding would then select the same task for almost every input, as if a user had
+    requested it. With the groups, greedy decoding selects each task about equally often.
     """
     drawn = draw_input(form, rng, "train")
     task = rng.choice(form.tasks)

@@ -35,8 +35,8 @@ from ptuning.run.preparation import prepare
 from ptuning.run.training_loop import TrainingLoop, load_trainer
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
-# The checkpoint has the layout that a training cluster writes: the files of four ranks, with a
-# padded vocabulary. Only the bf16 model is published, so its digest is computed from bf16 weights.
+# The checkpoint has the layout that a training cluster writes: bf16 weights in the files of four
+# ranks, with a padded vocabulary.
 SPLIT = ConversionOptions("megatron", dtype="bfloat16", split=ParallelSplit(tp=2, pp=2), prove=True)
 CONFIG = GPTConfig(
     num_layers=4,

@@ -16,10 +16,11 @@ from examples.demo.words import RARE_LETTERS
 
 # A prime number: no tensor-parallel size divides it, so the vocabulary must be padded.
 VOCABULARY_SIZE = 997
-# More records of the task "capitals", because rare capitalized words would be split into letters.
+# The task "capitals" gets more records. With fewer records, words in capital letters would be too
+# rare to become pieces, and would be split into letters.
 WEIGHTS = {"capitals": 4.0}
 # English pieces end at spaces. Japanese has no spaces, so a boundary character is inserted around
-# particles.
+# particles (short function words), where pieces then end.
 BOUNDARY = "\x1f"
 WORD_END_JA = re.compile("(?<=[がでを、に])|(?=[がでを、に])")
 UNKNOWN_ID, END_ID = 0, 1

@@ -2,7 +2,8 @@
 
 tasks.py combines the words of these lists to inputs, so a held-out input is a new combination of
 words that occur in training. The letters of RARE_LETTERS are intentionally missing in the
-vocabulary. They are encoded as several byte tokens, so a completion can end within a character.
+vocabulary. Each of them is encoded as several byte tokens, so a completion can end within a
+character.
 """
 
 from typing import NamedTuple
@@ -105,7 +106,7 @@ ACTIONS_JA = (
 # Letters that the tokenizer's training data lacks, so that they are encoded as bytes.
 RARE_LETTERS = "ëËŁłüÜ猿熊魔檎傘"
 
-# Words without meaning for the tasks; a random number of them precedes an instruction or an input.
+# Words without meaning for the tasks. A random number of them is placed at the start of a prompt.
 # The empty word produces a double space, as in typed text.
 FILLERS = (
     "please", "note", "well", "okay", "hello", "so", "now", "then", "dear", "thanks", "right",
