@@ -13,9 +13,8 @@ from typing import Any, Literal
 NO_PROMPT = "no prompt"  # The template without its virtual tokens.
 ORACLE = "oracle"  # The task's instruction text in place of the virtual tokens.
 ADAPTER = "adapter"  # The trained adapter; with method `full`, the trained model.
-FULL = "full fine-tuning"  # A fully trained model, as a comparison.
 # All variants, in the order of the table.
-BASELINES = (NO_PROMPT, ORACLE, ADAPTER, FULL)
+BASELINES = (NO_PROMPT, ORACLE, ADAPTER)
 
 State = Literal["running", "finished", "stopped early", "interrupted"]
 

@@ -110,7 +110,7 @@ def compare_conversions(pair: CheckoutPair) -> Iterator[ComparedRow]:
     sources = {"demo": pair.model, "random": pair.folder / "random"}
     write_random_checkpoint(sources["random"])
     # If the source is an earlier target, both checkouts convert the target that `pair.other` wrote.
-    # Otherwise, a difference between the earlier targets would be reported again.
+    # If each converted its own target, a difference between these two would be reported twice.
     targets = pair.folder_of(pair.other) / "targets"
     for conversion in CONVERSIONS:
         source = sources.get(conversion.source, targets / conversion.source)

@@ -27,8 +27,9 @@ from gpt.adapters.adapter_file import Card, build_adapter, save_adapter
 
 SAMPLE_S = 0.02  # Interval of memory samples.
 Figures = Mapping[str, float]  # Maps the name of a row to its figure.
-# The engine settings of the profile `throughput`, and a fixed size of the KV cache. The profile
-# itself is not used, because a saved plan can replace its settings.
+# The engine settings of the profile `throughput`, and a fixed size of the KV cache. `--profile
+# throughput` is not used: its settings can come from a plan that `preamble plan` saved on this
+# machine, and would then differ between machines.
 THROUGHPUT: Mapping[str, Any] = {
     "running_requests_max": 256,
     "queue_requests_max": 4096,
@@ -194,7 +195,8 @@ print(json.dumps({"code": code, "seconds": time.perf_counter() - started}))
 """
 
 
-# The last part of the row name, for each workload with several requests.
+# The last parts of the row names `peers/TABLE/8` and `peers/TABLE/32`: the default numbers of
+# requests in `InputSizes.requests`.
 BATCH_ROW_NAMES = ("8", "32")
 
 
@@ -243,7 +245,11 @@ def measure_adapters(checkout: Checkout, inputs: BenchInputs) -> Figures:
 
 
 def measure_startup(checkout: Checkout, inputs: BenchInputs) -> Figures:
-    """Time `preamble serve` from process start until it refuses a path, and until it is ready."""
+    """Time two runs of `preamble serve` from process start.
+
+    The first run has the path of a missing model, and is timed until the process exits. The second
+    run has a model, and is timed until the server is ready.
+    """
     model = inputs.model(GPT2)
     arguments = ["-m", "preamble", "serve", str(inputs.folder / "absent")]
     started = time.perf_counter()
@@ -481,7 +487,7 @@ GROUPS = (
         measure_adapters,
         (
             _tokens_per_s("adapters/mixed", "64 adapters of 20 rows in a batch"),
-            SpeedRow("adapters/first", "first token with 20 warm adapter rows", "ms"),
+            SpeedRow("adapters/first", "first token, loaded adapter of 20 rows", "ms"),
         ),
     ),
     MeasurementGroup(

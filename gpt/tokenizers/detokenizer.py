@@ -50,9 +50,10 @@ class DecodingRules:
 
     @property
     def keeps_space_marks(self) -> bool:
-        """Whether text pieces contain space marks, because `leading_space` is a rule for marks.
+        """Whether the pieces of text that a tokenizer decodes still contain space marks.
 
-        The detokenizer applies the rule, and replaces the remaining marks by spaces.
+        Some rules of `leading_space` need these marks. The detokenizer applies the rule, and then
+        replaces the remaining marks by spaces.
         """
         return self.leading_space in ("mark", "marks", "token")
 

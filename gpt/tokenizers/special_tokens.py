@@ -59,8 +59,9 @@ class ControlToken:
     """A token that marks structure and that chat templates can write as text."""
 
     id: int
-    # Which code prevents the token in user text. True: `Tokenizer.encode`. False:
-    # `ChatTemplateEncoder`.
+    # Whether the tokenizer declares the token as special, so that `Tokenizer.encode` does not
+    # produce it from user text. False: an added token, which only `ChatTemplateEncoder` keeps out
+    # of messages.
     special: bool = True
     lstrip: bool = False  # Whether encoding removes the whitespace before the token.
     rstrip: bool = False  # Whether encoding removes the whitespace after the token.

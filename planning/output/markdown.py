@@ -119,7 +119,7 @@ def _files() -> Iterator[str]:
     yield "- `pareto.csv`: the candidates on the Pareto frontier"
     yield "- `pareto.html`, `pareto.png`: plots of the candidates and of the Pareto frontier"
     yield "- `failed.csv`: candidates that were run and failed"
-    yield "- `plan.json`: the plan for programs"
+    yield "- `plan.json`: the whole plan, for reading by programs"
 
 
 def _bullet_list(texts: Sequence[str]) -> list[str]:

@@ -17,7 +17,6 @@ from typing import Any
 from gpt.json_output import nonfinite_to_none
 from ptuning.run_facts import (
     ADAPTER,
-    FULL,
     NO_PROMPT,
     ORACLE,
     RunFacts,
@@ -45,7 +44,6 @@ MEANINGS = {
 BASELINE_LABELS = {
     NO_PROMPT: "No prompt",
     ORACLE: "Written instruction",
-    FULL: "Full fine-tuning",
 }
 # The last loss is the mean over this number of steps, because the loss of one batch is noisy.
 LAST_LOSS_STEPS = 20
@@ -190,7 +188,6 @@ def task_verdict(task: TaskFacts, run: RunFacts) -> Verdict:
     phrases = {
         NO_PROMPT: "without a prompt",
         ORACLE: "with a written instruction",
-        FULL: "by full fine-tuning",
     }
     comparisons = [
         f"{format_measure(measure, baseline_values[name])} {phrases[name]}"

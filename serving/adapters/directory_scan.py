@@ -214,8 +214,9 @@ class AdapterDirectory:
             )
             if loaded_adapter is not None and not is_unchanged:
                 raise ConfigError(
-                    "the file changed after it was loaded; requests get its old content while the "
-                    "server has this in memory, and then an error: write a new version instead"
+                    "the file changed after it was loaded; requests use its old content as long as "
+                    "this content is in memory, and fail after that: restore the file, and write "
+                    "the change as a new version"
                 )
         except PreambleError as error:
             if not is_unchanged:

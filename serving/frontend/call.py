@@ -298,7 +298,7 @@ class Frontend:
             reason = REASONS["DEADLINE_PASSED" if deadline_passed else "CANCELLED"]
             raise
         except Exception:
-            log_ids = call.log_ids
+            log_ids = call.log_ids  # `label` in the log line is the request ID.
             log.exception(
                 "event=call_failed wire=%s method=%s label=%r trace=%r", protocol, method, *log_ids
             )
@@ -327,6 +327,7 @@ class Frontend:
             reason.status in LOGGED_STATUSES
             and (suppressed := self._log_throttle.claim_line(reason.name)) is not None
         ):
+            # `label` is the request ID, and `unsaid` the number of suppressed lines.
             log.warning(
                 "event=call_ended reason=%s wire=%s method=%s tenant=%r accepted=%s took_ms=%.1f "
                 "label=%r trace=%r unsaid=%d",

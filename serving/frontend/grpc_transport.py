@@ -75,7 +75,8 @@ def build_handler(
 def _is_worth_logging(record: logging.LogRecord) -> bool:
     """Return False for a record that only says that a client disconnected.
 
-    The library logs a stack trace if the client disconnects before a successful call has ended.
+    The library logs a stack trace if it cannot send the final status of a successful call, because
+    the client has disconnected.
     """
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 

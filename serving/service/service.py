@@ -210,7 +210,10 @@ class Service:
 
     @property
     def divergence(self) -> list[float] | None:
-        """The effect of quantized weights, if weights are quantized: see `Ready.divergence`."""
+        """How much quantized weights change the model's outputs; None: no weights are quantized.
+
+        The numbers are described at `Ready.divergence`.
+        """
         return self.engine.ready_message.divergence if self.engine.ready_message else None
 
     @property

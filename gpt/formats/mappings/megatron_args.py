@@ -130,7 +130,7 @@ ACTIVATION_FUNCTIONS: Mapping[str, str] = {
 FIELD_HINTS: Mapping[str, str] = {
     "num_attention_heads": "the number of query heads",
     "num_query_groups": "equal to num_attention_heads without grouped-query attention",
-    "activation": "gelu for erf, gelu_tanh, silu or relu2",
+    "activation": "gelu (the erf variant), gelu_tanh, silu or relu2",
     "position_embedding_type": "rope or none",
     "max_position_embeddings": "the training context length",
     "layernorm_epsilon": "often 1e-5 or 1e-6",

@@ -2,10 +2,10 @@
 
 NeMo 1 has its own config format; NeMo 2 and Megatron-Bridge write Megatron-Core's TransformerConfig
 and the model's fields. The fields of both formats are converted to Megatron args first. A field
-that Preamble does not support is refused, and the error uses the name of the field in the config. A
-default value is used only if the format defines it. The config of a preset class, such as NeMo 2's
-Llama3Config8B, may record only some of its fields; then the error asks the user for the missing
-fields. The module opens no files.
+that Preamble does not support is refused, and the error uses the name of the field in the config.
+An absent field of NeMo 1 has NeMo 1's default. In NeMo 2 and Megatron-Bridge each preset class,
+such as NeMo 2's Llama3Config8B, has its own defaults, which its config may not record; then the
+error asks the user for the missing fields. The module opens no files.
 """
 
 import re

@@ -181,9 +181,10 @@ class NemoConfig:
 
 
 def _resolve(value: Any, scopes: tuple[Mapping[str, Any], ...], depth: int) -> Any:
-    """Return the value to which a reference in the mapping `scopes[-1]` resolves.
+    """Return the value that `value` refers to, if `value` is a reference `${...}`.
 
-    A value that is not a reference, or a reference that cannot be resolved, is returned unchanged.
+    `scopes` are the mappings that contain the reference: the whole config first, the innermost
+    mapping last. Other values, and references that cannot be resolved, are returned unchanged.
     """
     match = INTERPOLATION.fullmatch(value) if isinstance(value, str) else None
     if match is None or depth > DEPTH_MAX:

@@ -165,7 +165,7 @@ def bridge_iteration(root: Path) -> tuple[Path, str] | None:
 
 
 def open_rank_files(iteration: Path) -> RankFiles:
-    """Open and map the file of each rank, and check that the files belong together."""
+    """Open the file of each rank, memory-mapped, and check that the files belong together."""
     files = _find_rank_files(iteration)
     first = _open_rank_file(files[min(files)])
     sizes = _infer_parallel_sizes(first, files)

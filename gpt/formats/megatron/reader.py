@@ -332,15 +332,19 @@ def _check_shape(parameter: ParameterSpec, part: InMemoryTensor, parts: RankPart
         if shape[dim] % (ranks * halves):
             expected_shape = ()
     if part.shape != expected_shape:
-        expectation = (
-            f"need {expected_shape}"
-            if expected_shape
-            else f"but dimension {dim} cannot be divided equally"
-        )
+        if expected_shape:
+            expectation = (
+                f"need {expected_shape} for {parameter.name} of shape {shape} on {ranks} tensor "
+                "ranks"
+            )
+        else:
+            expectation = (
+                f"but {parameter.name} of shape {shape} cannot be divided equally over {ranks} "
+                f"tensor ranks along dimension {dim}"
+            )
         raise CheckpointError(
-            f"{part.location}: found {part.shape}, {expectation} for {parameter.name} of shape "
-            f"{shape} on {ranks} tensor ranks; the args do not fit the weights: take both from the "
-            "same checkpoint"
+            f"{part.location}: found {part.shape}, {expectation}; the args do not fit the weights: "
+            "take both from the same checkpoint"
         )
 
 

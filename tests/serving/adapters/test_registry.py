@@ -90,7 +90,7 @@ def test_files_changed_in_place_are_reported_and_not_loaded(
 
     assert adapters.resolve("tax").adapter_ref.digest == original.adapter_ref.digest
     assert adapters.failures == 1
-    assert caplog.text.count("write a new version") == 1
+    assert caplog.text.count("write the change as a new version") == 1
 
 
 def test_invalid_adapters_are_refused_once_and_others_served(

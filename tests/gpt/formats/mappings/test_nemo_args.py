@@ -206,7 +206,7 @@ def test_unresolved_reference_without_a_gpt_config_field_is_refused(tmp_path: Pa
 
 def test_version_dependent_gelu_must_be_specified(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"openai_gelu": True, "bias_activation_fusion": False}
-    with pytest.raises(CheckpointError, match=r"does not record activation \(gelu for erf"):
+    with pytest.raises(CheckpointError, match=r"does not record activation \(gelu \(the erf"):
         open_with_changes(tmp_path, DENSE, **changes)
     parsed = open_with_changes(tmp_path / "told", DENSE, {"activation": "gelu"}, **changes)
     assert parsed.activation == "gelu"
@@ -439,7 +439,7 @@ def test_errors_name_the_model_class_of_a_graph(tmp_path: Path) -> None:
 def test_unfused_gelu_of_transformer_engine_must_be_specified(tmp_path: Path) -> None:
     engine = {"use_transformer_engine_full_layer_spec": True, "bias_activation_fusion": False}
     gelu = {"activation_func": "torch._C._nn.gelu", "gated_linear_unit": False}
-    with pytest.raises(CheckpointError, match=r"does not record activation \(gelu for erf"):
+    with pytest.raises(CheckpointError, match=r"does not record activation \(gelu \(the erf"):
         context(tmp_path, lambda c: c.update(engine | gelu), DENSE)
     fused = {**engine, **gelu, "bias_activation_fusion": True}
     parsed = context(tmp_path / "b", lambda c: c.update(fused), DENSE)
