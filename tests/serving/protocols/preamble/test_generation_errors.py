@@ -229,10 +229,10 @@ INVALID: dict[str, tuple[Sets, str, str, str]] = {
     "a guide that is none": ({"guide": pb.Guide(regex="(")}, "", "guide.regex", "regex"),
     "answers": ({"answers": 65}, "", "answers", "at most 64"),
     "priority": ({"priority": 101}, "", "priority", "from -100 to 100"),
-    "a class of the future": ({"service_class": 9}, "", "service_class", "is not a value of"),
+    "a class of the future": ({"service_class": 9}, "", "service_class", "does not support; choose one of"),
     "stopping of the future": (
         {"beams": pb.Beams.FromString(bytes([8, 2, 24, 7]))},
-        *("", "beams.early_stopping", "is not a value of"),
+        *("", "beams.early_stopping", "does not support; choose one of"),
     ),
     "a cut of inputs": (
         {"adapter": "fox", "inputs": INPUTS, "truncate_prompt_tokens": 3},
@@ -447,7 +447,7 @@ SCORES: dict[str, tuple[Sets, str, str]] = {
     "alternatives": ({"logprobs": 21}, "logprobs", "logprobs is 21"),
     "an empty text": ({"continuations": ["a", ""]}, "continuations", "0 bytes"),
     "too many": ({"continuations": ["a"] * 65}, "answers", "at most 64"),
-    "a class of the future": ({"service_class": 9}, "service_class", "is not a value of"),
+    "a class of the future": ({"service_class": 9}, "service_class", "does not support; choose one of"),
     "nothing": ({"text": ""}, "text", "empty"),
 }
 
