@@ -203,7 +203,7 @@ def test_only_streams_without_requests_time_out(
             _, error = streamed.next()
             assert time.monotonic() - answered > 1.0
             assert not errors and len("".join(map(text_of, results["one"])).split()) == CARRIED
-            assert re.search(r"ABORTED.*for 3 s \(stream_idle_s\).*open another", str(error))
+            assert re.search(r"ABORTED.*for 3 s \(stream_idle_s\).*open a new stream", str(error))
             eventually(lambda: is_idle(server))
 
 

@@ -229,7 +229,12 @@ INVALID: dict[str, tuple[Sets, str, str, str]] = {
     "a guide that is none": ({"guide": pb.Guide(regex="(")}, "", "guide.regex", "regex"),
     "answers": ({"answers": 65}, "", "answers", "at most 64"),
     "priority": ({"priority": 101}, "", "priority", "from -100 to 100"),
-    "a class of the future": ({"service_class": 9}, "", "service_class", "does not support; choose one of"),
+    "a class of the future": (
+        {"service_class": 9},
+        "",
+        "service_class",
+        "does not support; choose one of",
+    ),
     "stopping of the future": (
         {"beams": pb.Beams.FromString(bytes([8, 2, 24, 7]))},
         *("", "beams.early_stopping", "does not support; choose one of"),
@@ -447,7 +452,11 @@ SCORES: dict[str, tuple[Sets, str, str]] = {
     "alternatives": ({"logprobs": 21}, "logprobs", "logprobs is 21"),
     "an empty text": ({"continuations": ["a", ""]}, "continuations", "0 bytes"),
     "too many": ({"continuations": ["a"] * 65}, "answers", "at most 64"),
-    "a class of the future": ({"service_class": 9}, "service_class", "does not support; choose one of"),
+    "a class of the future": (
+        {"service_class": 9},
+        "service_class",
+        "does not support; choose one of",
+    ),
     "nothing": ({"text": ""}, "text", "empty"),
 }
 
