@@ -78,7 +78,9 @@ def server_with_proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Logg
     folder = tmp_path_factory.mktemp("proved")
     checkpoint = write_checkpoint(folder, tokenizer=False)
     compute_proof(open_checkpoint(checkpoint)).save(checkpoint)
-    with serving(checkpoint, log=folder / "log") as server:
+    # On a busy machine, the 2,500 tokens of the drain test can take longer than the default.
+    settings = folder / "drain.yaml"
+    with serving(checkpoint, settings, log=folder / "log", drain_s=2 * WAIT_S) as server:
         yield LoggedServer(server, folder / "log")
 
 
@@ -255,16 +257,18 @@ def test_sigterm_completes_accepted_requests_and_refuses_new_ones(
 
         def call_until_closed() -> None:
             while server.process.poll() is None:
-                with pytest.raises(CallError) as caught:
+                try:
                     client.generate("4", SHORT)
-                codes.add(caught.value.code)
+                    codes.add("OK")
+                except CallError as error:
+                    codes.add(error.code)
 
         threads = [threading.Thread(target=call_until_closed) for _ in range(8)]
         for caller in threads:
             caller.start()
         received += sum(len(piece.token_ids) for piece in stream)
         assert received == 2500
-        assert server.process.wait(WAIT_S) == 0
+        assert server.process.wait(2 * WAIT_S) == 0
         for caller in threads:
             caller.join(WAIT_S)
         assert codes == {"UNAVAILABLE"}  # Also at the very end.
