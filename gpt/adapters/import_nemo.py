@@ -23,7 +23,7 @@ from gpt.adapters.import_peft import card_name, checked_table, sanitized_name
 from gpt.adapters.nemo_encoder import SavedEncoder
 from gpt.adapters.prompt_template import PromptTemplate
 from gpt.checkpoint.files.file_tree import FileTree, Span, scan_folder_recursive
-from gpt.checkpoint.files.torch_zip import read_archive
+from gpt.checkpoint.files.torch_file import read_torch_span
 from gpt.checkpoint.logical_tensor import Checkpoint, summarize_names
 from gpt.errors import AdapterError, ConfigError
 from gpt.formats.mappings.nemo_yaml import NemoConfig, read_config
@@ -128,7 +128,7 @@ def _weight_files(path: Path, tree: FileTree) -> list[Span]:
 
 def _read_state_dict(span: Span) -> dict[str, Any]:
     """Return the state dict of a file, with the entries of a nested prompt table at top level."""
-    record = read_archive(span)
+    record = read_torch_span(span)
     if isinstance(record, dict) and isinstance(record.get("state_dict"), dict):
         record = record["state_dict"]
     if not isinstance(record, dict):

@@ -1,31 +1,21 @@
 """Restricted unpickler: reads untrusted pickles as data, with inert stubs for foreign classes.
 
-A pickle can call any importable function by name. Therefore each file is loaded by one of two
-restricted loaders:
-
-- torch's weights-only loader, which may call torch's tensor constructors and `Stub`;
-- `StubUnpickler`, which may call `Stub` and a few plain types.
-
-A stub stores its arguments and runs no code. Objects of training frameworks and of a few harmless
-classes become stubs. A name that is not allowed is refused, and the error contains the name. The
-module is independent of the model.
+A pickle can call any importable function by name. `StubUnpickler` calls only `Stub` and a few
+functions of this module that build plain data. A stub stores its arguments and runs no code.
+Objects of training frameworks, of torch and of a few harmless classes become stubs. A name that is
+not allowed is refused, and the error contains the name. The module is independent of the model.
 """
 
-import io
 import pickle
-import pickletools
 import re
-import threading
-import zipfile
+from collections.abc import Callable, Iterable
 from functools import cache
-from pathlib import Path
+from struct import unpack
 from typing import Any, ClassVar
 
 import torch
 
-from gpt.checkpoint.files.safetensors_file import refuse_git_lfs_pointer
-from gpt.checkpoint.files.torch_save import ZIP_MAGIC
-from gpt.errors import CheckpointError
+from gpt.settings import short_repr
 
 # Classes of training frameworks; checkpoints contain their args, loss scalers and schedulers.
 TRAINING_CLASSES = re.compile(
@@ -34,20 +24,21 @@ TRAINING_CLASSES = re.compile(
 )
 # Classes of namespaces, numbers, arrays, paths, dates, signals and random generator states.
 SAFE_CLASSES = re.compile(
-    r"argparse\.Namespace|types\.SimpleNamespace|_io\.BytesIO|datetime\.\w+"
-    r"|pathlib\.(_local\.)?(Pure)?(Posix)?Path|signal\.(Signals|SIG\w+)"
+    r"argparse\.Namespace|types\.SimpleNamespace|_io\.BytesIO|datetime\.\w+|collections\.Counter"
+    r"|pathlib\.(_local\.)?(Pure)?(Posix)?Path|signal\.(Signals|SIG\w+)|builtins\.complex"
     r"|numpy\.(dtype|ndarray|dtypes\.\w+|bool_?|u?int\d+|float\d+)"
     r"|numpy\.(core|_core)\.multiarray\.(_reconstruct|scalar)"
-    r"|numpy\.random\._pickle\.\w+|torch\._C\.Generator"
+    r"|numpy\.(core|_core)\.numeric\._frombuffer"
+    r"|numpy\.random\.(_\w+|bit_generator)\.\w+|torch\._C\.Generator"
 )
-GETATTR, BYTES = "builtins.getattr", "builtins.bytes"
-
-# A file of torch < 1.6 begins with four pickles: magic number, protocol version, system info and
-# object. The keys and the raw bytes of the storages follow.
-LEGACY_PICKLES = 4
-
-# torch.serialization.safe_globals changes process-wide state.
-_safe_globals_lock = threading.Lock()
+# Tensor classes, devices and quantization schemes, which torch's weights-only loader also allows.
+TORCH_CLASSES = re.compile(
+    r"torch\.((cuda\.)?(sparse\.)?\w*Tensor|device|per_(tensor|channel)_\w+)"
+    r"|torch\.nn\.parameter\.(Parameter|Buffer)"
+)
+# The type of a key of a dict or of an element of a set. Hashing and printing such a key is cheap; a
+# tuple whose elements are shared tuples can take exponential time.
+KEY_TYPES = (str, int, float, complex, bytes, type(None), type, torch.dtype)
 
 
 class Stub:
@@ -55,14 +46,20 @@ class Stub:
 
     qualified_name: ClassVar[str] = ""  # Module and name of the foreign class.
     arguments: tuple[Any, ...]
+    keyword_arguments: dict[str, Any]
     fields: dict[str, Any]  # From __setstate__ with a dict of fields.
     state: Any  # From __setstate__ with another argument; else None.
+    entries: dict[Any, Any]  # The entries of an object whose class derives from dict.
+    elements: list[Any]  # The elements of an object whose class derives from list or set.
 
-    def __new__(cls, *arguments: Any) -> "Stub":
+    def __new__(cls, *arguments: Any, **keyword_arguments: Any) -> "Stub":
         stub = super().__new__(cls)
         stub.arguments = arguments
+        stub.keyword_arguments = keyword_arguments
         stub.fields = {}
         stub.state = None
+        stub.entries = {}
+        stub.elements = []
         return stub
 
     def __setstate__(self, state: Any) -> None:
@@ -70,6 +67,17 @@ class Stub:
             self.fields = state
         else:
             self.state = state
+
+    def __setitem__(self, key: Any, entry: Any) -> None:
+        self.entries[key] = entry
+
+    def append(self, element: Any) -> None:
+        self.elements.append(element)
+
+    add = append
+
+    def extend(self, elements: Iterable[Any]) -> None:
+        self.elements.extend(elements)
 
     def __repr__(self) -> str:
         shown_arguments = (
@@ -84,71 +92,98 @@ def _stub_class(qualified_name: str) -> type[Stub]:
     return type(class_name, (Stub,), {"qualified_name": qualified_name})
 
 
-def _restricted_getattr(owner: object, name: object, *default: object) -> Stub:
+def _refused(function: str) -> pickle.UnpicklingError:
+    return pickle.UnpicklingError(f"it asks to run {function}, which is not data")
+
+
+def _restricted_getattr(owner: object, name: object, *default: object) -> Stub | type[Stub]:
     """Replace `getattr`: some Python versions pickle enum members as getattr(Class, "NAME")."""
     if default or not isinstance(name, str) or not isinstance(owner, type) or owner is Stub:
-        raise pickle.UnpicklingError(f"it asks to run {GETATTR}")
-    if not issubclass(owner, Stub):
-        raise pickle.UnpicklingError(f"it asks to run {GETATTR}")
-    return owner(name)
+        raise _refused("builtins.getattr")
+    if not issubclass(owner, Stub) or TORCH_CLASSES.fullmatch(owner.qualified_name):
+        raise _refused("builtins.getattr")
+    # `_ConstructorCall` calls the class itself in place of its `__new__`.
+    return owner if name == "__new__" else owner(name)
 
 
-def _empty_bytes(*arguments: object) -> bytes:
-    """Replace `bytes`: older pickle protocols write empty bytes as the call bytes()."""
+def _encode_latin1(text: object, encoding: object = "") -> bytes:
+    """Replace `_codecs.encode`: protocol 2 writes bytes as the call encode(TEXT, "latin1")."""
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+        raise _refused("_codecs.encode")
+    return text.encode("latin-1")
+
+
+def _build_bytes(*arguments: object) -> bytes:
+    """Replace `bytes`: protocol 2 writes empty bytes as the call bytes()."""
     if arguments:
-        raise pickle.UnpicklingError(f"it asks to run {BYTES}")
+        raise _refused("builtins.bytes")
     return b""
 
 
-class StubUnpickler(pickle._Unpickler):
-    """Unpickler that maps allowed names to stubs, dtypes or plain types, and refuses other names.
+def _build_bytearray(*arguments: object) -> bytes:
+    """Replace `bytearray`: it is written as a call without arguments, with bytes or with a text."""
+    match arguments:
+        case ():
+            return b""
+        case (bytes() as content,):
+            return content
+        case (str(), _):
+            return _encode_latin1(*arguments)
+    raise _refused("builtins.bytearray")
 
-    The C unpickler allocates a table as large as the largest memo index in the file, and in a
-    hostile file this index can be huge. The base class is therefore the unpickler in Python,
-    `pickle._Unpickler`.
 
-    Objects of the classes that `TRAINING_CLASSES`, `SAFE_CLASSES` or `extra_names` matches become
-    stubs. A subclass for another kind of file can replace `extra_names`.
+class _ConstructorCall:
+    """Replacement for `functools.partial`, as protocols 2 and 3 write it.
+
+    They write an object of a class that is created with keyword arguments as the call of
+    partial(CLASS.__new__, CLASS, *ARGUMENTS, **KEYWORD_ARGUMENTS).
     """
 
-    # The opcode BYTEARRAY8 is refused, because it allocates any length that the file states. No
-    # checkpoint contains a bytearray.
-    dispatch: ClassVar[dict[int, Any]] = {
-        code: load
-        for code, load in pickle._Unpickler.dispatch.items()
-        if code != pickle.BYTEARRAY8[0]
-    }
-    # Older pickle protocols use Python 2's names: long is int, unicode is str.
-    extra_names = re.compile(
-        r"typing\.Any|builtins\.(int|long|float|bool|str|unicode|bytes|list|tuple|dict|NoneType)"
-    )
+    def __init__(self, constructor: object) -> None:
+        self._constructor = constructor
+        self._arguments: Any = ()
+        self._keyword_arguments: Any = {}
 
-    def find_class(self, module: str, name: str) -> Any:
-        # Older pickle protocols use Python 2's name of the module `builtins`.
-        qualified_name = f"{'builtins' if module == '__builtin__' else module}.{name}"
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(dtype, torch.dtype):
-            return dtype
-        if qualified_name in PLAIN_TYPES:
-            return PLAIN_TYPES[qualified_name]
-        if qualified_name == GETATTR:
-            return _restricted_getattr
-        if qualified_name == BYTES:
-            return _empty_bytes
-        if _is_allowed(qualified_name) or self.extra_names.fullmatch(qualified_name):
-            return _stub_class(qualified_name)
-        raise pickle.UnpicklingError(f"it asks to run {qualified_name}, which is not data")
+    def __setstate__(self, state: Any) -> None:
+        self._constructor, self._arguments, self._keyword_arguments, _ = state
+
+    def __call__(self) -> Stub:
+        stub_class, *arguments = self._arguments
+        if not (isinstance(stub_class, type) and issubclass(stub_class, Stub)):
+            raise _refused("functools.partial")
+        if self._constructor is not stub_class:
+            raise _refused("functools.partial")
+        return stub_class(*arguments, **self._keyword_arguments)
 
 
-class _TupleStub(Stub):
-    """Replacement for `torch.Size`: builds a plain tuple."""
+def _check_key(key: object) -> None:
+    """Refuse a key of a dict, or an element of a set, whose hash can take exponential time."""
+    parts = key if isinstance(key, tuple) else (key,)
+    for part in parts:
+        if not isinstance(part, (*KEY_TYPES, Stub)):
+            raise pickle.UnpicklingError(f"{short_repr(key)} is not a key of a checkpoint's dict")
 
-    def __new__(cls, values: Any = ()) -> Any:
-        return tuple(values)
+
+def _build_set(elements: Any = ()) -> set[Any]:
+    """Replace `set` and `frozenset`, which protocols 2 and 3 call with a list."""
+    for element in elements:
+        _check_key(element)
+    return set(elements)
+
+
+def _build_size(dimensions: Any = ()) -> tuple[Any, ...]:
+    """Replace `torch.Size`."""
+    return tuple(dimensions)
 
 
 class _OrderedDict(dict[Any, Any]):
     """Replacement for OrderedDict; ignores the version metadata that state_dict() attaches."""
+
+    def __init__(self, pairs: Iterable[Any] = ()) -> None:
+        super().__init__()
+        for key, child in pairs.items() if isinstance(pairs, dict) else pairs:
+            _check_key(key)
+            self[key] = child
 
     def __setstate__(self, _state: Any) -> None:
         pass
@@ -160,96 +195,110 @@ class _DefaultDict(dict[Any, Any]):
     def __init__(self, *_arguments: Any) -> None:
         super().__init__()
 
+    def __setstate__(self, _state: Any) -> None:
+        pass
 
-PLAIN_TYPES: dict[str, type] = {
-    "torch.Size": _TupleStub,
+
+# What a pickle may call besides stubs, by the name in the pickle.
+PLAIN_CONSTRUCTORS: dict[str, Any] = {
+    "_codecs.encode": _encode_latin1,
+    "builtins.bytearray": _build_bytearray,
+    "builtins.bytes": _build_bytes,
+    "builtins.frozenset": _build_set,
+    "builtins.getattr": _restricted_getattr,
+    "builtins.set": _build_set,
     "collections.OrderedDict": _OrderedDict,
     "collections.defaultdict": _DefaultDict,
-    "builtins.set": set,
+    "functools.partial": _ConstructorCall,
+    "torch.Size": _build_size,
 }
+# The classes whose objects a pickle may give a state.
+STATEFUL_CLASSES = (Stub, _ConstructorCall, _OrderedDict, _DefaultDict)
+# Protocol 2 uses Python 2's names of these modules.
+PYTHON_2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
-def read_pickle(path: Path, byte_range: tuple[int, int] | None = None) -> Any:
-    """Load the object of a `torch.save` file, with stubs for foreign classes.
+# The loaders of `pickle`, by opcode.
+BASE_LOADERS: dict[int, Any] = pickle._Unpickler.dispatch
 
-    `byte_range` (start, length) selects an archive inside a larger file. Tensors of a byte
-    range, and of a file of torch < 1.6, are loaded into memory; other tensors are memory-mapped.
+
+class StubUnpickler(pickle._Unpickler):
+    """Unpickler that maps allowed names to stubs, dtypes or plain types, and refuses other names.
+
+    It derives from `pickle._Unpickler`, which is written in Python. The C implementation allocates
+    a table as large as the largest memo index in a file, and a hostile file can contain any index.
+    `extra_names` matches the names that are allowed in addition to `TRAINING_CLASSES`,
+    `SAFE_CLASSES` and `TORCH_CLASSES`; a subclass can replace it with the names in its own files.
+    Objects of all these classes become stubs.
     """
-    try:
-        with open(path, "rb") as file:
-            file.seek(byte_range[0] if byte_range else 0)
-            buffer = io.BytesIO(file.read(byte_range[1])) if byte_range else None
-            magic = buffer.getvalue()[:8] if buffer else file.read(8)
-        refuse_git_lfs_pointer(path, magic)
-        is_zip = magic.startswith(ZIP_MAGIC)
-        source = buffer or path
-        names = _globals_in_zip(path, source) if is_zip else _globals_in_legacy(path)
-        stubs = [(_stub_class(name), name) for name in sorted(names) if _is_allowed(name)]
-        allowed: list[Any] = [*stubs, (_restricted_getattr, GETATTR), (_empty_bytes, BYTES)]
-        if buffer:
-            buffer.seek(0)
-        mmap = is_zip and buffer is None
-        with _safe_globals_lock, torch.serialization.safe_globals(allowed):
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
-    except CheckpointError:
-        raise
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; copy the checkpoint again") from None
-    except PermissionError:
-        raise CheckpointError(
-            f"cannot read {path}: Permission denied; give this user the permission to read it"
-        ) from None
-    except pickle.UnpicklingError as error:
-        raise _unpickling_error(path, str(error)) from None
-    # A broken or hostile pickle can make the loader raise any exception.
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".split("\n", 1)[0][:160]
-        raise CheckpointError(
-            f"{path} cannot be read ({reason}); it has {path.stat().st_size} bytes and is truncated"
-            " or broken: copy it again"
-        ) from None
 
+    # Attributes of the base class that its type stubs do not declare.
+    stack: list[Any]  # The objects above the last mark.
+    append: Callable[[Any], None]
+    read: Callable[[int], bytes]
 
-def _is_allowed(name: str) -> bool:
-    return bool(TRAINING_CLASSES.fullmatch(name) or SAFE_CLASSES.fullmatch(name))
+    # Older pickle protocols use Python 2's names: long is int, unicode is str.
+    extra_names = re.compile(
+        r"typing\.Any|builtins\.(int|long|float|bool|str|unicode|list|tuple|dict|NoneType)"
+    )
 
+    def find_class(self, module: str, name: str) -> Any:
+        qualified_name = f"{PYTHON_2_MODULES.get(module, module)}.{name}"
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        if qualified_name in PLAIN_CONSTRUCTORS:
+            return PLAIN_CONSTRUCTORS[qualified_name]
+        patterns = (TRAINING_CLASSES, SAFE_CLASSES, TORCH_CLASSES, self.extra_names)
+        if any(pattern.fullmatch(qualified_name) for pattern in patterns):
+            return _stub_class(qualified_name)
+        raise _refused(qualified_name)
 
-def _globals_in_zip(path: Path, source: Path | io.BytesIO) -> list[str]:
-    """Return the pickle's globals that torch does not allow; refuse compressed archive members."""
-    with zipfile.ZipFile(source) as archive:
-        for member in archive.infolist():
-            if member.compress_type != zipfile.ZIP_STORED:
-                raise CheckpointError(
-                    f"{path}: {member.filename} is compressed, but torch.save does not compress; "
-                    "load the file with torch and save it again with torch.save"
-                )
-    if isinstance(source, io.BytesIO):
-        source.seek(0)
-    return list(torch.serialization.get_unsafe_globals_in_checkpoint(source))
+    def load_bytearray8(self) -> None:
+        """Read the content of a bytearray; the base class allocates any length that is stated."""
+        (length,) = unpack("<Q", self.read(8))
+        self.append(self.read(length))
 
+    def load_build(self) -> None:
+        """Set the state of an object, but not of a class or function of this module."""
+        if not isinstance(self.stack[-2], STATEFUL_CLASSES):
+            raise pickle.UnpicklingError("it asks to change an object that has no state")
+        BASE_LOADERS[pickle.BUILD[0]](self)
 
-def _globals_in_legacy(path: Path) -> set[str]:
-    """Return the globals in the pickles of a file of torch < 1.6."""
-    names = set()
-    with open(path, "rb") as file:
-        for _ in range(LEGACY_PICKLES):
-            for code, argument, _position in pickletools.genops(file):
-                if code.name == "GLOBAL":
-                    names.add(str(argument).replace(" ", "."))
-    return names
+    def _check_keys(self) -> None:
+        """Check the keys of the pairs above the last mark on the stack."""
+        for key in self.stack[::2]:
+            _check_key(key)
 
+    def load_setitem(self) -> None:
+        _check_key(self.stack[-2])
+        BASE_LOADERS[pickle.SETITEM[0]](self)
 
-def _unpickling_error(path: Path, reason: str) -> CheckpointError:
-    """Return an error with the name that the loader refused, if `reason` contains the name."""
-    match = re.search(r"(?:Unsupported global: |unsupported )GLOBAL (\S+)", reason)
-    blocked_calls = [name for name in (GETATTR, BYTES) if name in reason]
-    name = match[1] if match else ""
-    if blocked_calls:
-        name = blocked_calls[0]
-    if name:
-        return CheckpointError(
-            f"{path} asks to run {name}, which is not data; if you trust the author of the file, "
-            "load it with torch and save it again without that object"
-        )
-    line = reason.strip().split("\n", 1)[0][:200]
-    return CheckpointError(f"{path} is not a safe, readable pickle ({line}); copy it again")
+    def load_setitems(self) -> None:
+        self._check_keys()
+        BASE_LOADERS[pickle.SETITEMS[0]](self)
+
+    def load_dict(self) -> None:
+        self._check_keys()
+        BASE_LOADERS[pickle.DICT[0]](self)
+
+    def load_additems(self) -> None:
+        for element in self.stack:
+            _check_key(element)
+        BASE_LOADERS[pickle.ADDITEMS[0]](self)
+
+    def load_frozenset(self) -> None:
+        for element in self.stack:
+            _check_key(element)
+        BASE_LOADERS[pickle.FROZENSET[0]](self)
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **BASE_LOADERS,
+        pickle.BUILD[0]: load_build,
+        pickle.BYTEARRAY8[0]: load_bytearray8,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.DICT[0]: load_dict,
+        pickle.ADDITEMS[0]: load_additems,
+        pickle.FROZENSET[0]: load_frozenset,
+    }

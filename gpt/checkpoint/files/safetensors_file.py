@@ -24,6 +24,7 @@ from gpt.errors import CheckpointError
 # No model has a longer header; a longer one means a broken file or another format.
 HEADER_BYTES_MAX = 100 << 20
 TEXT_BYTES_MAX = 64 << 20  # Limit for a config or an index.
+SIZE_MAX = 2**63 - 1  # Limit of torch for a dimension of a tensor.
 
 # Without this flag, Linux refuses a private writable mapping (see `_map`) that is larger than the
 # memory. Python's `mmap` module has the flag since version 3.13.
@@ -213,7 +214,7 @@ def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_size_list(value: object) -> bool:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= SIZE_MAX for n in value)
 
 
 def _check_data_offsets(path: Path, entries: dict[str, Any], payload_bytes: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpt.checkpoint.files.file_tree import FileTree, Span
 from gpt.checkpoint.files.restricted_unpickle import Stub, StubUnpickler
-from gpt.checkpoint.files.safetensors_file import MappedFile, refuse_git_lfs_pointer
+from gpt.checkpoint.files.safetensors_file import SIZE_MAX, MappedFile, refuse_git_lfs_pointer
 from gpt.checkpoint.files.torch_zip import view_archive
 from gpt.checkpoint.logical_tensor import summarize_names
 from gpt.errors import CheckpointError
@@ -175,7 +175,9 @@ def _chunk_span(index: DcpIndex, key: str, span: Mapping[str, Any] | None) -> Sp
 
 
 def _parse_sizes(values: object) -> tuple[int, ...]:
-    if not isinstance(values, tuple | list) or not all(type(n) is int and n >= 0 for n in values):
+    if not isinstance(values, tuple | list) or not all(
+        type(n) is int and 0 <= n <= SIZE_MAX for n in values
+    ):
         raise ValueError(f"expected sizes, found {short_repr(values)}")
     return tuple(values)
 

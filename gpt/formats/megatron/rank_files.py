@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.checkpoint.files.restricted_unpickle import Stub, read_pickle
+from gpt.checkpoint.files.restricted_unpickle import Stub
+from gpt.checkpoint.files.torch_file import read_torch_file
 from gpt.checkpoint.logical_tensor import summarize_names
 from gpt.errors import CheckpointError
 from gpt.formats.mappings.megatron_args import ARCHITECTURE_ARGS, MegatronArgs
@@ -145,7 +146,7 @@ def bridge_iteration(root: Path) -> tuple[Path, str] | None:
     tracker = root / BRIDGE_TRACKER_FILE
     if not tracker.is_file():
         return None
-    state = read_pickle(tracker)
+    state = read_torch_file(tracker)
     step = state.get("step") if isinstance(state, dict) else None
     step = _unwrap_number(step)
     if type(step) is int:
@@ -236,7 +237,7 @@ def tracked_iteration(path: Path) -> Path:
 
 
 def _open_rank_file(path: Path) -> RankFile:
-    record = read_pickle(path)
+    record = read_torch_file(path)
     if not isinstance(record, dict):
         raise CheckpointError(
             f"{path} contains a {type(record).__name__}, not a Megatron checkpoint; copy it again"
@@ -247,11 +248,11 @@ def _open_rank_file(path: Path) -> RankFile:
         )
     chunks: dict[int, Mapping[str, Any]] = {}
     for key, value in record.items():
-        match = re.fullmatch(r"model(\d{0,4})", str(key))
+        match = re.fullmatch(r"model(\d{0,4})", key) if isinstance(key, str) else None
         if match and isinstance(value, dict):
             chunks[int(match[1] or 0)] = value
     if not chunks:
-        keys = ", ".join(str(key) for key in list(record)[:5]) or "nothing"
+        keys = ", ".join(map(short_repr, list(record)[:5])) or "nothing"
         raise CheckpointError(
             f"{path} has no model among its keys ({keys}); it may be the file of an optimizer: "
             "give the file with the weights"

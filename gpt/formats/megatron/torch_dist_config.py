@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from gpt.checkpoint.files.file_tree import file_span
-from gpt.checkpoint.files.restricted_unpickle import Stub, read_pickle
+from gpt.checkpoint.files.restricted_unpickle import Stub
 from gpt.checkpoint.files.torch_dcp import DcpIndex
+from gpt.checkpoint.files.torch_file import read_torch_file, read_torch_span
 from gpt.checkpoint.logical_tensor import find_tokenizer
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
@@ -124,11 +125,11 @@ def read_common_args(index: DcpIndex) -> dict[str, Any] | None:
     """Read the training run's `args`; None if the checkpoint has no args."""
     path = index.folder / COMMON_FILE
     if path.is_file():
-        record = read_pickle(path)
+        record = read_torch_file(path)
     elif COMMON_KEY in index.object_spans:
         span = index.object_spans[COMMON_KEY]
         path = span.path
-        record = read_pickle(span.file.path, (span.offset, span.length))
+        record = read_torch_span(span)
         record = record[0] if isinstance(record, list) and len(record) == 1 else record
     else:
         return None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt.checkpoint.files.file_tree import Span, file_span
-from gpt.checkpoint.files.torch_zip import read_archive
+from gpt.checkpoint.files.torch_file import read_torch_span
 from gpt.checkpoint.logical_tensor import Checkpoint, summarize_names
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
@@ -25,6 +25,7 @@ from gpt.formats.nemo.reader import (
     nemo1_config_inferrer,
     refuse_missing_chunks,
 )
+from gpt.settings import short_repr
 
 
 def find_lightning(path: Path) -> dict[str, list[Path]] | None:
@@ -65,7 +66,7 @@ def open_lightning(
         )
     span_by_folder = {folder: file_span(paths[0]) for folder, paths in files_by_rank.items()}
     first_span = span_by_folder[min(span_by_folder)]
-    records = {span.path: read_archive(span) for span in span_by_folder.values()}
+    records = {span.path: read_torch_span(span) for span in span_by_folder.values()}
     fields = NemoConfig(
         _read_hyper_parameters(records[first_span.path], first_span),
         f"{first_span.path}: hyper_parameters",
@@ -109,13 +110,13 @@ def _to_rank_file(record: object, span: Span, version: float) -> RankFile:
     state = record if isinstance(record, dict) else {}
     chunks: dict[int, Mapping[str, Any]] = {}
     for key, value in state.items():
-        match = re.fullmatch(r"model(\d{1,4})", str(key))
+        match = re.fullmatch(r"model(\d{1,4})", key) if isinstance(key, str) else None
         if match and isinstance(value, dict):
             chunks[int(match[1])] = value
     if not chunks and isinstance(state.get("state_dict"), dict):
         chunks[0] = state["state_dict"]
     if not chunks:
-        keys = summarize_names([str(key) for key in state]) or "nothing"
+        keys = summarize_names([short_repr(key) for key in state]) or "nothing"
         raise CheckpointError(
             f"{span.path} has no state_dict; it contains {keys}: give a file with the model's "
             "weights"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt.checkpoint.files.file_tree import FileTree, Span, scan_folder_recursive
-from gpt.checkpoint.files.torch_zip import read_archive
+from gpt.checkpoint.files.torch_file import read_torch_span
 from gpt.checkpoint.logical_tensor import Checkpoint, summarize_names
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
@@ -156,7 +156,7 @@ def refuse_missing_chunks(ranks: RankFiles, fields: NemoConfig) -> None:
 
 
 def _read_rank_file(span: Span, version: float) -> RankFile:
-    state_dict = read_archive(span)
+    state_dict = read_torch_span(span)
     if not isinstance(state_dict, dict):
         raise CheckpointError(
             f"{span.path} is a {type(state_dict).__name__}, not the state dict of a NeMo model; "

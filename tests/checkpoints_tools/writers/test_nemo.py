@@ -19,7 +19,7 @@ from checkpoints_tools.layout.layout import Layout, ParallelSplit, stored_vocab_
 from checkpoints_tools.writers.nemo import plan_layout
 from checkpoints_tools.writers.registry import UNSPLIT, ConversionOptions
 from gpt.checkpoint.digest import base_digest, functional_config
-from gpt.checkpoint.files.torch_zip import read_archive
+from gpt.checkpoint.files.torch_file import read_torch_span
 from gpt.checkpoint.logical_tensor import Checkpoint, checkpoint_from_tensors
 from gpt.config import RopeScaling
 from gpt.formats.mappings.megatron_names import EMBEDDING
@@ -406,6 +406,6 @@ def test_member_over_8_gib_is_read_by_tar_and_our_reader(tmp_path: Path) -> None
     assert (config.name, weights.name) == ("./model_config.yaml", "./model_weights.ckpt")
     assert weights.size > 8 << 30 and weights.offset_data + weights.size <= file.size
     tree, _ = open_nemo_archive(path)
-    archive_layout = read_archive(tree.spans["model_weights.ckpt"])
+    archive_layout = read_torch_span(tree.spans["model_weights.ckpt"])
     assert archive_layout["model.embedding.word_embeddings.weight"].shape == (50 << 20, 64)
     assert open_checkpoint(path).config.vocab_size == 50 << 20

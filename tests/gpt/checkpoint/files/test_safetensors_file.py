@@ -87,6 +87,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "not an object": (raw([1], b""), "not a JSON object"),
     "a name twice": (raw(b'{"a": 1, "a": 2}', b""), "a name occurs twice"),
     "no dtype": (raw({"a": {"shape": [1], "data_offsets": [0, 4]}}, bytes(4)), "a valid dtype"),
+    "a size over 64 bits": (raw({"a": {**F32, "shape": [10**30, 0]}}, b""), "a valid dtype, shape"),
     "a negative shape": (raw({"a": {**F32, "shape": [-2]}}, bytes(8)), "a valid dtype, shape"),
     "an unknown dtype": (raw({"a": {**F32, "dtype": "F4"}}, bytes(8)), "dtype F4, which is not"),
     "a shape too large": (raw({"a": {**F32, "shape": [3]}}, bytes(8)), "needs 12 bytes"),

@@ -201,7 +201,7 @@ WEIGHTS: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "a bare pickle": (
         lambda: pickle.dumps({"w": 1}),
-        "does not begin like an archive of torch 1.6 or newer",
+        "does not begin with the magic number of torch.save",
     ),
     "a list": (lambda: torch_file([1]), "is a list, not the state dict of a NeMo model"),
     "a compressed storage": (lambda: edited("x", bytes, True), "is compressed"),
