@@ -88,7 +88,7 @@ def read_request(message: Any, adapter: str, text_bytes_max: int) -> InferReques
 
 
 def _field_names(parameters: Mapping[str, _Parameter]) -> Mapping[str, str]:
-    """Map the field names in the admission's errors to the names that the caller used."""
+    """Map the field names in the admission's errors to input names, as the caller spelled them."""
     spellings = {name: parameter.name for name, parameter in parameters.items()}
     names = {field: spellings.get(name, name) for field, name in FIELD_NAMES.items()}
     if "input_ids" in parameters:
@@ -318,7 +318,7 @@ def _normalize_sampling(sampling: dict[str, Any], settings: Mapping[str, Any]) -
     """Convert the values whose meaning in Triton's backends differs from that in an `Ask`."""
     if sampling.get("top_k") == -1:
         sampling["top_k"] = 0
-    # In TensorRT-LLM's requests, top_p 0 means unset. If top_k is off too, decoding is greedy.
+    # top_p 0 means unset: TensorRT-LLM's clients send it. If top_k is off too, decoding is greedy.
     if sampling.get("top_p") == 0:
         del sampling["top_p"]
         if not sampling.get("top_k"):
