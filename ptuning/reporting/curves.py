@@ -52,7 +52,7 @@ def select_curves(run: RunFacts) -> list[Curve]:
 def _last_step(run: RunFacts) -> int:
     """Return the end of the step axis.
 
-    It is the planned number of steps while the run continues, then the last finished step.
+    During the run, this is the planned number of steps; after the run, the last finished step.
     """
     last_metrics = run.progress[-1] if run.progress else None
     if last_metrics is None:

@@ -151,9 +151,9 @@ def row_label(name: str, run: RunFacts) -> str:
 
 
 def task_measures(task: TaskFacts, run: RunFacts) -> Mapping[str, float]:
-    """Return the adapter's measures for a task.
+    """Return the adapter's measures for a task, from `task.baselines`.
 
-    If there are none yet, return the task's measures in the last validation that has measures.
+    If they are not there yet, return the task's measures from the last validation that has any.
     """
     adapter_measures = task.baselines.get(ADAPTER)
     if adapter_measures is not None:
