@@ -77,7 +77,7 @@ class TaskFacts:
     lengths: Sequence[int] = ()  # Length of each training example in tokens.
     answers_cut: int = 0  # Number of evaluated answers that reached max_new_tokens.
     # Answer metrics of each evaluated variant, keyed by the names in VARIANTS.
-    baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    metrics_by_variant: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     samples: Sequence[Sample] = ()
 
 

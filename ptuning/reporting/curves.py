@@ -138,7 +138,9 @@ def _measures_curve(run: RunFacts) -> Curve | None:
             for name, color in zip(names, MEASURE_COLORS, strict=False)
         ]
         levels = (
-            tuple(_baseline_levels(run.tasks[0].baselines, measure)) if len(run.tasks) == 1 else ()
+            tuple(_baseline_levels(run.tasks[0].metrics_by_variant, measure))
+            if len(run.tasks) == 1
+            else ()
         )
     points = [point for line in lines[:1] for point in line.points]
     description = (

@@ -259,7 +259,7 @@ def _figure_tiles(run: RunFacts) -> Iterator[Tile]:
         measures = task_measures(run.tasks[0], run)
         measure = headline_measure(measures, str(run.config.get("measure", "")))
         if measure is not None and is_share(measure):
-            no_prompt_measure = run.tasks[0].baselines.get(NO_PROMPT, {}).get(measure)
+            no_prompt_measure = run.tasks[0].metrics_by_variant.get(NO_PROMPT, {}).get(measure)
             gain = (
                 100 * (measures[measure] - no_prompt_measure)
                 if no_prompt_measure is not None
@@ -302,7 +302,9 @@ def _int_or_zero(value: object) -> int:
 def _overview(run: RunFacts) -> MeasureTable | None:
     """Build the table of all tasks, with one measure per task."""
     preferred = str(run.config.get("measure", ""))
-    variants = [name for name in VARIANTS if any(name in task.baselines for task in run.tasks)]
+    variants = [
+        name for name in VARIANTS if any(name in task.metrics_by_variant for task in run.tasks)
+    ]
     if not variants:
         return None
     rows = []
@@ -318,7 +320,7 @@ def _overview(run: RunFacts) -> MeasureTable | None:
 
 
 def _measure_cell(task: TaskFacts, name: str, measure: str | None) -> MeasureCell:
-    value = task.baselines.get(name, {}).get(measure or "")
+    value = task.metrics_by_variant.get(name, {}).get(measure or "")
     if value is None or measure is None:
         return MeasureCell("–")
     text = format_measure(measure, value)
@@ -343,10 +345,10 @@ def _task_section(task: TaskFacts, run: RunFacts) -> TaskSection:
 
 
 def _results_table(task: TaskFacts, run: RunFacts) -> MeasureTable | None:
-    variants = [name for name in VARIANTS if task.baselines.get(name)]
+    variants = [name for name in VARIANTS if task.metrics_by_variant.get(name)]
     if not variants:
         return None
-    order = dict.fromkeys(measure for name in variants for measure in task.baselines[name])
+    order = dict.fromkeys(measure for name in variants for measure in task.metrics_by_variant[name])
     measures = sorted(order, key=lambda measure: not is_share(measure))
     rows = [
         MeasureRow(
