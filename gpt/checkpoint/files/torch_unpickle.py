@@ -158,6 +158,8 @@ def _replace_tensors(
 ) -> Any:
     """Replace each `_RebuildTensor` in nested containers by a view; return the new `node`.
 
+    The fields of stubs are containers too; their arguments and states are not searched.
+
     `memo` maps the ids of visited objects to their replacements, so that an object with several
     references is replaced once, and the recursion ends for cyclic references.
     """
@@ -165,11 +167,14 @@ def _replace_tensors(
         if id(node) not in memo:
             memo[id(node)] = view(node)
         return memo[id(node)]
-    if not isinstance(node, dict | list | tuple):
+    if not isinstance(node, dict | list | tuple | Stub):
         return node
     if id(node) in memo:
         return memo[id(node)]
     memo[id(node)] = node
+    if isinstance(node, Stub):
+        _replace_tensors(node.fields, view, memo)
+        return node
     if isinstance(node, tuple):
         memo[id(node)] = tuple(_replace_tensors(child, view, memo) for child in node)
     elif isinstance(node, list):
