@@ -259,6 +259,10 @@ class StubUnpickler(pickle._Unpickler):
         (length,) = unpack("<Q", self.read(8))
         self.append(self.read(length))
 
+    def load_long4(self) -> None:
+        """Refuse integers of more than 255 bytes, which Python takes quadratic time to print."""
+        raise pickle.UnpicklingError("an integer has more than 255 bytes")
+
     def load_build(self) -> None:
         """Set the state of an object, but not of a class or function of this module."""
         if not isinstance(self.stack[-2], STATEFUL_CLASSES):
@@ -296,6 +300,7 @@ class StubUnpickler(pickle._Unpickler):
         **BASE_LOADERS,
         pickle.BUILD[0]: load_build,
         pickle.BYTEARRAY8[0]: load_bytearray8,
+        pickle.LONG4[0]: load_long4,
         pickle.SETITEM[0]: load_setitem,
         pickle.SETITEMS[0]: load_setitems,
         pickle.DICT[0]: load_dict,

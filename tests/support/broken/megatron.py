@@ -248,7 +248,7 @@ MEGATRON_ARGS: Mapping[str, Kind] = {
         "megatron", argument("ffn_hidden_size", 10**30), "iter_0000100", "ffn_hidden_size"
     ),
     "an integer of 65,537 bits": kind(
-        "megatron", argument("ffn_hidden_size", 1 << (1 << 16)), FIRST_FILE, "readable pickle"
+        "megatron", argument("ffn_hidden_size", 1 << (1 << 16)), FIRST_FILE, "more than 255 bytes"
     ),
     "a million tensor ranks": kind(
         "megatron",
@@ -385,7 +385,7 @@ HOSTILE: Mapping[str, Kind] = {
         LAST_FILE,
     ),
     "lists twenty thousand deep": kind(
-        "megatron", recipe(LAST_FILE, nested(20_000)), LAST_FILE, "not a Megatron checkpoint"
+        "megatron", recipe(LAST_FILE, nested(20_000)), LAST_FILE, "cannot be read"
     ),
     "arguments twenty thousand deep": kind(
         "megatron",
