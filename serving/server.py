@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import msgspec
 
 from gpt.errors import ConfigError
 from serving.admission.auth import Authenticator
@@ -34,6 +35,7 @@ from serving.engine.transport import EngineTransport
 from serving.frontend.call import Frontend
 from serving.frontend.health_reflection import HealthService, add_reflection
 from serving.frontend.http_transport import (
+    JSON_TYPE,
     HttpServer,
     Routes,
     TextPage,
@@ -54,6 +56,11 @@ SERVICES = [protocol.service for protocol in all_services()]
 
 # Names that health probes (for example of Kubernetes) may request besides the service names.
 LIVENESS, READINESS = "liveness", "readiness"
+
+# HTTP paths of the two probes: our own path first, then the paths of vLLM, SGLang, TGI, SageMaker
+# (`/ping`) and Kubernetes components, which clients, routers and charts request.
+LIVENESS_PATHS = ("/health/live", "/livez", "/healthz")
+READINESS_PATHS = ("/health/ready", "/health", "/ping", "/readyz", "/v1/health")
 
 # Seconds for open connections to close after the last call has ended.
 CLOSE_GRACE_S = 1.0
@@ -373,10 +380,21 @@ def _monitoring_routes(frontend: Frontend) -> Routes:
             200, await loop.run_in_executor(scrape_executor, frontend.metrics.render), CONTENT_TYPE
         )
 
+    def version_page() -> TextPage:
+        return TextPage(200, msgspec.json.encode({"version": version()}), JSON_TYPE)
+
+    def load() -> TextPage:
+        # vLLM's name for the number of requests in progress.
+        engine = None if frontend.service is None else frontend.service.engine
+        requests = 0 if engine is None else engine.stats.running + engine.waiting_sequences
+        return TextPage(200, msgspec.json.encode({"server_load": requests}), JSON_TYPE)
+
     return {
         "/metrics": page_handlers(metrics),
-        "/health/live": page_handlers(liveness),
-        "/health/ready": page_handlers(readiness),
+        **dict.fromkeys(LIVENESS_PATHS, page_handlers(liveness)),
+        **dict.fromkeys(READINESS_PATHS, page_handlers(readiness)),
+        "/version": page_handlers(version_page),
+        "/load": page_handlers(load),
     }
 
 

@@ -83,6 +83,11 @@ class Call:
             raise UnavailableError("the model is still loading; try again in a moment", "LOADING")
         return self.frontend.service
 
+    def requested_adapters(self, model: str | None) -> tuple[str, ...]:
+        """Return the `Ask.adapters` of a request for `model`; empty for the base model."""
+        adapter_name = self.service.adapter_name(model, self.caller.tenant)
+        return () if adapter_name is None else (adapter_name,)
+
     def subcall(self, method: str) -> AbstractAsyncContextManager["Call"]:
         """Open a nested call, with its own metrics and errors, for one of this call's requests."""
         origin = CallOrigin(method, self.origin.headers)

@@ -30,8 +30,8 @@ from serving.service.error_reasons import REASONS
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-# Handlers by path, then by method. A path with a final "/" also matches paths with one more
-# segment. Exception: the path "/" matches only itself.
+# Handlers by path, then by method. A path with a final "/" also matches all longer paths, unless a
+# longer entry matches. Exception: the path "/" matches only itself.
 Routes = Mapping[str, Mapping[str, Handler]]
 
 JSON_TYPE = "application/json"
@@ -380,9 +380,7 @@ class HttpServer:
 
     def _find_handler(self, request: web.BaseRequest) -> Handler:
         path = request.path
-        parent = path[: path.rfind("/") + 1]
-        # The path "/" matches only itself; other paths with a final "/" also match their children.
-        methods = self._routes.get(path) or (self._routes.get(parent) if parent != "/" else None)
+        methods = self._find_methods(path)
         if methods is None:
             served_paths = ", ".join(path for path in self._routes if not path.endswith("/"))
             quoted_path = ascii(path[:PATH_CHARACTERS_MAX])
@@ -392,6 +390,14 @@ class HttpServer:
         if handler is None:
             raise WrongMethodError(path, ", ".join(methods))
         return handler
+
+    def _find_methods(self, path: str) -> Mapping[str, Handler] | None:
+        methods = self._routes.get(path) or self._routes.get(path.rstrip("/") or "/")
+        parent = path[: path.rfind("/") + 1]
+        while methods is None and len(parent) > 1:
+            methods = self._routes.get(parent)
+            parent = parent[: parent.rfind("/", 0, -1) + 1]
+        return methods
 
 
 def _reject_connection(transport: asyncio.Transport, connections_max: int) -> None:

@@ -159,7 +159,8 @@ async def repository_index(message: Any, call: Call) -> Any:
     response = pb.RepositoryIndexResponse()
     if message.ready and not is_ready:
         return response
-    response.models.add(name=call.service.name, version=VERSION, state=state, reason=reason)
+    for name in call.service.listed_names(call.caller.tenant):
+        response.models.add(name=name, version=VERSION, state=state, reason=reason)
     for adapter, _ in call.service.adapters.list_visible(call.caller.tenant):
         adapter_version, status = str(adapter.version), (state, reason)
         if is_ready and not call.service.golden_checker.is_eligible(adapter):
@@ -182,9 +183,10 @@ async def repository_model_load(message: Any, call: Call) -> Any:
             "parameters",
         )
     service, name = call.service, message.model_name
-    if name not in service.base_names:
+    adapter_name = service.adapter_name(name, call.caller.tenant)
+    if adapter_name is not None:
         try:
-            await asyncio.to_thread(service.store.load, name, call.caller.tenant)
+            await asyncio.to_thread(service.store.load, adapter_name, call.caller.tenant)
         except RequestError as error:
             raise _unknown_model_error(str(error)) from None
     return pb.RepositoryModelLoadResponse()
@@ -201,11 +203,11 @@ async def _find_model(
     call: Call, name: str, model_version: str, field: str = "model_name"
 ) -> ServedModel:
     service = call.service
-    if name in service.base_names:
+    if service.adapter_name(name, call.caller.tenant) is None:
         if model_version not in ("", VERSION):
             message = f"model {name!r} has only version {VERSION}, not {model_version[:80]!r}"
             raise _unknown_model_error(message, field)
-        return ServedModel(name, VERSION, "")
+        return ServedModel(name or service.name, VERSION, "")
     adapter_name = f"{name}@{model_version}" if model_version else name
     try:
         # A thread is used, because the registry reads the adapter directory for an unknown name.

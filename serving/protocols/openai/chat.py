@@ -24,7 +24,6 @@ from serving.protocols.openai.completion_request import (
     RequestPart,
     ask_fields,
     drop_none,
-    requested_adapters,
 )
 from serving.protocols.openai.responses import (
     FINISH_REASONS,
@@ -154,7 +153,7 @@ async def build_ask(
                 ids = await service.chat.encode(template_messages)
     except TimeoutError:
         raise DeadlinePassedError(DEADLINE_MESSAGE) from None
-    adapters = requested_adapters(body, service.base_names)
+    adapters = call.requested_adapters(body.model)
     fields = ask_fields(body)
     if body.max_completion_tokens is not None:
         fields["max_new_tokens"] = body.max_completion_tokens

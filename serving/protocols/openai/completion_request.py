@@ -10,7 +10,7 @@ types and combinations of fields; the admission checks the ranges of values.
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -291,9 +291,8 @@ def _shorten(text: str) -> str:
     return text if len(text) <= QUOTED_CHARACTERS_MAX else text[:QUOTED_CHARACTERS_MAX] + "..."
 
 
-def build_asks(body: CompletionRequest, base_names: Sequence[str], prompts_max: int) -> list[Ask]:
-    """Build one `Ask` for each prompt. `base_names`: names of the model without an adapter."""
-    adapters = requested_adapters(body, base_names)
+def build_asks(body: CompletionRequest, adapters: tuple[str, ...], prompts_max: int) -> list[Ask]:
+    """Build one `Ask` for each prompt. `adapters`: empty for the base model."""
     fields = ask_fields(body) | drop_none(
         logprobs=body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),
@@ -303,10 +302,6 @@ def build_asks(body: CompletionRequest, base_names: Sequence[str], prompts_max: 
     if body.max_tokens is None and not adapters:
         fields["max_new_tokens"] = MAX_TOKENS_DEFAULT
     return [Ask(prompt, adapters=adapters, **fields) for prompt in _read_prompts(body, prompts_max)]
-
-
-def requested_adapters(body: BaseCompletionRequest, base_names: Sequence[str]) -> tuple[str, ...]:
-    return () if body.model in (None, *base_names) else (str(body.model),)
 
 
 def unknown_model_error(model: str) -> RefusedError:

@@ -80,37 +80,38 @@ class _OpenAIHandlers:
             PROTOCOL, "models", _credential(request), origin=call_origin(request, "/v1/models")
         ) as call:
             call.caller.require_role("generate")
-            base_name = call.service.name
-            model_id = request.path.removeprefix("/v1/models").lstrip("/")
+            service, tenant = call.service, call.caller.tenant
+            base_name, context = service.name, service.admission.context_tokens_max
+            base_names = service.listed_names(tenant)
             models = {
-                base_name: self._model_record(
-                    base_name, None, call.service.admission.context_tokens_max
-                )
+                name: self._model_record(name, base_name, None, context) for name in base_names
             }
-            for adapter, is_current in call.service.adapters.list_visible(call.caller.tenant):
+            for adapter, is_current in service.adapters.list_visible(tenant):
                 names = (adapter.name, adapter.key) if is_current else (adapter.key,)
                 for name in names:
-                    if name not in call.service.base_names:
-                        models[name] = self._model_record(name, base_name, None)
+                    if name not in models:
+                        models[name] = self._model_record(name, base_name, base_name, None)
+            model_id = request.path.removeprefix("/v1/models").removeprefix("/")
             if not model_id:
                 return json_response({"object": "list", "data": list(models.values())})
-            # The list has one name of the base model; GET /v1/models/NAME accepts all names of it.
-            if model_id in call.service.base_names:
-                models[model_id] = {**models[base_name], "id": model_id}
-            if model_id not in models:
-                raise unknown_model_error(model_id)
-            return json_response(models[model_id])
+            if model_id in models:
+                return json_response(models[model_id])
+            # The base model has names that are not listed, for example its path.
+            if service.adapter_name(model_id, tenant) is None:
+                return json_response({**models[base_name], "id": model_id})
+            raise unknown_model_error(model_id)
 
-    def _model_record(self, name: str, parent: str | None, context: int | None) -> dict[str, Any]:
+    def _model_record(
+        self, name: str, root: str, parent: str | None, context: int | None
+    ) -> dict[str, Any]:
         model = {"id": name, "object": "model", "created": self._created, "owned_by": "preamble"}
-        return model | {"root": parent or name, "parent": parent, "max_model_len": context}
+        return model | {"root": root, "parent": parent, "max_model_len": context}
 
     async def completions(self, request: web.BaseRequest) -> web.StreamResponse:
         async def make_asks(data: bytes, body: CompletionRequest, call: Call) -> list[Ask]:
-            service = call.service
-            return await _maybe_in_thread(
-                data, build_asks, body, service.base_names, service.config.limits_config.prompts_max
-            )
+            adapters = call.requested_adapters(body.model)
+            prompts_max = call.service.config.limits_config.prompts_max
+            return await _maybe_in_thread(data, build_asks, body, adapters, prompts_max)
 
         return await self._respond(
             request,

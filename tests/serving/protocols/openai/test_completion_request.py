@@ -63,5 +63,5 @@ def test_brackets_inside_strings_are_not_counted() -> None:
 def test_json_schemas_pass_through_unchanged(schema: Any) -> None:
     for schema_or_text in (schema, None if schema is None else json.dumps(schema)):
         payload = json.dumps({"prompt": "a", "guided_json": schema_or_text}).encode()
-        ask = build_asks(parse_request(payload, CompletionRequest), ("m",), 1)[0]
+        ask = build_asks(parse_request(payload, CompletionRequest), (), 1)[0]
         assert ask.guide == (None if schema is None else Guide("json", json.dumps(schema)))
