@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
+import httpx2 as httpx
 import openai
 import pytest
 import yaml
