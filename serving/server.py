@@ -40,12 +40,15 @@ from serving.frontend.http_transport import (
     Routes,
     TextPage,
     address_family,
+    merge_routes,
     page_handlers,
 )
 from serving.frontend.tls import TlsCertificates
 from serving.protocols.grpc_services import all_services, handlers
+from serving.protocols.kserve import http_routes as kserve_http
 from serving.protocols.openai import routes
 from serving.protocols.preamble import web_page
+from serving.protocols.tgi import routes as tgi
 from serving.ranks.launcher import open_transport
 from serving.service.metrics import CONTENT_TYPE, ENGINE_STATES, Metrics, version
 from serving.service.service import ServableCheckpoint, Service
@@ -61,6 +64,9 @@ LIVENESS, READINESS = "liveness", "readiness"
 # (`/ping`) and Kubernetes components, which clients, routers and charts request.
 LIVENESS_PATHS = ("/health/live", "/livez", "/healthz")
 READINESS_PATHS = ("/health/ready", "/health", "/ping", "/readyz", "/v1/health")
+
+# The error formats of the HTTP paths; other paths have OpenAI's format.
+ERROR_FORMATS = {**kserve_http.ERROR_FORMATS, **tgi.ERROR_FORMATS}
 
 # Seconds for open connections to close after the last call has ended.
 CLOSE_GRACE_S = 1.0
@@ -96,7 +102,9 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
         add_reflection(SERVICES, server)
     metrics_server = _open_metrics_server(network, frontend)
     tls_context = None if tls is None else tls.context
-    http = HttpServer(network, _http_routes(network, frontend), tls=tls_context)
+    http = HttpServer(
+        network, _http_routes(network, frontend), error_formats=ERROR_FORMATS, tls=tls_context
+    )
     async with _tracing(config.observability_config, frontend), http, metrics_server:
         transport = open_transport(config)
         await server.start()
@@ -336,7 +344,13 @@ def _http_routes(config: NetworkConfig, frontend: Frontend) -> Routes:
     pages = dict(_monitoring_routes(frontend))
     if config.metrics_port is not None:
         del pages["/metrics"]
-    return {**pages, **routes.routes(frontend), **web_page.routes(frontend, page=config.page)}
+    return merge_routes(
+        pages,
+        routes.routes(frontend),
+        kserve_http.routes(frontend),
+        tgi.routes(frontend),
+        web_page.routes(frontend, page=config.page),
+    )
 
 
 def _open_metrics_server(
@@ -363,17 +377,15 @@ def _monitoring_routes(frontend: Frontend) -> Routes:
 
     def liveness() -> TextPage:
         # The probe passes while lost ranks are restarted. It fails after a permanent failure.
-        has_failed = frontend.service is not None and frontend.service.engine.has_failed
-        if has_failed:
-            return TextPage(503, b"the engine has stopped\n")
-        return TextPage(200, b"live\n")
+        if frontend.is_live:
+            return TextPage(200, b"live\n")
+        return TextPage(503, b"the engine has stopped\n")
 
     def readiness() -> TextPage:
-        if frontend.state != "serving" or frontend.service is None:
-            return TextPage(503, f"{frontend.state}\n".encode())
-        if not frontend.service.engine.up:
-            return TextPage(503, b"the engine is lost\n")
-        return TextPage(200, b"ready\n")
+        if frontend.is_ready:
+            return TextPage(200, b"ready\n")
+        state = "the engine is lost" if frontend.state == "serving" else frontend.state
+        return TextPage(503, f"{state}\n".encode())
 
     async def metrics() -> TextPage:
         loop = asyncio.get_running_loop()

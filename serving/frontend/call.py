@@ -248,6 +248,16 @@ class Frontend:
         self.service = service
         self.state = "serving"
 
+    @property
+    def is_live(self) -> bool:
+        """False after a permanent failure of the engine: only a restart of the server helps."""
+        return self.service is None or not self.service.engine.has_failed
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the server accepts requests and its ranks run."""
+        return self.state == "serving" and self.service is not None and self.service.engine.up
+
     async def drain(self) -> None:
         """Refuse new calls from now on, and wait until the last accepted call has ended."""
         self.state = "draining"

@@ -14,14 +14,12 @@ import msgspec
 from gpt.errors import RequestError
 from serving.engine.stream import DEADLINE_MESSAGE, Stream
 from serving.frontend.call import Call
+from serving.frontend.json_body import JSON_NULL, JSON_PARTS_MAX, RequestPart
 from serving.messages import TokenScore
 from serving.protocols.openai.completion_request import (
     COMPLETIONS_PATH,
     FIELD_NAMES,
-    JSON_NULL,
-    JSON_PARTS_MAX,
     BaseCompletionRequest,
-    RequestPart,
     ask_fields,
     drop_none,
 )
