@@ -62,6 +62,13 @@ def serve_parser() -> argparse.ArgumentParser:
     )
     _add_model_flags(parser)
     parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        nargs="+",
+        help="names of the model for clients; responses have the first (default: the name of the "
+        "checkpoint's folder)",
+    )
+    parser.add_argument(
         "--chat-template", metavar="F", help="jinja2 file (default: the one beside the tokenizer)"
     )
     parser.add_argument("--adapters", metavar="DIR", help="directory of adapters to serve")

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from gpt.errors import ConfigError
 from gpt.sampling_params import LOGPROBS_MAX
-from gpt.settings import ComposedSettings, parse_settings, read_yaml
+from gpt.settings import ComposedSettings, parse_settings, read_yaml, short_repr
 from serving.logs import LOG_FORMATS
 from serving.memory_budget import ADAPTER_ROWS_MAX, KV_BLOCK_TOKENS, check_step_tokens
 from serving.profiles import find_profile
@@ -27,6 +27,7 @@ CUDA_GRAPH_MODES, STEP_AHEAD_MODES = ("auto", "off"), ("auto", "on", "off")
 LINEAR_BACKENDS = ("auto", "torch", "fp8", "te")
 TE_RECIPES = ("none", "current", "delayed", "block")
 WEIGHT_FORMATS = ("auto", "int8")
+MODEL_NAME_PATTERN = re.compile(r"[!-~]{1,200}")
 _SAFEGUARD_NAMES = {"tls_cert": "encryption", "tokens": "tokens"}
 
 
@@ -35,6 +36,9 @@ class ModelConfig:
     """Settings of the model: its checkpoint, tokenizer, device and linear layers."""
 
     model: str  # Path of the checkpoint.
+    # Names of the base model in requests and responses; the first is in all responses. Empty: the
+    # name of the checkpoint's folder (`serving.model_names`).
+    served_model_name: tuple[str, ...] = ()
     tokenizer: str | None = None  # File or directory; None: the tokenizer beside the weights.
     true_vocab_size: int | None = None  # Vocabulary size without padding rows; None: as stored.
     config_json: str | None = None  # JSON file of model fields to add or correct.
@@ -60,6 +64,8 @@ class ModelConfig:
         _check_choice(self, "linear_backend", LINEAR_BACKENDS)
         _check_choice(self, "te_recipe", TE_RECIPES)
         _check_choice(self, "weights", WEIGHT_FORMATS)
+        for name in self.served_model_name:
+            _check_model_name(name)
         if self.weights == "int8" and self.linear_backend != "auto":
             raise ConfigError(
                 f"weights is int8 and linear_backend is {self.linear_backend!r}, but only one of "
@@ -403,6 +409,14 @@ def _check_choice(part: Any, name: str, choices: Sequence[str]) -> None:
     if getattr(part, name) not in choices:
         choices_text = ", ".join(choices)
         raise ConfigError(f"{name} is {getattr(part, name)!r}; choose one of: {choices_text}")
+
+
+def _check_model_name(name: str) -> None:
+    if not MODEL_NAME_PATTERN.fullmatch(name):
+        raise ConfigError(
+            f"served_model_name has {short_repr(name)}; a name has 1 to 200 printable ASCII "
+            "characters without spaces"
+        )
 
 
 def _check_requires(part: Any, name: str, required: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import msgspec
 
 from gpt.errors import ConfigError
 from serving.admission.auth import Authenticator
@@ -34,16 +35,20 @@ from serving.engine.transport import EngineTransport
 from serving.frontend.call import Frontend
 from serving.frontend.health_reflection import HealthService, add_reflection
 from serving.frontend.http_transport import (
+    JSON_TYPE,
     HttpServer,
     Routes,
     TextPage,
     address_family,
+    merge_routes,
     page_handlers,
 )
 from serving.frontend.tls import TlsCertificates
 from serving.protocols.grpc_services import all_services, handlers
+from serving.protocols.kserve import http_routes as kserve_http
 from serving.protocols.openai import routes
 from serving.protocols.preamble import web_page
+from serving.protocols.tgi import routes as tgi
 from serving.ranks.launcher import open_transport
 from serving.service.metrics import CONTENT_TYPE, ENGINE_STATES, Metrics, version
 from serving.service.service import ServableCheckpoint, Service
@@ -54,6 +59,14 @@ SERVICES = [protocol.service for protocol in all_services()]
 
 # Names that health probes (for example of Kubernetes) may request besides the service names.
 LIVENESS, READINESS = "liveness", "readiness"
+
+# HTTP paths of the two probes: our own path first, then the paths of vLLM, SGLang, TGI, SageMaker
+# (`/ping`) and Kubernetes components, which clients, routers and charts request.
+LIVENESS_PATHS = ("/health/live", "/livez", "/healthz")
+READINESS_PATHS = ("/health/ready", "/health", "/ping", "/readyz", "/v1/health")
+
+# The error formats of the HTTP paths; other paths have OpenAI's format.
+ERROR_FORMATS = {**kserve_http.ERROR_FORMATS, **tgi.ERROR_FORMATS}
 
 # Seconds for open connections to close after the last call has ended.
 CLOSE_GRACE_S = 1.0
@@ -89,7 +102,9 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
         add_reflection(SERVICES, server)
     metrics_server = _open_metrics_server(network, frontend)
     tls_context = None if tls is None else tls.context
-    http = HttpServer(network, _http_routes(network, frontend), tls=tls_context)
+    http = HttpServer(
+        network, _http_routes(network, frontend), error_formats=ERROR_FORMATS, tls=tls_context
+    )
     async with _tracing(config.observability_config, frontend), http, metrics_server:
         transport = open_transport(config)
         await server.start()
@@ -329,7 +344,13 @@ def _http_routes(config: NetworkConfig, frontend: Frontend) -> Routes:
     pages = dict(_monitoring_routes(frontend))
     if config.metrics_port is not None:
         del pages["/metrics"]
-    return {**pages, **routes.routes(frontend), **web_page.routes(frontend, page=config.page)}
+    return merge_routes(
+        pages,
+        routes.routes(frontend),
+        kserve_http.routes(frontend),
+        tgi.routes(frontend),
+        web_page.routes(frontend, page=config.page),
+    )
 
 
 def _open_metrics_server(
@@ -356,17 +377,15 @@ def _monitoring_routes(frontend: Frontend) -> Routes:
 
     def liveness() -> TextPage:
         # The probe passes while lost ranks are restarted. It fails after a permanent failure.
-        has_failed = frontend.service is not None and frontend.service.engine.has_failed
-        if has_failed:
-            return TextPage(503, b"the engine has stopped\n")
-        return TextPage(200, b"live\n")
+        if frontend.is_live:
+            return TextPage(200, b"live\n")
+        return TextPage(503, b"the engine has stopped\n")
 
     def readiness() -> TextPage:
-        if frontend.state != "serving" or frontend.service is None:
-            return TextPage(503, f"{frontend.state}\n".encode())
-        if not frontend.service.engine.up:
-            return TextPage(503, b"the engine is lost\n")
-        return TextPage(200, b"ready\n")
+        if frontend.is_ready:
+            return TextPage(200, b"ready\n")
+        state = "the engine is lost" if frontend.state == "serving" else frontend.state
+        return TextPage(503, f"{state}\n".encode())
 
     async def metrics() -> TextPage:
         loop = asyncio.get_running_loop()
@@ -374,10 +393,21 @@ def _monitoring_routes(frontend: Frontend) -> Routes:
             200, await loop.run_in_executor(scrape_executor, frontend.metrics.render), CONTENT_TYPE
         )
 
+    def version_page() -> TextPage:
+        return TextPage(200, msgspec.json.encode({"version": version()}), JSON_TYPE)
+
+    def load() -> TextPage:
+        # vLLM's name for the number of requests in progress.
+        engine = None if frontend.service is None else frontend.service.engine
+        requests = 0 if engine is None else engine.stats.running + engine.waiting_sequences
+        return TextPage(200, msgspec.json.encode({"server_load": requests}), JSON_TYPE)
+
     return {
         "/metrics": page_handlers(metrics),
-        "/health/live": page_handlers(liveness),
-        "/health/ready": page_handlers(readiness),
+        **dict.fromkeys(LIVENESS_PATHS, page_handlers(liveness)),
+        **dict.fromkeys(READINESS_PATHS, page_handlers(readiness)),
+        "/version": page_handlers(version_page),
+        "/load": page_handlers(load),
     }
 
 

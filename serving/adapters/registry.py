@@ -84,6 +84,10 @@ class AdapterRegistry:
             raise UnknownAdapterError(f"adapter {name!r} does not exist; {advice}")
         return adapter
 
+    def has(self, name: str, tenant: str = "") -> bool:
+        """Return whether a tenant can see an adapter of this name, without reading the disk."""
+        return any(directory.has(name) for directory in self._directories_of(tenant))
+
     def list_visible(self, tenant: str = "") -> list[tuple[LoadedAdapter, bool]]:
         """Return the adapters that a tenant can see, sorted by name and version.
 

@@ -83,6 +83,11 @@ class Call:
             raise UnavailableError("the model is still loading; try again in a moment", "LOADING")
         return self.frontend.service
 
+    def requested_adapters(self, model: str | None) -> tuple[str, ...]:
+        """Return the `Ask.adapters` of a request for `model`; empty for the base model."""
+        adapter_name = self.service.adapter_name(model, self.caller.tenant)
+        return () if adapter_name is None else (adapter_name,)
+
     def subcall(self, method: str) -> AbstractAsyncContextManager["Call"]:
         """Open a nested call, with its own metrics and errors, for one of this call's requests."""
         origin = CallOrigin(method, self.origin.headers)
@@ -242,6 +247,16 @@ class Frontend:
     def attach_service(self, service: Service) -> None:
         self.service = service
         self.state = "serving"
+
+    @property
+    def is_live(self) -> bool:
+        """False after a permanent failure of the engine: only a restart of the server helps."""
+        return self.service is None or not self.service.engine.has_failed
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the server accepts requests and its ranks run."""
+        return self.state == "serving" and self.service is not None and self.service.engine.up
 
     async def drain(self) -> None:
         """Refuse new calls from now on, and wait until the last accepted call has ended."""

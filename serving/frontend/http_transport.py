@@ -1,20 +1,23 @@
 """HTTP/1.1 transport on aiohttp: routes, body limits, server-sent events and JSON errors.
 
 The transport runs on the server's event loop; a route maps a path and a method to a handler. This
-module reports HTTP errors itself (unknown path, oversized body). Every error response has OpenAI's
-error format, which OpenAI's clients parse. The module is independent of models and prompts.
+module reports HTTP errors itself (unknown path, oversized body). An error response has the format
+of the protocol that the path belongs to, else OpenAI's format. The module is independent of models
+and prompts.
 """
 
 import asyncio
 import logging
 import math
+import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 from aiohttp import ClientError, HttpVersion10, HttpVersion11, web
@@ -30,9 +33,10 @@ from serving.service.error_reasons import REASONS
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-# Handlers by path, then by method. A path with a final "/" also matches paths with one more
-# segment. Exception: the path "/" matches only itself.
+# Handlers by path, then by method. A path with a final "/" also matches all longer paths, unless a
+# longer entry matches. Exception: the path "/" matches only itself.
 Routes = Mapping[str, Mapping[str, Handler]]
+T = TypeVar("T")
 
 JSON_TYPE = "application/json"
 # When the server closes its connections, running responses may take this long to end.
@@ -43,6 +47,9 @@ BACKLOG = 1024  # Connections that may wait until the server accepts them.
 HEADERS = {"Server": "preamble"}  # aiohttp's default would reveal its version.
 REQUEST_ID_HEADER = "X-Request-Id"  # Copied from the request to the response.
 NO_HEADERS: Mapping[str, str] = {}
+# Paths that the error of an unknown path names, if the port serves them.
+EXAMPLE_PATHS = ("/v1/completions", "/v1/chat/completions", "/v2", "/generate", "/health")
+_GRPC_PATH = re.compile(r"/\w+(\.\w+)+/\w+")
 HTTP_VERSIONS = (HttpVersion10, HttpVersion11)
 
 
@@ -53,6 +60,22 @@ class TextPage:
     status: int
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
+
+
+@dataclass(frozen=True)
+class ErrorFormat:
+    """A protocol's format of error responses.
+
+    `body` returns the JSON body for an error. `statuses` has the HTTP statuses that differ from
+    those in the table of error reasons. `methods`: the HTTP methods of the protocol; None: all.
+    """
+
+    body: Callable[[CallFailure], Any]
+    statuses: Mapping[int, int] = field(default_factory=dict)
+    methods: frozenset[str] | None = None
+
+    def covers(self, method: str) -> bool:
+        return self.methods is None or method in self.methods
 
 
 def page_handlers(render: Callable[[], TextPage | Awaitable[TextPage]]) -> Mapping[str, Handler]:
@@ -88,19 +111,27 @@ def error_body(error: CallFailure) -> dict[str, Any]:
     error_type = types_by_status.get(
         status, "server_error" if status >= 500 else "invalid_request_error"
     )
-    message = _replace_surrogates(str(error))
-    field = error.field and _replace_surrogates(error.field)
+    message = error_text(error)
+    param = error.field and replace_surrogates(error.field)
     return {
-        "error": {"message": message, "type": error_type, "param": field, "code": error.reason.name}
+        "error": {"message": message, "type": error_type, "param": param, "code": error.reason.name}
     }
 
 
-def _replace_surrogates(text: str) -> str:
+OPENAI_ERRORS = ErrorFormat(error_body)
+
+
+def error_text(error: CallFailure) -> str:
+    """Return the message of an error as text that UTF-8 can encode."""
+    return replace_surrogates(str(error))
+
+
+def replace_surrogates(text: str) -> str:
     """Replace lone surrogates, which a caller's text may contain and UTF-8 cannot encode."""
     return text.encode(errors="replace").decode()
 
 
-def error_response(error: CallFailure) -> web.Response:
+def error_response(error: CallFailure, error_format: ErrorFormat = OPENAI_ERRORS) -> web.Response:
     """Return the response of a call that failed before its response was started."""
     headers = {}
     if error.retry_s is not None:
@@ -111,7 +142,8 @@ def error_response(error: CallFailure) -> web.Response:
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, WrongMethodError):
         headers["Allow"] = error.allow
-    return json_response(error_body(error), error.reason.status, headers)
+    status = error_format.statuses.get(error.reason.status, error.reason.status)
+    return json_response(error_format.body(error), status, headers)
 
 
 def json_response(
@@ -159,6 +191,11 @@ async def read_body(request: web.BaseRequest, bytes_max: int, timeout_s: float) 
     return b"".join(parts)
 
 
+def credential(request: web.BaseRequest) -> str | None:
+    """Return the credential of a request's caller; None if it has none."""
+    return request.headers.get("Authorization")
+
+
 def call_origin(
     request: web.BaseRequest, route: str, extra: Mapping[str, str] = NO_HEADERS
 ) -> CallOrigin:
@@ -192,9 +229,13 @@ class EventStream:
     def started(self) -> bool:
         return self._response is not None
 
-    async def send(self, *events: bytes) -> None:
-        """Send events; return when the connection's write buffer can take more data."""
-        data = b"".join(b"data: " + event + b"\n\n" for event in events)
+    async def send(self, *events: bytes, event_type: str = "") -> None:
+        """Send events; return when the connection's write buffer can take more data.
+
+        `event_type`: the SSE field `event` of each event; empty: the events have no such field.
+        """
+        prefix = b"event: " + event_type.encode() + b"\n" if event_type else b""
+        data = b"".join(prefix + b"data: " + event + b"\n\n" for event in events)
         try:
             await (await self._start_response()).write(data)
         except ConnectionError:
@@ -203,6 +244,22 @@ class EventStream:
     async def finish(self) -> web.StreamResponse:
         """Return the response; call once, after the last event."""
         return await self._start_response()
+
+    async def finish_with_error(
+        self, error: CallFailure, event: object, event_type: str = ""
+    ) -> web.StreamResponse:
+        """End a stream that failed after its first event, and return the response.
+
+        The error is sent as `event`, encoded as JSON. If the client reads too slowly, the
+        connection is aborted.
+        """
+        if error.reason.name != "SLOW_READER":
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+                    await self.send(msgspec.json.encode(event), event_type=event_type)
+                    return await self.finish()
+        self.abort()
+        return await self.finish()
 
     async def _start_response(self) -> web.StreamResponse:
         if self._response is None:
@@ -301,18 +358,21 @@ class HttpServer:
         config: NetworkConfig,
         routes: Routes,
         *,
+        error_formats: Mapping[str, ErrorFormat] | None = None,
         address: tuple[str, int] | None = None,
         tls: ssl.SSLContext | None = None,
         setting: str = "http_port",
     ) -> None:
         """Bind the port.
 
-        `address`: host and port; default: `host` and `http_port` of the settings. `setting`: the
-        name of the port's setting, for errors.
+        `error_formats`: the error formats by path, which is matched as in `routes`. `address`: host
+        and port; default: `host` and `http_port` of the settings. `setting`: the name of the port's
+        setting, for errors.
         """
         host, port = address or (config.host, config.http_port)
         self._config = config
         self._routes = routes
+        self._error_formats = error_formats or {}
         self._tls = tls
         self._socket = socket.socket(address_family(host))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -371,27 +431,57 @@ class HttpServer:
             request.check_version()
             response = await self._find_handler(request)(request)
         except CallFailure as error:
-            response = error_response(error)
+            response = error_response(error, self._find_error_format(request))
             if not request.content.is_eof():
                 response.force_close()  # Otherwise aiohttp would read the rest of the body.
         if not response.prepared:
             response.headers.update(_request_id_headers(request))
         return response
 
+    def _find_error_format(self, request: web.BaseRequest) -> ErrorFormat:
+        error_format = _match_path(self._error_formats, request.path)
+        if error_format is None or not error_format.covers(request.method):
+            return OPENAI_ERRORS
+        return error_format
+
     def _find_handler(self, request: web.BaseRequest) -> Handler:
         path = request.path
-        parent = path[: path.rfind("/") + 1]
-        # The path "/" matches only itself; other paths with a final "/" also match their children.
-        methods = self._routes.get(path) or (self._routes.get(parent) if parent != "/" else None)
+        methods = _match_path(self._routes, path)
         if methods is None:
-            served_paths = ", ".join(path for path in self._routes if not path.endswith("/"))
             quoted_path = ascii(path[:PATH_CHARACTERS_MAX])
-            message = f"path {quoted_path} does not exist; choose one of: {served_paths}"
+            message = f"path {quoted_path} does not exist; {self._path_advice(request)}"
             raise CallFailure(REASONS["UNKNOWN_PATH"], message)
         handler = methods.get(request.method)
         if handler is None:
             raise WrongMethodError(path, ", ".join(methods))
         return handler
+
+    def _path_advice(self, request: web.BaseRequest) -> str:
+        """Return advice for the error of an unknown path."""
+        is_grpc = request.content_type.startswith("application/grpc")
+        if is_grpc or _GRPC_PATH.fullmatch(request.path):
+            return "this is the HTTP port, and gRPC calls need the gRPC port (setting port)"
+        examples = ", ".join(path for path in EXAMPLE_PATHS if path in self._routes)
+        return f"this port serves, for example, {examples}; gRPC has another port (setting port)"
+
+
+def _match_path(table: Mapping[str, T], path: str) -> T | None:
+    """Return the entry of a path; None if no entry matches. See `Routes` for the rule."""
+    entry = table.get(path) or table.get(path.rstrip("/") or "/")
+    parent = path[: path.rfind("/") + 1]
+    while entry is None and len(parent) > 1:
+        entry = table.get(parent)
+        parent = parent[: parent.rfind("/", 0, -1) + 1]
+    return entry
+
+
+def merge_routes(*tables: Routes) -> Routes:
+    """Return one table with the routes of all tables, which may add methods to the same path."""
+    merged: dict[str, dict[str, Handler]] = {}
+    for table in tables:
+        for path, methods in table.items():
+            merged.setdefault(path, {}).update(methods)
+    return merged
 
 
 def _reject_connection(transport: asyncio.Transport, connections_max: int) -> None:

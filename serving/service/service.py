@@ -34,6 +34,7 @@ from serving.config import ServerConfig
 from serving.engine.engine import Engine
 from serving.engine.stream import Stream
 from serving.engine.transport import EngineTransport
+from serving.model_names import ModelNames
 from serving.ranks.in_process import InProcessTransport
 from serving.request import Ask, Completion, Request
 from serving.service.golden_check import GoldenChecker
@@ -41,9 +42,6 @@ from serving.service.memory_report import MemoryReport
 from serving.worker.startup import WorkerCheckpoint, build_worker, open_for_serving
 
 log = logging.getLogger(__name__)
-
-# A name that selects the base model without an adapter on every server, whatever its checkpoint.
-BASE_MODEL_ALIAS = "preamble"
 
 
 @dataclass(frozen=True)
@@ -181,13 +179,31 @@ class Service:
         return self.engine.generate([self.admission.admit(ask) for ask in asks])
 
     @cached_property
-    def name(self) -> str:
-        return self.checkpoint.path.resolve().name
+    def model_names(self) -> ModelNames:
+        """The names that select the base model in protocols whose requests name a model."""
+        config = self.config.model_config
+        return ModelNames.build(self.checkpoint.path, config.model, config.served_model_name)
 
     @property
-    def base_names(self) -> tuple[str, str]:
-        """The names that select the base model in protocols whose requests name a model."""
-        return self.name, BASE_MODEL_ALIAS
+    def name(self) -> str:
+        """The name of the base model in responses."""
+        return self.model_names.first
+
+    def adapter_name(self, model: str | None, tenant: str) -> str | None:
+        """Return the adapter that a request for `model` means; None: the base model.
+
+        An adapter's name precedes an alias of the base model and a client's placeholder such as
+        "default". The returned adapter may not exist.
+        """
+        if model is None or self.model_names.is_certainly_base(model):
+            return None
+        if self.model_names.may_be_base(model) and not self.adapters.has(model, tenant):
+            return None
+        return model
+
+    def listed_names(self, tenant: str) -> list[str]:
+        """Return the names of the base model in a tenant's listing of models."""
+        return [name for name in self.model_names.listed if self.adapter_name(name, tenant) is None]
 
     @property
     def dtype(self) -> str:

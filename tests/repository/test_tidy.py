@@ -86,7 +86,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "ranks admission",
         "service",
         "frontend",
-        "protocols/preamble protocols/openai protocols/kserve protocols/tgis",
+        "protocols/preamble protocols/openai protocols/kserve protocols/tgi protocols/tgis",
         "protocols",
         "server.py __init__.py",
         "__main__.py",

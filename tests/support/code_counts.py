@@ -46,7 +46,7 @@ authentication|benchmark|client|cost model|engine|histogram|latency|log|logging|
 plan|planning|protocol|queue|sampling|scheduling|server|serving|throughput|tracing
 checkpoint|checksum|CRC-32|CSV|FasterTransformer|gRPC|HTML|HTTP|Hugging Face|JSON|KServe|manifest
 Megatron|msgpack|NeMo|OpenAI|PEFT|pickle|PNG|proto|PyTorch|safetensors|SentencePiece|SVG|tar
-TensorBoard|TGIS|TLS|torch_dist|Transformer Engine|Triton|YAML
+TensorBoard|TGI|TGIS|TLS|torch_dist|Transformer Engine|Triton|YAML
 atomic file|command|configuration|CPU|exception|GPU|kernel|memory|process|progress bar|regression
 settings|terminal|thread
 """.strip()

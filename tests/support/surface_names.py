@@ -21,8 +21,11 @@ from ptuning.task import NemoTask, Task
 from serving.admission.auth import _TenantSettings
 from serving.admission.rate_limits import RateLimits
 from serving.config import ServerConfig
+from serving.protocols.kserve.http_messages import JsonInferRequest as InferBody
 from serving.protocols.openai.chat import ChatCompletionRequest as ChatBody
 from serving.protocols.openai.completion_request import CompletionRequest as CompletionBody
+from serving.protocols.openai.responses_api import ResponsesRequest as ResponsesBody
+from serving.protocols.tgi.request import GenerateRequest as GenerateBody
 from serving.service.error_reasons import DOMAIN, REASONS
 
 # The entry point of the `preamble` script (pyproject.toml).
@@ -59,6 +62,9 @@ SPELLED = {
 HTTP_BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponsesBody,
+    "/generate": GenerateBody,
+    "/v2/models/*/infer": InferBody,
 }
 
 

@@ -171,6 +171,26 @@ def routes(server: Server) -> dict[str, Any]:
     return route_methods
 
 
+def _kserve_calls() -> dict[str, tuple[str, str, object]]:
+    text = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["I am glad"]}
+    model = "/v2/models/preamble"
+    return {
+        **{path: ("GET", path, None) for path in ("/v2", model, f"{model}/config")},
+        f"{model}/infer": ("POST", f"{model}/infer", {"inputs": [text]}),
+        f"{model}/generate": ("POST", f"{model}/generate", {"text_input": "I am glad"}),
+        "/v2, error": ("GET", "/v2/models/nowhere", None),
+    }
+
+
+def _tgi_calls() -> dict[str, tuple[str, str, object]]:
+    parameters = {"details": True, "max_new_tokens": 2, "top_n_tokens": 1}
+    return {
+        "/info": ("GET", "/info", None),
+        "/generate": ("POST", "/generate", {"inputs": "I am glad", "parameters": parameters}),
+        "/generate, error": ("POST", "/generate", {}),
+    }
+
+
 def answers(server: Server, adapter: str) -> dict[str, Any]:
     """Return the keys of JSON response bodies."""
     message = {"role": "user", "content": "I am glad"}
@@ -182,6 +202,9 @@ def answers(server: Server, adapter: str) -> dict[str, Any]:
         "error": ("POST", "/v1/completions", {"nonsense": 1}),
         **{path: ("GET", path, None) for path in ("/v1/models", "/v1/server", "/v1/load")},
         "/v1/adapters": ("GET", "/v1/adapters", None),
+        "/v1/responses": ("POST", "/v1/responses", {"input": "I am glad", "max_output_tokens": 2}),
+        **_kserve_calls(),
+        **_tgi_calls(),
     }
     body_keys: dict[str, Any] = {}
     for name, call in calls.items():

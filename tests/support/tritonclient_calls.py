@@ -31,7 +31,7 @@ class KServeServer(NamedTuple):
 
 
 @contextmanager
-def kserve_server(folder: Path) -> Iterator[KServeServer]:
+def kserve_server(folder: Path, **settings: Any) -> Iterator[KServeServer]:
     """A separate server with two adapters; one has a template."""
     checkpoint = write_checkpoint(folder)
     adapters = folder / "adapters"
@@ -44,7 +44,7 @@ def kserve_server(folder: Path) -> Iterator[KServeServer]:
     prompt_ids = encode("the quick brown")[:3]
     write_adapter(adapters / "fox@2.safetensors", checkpoint, prompt_ids, template=template)
     limits: dict[str, Any] = {"adapters": str(adapters), "stream_requests_max": STREAM_REQUESTS_MAX}
-    with serving(checkpoint, folder / "s.yaml", **limits) as server:
+    with serving(checkpoint, folder / "s.yaml", **limits, **settings) as server:
         yield KServeServer(server, checkpoint, adapters, encode(TEXT))
 
 

@@ -8,9 +8,9 @@ ignoring it would change the result of the request.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpt.errors import RequestError
 from gpt.settings import short_repr, suggest_nearest
@@ -35,6 +35,36 @@ PRIORITY_LEVEL_DEFAULT, PRIORITY_LEVEL_MAX = 100, 200
 TIMEOUT_US_MAX = 10**15
 
 
+class RequestedOutput(NamedTuple):
+    """An output that a request lists."""
+
+    name: str
+    parameters: Container[str]  # The names of the output's parameters.
+
+
+@dataclass(frozen=True)
+class InferContent:
+    """What an inference request contains, in the same form for gRPC and HTTP."""
+
+    tensors: Mapping[str, InputTensor]
+    parameters: Mapping[str, Any]
+    outputs: Sequence[RequestedOutput]
+
+
+def read_message(message: Any) -> InferContent:
+    """Return the content of a ModelInferRequest."""
+    for input_tensor in message.inputs:
+        canonical_name(input_tensor.name)  # Refuse unknown names before any tensor is decoded.
+    return InferContent(
+        read_tensors(message),
+        {
+            name: getattr(parameter, parameter.WhichOneof("parameter_choice") or "", None)
+            for name, parameter in message.parameters.items()
+        },
+        [RequestedOutput(output.name, output.parameters) for output in message.outputs],
+    )
+
+
 @dataclass(frozen=True)
 class InferRequest:
     """A validated inference request: the `Ask`, and how to build the response."""
@@ -55,15 +85,15 @@ class _Parameter:
     value: Any
 
 
-def read_request(message: Any, adapter: str, text_bytes_max: int) -> InferRequest:
-    """Validate a ModelInferRequest.
+def read_request(content: InferContent, adapter: str, text_bytes_max: int) -> InferRequest:
+    """Validate an inference request.
 
     `adapter` is the adapter that the request names as its model; empty for the base model.
     """
-    parameters = _collect_parameters(message, text_bytes_max)
+    parameters = _collect_parameters(content, text_bytes_max)
     values = {name: parameter.value for name, parameter in parameters.items()}
     stream = values.get("stream", False)
-    listed_outputs = frozenset(_check_output(parameter) for parameter in message.outputs)
+    listed_outputs = frozenset(map(_check_output, content.outputs))
     flagged_outputs = {name for name, (_, flag) in OUTPUTS.items() if flag and values.get(flag)}
     outputs = listed_outputs or frozenset({"text_output", *flagged_outputs})
     sampling = {
@@ -71,20 +101,19 @@ def read_request(message: Any, adapter: str, text_bytes_max: int) -> InferReques
     }
     if outputs & LOGPROB_OUTPUTS:
         sampling.setdefault("logprobs", 0)
-    _check_sequence_id(message)
+    _check_sequence_id(content.parameters)
     prompt = _read_prompt(values)
     ask = Ask(
         prompt,
         adapters=_read_adapters(values, adapter),
         guide=_read_guide(values),
         logit_bias=_read_logit_bias(values.get("logit_bias", {})),
-        priority=_read_priority(message),
+        priority=_read_priority(content.parameters),
         **_normalize_sampling(sampling, values),
     )
     prompt_prefix = _prompt_prefix(values, prompt, stream)
-    return InferRequest(
-        ask, outputs, stream, prompt_prefix, _read_timeout_s(message), _field_names(parameters)
-    )
+    timeout_s = _read_timeout_s(content.parameters)
+    return InferRequest(ask, outputs, stream, prompt_prefix, timeout_s, _field_names(parameters))
 
 
 def _field_names(parameters: Mapping[str, _Parameter]) -> Mapping[str, str]:
@@ -99,7 +128,7 @@ def _field_names(parameters: Mapping[str, _Parameter]) -> Mapping[str, str]:
 # ----------------------------------------------------------------------- collecting the parameters
 
 
-def _collect_parameters(message: Any, text_bytes_max: int) -> dict[str, _Parameter]:
+def _collect_parameters(content: InferContent, text_bytes_max: int) -> dict[str, _Parameter]:
     """Return the settings of a request by name: from its tensors, parameters and nested JSON."""
     parameters: dict[str, _Parameter] = {}
 
@@ -126,18 +155,14 @@ def _collect_parameters(message: Any, text_bytes_max: int) -> dict[str, _Paramet
             spelling, _parse_parameter(INPUT_KINDS[name], value, spelling)
         )
 
-    for input_tensor in message.inputs:
-        canonical_name(input_tensor.name)  # Refuse unknown names before any tensor is decoded.
-    for tensor in read_tensors(message).values():
+    for tensor in content.tensors.values():
         if tensor.values:
             add_parameter(
                 tensor.name, _unwrap_tensor(INPUT_KINDS[canonical_name(tensor.name)], tensor)
             )
-    for name, parameter in message.parameters.items():
+    for name, value in content.parameters.items():
         if name not in RESERVED_PARAMETERS and not name.startswith("triton_"):
-            add_parameter(
-                name, getattr(parameter, parameter.WhichOneof("parameter_choice") or "", None)
-            )
+            add_parameter(name, value)
     nested_json = parameters.pop("sampling_parameters", None)
     if nested_json is not None:
         for name, value in nested_json.value.items():
@@ -395,7 +420,7 @@ def _prompt_prefix(settings: Mapping[str, Any], prompt: object, stream: bool) ->
     return prompt if isinstance(prompt, str) and not stream and not exclude_prompt else ""
 
 
-def _check_output(output: Any) -> str:
+def _check_output(output: RequestedOutput) -> str:
     for name in ("classification", "shared_memory_region"):
         if name in output.parameters:
             raise RefusedError(
@@ -409,38 +434,33 @@ def _check_output(output: Any) -> str:
         raise RequestError(
             f"{short_repr(output.name)} is not an output of this model; {suggestion}", name
         )
-    return str(output.name)
+    return output.name
 
 
 # ------------------------------------------------------------------------------ reserved parameters
 
 
-def _read_reserved_number(message: Any, name: str, number_max: int) -> int:
+def _read_reserved_number(parameters: Mapping[str, Any], name: str, number_max: int) -> int:
     """Return a numeric reserved parameter; 0 if it is unset."""
-    if name not in message.parameters:
+    if name not in parameters:
         return 0
-    parameter = message.parameters[name]
-    value = getattr(parameter, parameter.WhichOneof("parameter_choice") or "", None)
-    number = _parse_parameter("integer", value, name)
+    number = _parse_parameter("integer", parameters[name], name)
     if not 0 <= number <= number_max:
         raise RequestError(f"{name} is {number}; it must be from 0 to {number_max}", name)
     return int(number)
 
 
-def _read_priority(message: Any) -> int:
-    level = _read_reserved_number(message, "priority", PRIORITY_LEVEL_MAX)
+def _read_priority(parameters: Mapping[str, Any]) -> int:
+    level = _read_reserved_number(parameters, "priority", PRIORITY_LEVEL_MAX)
     return PRIORITY_LEVEL_DEFAULT - (level or PRIORITY_LEVEL_DEFAULT)
 
 
-def _read_timeout_s(message: Any) -> float | None:
-    return _read_reserved_number(message, "timeout", TIMEOUT_US_MAX) / 1e6 or None
+def _read_timeout_s(parameters: Mapping[str, Any]) -> float | None:
+    return _read_reserved_number(parameters, "timeout", TIMEOUT_US_MAX) / 1e6 or None
 
 
-def _check_sequence_id(message: Any) -> None:
-    if "sequence_id" not in message.parameters:
-        return
-    parameter = message.parameters["sequence_id"]
-    if parameter.int64_param or parameter.uint64_param or parameter.string_param:
+def _check_sequence_id(parameters: Mapping[str, Any]) -> None:
+    if parameters.get("sequence_id"):
         raise RefusedError(
             "UNSUPPORTED",
             "sequence_id is set, but this server keeps no state between requests; remove it, and "

@@ -15,7 +15,7 @@ from serving.frontend.call import Call
 from serving.messages import TokenScore
 from serving.protocols.kserve.inputs import InferRequest
 from serving.protocols.kserve.metadata import OUTPUTS
-from serving.protocols.kserve.tensors import write_tensor, write_values
+from serving.protocols.kserve.tensors import OutputTensor
 from serving.request import AnswerSpec, Completion, FinishReason, Piece
 
 FINISH_REASONS: Mapping[FinishReason | None, str] = {
@@ -47,18 +47,20 @@ class _OutputRow:
 
 
 class InferResponseBuilder:
-    """Builds the response messages of one request: each is a copy of `template` with outputs."""
+    """Builds the output tensors of each response of one request."""
 
-    def __init__(self, template: Any, request: InferRequest, call: Call) -> None:
-        self._template = template
+    def __init__(self, request: InferRequest, call: Call) -> None:
         self._request = request
         self._call = call
         # Cumulative log-probability and cached prompt tokens, by completion index.
         self._logprobs: dict[int, float] = {}
         self._cached_tokens: dict[int, int] = {}
 
-    def build_final(self, completions: Sequence[Completion]) -> Any:
-        """Build the unary response, or raise the error of the first completion that failed."""
+    def build_final(self, completions: Sequence[Completion]) -> list[OutputTensor]:
+        """Build the outputs of the unary response.
+
+        If a completion failed, the error of the first such completion is raised.
+        """
         rows = []
         for completion in completions:
             if completion.error is not None:
@@ -78,10 +80,10 @@ class InferResponseBuilder:
                     completion.seed,
                 )
             )
-        return self._build_message(rows)
+        return self._build_outputs(rows)
 
-    def build_chunk(self, piece: Piece, answer: AnswerSpec) -> Any:
-        """Build the stream response for one piece, or raise the piece's error."""
+    def build_chunk(self, piece: Piece, answer: AnswerSpec) -> list[OutputTensor]:
+        """Build the outputs of the stream response for one piece, or raise the piece's error."""
         if piece.error is not None:
             raise piece.error
         index = piece.index
@@ -99,18 +101,16 @@ class InferResponseBuilder:
             answer,
             answer.sampling.seed,
         )
-        return self._build_message([row])
+        return self._build_outputs([row])
 
-    def _build_message(self, rows: Sequence[_OutputRow]) -> Any:
-        message = type(self._template)()
-        message.CopyFrom(self._template)
+    def _build_outputs(self, rows: Sequence[_OutputRow]) -> list[OutputTensor]:
+        tensors = []
         for name, (datatype, _) in OUTPUTS.items():
-            if name not in self._request.outputs:
-                continue
-            values = [_OUTPUT_READERS[name](row, self._decode) for row in rows]
-            write = write_tensor if name in ROW_OUTPUTS else write_values
-            write(message, name, datatype, values)
-        return message
+            if name in self._request.outputs:
+                values = [_OUTPUT_READERS[name](row, self._decode) for row in rows]
+                build = OutputTensor.from_rows if name in ROW_OUTPUTS else OutputTensor.from_values
+                tensors.append(build(name, datatype, values))
+        return tensors
 
     def _decode(self, token: int) -> str:
         return self._call.service.tokenizer.decode([token])

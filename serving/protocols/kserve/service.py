@@ -2,34 +2,33 @@
 
 The service is `inference.GRPCInferenceService`. The base model and each adapter are KServe models,
 identified by name and version. The requests of a stream run concurrently, and each is measured as a
-separate call. If a request fails, the client gets an error message, and the stream stays open. The
-meaning of each tensor is in `inputs` and `outputs`.
+separate call. If a request fails, the client gets an error message, and the stream stays open.
+`inference` runs a request, and the meaning of each tensor is in `inputs` and `outputs`. The HTTP
+form of this protocol is in `http_routes`.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
 from typing import Any
 
 from gpt.errors import RequestError
 from protos.foreign.descriptor_pools import load_package
-from serving.engine.stream import Stream, build_completion
 from serving.frontend.call import Call, CallFailure
-from serving.frontend.field_names import translate_error
 from serving.frontend.grpc_transport import RpcMethod, WriteMessage
-from serving.protocols.kserve.inputs import InferRequest, read_request
+from serving.protocols.kserve.inference import Inference
+from serving.protocols.kserve.inputs import read_message
 from serving.protocols.kserve.metadata import INPUT_ALIASES, INPUT_KINDS, OUTPUTS
-from serving.protocols.kserve.outputs import InferResponseBuilder
-from serving.protocols.kserve.tensors import BYTES
-from serving.request import Piece, RefusedError, UnavailableError
+from serving.protocols.kserve.models import VERSION, ServedModel, find_model, unknown_model_error
+from serving.protocols.kserve.tensors import BYTES, OutputTensor, write_tensors
+from serving.request import RefusedError, UnavailableError
 from serving.service.error_reasons import REASONS
 from serving.service.metrics import version
 
 pb = load_package("kserve")
 SERVICE = "inference.GRPCInferenceService"
 PLATFORM = "preamble"
-VERSION = "1"  # Version of the base model. Each adapter has versions of its own.
 EXTENSIONS = ("binary_tensor_data", "parameters", "model_configuration")
 FINAL_RESPONSE = "triton_final_response"
 # Methods of Triton that this server does not support. They are registered so that the caller gets
@@ -88,31 +87,20 @@ def _unsupported_method(name: str) -> Any:
 # ------------------------------------------------------------------------- health and metadata
 
 
-@dataclass(frozen=True)
-class ServedModel:
-    """The model that a request names: the base model, or an adapter."""
-
-    name: str  # As the request spells it.
-    version: str
-    adapter: str  # `name@version`; empty for the base model.
-    # False: the setting `golden` is strict, and the adapter's golden examples have not passed.
-    is_eligible: bool = True
-
-
 async def server_live(message: Any, call: Call) -> Any:
-    service = call.frontend.service
-    return pb.ServerLiveResponse(live=service is None or not service.engine.has_failed)
+    return pb.ServerLiveResponse(live=call.frontend.is_live)
 
 
 async def server_ready(message: Any, call: Call) -> Any:
-    return pb.ServerReadyResponse(ready=_is_ready(call))
+    return pb.ServerReadyResponse(ready=call.frontend.is_ready)
 
 
 async def model_ready(message: Any, call: Call) -> Any:
     """Report whether a model is ready. As in Triton, an unknown model is reported as not ready."""
     try:
         ready = (
-            _is_ready(call) and (await _find_model(call, message.name, message.version)).is_eligible
+            call.frontend.is_ready
+            and (await find_model(call, message.name, message.version)).is_eligible
         )
     except RefusedError:
         ready = False
@@ -124,7 +112,7 @@ async def server_metadata(message: Any, call: Call) -> Any:
 
 
 async def model_metadata(message: Any, call: Call) -> Any:
-    model = await _find_model(call, message.name, message.version, "name")
+    model = await find_model(call, message.name, message.version, "name")
     response = pb.ModelMetadataResponse(
         name=model.name, platform=PLATFORM, versions=[model.version]
     )
@@ -136,7 +124,7 @@ async def model_metadata(message: Any, call: Call) -> Any:
 
 
 async def model_config(message: Any, call: Call) -> Any:
-    model = await _find_model(call, message.name, message.version, "name")
+    model = await find_model(call, message.name, message.version, "name")
     response = pb.ModelConfigResponse()
     config = response.config
     config.name = model.name
@@ -154,12 +142,13 @@ async def model_config(message: Any, call: Call) -> Any:
 
 
 async def repository_index(message: Any, call: Call) -> Any:
-    is_ready = _is_ready(call)
+    is_ready = call.frontend.is_ready
     state, reason = ("READY", "") if is_ready else ("UNAVAILABLE", "the engine is lost or loading")
     response = pb.RepositoryIndexResponse()
     if message.ready and not is_ready:
         return response
-    response.models.add(name=call.service.name, version=VERSION, state=state, reason=reason)
+    for name in call.service.listed_names(call.caller.tenant):
+        response.models.add(name=name, version=VERSION, state=state, reason=reason)
     for adapter, _ in call.service.adapters.list_visible(call.caller.tenant):
         adapter_version, status = str(adapter.version), (state, reason)
         if is_ready and not call.service.golden_checker.is_eligible(adapter):
@@ -182,49 +171,13 @@ async def repository_model_load(message: Any, call: Call) -> Any:
             "parameters",
         )
     service, name = call.service, message.model_name
-    if name not in service.base_names:
+    adapter_name = service.adapter_name(name, call.caller.tenant)
+    if adapter_name is not None:
         try:
-            await asyncio.to_thread(service.store.load, name, call.caller.tenant)
+            await asyncio.to_thread(service.store.load, adapter_name, call.caller.tenant)
         except RequestError as error:
-            raise _unknown_model_error(str(error)) from None
+            raise unknown_model_error(str(error)) from None
     return pb.RepositoryModelLoadResponse()
-
-
-def _is_ready(call: Call) -> bool:
-    frontend = call.frontend
-    return (
-        frontend.state == "serving" and frontend.service is not None and frontend.service.engine.up
-    )
-
-
-async def _find_model(
-    call: Call, name: str, model_version: str, field: str = "model_name"
-) -> ServedModel:
-    service = call.service
-    if name in service.base_names:
-        if model_version not in ("", VERSION):
-            message = f"model {name!r} has only version {VERSION}, not {model_version[:80]!r}"
-            raise _unknown_model_error(message, field)
-        return ServedModel(name, VERSION, "")
-    adapter_name = f"{name}@{model_version}" if model_version else name
-    try:
-        # A thread is used, because the registry reads the adapter directory for an unknown name.
-        adapter = await asyncio.to_thread(
-            service.adapters.resolve, adapter_name, call.caller.tenant
-        )
-    except RequestError:
-        raise _unknown_model_error(
-            f"there is no model {adapter_name[:200]!r} here; choose {service.name!r} or a model "
-            "that RepositoryIndex lists",
-            field,
-        ) from None
-    return ServedModel(
-        name, str(adapter.version), adapter.key, service.golden_checker.is_eligible(adapter)
-    )
-
-
-def _unknown_model_error(message: str, field: str = "model_name") -> RefusedError:
-    return RefusedError("UNKNOWN_MODEL", message, field)
 
 
 def _input_specs() -> list[tuple[str, str, int]]:
@@ -245,49 +198,23 @@ def _triton_type(datatype: str) -> int:
 # ---------------------------------------------------------------------------------------- inference
 
 
-async def _read_infer_request(
-    message: Any, call: Call
-) -> tuple[InferRequest, InferResponseBuilder]:
-    model = await _find_model(call, message.model_name, message.model_version)
-    request = read_request(message, model.adapter, call.service.config.limits_config.text_bytes_max)
-    if request.timeout_s is not None:
-        deadline = time.monotonic() + request.timeout_s
-        call.deadline = deadline if call.deadline is None else min(deadline, call.deadline)
-    template = pb.ModelInferResponse(
+async def _open_inference(message: Any, call: Call) -> Inference:
+    model = await find_model(call, message.model_name, message.model_version)
+    return Inference.build(read_message(message), model, call)
+
+
+def _build_response(message: Any, model: ServedModel, outputs: Iterable[OutputTensor]) -> Any:
+    response = pb.ModelInferResponse(
         model_name=model.name, model_version=model.version, id=message.id
     )
-    return request, InferResponseBuilder(template, request, call)
+    write_tensors(response, outputs)
+    return response
 
 
 async def model_infer(message: Any, call: Call) -> Any:
-    request, builder = await _read_infer_request(message, call)
-    if request.stream:
-        raise RequestError(
-            "stream is true, but ModelInfer sends one response; call ModelStreamInfer, or remove "
-            "stream",
-            "stream",
-        )
-    return await _infer_final(request, builder, call)
-
-
-async def _start_stream(request: InferRequest, call: Call, *, final_only: bool = False) -> Stream:
-    try:
-        return await call.start(request.ask, final_only=final_only)
-    except RequestError as error:
-        raise translate_error(error, request.field_names) from None
-
-
-async def _infer_final(request: InferRequest, builder: InferResponseBuilder, call: Call) -> Any:
-    stream = await _start_stream(request, call, final_only=True)
-    pieces: list[list[Piece]] = [[] for _ in stream.request.answers]
-    async for piece in call.pieces(stream):
-        pieces[piece.index].append(piece)
-    return builder.build_final(
-        [
-            build_completion(index, answer, pieces[index])
-            for index, answer in enumerate(stream.request.answers)
-        ],
-    )
+    inference = await _open_inference(message, call)
+    inference.check_unary("ModelInfer", "ModelStreamInfer")
+    return _build_response(message, inference.model, await inference.final_outputs())
 
 
 async def model_stream_infer(messages: AsyncIterator[Any], call: Call, write: WriteMessage) -> None:
@@ -381,15 +308,11 @@ class _InferStream:
             await self._send_error(message, error)
 
     async def _infer(self, message: Any, call: Call) -> None:
-        request, builder = await _read_infer_request(message, call)
-        if not request.stream:
-            return await self._send_response(await _infer_final(request, builder, call), final=True)
-        stream = await _start_stream(request, call)
-        unfinished = len(stream.request.answers)
-        async for piece in call.pieces(stream):
-            unfinished -= piece.finish is not None
-            response = builder.build_chunk(piece, stream.request.answers[piece.index])
-            await self._send_response(response, final=unfinished == 0)
+        inference = await _open_inference(message, call)
+        async with aclosing(inference.output_chunks()) as chunks:
+            async for outputs, is_last in chunks:
+                response = _build_response(message, inference.model, outputs)
+                await self._send_response(response, final=is_last)
 
     async def _send_response(self, response: Any, *, final: bool) -> None:
         # The final flag is set in the last message with data; no empty final message follows.

@@ -1,15 +1,15 @@
 """KServe v2 tensors: converts raw bytes or typed contents to Python values, and values to bytes.
 
 A request states a tensor's number of elements twice: by the shape, and by the raw bytes or typed
-contents. Different numbers are an error. Each error names the tensor. The meaning of each tensor is
-in `inputs` and `outputs`.
+contents. Different numbers are an error. Each error names the tensor. The raw bytes are the same in
+gRPC and HTTP. The meaning of each tensor is in `inputs` and `outputs`.
 """
 
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from gpt.errors import RequestError
 from gpt.settings import short_repr, suggest_nearest
@@ -52,6 +52,19 @@ DATATYPES: Mapping[str, Datatype] = {
 }
 
 
+class TensorHeader(Protocol):
+    """The part of a request's tensor without its values: a message of gRPC, or a JSON object."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def datatype(self) -> str: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def parameters(self) -> Mapping[str, Any] | None: ...
+
+
 @dataclass(frozen=True)
 class InputTensor:
     """An input tensor. All values have one type: bool, int, float or bytes."""
@@ -71,94 +84,115 @@ def read_tensors(message: Any) -> dict[str, InputTensor]:
             f"{len(message.inputs)}; send one entry for each input, in the same order, or none",
             "raw_input_contents",
         )
-    tensors: dict[str, InputTensor] = {}
-    for index, input_tensor in enumerate(message.inputs):
-        if input_tensor.name in tensors:
+    check_headers(message.inputs)
+    return {
+        input_tensor.name: (
+            _read_raw_contents(input_tensor, raw_contents[index])
+            if raw_contents
+            else _read_typed_contents(input_tensor)
+        )
+        for index, input_tensor in enumerate(message.inputs)
+    }
+
+
+def check_headers(headers: Iterable[TensorHeader]) -> None:
+    """Raise an error if two tensors have one name, or a tensor is in shared memory."""
+    names: set[str] = set()
+    for header in headers:
+        if header.name in names:
             raise RequestError(
-                f"input {short_repr(input_tensor.name)} occurs twice; send it once",
-                input_tensor.name,
+                f"input {short_repr(header.name)} occurs twice; send it once", header.name
             )
-        if SHARED_MEMORY in input_tensor.parameters:
+        if SHARED_MEMORY in (header.parameters or ()):
             raise RefusedError(
                 "UNSUPPORTED",
-                f"input {short_repr(input_tensor.name)} is in shared memory, which is not "
-                "supported; send its values in the request",
-                input_tensor.name,
+                f"input {short_repr(header.name)} is in shared memory, which is not supported; "
+                "send its values in the request",
+                header.name,
             )
-        tensors[input_tensor.name] = _read_tensor(
-            input_tensor, raw_contents[index] if raw_contents else None
-        )
-    return tensors
+        names.add(header.name)
 
 
-def _read_tensor(input_tensor: Any, raw: bytes | None) -> InputTensor:
-    name = short_repr(input_tensor.name)
-    count = _element_count(input_tensor, name)
-    if raw is not None and input_tensor.HasField("contents") and input_tensor.contents.ByteSize():
+def _read_raw_contents(input_tensor: Any, raw: bytes) -> InputTensor:
+    if input_tensor.HasField("contents") and input_tensor.contents.ByteSize():
         raise RequestError(
-            f"input {name} has contents, but the request has raw_input_contents too; send only one "
-            "of them",
+            f"input {short_repr(input_tensor.name)} has contents, but the request has "
+            "raw_input_contents too; send only one of them",
             input_tensor.name,
         )
-    if input_tensor.datatype == BYTES:
-        elements: Sequence[Any]
-        elements = (
-            input_tensor.contents.bytes_contents
-            if raw is None
-            else _split_elements(raw, count, input_tensor.name)
+    return read_raw(input_tensor, raw, "raw_input_contents")
+
+
+def _read_typed_contents(input_tensor: Any) -> InputTensor:
+    count = check_header(input_tensor)
+    field = "bytes_contents"
+    if input_tensor.datatype != BYTES:
+        field = DATATYPES[input_tensor.datatype].contents_field or ""
+    if not field:
+        raise RequestError(
+            f"input {short_repr(input_tensor.name)} has datatype {input_tensor.datatype}, which "
+            "has no typed contents; send it in raw_input_contents",
+            input_tensor.name,
         )
-    elif input_tensor.datatype in DATATYPES:
-        elements = (
-            _typed_contents(input_tensor, name)
-            if raw is None
-            else _unpack_raw(input_tensor, raw, count, name)
-        )
+    elements = getattr(input_tensor.contents, field)
+    check_count(input_tensor, count, elements, f"contents.{field}")
+    return build_tensor(input_tensor, elements)
+
+
+def read_raw(header: TensorHeader, raw: bytes, location: str) -> InputTensor:
+    """Return the tensor with the values in `raw`; `location` names the bytes in errors."""
+    count = check_header(header)
+    elements: Sequence[Any]
+    if header.datatype == BYTES:
+        elements = _split_elements(raw, count, header.name)
     else:
-        suggestion = suggest_nearest(input_tensor.datatype, (*DATATYPES, BYTES))
-        raise RequestError(
-            f"input {name} has unknown datatype {short_repr(input_tensor.datatype)}; {suggestion}",
-            input_tensor.name,
-        )
+        elements = _unpack_raw(header, raw, count)
+    check_count(header, count, elements, location)
+    return build_tensor(header, elements)
+
+
+def build_tensor(header: TensorHeader, elements: Sequence[Any]) -> InputTensor:
+    return InputTensor(header.name, header.datatype, tuple(header.shape), tuple(elements))
+
+
+def check_count(header: TensorHeader, count: int, elements: Sequence[Any], location: str) -> None:
+    """Raise an error if there are not `count` elements, the number by the shape.
+
+    `location` names the place of the elements in errors.
+    """
     if len(elements) != count:
-        location = (
-            "raw_input_contents"
-            if raw is not None
-            else f"contents.{_contents_field(input_tensor.datatype)}"
-        )
         raise RequestError(
-            f"input {name} has shape {list(input_tensor.shape)}, which is {count} elements, but "
-            f"{location} has {len(elements)}; make the two numbers equal",
-            input_tensor.name,
+            f"input {short_repr(header.name)} has shape {list(header.shape)}, which is {count} "
+            f"elements, but {location} has {len(elements)}; make the two numbers equal",
+            header.name,
         )
-    return InputTensor(
-        input_tensor.name, input_tensor.datatype, tuple(input_tensor.shape), tuple(elements)
-    )
 
 
-def _contents_field(datatype: str) -> str | None:
-    """Return the field of the typed contents for a datatype; None if there is no such field."""
-    return "bytes_contents" if datatype == BYTES else DATATYPES[datatype].contents_field
-
-
-def _element_count(input_tensor: Any, name: str) -> int:
-    """Return the number of elements according to the shape."""
-    if len(input_tensor.shape) > DIMS_MAX:
+def check_header(header: TensorHeader) -> int:
+    """Check datatype and shape of a tensor; return its number of elements by its shape."""
+    name = short_repr(header.name)
+    if header.datatype != BYTES and header.datatype not in DATATYPES:
+        suggestion = suggest_nearest(header.datatype, (*DATATYPES, BYTES))
         raise RequestError(
-            f"input {name} has {len(input_tensor.shape)} dimensions; at most {DIMS_MAX} are "
-            "allowed",
-            input_tensor.name,
+            f"input {name} has unknown datatype {short_repr(header.datatype)}; {suggestion}",
+            header.name,
         )
-    if any(dim < 0 for dim in input_tensor.shape):
+    if len(header.shape) > DIMS_MAX:
         raise RequestError(
-            f"input {name} has shape {list(input_tensor.shape)}; each dimension must be 0 or more",
-            input_tensor.name,
+            f"input {name} has {len(header.shape)} dimensions; at most {DIMS_MAX} are allowed",
+            header.name,
         )
-    count = int(math.prod(input_tensor.shape))
+    if any(dim < 0 for dim in header.shape):
+        raise RequestError(
+            f"input {name} has shape {list(header.shape)}; each dimension must be 0 or more",
+            header.name,
+        )
+    count = int(math.prod(header.shape))
     if count > ELEMENTS_MAX:
         raise RequestError(
-            f"input {name} has shape {list(input_tensor.shape)}, which is {count} elements; at "
-            f"most {ELEMENTS_MAX} are allowed",
-            input_tensor.name,
+            f"input {name} has shape {list(header.shape)}, which is {count} elements; at most "
+            f"{ELEMENTS_MAX} are allowed",
+            header.name,
         )
     return count
 
@@ -196,50 +230,53 @@ def _split_elements(raw: bytes, count: int, name: str) -> list[bytes]:
     return elements
 
 
-def _unpack_raw(input_tensor: Any, raw: bytes, count: int, name: str) -> Sequence[Any]:
-    element_type = DATATYPES[input_tensor.datatype]
+def _unpack_raw(header: TensorHeader, raw: bytes, count: int) -> Sequence[Any]:
+    element_type = DATATYPES[header.datatype]
     if len(raw) != count * element_type.size:
         raise RequestError(
-            f"input {name} has {len(raw)} bytes; {count} elements of {input_tensor.datatype} "
-            f"(shape {list(input_tensor.shape)}) need {count * element_type.size}",
-            input_tensor.name,
+            f"input {short_repr(header.name)} has {len(raw)} bytes; {count} elements of "
+            f"{header.datatype} (shape {list(header.shape)}) need {count * element_type.size}",
+            header.name,
         )
     return struct.unpack(f"<{count}{element_type.code}", raw)
 
 
-def _typed_contents(input_tensor: Any, name: str) -> Sequence[Any]:
-    element_type = DATATYPES[input_tensor.datatype]
-    if element_type.contents_field is None:
-        raise RequestError(
-            f"input {name} has datatype {input_tensor.datatype}, which has no typed contents; send "
-            "it in raw_input_contents",
-            input_tensor.name,
-        )
-    return tuple(getattr(input_tensor.contents, element_type.contents_field))
+@dataclass(frozen=True)
+class OutputTensor:
+    """An output tensor. The first axis of its shape is the completion."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    values: tuple[Any, ...]  # In row-major order; texts are strings.
+
+    @classmethod
+    def from_values(cls, name: str, datatype: str, values: Sequence[Any]) -> "OutputTensor":
+        """Build a 1-D output with a value for each completion."""
+        return cls(name, datatype, (len(values),), tuple(values))
+
+    @classmethod
+    def from_rows(cls, name: str, datatype: str, rows: Sequence[Sequence[Any]]) -> "OutputTensor":
+        """Build a 2-D output with a row for each completion.
+
+        Shorter rows are padded to the length of the longest row: INT32 with -1, other types with 0.
+        """
+        width = max(map(len, rows), default=0)
+        filler = -1 if datatype == "INT32" else 0
+        values = [value for row in rows for value in (*row, *[filler] * (width - len(row)))]
+        return cls(name, datatype, (len(rows), width), tuple(values))
+
+    def to_raw(self) -> bytes:
+        """Return the raw bytes of the values."""
+        if self.datatype == BYTES:
+            texts = [value.encode() for value in self.values]
+            return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+        code = DATATYPES[self.datatype].code
+        return struct.pack(f"<{len(self.values)}{code}", *self.values)
 
 
-def write_tensor(response: Any, name: str, datatype: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Add a raw 2-D output with a row for each completion.
-
-    Shorter rows are padded to the length of the longest row: INT32 with -1, other types with 0.
-    """
-    width = max(map(len, rows), default=0)
-    output = response.outputs.add(name=name, datatype=datatype)
-    output.shape.extend((len(rows), width))
-    filler = -1 if datatype == "INT32" else 0
-    values = [value for row in rows for value in (*row, *[filler] * (width - len(row)))]
-    response.raw_output_contents.append(_pack(datatype, values))
-
-
-def write_values(response: Any, name: str, datatype: str, values: Sequence[Any]) -> None:
-    """Add a raw 1-D output."""
-    response.outputs.add(name=name, datatype=datatype).shape.append(len(values))
-    response.raw_output_contents.append(_pack(datatype, values))
-
-
-def _pack(datatype: str, values: Iterable[Any]) -> bytes:
-    if datatype == BYTES:
-        texts = [value.encode() for value in values]
-        return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
-    values = tuple(values)
-    return struct.pack(f"<{len(values)}{DATATYPES[datatype].code}", *values)
+def write_tensors(response: Any, tensors: Iterable[OutputTensor]) -> None:
+    """Add outputs with raw contents to a response message."""
+    for tensor in tensors:
+        response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        response.raw_output_contents.append(tensor.to_raw())

@@ -14,17 +14,14 @@ import msgspec
 from gpt.errors import RequestError
 from serving.engine.stream import DEADLINE_MESSAGE, Stream
 from serving.frontend.call import Call
+from serving.frontend.json_body import JSON_NULL, JSON_PARTS_MAX, RequestPart
 from serving.messages import TokenScore
 from serving.protocols.openai.completion_request import (
     COMPLETIONS_PATH,
     FIELD_NAMES,
-    JSON_NULL,
-    JSON_PARTS_MAX,
     BaseCompletionRequest,
-    RequestPart,
     ask_fields,
     drop_none,
-    requested_adapters,
 )
 from serving.protocols.openai.responses import (
     FINISH_REASONS,
@@ -154,7 +151,7 @@ async def build_ask(
                 ids = await service.chat.encode(template_messages)
     except TimeoutError:
         raise DeadlinePassedError(DEADLINE_MESSAGE) from None
-    adapters = requested_adapters(body, service.base_names)
+    adapters = call.requested_adapters(body.model)
     fields = ask_fields(body)
     if body.max_completion_tokens is not None:
         fields["max_new_tokens"] = body.max_completion_tokens

@@ -9,15 +9,13 @@ types and combinations of fields; the admission checks the ranges of values.
 
 import json
 import math
-import re
-from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from gpt.errors import RequestError
-from gpt.settings import suggest_nearest
+from serving.frontend.json_body import JSON_NULL, RequestBody, RequestPart, shorten
 from serving.messages import Guide, ServiceClass
 from serving.request import Ask, RefusedError
 
@@ -42,10 +40,6 @@ FIELD_NAMES = {
 }
 
 
-class RequestPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A JSON object in a request. Unknown fields are errors."""
-
-
 class StreamOptions(RequestPart):
     """OpenAI's `stream_options`."""
 
@@ -53,11 +47,6 @@ class StreamOptions(RequestPart):
     # vLLM's extension: each event contains the usage so far.
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
-
-
-# The value of an unset schema. Schemas stay raw JSON in this module, so that a large schema does
-# not become Python objects.
-JSON_NULL = msgspec.Raw(b"null")
 
 
 class JsonSchema(RequestPart):
@@ -85,11 +74,8 @@ class ResponseFormat(RequestPart):
     json_schema: JsonSchema | None = None
 
 
-class BaseCompletionRequest(RequestPart):
+class BaseCompletionRequest(RequestBody):
     """The fields that plain completions and chats share. None (JSON null) means unset."""
-
-    # Advice in errors, by the name of a field that this endpoint does not have.
-    FIELD_HINTS: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
     max_tokens: int | None = None
@@ -212,88 +198,10 @@ FIXED_FLAGS = {
     "return_tokens_as_token_ids": False,
 }
 RequestT = TypeVar("RequestT", bound=BaseCompletionRequest)
-_decoder = cache(msgspec.json.Decoder)
-_UNKNOWN = re.compile(r"unknown field `(.*?)`", re.DOTALL)
-_PATH = re.compile(r" - at `(.*)`$", re.DOTALL)
-QUOTED_CHARACTERS_MAX = 200
-# JSON parsing holds the GIL, even in a thread, and the parsed objects take more memory than the
-# text. Therefore the strings, lists and objects of a body over LARGE_BODY_BYTES are counted before
-# parsing. No valid request needs more than JSON_PARTS_MAX of them.
-LARGE_BODY_BYTES = 64 << 10
-JSON_PARTS_MAX = 100_000
 
 
-def parse_request(data: bytes, request_type: type[RequestT]) -> RequestT:
-    """Parse and check a request body. This may take long if the body is large."""
-    if len(data) > LARGE_BODY_BYTES and _count_json_parts(data) > JSON_PARTS_MAX:
-        raise RefusedError(
-            "BODY_TOO_LARGE",
-            f"the body has more than {JSON_PARTS_MAX} strings, lists and objects; send several "
-            "requests",
-        )
-    try:
-        body: RequestT = _decoder(request_type).decode(data)
-    except msgspec.ValidationError as error:
-        raise _validation_error(str(error), request_type) from None
-    except msgspec.DecodeError as error:
-        raise RefusedError("UNREADABLE", f"the body is not JSON: {_shorten(str(error))}") from None
-    except UnicodeDecodeError:
-        raise RefusedError("UNREADABLE", "the body is not UTF-8; send JSON in UTF-8") from None
-    except RecursionError:
-        raise RefusedError("UNREADABLE", "the body is nested too deeply") from None
-    body.check()
-    return body
-
-
-def _count_json_parts(data: bytes) -> int:
-    """Count the strings, lists and objects of a JSON text.
-
-    If the strings alone are over the limit, the lists and objects are not counted.
-    """
-    text_without_escapes = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    strings = text_without_escapes.count(b'"') // 2
-    if strings > JSON_PARTS_MAX:
-        return strings
-    texts_outside_strings = text_without_escapes.split(b'"')[::2]
-    return strings + sum(text.count(b"[") + text.count(b"{") for text in texts_outside_strings)
-
-
-def _validation_error(message: str, request_type: type[BaseCompletionRequest]) -> RequestError:
-    """Convert msgspec's message to a RequestError.
-
-    The message can end with the JSON path of the invalid value, such as " - at `$.stop[0]`".
-    """
-    if len(message) > 4 * QUOTED_CHARACTERS_MAX:  # The message quotes a long field name.
-        message = message[: 2 * QUOTED_CHARACTERS_MAX] + message[-2 * QUOTED_CHARACTERS_MAX :]
-    path_match = _PATH.search(message)
-    description = message[: path_match.start()] if path_match else message
-    field = path_match[1].removeprefix("$").lstrip(".") if path_match else ""
-    top_field = re.split(r"[.\[]", field)[0] or None
-    unknown_field = _UNKNOWN.search(description)
-    if unknown_field is None:
-        return RequestError(f"{_shorten(field or 'the body')}: {_shorten(description)}", top_field)
-    name = unknown_field[1]
-    if top_field is not None:
-        return RequestError(
-            f"{_shorten(field)} has the unknown field {_shorten(name)!r}", top_field
-        )
-    fields = request_type.__struct_fields__
-    suggestion = request_type.FIELD_HINTS.get(name) or suggest_nearest(
-        name[:QUOTED_CHARACTERS_MAX], fields
-    )
-    return RequestError(
-        f"{_shorten(name)!r} is not a field of this endpoint; {suggestion}", _shorten(name)
-    )
-
-
-def _shorten(text: str) -> str:
-    text = text.encode(errors="replace").decode()
-    return text if len(text) <= QUOTED_CHARACTERS_MAX else text[:QUOTED_CHARACTERS_MAX] + "..."
-
-
-def build_asks(body: CompletionRequest, base_names: Sequence[str], prompts_max: int) -> list[Ask]:
-    """Build one `Ask` for each prompt. `base_names`: names of the model without an adapter."""
-    adapters = requested_adapters(body, base_names)
+def build_asks(body: CompletionRequest, adapters: tuple[str, ...], prompts_max: int) -> list[Ask]:
+    """Build one `Ask` for each prompt. `adapters`: empty for the base model."""
     fields = ask_fields(body) | drop_none(
         logprobs=body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),
@@ -304,10 +212,6 @@ def build_asks(body: CompletionRequest, base_names: Sequence[str], prompts_max: 
     if body.max_tokens is None and not adapters:
         fields["max_new_tokens"] = MAX_TOKENS_DEFAULT
     return [Ask(prompt, adapters=adapters, **fields) for prompt in _read_prompts(body, prompts_max)]
-
-
-def requested_adapters(body: BaseCompletionRequest, base_names: Sequence[str]) -> tuple[str, ...]:
-    return () if body.model in (None, *base_names) else (str(body.model),)
 
 
 def unknown_model_error(model: str) -> RefusedError:
@@ -399,7 +303,7 @@ def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
     for name in bias:
         if not (name.isascii() and name.isdigit() and len(name) < 20):
             raise RequestError(
-                f"logit_bias has the key {_shorten(name)!r}; keys must be token ids, such as "
+                f"logit_bias has the key {shorten(name)!r}; keys must be token ids, such as "
                 "'50256'",
                 "logit_bias",
             )

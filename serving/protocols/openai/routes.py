@@ -1,4 +1,4 @@
-"""OpenAI HTTP routes: /v1/completions, /v1/chat/completions and /v1/models.
+"""OpenAI HTTP routes: /v1/completions, /v1/chat/completions, /v1/responses and /v1/models.
 
 In this API, each adapter is a model, like the base model. Each prompt of a request becomes an
 `Ask`, and the pieces of its stream become choices, in one response or in server-sent events. Other
@@ -7,15 +7,15 @@ modules define the details:
 - `completion_request` and `chat`: the meaning of request fields
 - `responses` and `chat`: the format of choices
 - `streaming`: the chunks of a stream
+- `responses_api`: everything of the Responses API that differs from chats
 - `serving.frontend.http_transport`: the HTTP transport
 """
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import msgspec
 from aiohttp import web
@@ -23,35 +23,38 @@ from aiohttp import web
 from serving.frontend.call import Call, CallFailure, Frontend
 from serving.frontend.field_names import translate_message
 from serving.frontend.http_transport import (
-    JSON_TYPE,
-    SHUTDOWN_TIMEOUT_S,
     EventStream,
     Handler,
     Routes,
     call_origin,
+    credential,
     error_body,
     json_response,
-    read_body,
 )
+from serving.frontend.json_body import maybe_in_thread, parse_request, read_json_body
 from serving.protocols.openai import chat as openai_chat
+from serving.protocols.openai import responses_api
 from serving.protocols.openai.chat import CHAT_FORMAT, build_ask, to_template_messages
 from serving.protocols.openai.completion_request import (
     CHAT_COMPLETIONS_PATH,
     COMPLETIONS_PATH,
-    LARGE_BODY_BYTES,
     BaseCompletionRequest,
     CompletionRequest,
     RequestT,
     build_asks,
     guide_field,
-    parse_request,
     unknown_model_error,
 )
 from serving.protocols.openai.responses import TEXT_FORMAT, CompletionFormat
+from serving.protocols.openai.responses_api import (
+    RESPONSES_PATH,
+    ResponseRun,
+    ResponsesRequest,
+    to_chat_request,
+)
 from serving.protocols.openai.streaming import CompletionRun
-from serving.request import Ask, RefusedError
-
-T = TypeVar("T")
+from serving.request import Ask
+from serving.service.error_reasons import REASONS
 
 PROTOCOL = "openai"
 
@@ -63,6 +66,8 @@ def routes(frontend: Frontend) -> Routes:
     return {
         COMPLETIONS_PATH: {"POST": handlers.completions},
         CHAT_COMPLETIONS_PATH: {"POST": handlers.chat},
+        RESPONSES_PATH: {"POST": handlers.responses},
+        f"{RESPONSES_PATH}/": dict.fromkeys(("GET", "POST", "DELETE"), handlers.stored_response),
         "/v1/models": models,
         "/v1/models/": models,
     }
@@ -77,40 +82,41 @@ class _OpenAIHandlers:
 
     async def models(self, request: web.BaseRequest) -> web.StreamResponse:
         async with self._frontend.call(
-            PROTOCOL, "models", _credential(request), origin=call_origin(request, "/v1/models")
+            PROTOCOL, "models", credential(request), origin=call_origin(request, "/v1/models")
         ) as call:
             call.caller.require_role("generate")
-            base_name = call.service.name
-            model_id = request.path.removeprefix("/v1/models").lstrip("/")
+            service, tenant = call.service, call.caller.tenant
+            base_name, context = service.name, service.admission.context_tokens_max
+            base_names = service.listed_names(tenant)
             models = {
-                base_name: self._model_record(
-                    base_name, None, call.service.admission.context_tokens_max
-                )
+                name: self._model_record(name, base_name, None, context) for name in base_names
             }
-            for adapter, is_current in call.service.adapters.list_visible(call.caller.tenant):
+            for adapter, is_current in service.adapters.list_visible(tenant):
                 names = (adapter.name, adapter.key) if is_current else (adapter.key,)
                 for name in names:
-                    if name not in call.service.base_names:
-                        models[name] = self._model_record(name, base_name, None)
+                    if name not in models:
+                        models[name] = self._model_record(name, base_name, base_name, None)
+            model_id = request.path.removeprefix("/v1/models").removeprefix("/")
             if not model_id:
                 return json_response({"object": "list", "data": list(models.values())})
-            # The list has one name of the base model; GET /v1/models/NAME accepts all names of it.
-            if model_id in call.service.base_names:
-                models[model_id] = {**models[base_name], "id": model_id}
-            if model_id not in models:
-                raise unknown_model_error(model_id)
-            return json_response(models[model_id])
+            if model_id in models:
+                return json_response(models[model_id])
+            # The base model has names that are not listed, for example its path.
+            if service.adapter_name(model_id, tenant) is None:
+                return json_response({**models[base_name], "id": model_id})
+            raise unknown_model_error(model_id)
 
-    def _model_record(self, name: str, parent: str | None, context: int | None) -> dict[str, Any]:
+    def _model_record(
+        self, name: str, root: str, parent: str | None, context: int | None
+    ) -> dict[str, Any]:
         model = {"id": name, "object": "model", "created": self._created, "owned_by": "preamble"}
-        return model | {"root": parent or name, "parent": parent, "max_model_len": context}
+        return model | {"root": root, "parent": parent, "max_model_len": context}
 
     async def completions(self, request: web.BaseRequest) -> web.StreamResponse:
         async def make_asks(data: bytes, body: CompletionRequest, call: Call) -> list[Ask]:
-            service = call.service
-            return await _maybe_in_thread(
-                data, build_asks, body, service.base_names, service.config.limits_config.prompts_max
-            )
+            adapters = call.requested_adapters(body.model)
+            prompts_max = call.service.config.limits_config.prompts_max
+            return await maybe_in_thread(data, build_asks, body, adapters, prompts_max)
 
         return await self._respond(
             request,
@@ -129,9 +135,7 @@ class _OpenAIHandlers:
             data: bytes, body: openai_chat.ChatCompletionRequest, call: Call
         ) -> list[Ask]:
             return [
-                await build_ask(
-                    body, await _maybe_in_thread(data, to_template_messages, body), call
-                )
+                await build_ask(body, await maybe_in_thread(data, to_template_messages, body), call)
             ]
 
         return await self._respond(
@@ -155,11 +159,11 @@ class _OpenAIHandlers:
                 request, endpoint.path, {"gen_ai.operation.name": endpoint.operation}
             )
             async with self._frontend.call(
-                PROTOCOL, endpoint.method, _credential(request), origin=origin
+                PROTOCOL, endpoint.method, credential(request), origin=origin
             ) as call:
                 call.caller.require_role("generate")
-                data = await _read_json_body(request, call)
-                body = await _maybe_in_thread(data, parse_request, data, endpoint.request_type)
+                data = await read_json_body(request, call)
+                body = await maybe_in_thread(data, parse_request, data, endpoint.request_type)
                 if body.timeout is not None:
                     call.deadline = call.arrival + body.timeout
                 asks = await endpoint.make_asks(data, body, call)
@@ -175,7 +179,43 @@ class _OpenAIHandlers:
             client_error = _with_request_field(error, body)
             if not events.started:
                 raise client_error from None
-            return await _end_broken_stream(events, client_error)
+            return await events.finish_with_error(client_error, error_body(client_error))
+
+    async def responses(self, request: web.BaseRequest) -> web.StreamResponse:
+        events, body, run = EventStream(request), None, None
+        try:
+            origin = call_origin(request, RESPONSES_PATH, {"gen_ai.operation.name": "chat"})
+            async with self._frontend.call(
+                PROTOCOL, "responses", credential(request), origin=origin
+            ) as call:
+                call.caller.require_role("generate")
+                data = await read_json_body(request, call)
+                body = await maybe_in_thread(data, parse_request, data, ResponsesRequest)
+                chat = await maybe_in_thread(data, to_chat_request, body)
+                messages = await maybe_in_thread(data, to_template_messages, chat)
+                if body.instructions is not None:
+                    messages.insert(0, {"role": "system", "content": body.instructions})
+                ask = await build_ask(chat, messages, call)
+                run = ResponseRun(body, await CompletionRun.start(chat, [ask], call, CHAT_FORMAT))
+                if not body.stream:
+                    return json_response(await run.final_response())
+                async with aclosing(run.events()) as response_events:
+                    async for event in response_events:
+                        data = msgspec.json.encode(event)
+                        await call.send_part(events.send(data, event_type=event["type"]))
+                return await events.finish()
+        except CallFailure as error:
+            client_error = responses_api.with_request_field(error, body)
+            if run is None or not events.started:
+                raise client_error from None
+            event = run.failed_event(client_error)
+            return await events.finish_with_error(client_error, event, event["type"])
+
+    async def stored_response(self, request: web.BaseRequest) -> web.StreamResponse:
+        raise CallFailure(
+            REASONS["UNKNOWN_PATH"],
+            f"this server stores no responses; POST {RESPONSES_PATH} without an id",
+        )
 
 
 @dataclass(frozen=True)
@@ -188,41 +228,6 @@ class _Endpoint(Generic[RequestT]):
     request_type: type[RequestT]
     make_asks: Callable[[bytes, RequestT, Call], Awaitable[list[Ask]]]
     completion_format: CompletionFormat
-
-
-async def _end_broken_stream(events: EventStream, error: CallFailure) -> web.StreamResponse:
-    """End a stream that failed after its first event.
-
-    The error is sent as an event. If the client reads too slowly, the connection is aborted.
-    """
-    if error.reason.name != "SLOW_READER":
-        with suppress(TimeoutError):
-            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
-                await events.send(msgspec.json.encode(error_body(error)))
-                return await events.finish()
-    events.abort()
-    return await events.finish()
-
-
-def _credential(request: web.BaseRequest) -> str | None:
-    return request.headers.get("Authorization")
-
-
-async def _read_json_body(request: web.BaseRequest, call: Call) -> bytes:
-    limits = call.service.config.limits_config
-    # Only JSON is accepted. If text/plain were accepted too, any web page could let a browser send
-    # requests to this server, because browsers send text/plain without a CORS preflight.
-    if request.content_type != JSON_TYPE or "Content-Type" not in request.headers:
-        content_type = ascii(request.headers.get("Content-Type", ""))[:100]
-        raise RefusedError("UNREADABLE", f"the content type is {content_type}; send {JSON_TYPE}")
-    return await read_body(request, limits.message_bytes_max, call.frontend.slow_reader_s)
-
-
-async def _maybe_in_thread(data: bytes, function: Callable[..., T], *args: object) -> T:
-    """Call `function`, in a thread if the body is large, so that the event loop is not blocked."""
-    if len(data) <= LARGE_BODY_BYTES:
-        return function(*args)
-    return await asyncio.to_thread(function, *args)
 
 
 def _with_request_field(error: CallFailure, body: BaseCompletionRequest | None) -> CallFailure:

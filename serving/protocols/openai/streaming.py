@@ -41,6 +41,8 @@ class CompletionRun:
         service = call.service
         self._choices = completion_format.build_choices(body, streams, service)
         self._format = completion_format
+        # The model that the response names.
+        self.model = streams[0].request.answers[0].adapter or service.name
         object_type = completion_format.final_object
         if body.stream:
             object_type = completion_format.chunk_object
@@ -48,7 +50,7 @@ class CompletionRun:
             "id": f"{completion_format.id_prefix}-{secrets.token_hex(12)}",
             "object": object_type,
             "created": int(time.time()),
-            "model": streams[0].request.answers[0].adapter or service.name,
+            "model": self.model,
         }
 
     @classmethod
@@ -73,7 +75,7 @@ class CompletionRun:
     async def final_response(self) -> dict[str, Any]:
         """Return one response with all choices, for a request without `stream`."""
         choices_by_index: dict[int, dict[str, Any]] = {}
-        async with aclosing(self._pieces()) as pieces:
+        async with aclosing(self.pieces()) as pieces:
             async for choice, piece in pieces:
                 chunk = choice.render(piece)
                 if chunk is not None:
@@ -84,26 +86,24 @@ class CompletionRun:
         choices = [
             self._format.finalize(choices_by_index[index]) for index in sorted(choices_by_index)
         ]
-        return {**self._common_fields, "choices": choices, "usage": self._usage()}
+        return {**self._common_fields, "choices": choices, "usage": self.usage()}
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Yield the JSON text of each chunk, for a request with `stream`."""
         fields = self._common_fields
         if self._include_usage:
             fields = {**fields, "usage": None}
-        async with aclosing(self._pieces()) as pieces:
+        async with aclosing(self.pieces()) as pieces:
             async for choice, piece in pieces:
                 chunk = choice.render(piece)
                 if chunk is not None:
                     if self._usage_per_chunk and self._include_usage:
-                        fields["usage"] = self._usage()
+                        fields["usage"] = self.usage()
                     yield msgspec.json.encode({**fields, "choices": [chunk]})
         if self._include_usage:
-            yield msgspec.json.encode(
-                {**self._common_fields, "choices": [], "usage": self._usage()}
-            )
+            yield msgspec.json.encode({**self._common_fields, "choices": [], "usage": self.usage()})
 
-    async def _pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
+    async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
         """Yield the pieces of all streams, with their choices, in order of arrival.
 
         The first error ends the whole call, because OpenAI's protocol has no error per choice.
@@ -114,7 +114,8 @@ class CompletionRun:
                     raise piece.error
                 yield self._choices[index][piece.index], piece
 
-    def _usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
+        """Return the numbers of tokens so far."""
         # All choices of a stream have the same prompt, which is counted once.
         first_choices = [choices[0] for choices in self._choices]
         prompt_tokens = sum(choice.answer.prompt_tokens for choice in first_choices)

@@ -95,4 +95,5 @@ def _model_message(service: Service) -> pb.ModelInfo:
         dtype=service.dtype,
         tokenizer=service.tokenizer.kind,
         digest=service.digest,
+        aliases=service.model_names.listed[1:],
     )

@@ -14,14 +14,14 @@ from gpt.errors import PreambleError
 from protos.foreign.descriptor_pools import load_package
 from serving.messages import Guide
 from serving.protocols.kserve import service as kserve
-from serving.protocols.kserve.inputs import read_request
+from serving.protocols.kserve.inputs import InferRequest, read_message, read_request
 from serving.protocols.kserve.metadata import INPUT_ALIASES, INPUT_KINDS
 from serving.protocols.kserve.tensors import (
     DATATYPES,
     InputTensor,
+    OutputTensor,
     read_tensors,
-    write_tensor,
-    write_values,
+    write_tensors,
 )
 from serving.request import Ask
 from tests.support.broken.kserve_requests import framed, request, sampling
@@ -71,6 +71,10 @@ def test_field_names_and_numbers_equal_the_published_ones() -> None:
     assert handled_methods - served_methods == set(kserve.UNSUPPORTED_METHODS)
 
 
+def read(message: Any) -> InferRequest:
+    return read_request(read_message(message), "", 1 << 20)
+
+
 MESSAGES = st.builds(
     lambda name, datatype, shape, raw: kserve_package.ModelInferRequest(
         inputs=[{"name": name, "datatype": datatype, "shape": shape}], raw_input_contents=raw
@@ -91,7 +95,7 @@ MESSAGES = st.builds(
 @settings(max_examples=400, deadline=None, derandomize=True)
 def test_arbitrary_tensors_are_parsed_or_refused(message: Any) -> None:
     with suppress(PreambleError):
-        assert read_request(message, "", 1 << 20).ask.prompt is not None
+        assert read(message).ask.prompt is not None
 
 
 @given(
@@ -101,8 +105,8 @@ def test_arbitrary_tensors_are_parsed_or_refused(message: Any) -> None:
 @settings(deadline=None, derandomize=True)
 def test_written_tensors_round_trip(values: list[str], numbers: list[list[int]]) -> None:
     response = kserve_package.ModelInferResponse()
-    write_values(response, "a", "BYTES", values)
-    write_tensor(response, "b", "INT32", numbers)
+    texts_output = OutputTensor.from_values("a", "BYTES", values)
+    write_tensors(response, [texts_output, OutputTensor.from_rows("b", "INT32", numbers)])
     request = kserve_package.ModelInferRequest(
         inputs=[
             {"name": output.name, "datatype": output.datatype, "shape": output.shape}
@@ -124,7 +128,7 @@ def test_typed_and_raw_contents_are_equal() -> None:
         if kind.contents_field is None:
             continue
         response = kserve_package.ModelInferResponse()
-        write_values(response, "a", datatype, [1, 0])
+        write_tensors(response, [OutputTensor.from_values("a", datatype, [1, 0])])
         shape = {"name": "a", "datatype": datatype, "shape": [2]}
         raw = kserve_package.ModelInferRequest(
             inputs=[shape], raw_input_contents=response.raw_output_contents
@@ -139,7 +143,7 @@ def build_ask(text: str, **parameters: int) -> Ask:
     message = sampling(text)
     for name, value in parameters.items():
         message.parameters[name].int64_param = value
-    return read_request(message, "", 1 << 20).ask
+    return read(message).ask
 
 
 def test_numeric_parameters_of_triton_backends_are_translated() -> None:
@@ -149,7 +153,7 @@ def test_numeric_parameters_of_triton_backends_are_translated() -> None:
         0,
         -100,
     ]
-    assert read_request(request(parameters={}), "", 1 << 20).timeout_s is None
+    assert read(request(parameters={})).timeout_s is None
     assert build_ask('{"top_k": -1}').top_k == 0
     assert build_ask('{"end_id": 5, "stop_token_ids": [4]}').stop_token_ids == (4, 5)
     assert build_ask('{"end_id": -1}').ignore_ends

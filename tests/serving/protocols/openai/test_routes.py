@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2 as httpx
 import openai
 import pytest
 import yaml
@@ -24,6 +25,7 @@ from gpt.adapters.prompt_template import PromptTemplate
 from gpt.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from protos.preamble.v1 import generation_pb2 as pb
 from protos.preamble.v1 import generation_pb2_grpc
+from serving.server import LIVENESS_PATHS, READINESS_PATHS
 from tests.support.broken.openai_requests import REFUSED
 from tests.support.servers import (
     ROOT,
@@ -136,7 +138,7 @@ def test_the_example_runs_on_any_server(deployment: OpenAIServer) -> None:
     completed = run([*example, "sum"], timeout=600)
 
     assert completed.returncode == 0, completed.stderr
-    assert completed.stdout.startswith("models: checkpoint, fox, fox@2, sum, sum@1\n")
+    assert completed.stdout.startswith("models: checkpoint, preamble, fox, fox@2, sum, sum@1\n")
     expected = deployment.complete("sum", "the quick brown", max_tokens=16, temperature=0)
     assert expected.choices[0].text in completed.stdout
 
@@ -144,15 +146,66 @@ def test_the_example_runs_on_any_server(deployment: OpenAIServer) -> None:
 def test_every_adapter_is_a_model(deployment: OpenAIServer) -> None:
     models = {model.id: model for model in deployment.client.models.list()}
 
-    assert set(models) == {BASE, "sum", "sum@1", "fox", "fox@2"}
+    assert list(models)[:2] == [BASE, "preamble"]
+    assert set(models) == {BASE, "preamble", "sum", "sum@1", "fox", "fox@2"}
     assert deployment.client.models.retrieve("fox@2").to_dict()["parent"] == BASE
     assert deployment.client.models.retrieve("preamble").id == "preamble"  # The base, as in KServe.
-    completions = [
-        deployment.complete(name, "the quick", **GREEDY, seed=7) for name in ("preamble", BASE)
-    ]
-    assert completions[0].choices == completions[1].choices and completions[0].model == BASE
+    names = "preamble", BASE, "", "dummy", "tgi", "default"
+    completions = [deployment.complete(name, "the quick", **GREEDY, seed=7) for name in names]
+    for completion in completions:
+        assert completion.choices == completions[0].choices and completion.model == BASE
+    for name in ("dog", "gpt-4o", "Dummy", f"{BASE}/iter_0000001"):
+        with pytest.raises(openai.NotFoundError, match="no model"):
+            deployment.complete(name, **GREEDY)
     with pytest.raises(openai.NotFoundError, match="no model 'dog'"):
         deployment.client.models.retrieve("dog")
+
+
+def test_the_operator_names_the_model(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path)
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    tokenizer = open_tokenizer(checkpoint / "tokenizer")
+    for name in ("default", "checkpoint"):
+        write(adapters / f"{name}.safetensors", checkpoint, tokenizer.encode("what is the sum"))
+    names = ["org/chat-7b", "gpt-4o"]
+    settings = {"adapters": str(adapters), "served_model_name": names}
+    with serving(checkpoint, tmp_path / "s.yaml", **settings) as server:
+        client = openai.OpenAI(
+            base_url=f"http://{server.ready_field('http')}/v1", api_key="none", max_retries=0
+        )
+        models = [model.id for model in client.models.list()]
+        retrieved = client.models.retrieve("org/chat-7b")
+        answers = {
+            name: client.completions.create(model=name, prompt=TEXT, **GREEDY)
+            for name in (*names, "preamble", "", str(checkpoint), "default", "checkpoint")
+        }
+
+    assert models[:3] == ["org/chat-7b", "gpt-4o", "preamble"]
+    assert server.ready_field("model") == retrieved.id == "org/chat-7b"
+    for name in (*names, "preamble", "", str(checkpoint)):
+        assert answers[name].model == "org/chat-7b", name
+    # The adapter's name precedes a placeholder, and the folder's name, which is only an alias.
+    assert answers["default"].model == "default@1"
+    assert answers["checkpoint"].model == "checkpoint@1"
+
+
+def test_paths_of_probes_and_final_slashes(deployment: OpenAIServer) -> None:
+    root = deployment.url.removesuffix("/v1")
+    for path in ("/version", "/load", *LIVENESS_PATHS, *READINESS_PATHS):
+        for spelling in (path, f"{path}/"):
+            response = httpx.get(f"{root}{spelling}")
+            assert response.status_code == 200, spelling
+    assert {"/health", "/ping", "/readyz", "/v1/health"} <= {*READINESS_PATHS}
+    assert set(httpx.get(f"{root}/version").json()) == {"version"}
+    assert httpx.get(f"{root}/load").json() == {"server_load": 0}
+    assert httpx.get(f"{root}/healthier").status_code == 404
+    slashed = httpx.post(
+        f"{root}/v1/completions/",
+        json={"prompt": TEXT, **GREEDY},
+        headers={"Authorization": f"Bearer {TOKEN}"},
+    )
+    assert slashed.json()["choices"][0]["text"] == deployment.complete(**GREEDY).choices[0].text
 
 
 @pytest.mark.parametrize(
