@@ -23,6 +23,8 @@ from serving.admission.rate_limits import RateLimits
 from serving.config import ServerConfig
 from serving.protocols.openai.chat import ChatCompletionRequest as ChatBody
 from serving.protocols.openai.completion_request import CompletionRequest as CompletionBody
+from serving.protocols.openai.tokenization import DetokenizeRequest as DetokenizeBody
+from serving.protocols.openai.tokenization import TokenizeRequest as TokenizeBody
 from serving.service.error_reasons import DOMAIN, REASONS
 
 # The entry point of the `preamble` script (pyproject.toml).
@@ -59,6 +61,8 @@ SPELLED = {
 HTTP_BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
 }
 
 

@@ -76,6 +76,7 @@ def read_request(message: Any, adapter: str, text_bytes_max: int) -> InferReques
     ask = Ask(
         prompt,
         adapters=_read_adapters(values, adapter),
+        parse_by_default=True,
         guide=_read_guide(values),
         logit_bias=_read_logit_bias(values.get("logit_bias", {})),
         priority=_read_priority(message),

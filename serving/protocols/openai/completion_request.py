@@ -85,11 +85,23 @@ class ResponseFormat(RequestPart):
     json_schema: JsonSchema | None = None
 
 
-class BaseCompletionRequest(RequestPart):
-    """The fields that plain completions and chats share. None (JSON null) means unset."""
+class RequestBody(RequestPart):
+    """The body of a request."""
 
     # Advice in errors, by the name of a field that this endpoint does not have.
     FIELD_HINTS: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def field_names(self) -> Mapping[str, str]:
+        """Maps the field names in the admission's errors to this endpoint's names."""
+        return {}
+
+    def check(self) -> None:
+        """Raise a RequestError if two fields contradict each other, or a value is unsupported."""
+
+
+class BaseCompletionRequest(RequestBody):
+    """The fields that plain completions and chats share. None (JSON null) means unset."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -124,14 +136,17 @@ class BaseCompletionRequest(RequestPart):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     priority: int | None = None  # As in vLLM, requests with lower values run earlier.
-    # Each of these flags has only one allowed value: see `FIXED_FLAGS`.
+    # Whether to add the BOS and EOS tokens of the tokenizer. Default: true for texts, else false.
     add_special_tokens: bool | None = None
+    # Each of these flags has only one allowed value: see `FIXED_FLAGS`.
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
     # Preamble's extensions.
+    # Whether control tokens in texts become their ids. Default: true for `prompt`, else false.
+    parse_special_tokens: bool | None = None
     beam_width: int | None = None
     early_stopping: bool | Literal["never"] | None = None
     typical_p: float | None = None
@@ -145,11 +160,9 @@ class BaseCompletionRequest(RequestPart):
 
     @property
     def field_names(self) -> Mapping[str, str]:
-        """Maps the field names in the admission's errors to OpenAI's names."""
         return FIELD_NAMES
 
     def check(self) -> None:
-        """Raise a RequestError if two fields contradict each other, or a value is unsupported."""
         options = self.stream_options
         if options is not None and not self.stream:
             raise RequestError("stream_options needs stream; set stream to true", "stream_options")
@@ -205,12 +218,12 @@ class CompletionRequest(BaseCompletionRequest):
 
 # Flags that have only one allowed value here.
 FIXED_FLAGS = {
-    "add_special_tokens": True,
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "return_token_ids": False,
     "return_tokens_as_token_ids": False,
 }
+BodyT = TypeVar("BodyT", bound=RequestBody)
 RequestT = TypeVar("RequestT", bound=BaseCompletionRequest)
 _decoder = cache(msgspec.json.Decoder)
 _UNKNOWN = re.compile(r"unknown field `(.*?)`", re.DOTALL)
@@ -223,7 +236,7 @@ LARGE_BODY_BYTES = 64 << 10
 JSON_PARTS_MAX = 100_000
 
 
-def parse_request(data: bytes, request_type: type[RequestT]) -> RequestT:
+def parse_request(data: bytes, request_type: type[BodyT]) -> BodyT:
     """Parse and check a request body. This may take long if the body is large."""
     if len(data) > LARGE_BODY_BYTES and _count_json_parts(data) > JSON_PARTS_MAX:
         raise RefusedError(
@@ -232,7 +245,7 @@ def parse_request(data: bytes, request_type: type[RequestT]) -> RequestT:
             "requests",
         )
     try:
-        body: RequestT = _decoder(request_type).decode(data)
+        body: BodyT = _decoder(request_type).decode(data)
     except msgspec.ValidationError as error:
         raise _validation_error(str(error), request_type) from None
     except msgspec.DecodeError as error:
@@ -258,7 +271,7 @@ def _count_json_parts(data: bytes) -> int:
     return strings + sum(text.count(b"[") + text.count(b"{") for text in texts_outside_strings)
 
 
-def _validation_error(message: str, request_type: type[BaseCompletionRequest]) -> RequestError:
+def _validation_error(message: str, request_type: type[RequestBody]) -> RequestError:
     """Convert msgspec's message to a RequestError.
 
     The message can end with the JSON path of the invalid value, such as " - at `$.stop[0]`".
@@ -297,6 +310,8 @@ def build_asks(body: CompletionRequest, adapters: tuple[str, ...], prompts_max: 
         logprobs=body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),
         truncate_tokens=body.truncate_prompt_tokens,
+        add_special_tokens=body.add_special_tokens,
+        parse_by_default=True,
     )
     # With an adapter, the admission applies the adapter's default.
     if body.max_tokens is None and not adapters:
@@ -381,6 +396,7 @@ def ask_fields(body: BaseCompletionRequest) -> dict[str, Any]:
         "early_stopping": body.early_stopping,
         "service": body.service_class,
         "priority": None if body.priority is None else -body.priority,
+        "parse_special_tokens": body.parse_special_tokens,
     }
     return drop_none(**fields)
 

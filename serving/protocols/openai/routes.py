@@ -1,4 +1,4 @@
-"""OpenAI HTTP routes: /v1/completions, /v1/chat/completions and /v1/models.
+"""OpenAI HTTP routes: /v1/completions, /v1/chat/completions, /v1/models and vLLM's /tokenize.
 
 In this API, each adapter is a model, like the base model. Each prompt of a request becomes an
 `Ask`, and the pieces of its stream become choices, in one response or in server-sent events. Other
@@ -6,6 +6,7 @@ modules define the details:
 
 - `completion_request` and `chat`: the meaning of request fields
 - `responses` and `chat`: the format of choices
+- `tokenization`: /tokenize, /detokenize and /tokenizer_info
 - `streaming`: the chunks of a stream
 - `serving.frontend.http_transport`: the HTTP transport
 """
@@ -34,13 +35,16 @@ from serving.frontend.http_transport import (
     read_body,
 )
 from serving.protocols.openai import chat as openai_chat
+from serving.protocols.openai import tokenization
 from serving.protocols.openai.chat import CHAT_FORMAT, build_ask, to_template_messages
 from serving.protocols.openai.completion_request import (
     CHAT_COMPLETIONS_PATH,
     COMPLETIONS_PATH,
     LARGE_BODY_BYTES,
     BaseCompletionRequest,
+    BodyT,
     CompletionRequest,
+    RequestBody,
     RequestT,
     build_asks,
     guide_field,
@@ -49,6 +53,13 @@ from serving.protocols.openai.completion_request import (
 )
 from serving.protocols.openai.responses import TEXT_FORMAT, CompletionFormat
 from serving.protocols.openai.streaming import CompletionRun
+from serving.protocols.openai.tokenization import (
+    DETOKENIZE_PATH,
+    TOKENIZE_PATH,
+    TOKENIZER_INFO_PATH,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from serving.request import Ask, RefusedError
 
 T = TypeVar("T")
@@ -65,6 +76,9 @@ def routes(frontend: Frontend) -> Routes:
         CHAT_COMPLETIONS_PATH: {"POST": handlers.chat},
         "/v1/models": models,
         "/v1/models/": models,
+        TOKENIZE_PATH: {"POST": handlers.tokenize},
+        DETOKENIZE_PATH: {"POST": handlers.detokenize},
+        TOKENIZER_INFO_PATH: {"GET": handlers.tokenizer_info, "HEAD": handlers.tokenizer_info},
     }
 
 
@@ -131,7 +145,9 @@ class _OpenAIHandlers:
         ) -> list[Ask]:
             return [
                 await build_ask(
-                    body, await _maybe_in_thread(data, to_template_messages, body), call
+                    body,
+                    await _maybe_in_thread(data, to_template_messages, body.messages or ()),
+                    call,
                 )
             ]
 
@@ -146,6 +162,45 @@ class _OpenAIHandlers:
                 CHAT_FORMAT,
             ),
         )
+
+    async def tokenize(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._answer(
+            request, TOKENIZE_PATH, "tokenize", TokenizeRequest, tokenization.tokenize
+        )
+
+    async def detokenize(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._answer(
+            request, DETOKENIZE_PATH, "detokenize", DetokenizeRequest, tokenization.detokenize
+        )
+
+    async def tokenizer_info(self, request: web.BaseRequest) -> web.StreamResponse:
+        origin = call_origin(request, TOKENIZER_INFO_PATH)
+        async with self._frontend.call(
+            PROTOCOL, "tokenizer_info", _credential(request), origin=origin
+        ) as call:
+            call.caller.require_role("generate")
+            return json_response(call.service.tokenizer_info)
+
+    async def _answer(
+        self,
+        request: web.BaseRequest,
+        path: str,
+        method: str,
+        body_type: type[BodyT],
+        respond: Callable[[BodyT, Call], Awaitable[dict[str, Any]]],
+    ) -> web.StreamResponse:
+        """Run a call that is answered with one JSON object and generates nothing."""
+        body = None
+        try:
+            async with self._frontend.call(
+                PROTOCOL, method, _credential(request), origin=call_origin(request, path)
+            ) as call:
+                call.caller.require_role("generate")
+                data = await _read_json_body(request, call)
+                body = await _maybe_in_thread(data, parse_request, data, body_type)
+                return json_response(await respond(body, call))
+        except CallFailure as error:
+            raise _with_request_field(error, body) from None
 
     async def _respond(
         self, request: web.BaseRequest, endpoint: "_Endpoint[RequestT]"
@@ -226,12 +281,12 @@ async def _maybe_in_thread(data: bytes, function: Callable[..., T], *args: objec
     return await asyncio.to_thread(function, *args)
 
 
-def _with_request_field(error: CallFailure, body: BaseCompletionRequest | None) -> CallFailure:
+def _with_request_field(error: CallFailure, body: RequestBody | None) -> CallFailure:
     """Return the error with OpenAI's field names in place of the field names of `Ask`."""
     if body is None or error.field is None:
         return error  # The error names no field, or the parser raised it with OpenAI's names.
     name = body.field_names.get(error.field, error.field)
-    if error.field.partition(".")[0] == "guide":
+    if error.field.partition(".")[0] == "guide" and isinstance(body, BaseCompletionRequest):
         name = guide_field(body)
     message = translate_message(str(error), error.field, name, body.field_names)
     return CallFailure(error.reason, message, name, error.retry_s)
