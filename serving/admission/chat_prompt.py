@@ -130,7 +130,8 @@ class ChatPromptRenderer:
         except RecursionError:
             raise _nesting_error() from None
         except RequestError as error:
-            # The error may quote a message, so the mark is removed from its text.
+            # Where a message contains the text of a control token, `escape_messages` has inserted a
+            # mark. The error may quote the message, so the mark is removed from the error.
             raise RequestError(str(error).replace(mark, ""), error.field) from None
         if parse_special_tokens:
             ids = tuple(self._tokenizer.encode(text, allow_special=True))
