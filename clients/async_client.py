@@ -13,7 +13,14 @@ import grpc
 import grpc.aio
 
 from clients.client import PAGE_SIZE
-from clients.options import DEFAULT_OPTIONS, Options, Prompt, build_score_request, fill_request
+from clients.options import (
+    DEFAULT_OPTIONS,
+    Options,
+    Prompt,
+    build_score_request,
+    build_tokenize_request,
+    fill_request,
+)
 from clients.responses import (
     Completion,
     Piece,
@@ -116,16 +123,27 @@ class AsyncClient:
         adapter: str = "",
         logprobs: int = 0,
         timeout_s: float | None = None,
+        parse_special_tokens: bool = False,
+        add_special_tokens: bool | None = None,
     ) -> Scores:
         """Score each continuation of the prompt; if there are none, score the prompt itself.
 
         For each scored token, the `logprobs` most likely tokens at its position are also returned.
+        The last two arguments are those of `Options`.
         """
-        message = build_score_request(prompt, continuations, adapter, logprobs)
+        message = build_score_request(
+            prompt, continuations, adapter, logprobs, parse_special_tokens, add_special_tokens
+        )
         return read_scores(await self.call(self._generation.Score, message, timeout_s))
 
-    async def tokenize(self, text: str) -> list[int]:
-        message = pb.TokenizeRequest(text=text)
+    async def tokenize(
+        self,
+        text: str,
+        *,
+        parse_special_tokens: bool = False,
+        add_special_tokens: bool | None = None,
+    ) -> list[int]:
+        message = build_tokenize_request(text, parse_special_tokens, add_special_tokens)
         return list((await self.call(self._generation.Tokenize, message)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:

@@ -19,6 +19,7 @@ from clients.options import (
     Options,
     Prompt,
     build_score_request,
+    build_tokenize_request,
     fill_request,
 )
 from clients.responses import (
@@ -152,16 +153,27 @@ class Client:
         adapter: str = "",
         logprobs: int = 0,
         timeout_s: float | None = None,
+        parse_special_tokens: bool = False,
+        add_special_tokens: bool | None = None,
     ) -> Scores:
         """Score each continuation of the prompt; if there are none, score the prompt itself.
 
         For each scored token, the `logprobs` most likely tokens at its position are also returned.
+        The last two arguments are those of `Options`.
         """
-        message = build_score_request(prompt, continuations, adapter, logprobs)
+        message = build_score_request(
+            prompt, continuations, adapter, logprobs, parse_special_tokens, add_special_tokens
+        )
         return read_scores(self.call(self._generation.Score, message, timeout_s))
 
-    def tokenize(self, text: str) -> list[int]:
-        message = pb.TokenizeRequest(text=text)
+    def tokenize(
+        self,
+        text: str,
+        *,
+        parse_special_tokens: bool = False,
+        add_special_tokens: bool | None = None,
+    ) -> list[int]:
+        message = build_tokenize_request(text, parse_special_tokens, add_special_tokens)
         return list(self.call(self._generation.Tokenize, message).token_ids)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:

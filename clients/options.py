@@ -89,6 +89,10 @@ class Options:
     # Maximum number of prompt tokens. A longer prompt keeps its last tokens. 0: no truncation.
     truncate_prompt_tokens: int = 0
     time_limit_ms: int = 0  # After this time, return the completions as they are. 0: no limit.
+    # Whether control tokens in a text or in the values of fields become their ids.
+    parse_special_tokens: bool = False
+    # Whether the tokenizer's control tokens, such as BOS, are added to a text. None: yes.
+    add_special_tokens: bool | None = None
 
 
 DEFAULT_OPTIONS = Options()
@@ -101,6 +105,8 @@ _REQUEST_FIELDS = (
     "answers",
     "truncate_prompt_tokens",
     "time_limit_ms",
+    "parse_special_tokens",
+    "add_special_tokens",
 )
 _SAMPLING_FIELDS = (
     "temperature",
@@ -130,13 +136,34 @@ def fill_request(message: M, prompt: Prompt, options: Options) -> M:
 
 
 def build_score_request(
-    prompt: Prompt, continuations: Sequence[str], adapter: str, logprobs: int
+    prompt: Prompt,
+    continuations: Sequence[str],
+    adapter: str,
+    logprobs: int,
+    parse_special_tokens: bool,
+    add_special_tokens: bool | None,
 ) -> pb.ScoreRequest:
     try:
-        message = pb.ScoreRequest(adapter=adapter, continuations=continuations, logprobs=logprobs)
+        message = pb.ScoreRequest(
+            adapter=adapter,
+            continuations=continuations,
+            logprobs=logprobs,
+            parse_special_tokens=parse_special_tokens,
+        )
+        if add_special_tokens is not None:
+            message.add_special_tokens = add_special_tokens
         add_prompt(message, prompt)
     except (ValueError, TypeError) as error:
         raise CallError("INVALID_ARGUMENT", str(error), "INVALID_FIELD") from None
+    return message
+
+
+def build_tokenize_request(
+    text: str, parse_special_tokens: bool, add_special_tokens: bool | None
+) -> pb.TokenizeRequest:
+    message = pb.TokenizeRequest(text=text, parse_special_tokens=parse_special_tokens)
+    if add_special_tokens is not None:
+        message.add_special_tokens = add_special_tokens
     return message
 
 

@@ -27,6 +27,7 @@ CUDA_GRAPH_MODES, STEP_AHEAD_MODES = ("auto", "off"), ("auto", "on", "off")
 LINEAR_BACKENDS = ("auto", "torch", "fp8", "te")
 TE_RECIPES = ("none", "current", "delayed", "block")
 WEIGHT_FORMATS = ("auto", "int8")
+SPECIAL_TOKEN_PARSING = ("auto", "never")
 MODEL_NAME_PATTERN = re.compile(r"[!-~]{1,200}")
 _SAFEGUARD_NAMES = {"tls_cert": "encryption", "tokens": "tokens"}
 
@@ -187,6 +188,9 @@ class LimitsConfig:
 
     new_tokens_default: int = 128
     text_bytes_max: int = 1 << 20  # Bytes of a prompt's text, all input fields together.
+    # Whether control tokens in the text of a prompt become their ids. auto: as the request says, or
+    # else by the rule of its API; never: a text has no control tokens.
+    parse_special_tokens: str = "auto"
     message_bytes_max: int = 16 << 20  # Bytes of a gRPC message or an HTTP body.
     stops_max: int = 16  # Stop strings of a request; also the limit of its stop token ids.
     stop_bytes_max: int = 256  # Bytes of one stop string or one bad word.
@@ -204,6 +208,7 @@ class LimitsConfig:
 
     def __post_init__(self) -> None:
         _check_bounds(self)
+        _check_choice(self, "parse_special_tokens", SPECIAL_TOKEN_PARSING)
         if self.logprobs_max > LOGPROBS_MAX:
             raise ConfigError(
                 f"logprobs_max is {self.logprobs_max}; it must be at most {LOGPROBS_MAX}"
@@ -401,6 +406,7 @@ def _check_bounds(part: Any) -> None:
         value = getattr(part, field.name)
         is_bounded = field.name.endswith(("_max", "_default", "_s", "_tokens"))
         is_bounded &= field.name != "speculate_tokens_max"  # 0 turns speculation off.
+        is_bounded &= not isinstance(value, str)  # A choice, not a number.
         if is_bounded and value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{field.name} is {value}; it must be more than 0, and finite")
 

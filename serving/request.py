@@ -31,6 +31,11 @@ class Ask:
     # The prompt is completed with each of these adapters. Each pair of prompt and adapter is
     # called a task. The name "" means the base model; an empty tuple means the same as ("",).
     adapters: tuple[str, ...] = ()
+    # Whether control tokens in the texts (prompt, fields, continuations) become their ids. None: if
+    # the prompt is a text and `parse_by_default` is set.
+    parse_special_tokens: bool | None = None
+    parse_by_default: bool = False  # Set by protocols whose clients send rendered chats as text.
+    add_special_tokens: bool = True  # Add BOS and EOS to a text prompt as the tokenizer does.
     # Texts to score after the prompt. Each text is an answer; `answers` then has no effect.
     continuations: tuple[str, ...] = ()
     answers: int = 1  # Number of answers per task; each has its own seed.

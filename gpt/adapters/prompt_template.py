@@ -1,14 +1,15 @@
 """Prompt template: converts text, fields and virtual tokens to token ids, for training and serving.
 
 Each virtual token becomes a token id at or above the vocabulary size. A template is parsed before
-its fields get their values, so a value is always text: a marker, a field or a control token in a
-value has no effect. The text between two markers of virtual tokens, with the values of its fields,
-is tokenized in one piece. In a training example, the ids before the answer equal the
-prompt's ids in serving. The module uses no model and opens no files.
+its fields get their values, so a value is always text: a marker or a field in a value has no
+effect, and a control token only if the caller of `render` says so. The text between two markers of
+virtual tokens, with the values of its fields, is tokenized in one piece. In a training example, the
+ids before the answer equal the prompt's ids in serving. The module uses no model and opens no
+files.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -153,6 +154,7 @@ class PromptTemplate:
         vocab_size: int,
         tokens_max: int,
         with_answer: bool,
+        parse_fields: bool = False,
     ) -> RenderedPrompt:
         """Return the ids of a prompt, or, if `with_answer` is set, of a training example.
 
@@ -163,11 +165,21 @@ class PromptTemplate:
         ids of the prompt alone, even if the tokenizer would merge the end of the prompt with the
         answer. If the template has no answer_field, all ids of an example are the answer. Without
         `with_answer`, an answer in `inputs` is ignored.
+
+        `parse_fields`: control tokens in the values of fields become their ids. Control tokens in
+        the template's own text never do, because training did not parse them.
         """
         self._check_inputs(inputs, with_answer)
         field_values = dict(inputs)
         truncated_tokens = 0
-        ids, answer_start = self._encode_parts(tokenizer, field_values, vocab_size, with_answer)
+        assert not (with_answer and parse_fields), "an example of training is plain text"
+
+        def encode_parts() -> tuple[list[int], int]:
+            return self._encode_parts(
+                tokenizer, field_values, vocab_size, with_answer, parse_fields
+            )
+
+        ids, answer_start = encode_parts()
         if len(ids) > tokens_max and self.truncate_field is not None:
             value = field_values[self.truncate_field]
             field_ids = tokenizer.encode(value)
@@ -178,9 +190,7 @@ class PromptTemplate:
                 field_values[self.truncate_field] = value[
                     : _text_length(tokenizer, field_ids[:remaining_tokens])
                 ]
-                ids, answer_start = self._encode_parts(
-                    tokenizer, field_values, vocab_size, with_answer
-                )
+                ids, answer_start = encode_parts()
             truncated_tokens = len(field_ids) - remaining_tokens
         if len(ids) > tokens_max:
             raise self._too_long_error(
@@ -196,6 +206,7 @@ class PromptTemplate:
         field_values: Mapping[str, str],
         vocab_size: int,
         with_answer: bool,
+        parse_fields: bool,
     ) -> tuple[list[int], int]:
         """Return the ids of all parts, and the index of the answer's first id."""
         ids: list[int] = []
@@ -217,6 +228,7 @@ class PromptTemplate:
                     begins_prompt=index == 0,
                     ends_prompt=index == len(self.parts) - 1,
                     with_answer=with_answer,
+                    parse_fields=parse_fields,
                 )
                 ids += prompt_ids
         if self.bos != "none":
@@ -235,6 +247,7 @@ class PromptTemplate:
         begins_prompt: bool,
         ends_prompt: bool,
         with_answer: bool,
+        parse_fields: bool,
     ) -> tuple[list[int], list[int]]:
         """Return the ids of a text part without the answer, and the ids of the answer.
 
@@ -242,6 +255,10 @@ class PromptTemplate:
         `with_answer` is not set.
         """
         answer_part = part[-1] if part[-1] == TemplateField(self.answer_field or "") else None
+        if parse_fields:
+            elements = [element for element in part if element is not answer_part]
+            segments = _split_fields(tokenizer, elements, field_values)
+            return _encode_segments(tokenizer, segments, begins_prompt, ends_prompt), []
         texts = [
             field_values[element.name] if isinstance(element, TemplateField) else element
             for element in part
@@ -322,6 +339,43 @@ def _strip_ends(text: str, begins_prompt: bool, ends_prompt: bool) -> str:
     """Remove spaces at the beginning and the end of a prompt; as in NeMo, keep other whitespace."""
     text = text.lstrip(" ") if begins_prompt else text
     return text.rstrip(" ") if ends_prompt else text
+
+
+def _split_fields(
+    tokenizer: Tokenizer, elements: Iterable[str | TemplateField], field_values: Mapping[str, str]
+) -> list[tuple[int | None, str]]:
+    """Split a text part at the control tokens in its fields.
+
+    Each segment is the id of a control token and the text after it; the first has no control token.
+    """
+    segments: list[tuple[int | None, str]] = [(None, "")]
+    for element in elements:
+        if not isinstance(element, TemplateField):
+            segments[-1] = segments[-1][0], segments[-1][1] + element
+            continue
+        for text, control in tokenizer.control_splitter.split(field_values[element.name]):
+            segments[-1] = segments[-1][0], segments[-1][1] + text
+            if control is not None:
+                segments.append((control.id, ""))
+    return segments
+
+
+def _encode_segments(
+    tokenizer: Tokenizer,
+    segments: Sequence[tuple[int | None, str]],
+    begins_prompt: bool,
+    ends_prompt: bool,
+) -> list[int]:
+    ids: list[int] = []
+    for index, (control_id, text) in enumerate(segments):
+        is_last = index == len(segments) - 1
+        text = _strip_ends(text, begins_prompt and index == 0, ends_prompt and is_last)
+        if control_id is not None:
+            ids.append(control_id)
+        if text:
+            continues_text = index > 0 and tokenizer.continues_after_control
+            ids += tokenizer.encode(text, continues_text=continues_text)
+    return ids
 
 
 def _text_length(tokenizer: Tokenizer, ids: list[int]) -> int:

@@ -9,48 +9,24 @@ message therefore cannot forge a turn.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpt.errors import CheckpointError, ConfigError, RequestError
-from gpt.tokenizers.special_tokens import read_json, read_token_names, spell_out_guarded
+from gpt.tokenizers.special_tokens import (
+    ControlTokenSplitter,
+    read_json,
+    read_token_names,
+    spell_out_guarded,
+)
 from gpt.tokenizers.tokenizer import Tokenizer
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_BYTES_MAX = 1 << 20
 # Unicode noncharacters. The first one that the messages do not contain is used as the mark.
 ESCAPE_MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-
-
-def trie_pattern(words: Iterable[str]) -> str:
-    """Return a regular expression that matches the longest of these words at a position.
-
-    The pattern is a trie, so the cost per position depends on the length of a word, not on the
-    number of words. With an alternation of all words, a long search in a hostile message could
-    block the process, because `re` holds the GIL.
-    """
-    trie: dict[str, Any] = {}
-    for word in words:
-        node = trie
-        for letter in word:
-            node = node.setdefault(letter, {})
-        node[""] = None
-    return _node_pattern(trie)
-
-
-def _node_pattern(node: dict[str, Any]) -> str:
-    common_prefix = ""
-    while len(node) == 1 and "" not in node:
-        ((letter, node),) = node.items()
-        common_prefix += re.escape(letter)
-    alternatives = [
-        re.escape(letter) + _node_pattern(child) for letter, child in node.items() if letter
-    ]
-    if not alternatives:
-        return common_prefix
-    return f"{common_prefix}(?:{'|'.join(alternatives)}){'?' if '' in node else ''}"
 
 
 @dataclass(frozen=True)
@@ -62,17 +38,29 @@ class ChatTemplate:
     source: Path
 
 
+def tokenizer_folder(tokenizer_path: Path | None) -> Path | None:
+    """Return the directory of a tokenizer, whose path is a file or a directory."""
+    if tokenizer_path is None or tokenizer_path.is_dir():
+        return tokenizer_path
+    return tokenizer_path.parent
+
+
+def token_names(tokenizer_path: Path | None, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the texts of special tokens by name (`bos_token` and others)."""
+    folder = tokenizer_folder(tokenizer_path)
+    names = {} if folder is None else read_token_names(folder)
+    for name, token in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
+        if token is not None:
+            names.setdefault(name, tokenizer.id_to_token(token))
+    return names
+
+
 def find_template(
     tokenizer_path: Path | None, tokenizer: Tokenizer, template_path: str | None = None
 ) -> ChatTemplate | None:
     """Return the template in `template_path`, else in the tokenizer's directory, else None."""
-    folder = tokenizer_path
-    if folder is not None and not folder.is_dir():
-        folder = folder.parent
-    special_tokens = {} if folder is None else read_token_names(folder)
-    for name, token in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
-        if token is not None:
-            special_tokens.setdefault(name, tokenizer.id_to_token(token))
+    folder = tokenizer_folder(tokenizer_path)
+    special_tokens = token_names(tokenizer_path, tokenizer)
     if template_path is not None:
         try:
             return ChatTemplate(
@@ -201,56 +189,29 @@ class ChatTemplateEncoder:
             for text, control in self._control_tokens.items()
             if not control.special
         }
-        self._control_pattern = re.compile(trie_pattern(self._control_tokens) or "(?!)")
-        self._continues_after_control = bool(self._control_tokens) and self._is_continuation_after(
-            min(self._control_tokens, key=len)
-        )
-
-    def _is_continuation_after(self, control: str) -> bool:
-        """Return whether "a" after a control token is encoded differently than "a" alone.
-
-        If so, the tokenizer adds a leading space only at the start of a text, not after a control
-        token.
-        """
-        ids_after = self._tokenizer.encode(f"{control}a", allow_special=True)[1:]
-        return ids_after != self._tokenizer.encode("a")
+        self._splitter = ControlTokenSplitter(self._control_tokens)
 
     def escape_messages(self, messages: list[dict[str, Any]]) -> EscapedMessages:
-        return EscapedMessages(messages, self._control_pattern)
+        return EscapedMessages(messages, self._splitter.pattern)
 
     def encode_rendered(self, text: str, mark: str) -> tuple[int, ...]:
         """Encode a rendered template. No BOS token is added, because templates write bos_token."""
         token_ids: list[int] = []
-        end = 0
-        strip_next = False  # Whether the last control token removes the whitespace after it.
-        for match in self._control_pattern.finditer(text):
-            control = self._control_tokens[match[0]]
-            token_ids += self._encode_text(
-                text[end : match.start()],
-                mark,
-                strip_left=strip_next,
-                strip_right=control.lstrip,
-                continues_text=end > 0,
-            )
-            token_ids.append(control.id)
-            end, strip_next = match.end(), control.rstrip
-        return (
-            *token_ids,
-            *self._encode_text(
-                text[end:], mark, strip_left=strip_next, strip_right=False, continues_text=end > 0
-            ),
-        )
+        is_start = True
+        for part, control in self._splitter.split(text):
+            token_ids += self._encode_text(part, mark, continues_text=not is_start)
+            if control is not None:
+                token_ids.append(control.id)
+            is_start = False
+        return tuple(token_ids)
 
-    def _encode_text(
-        self, text: str, mark: str, *, strip_left: bool, strip_right: bool, continues_text: bool
-    ) -> list[int]:
-        text = text.lstrip() if strip_left else text
-        text = text.rstrip() if strip_right else text
+    def _encode_text(self, text: str, mark: str, *, continues_text: bool) -> list[int]:
         text = text.replace(mark, "")
         if not text:
             return []
         encode = self._tokenizer.encode
-        ids = encode(text, continues_text=continues_text and self._continues_after_control)
+        continues_text = continues_text and self._tokenizer.continues_after_control
+        ids = encode(text, continues_text=continues_text)
         return spell_out_guarded(
             ids, self._guarded_tokens, lambda letter: encode(letter, continues_text=True)
         )

@@ -6,9 +6,12 @@ spaces and invalid UTF-8. The module opens no files and uses no tokenizer librar
 """
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol
+
+from gpt.tokenizers.special_tokens import ControlToken, ControlTokenSplitter
 
 # The content of a token. str: text. bytes: UTF-8 that may begin or end within a character. None: a
 # control token, or an id without a token (sampling can return a padding id of the vocabulary).
@@ -62,6 +65,20 @@ class PieceDecoder(Protocol):
     decoding_rules: DecodingRules
 
     def piece(self, token_id: int) -> Piece: ...
+
+
+class ControlTextDecoder:
+    """Decodes like a tokenizer, except that a control token has its text of the vocabulary."""
+
+    def __init__(self, tokenizer: PieceDecoder, token_text: Callable[[int], str]) -> None:
+        """`token_text` returns the text of a token in the vocabulary; empty for an unknown id."""
+        self.decoding_rules = tokenizer.decoding_rules
+        self._piece = tokenizer.piece
+        self._token_text = token_text
+
+    def piece(self, token_id: int) -> Piece:
+        piece = self._piece(token_id)
+        return self._token_text(token_id) or None if piece is None else piece
 
 
 class IncrementalDetokenizer:
@@ -124,9 +141,31 @@ class TokenizerBase:
     """Base class of tokenizers: caches pieces, and implements `decode` by the detokenizer."""
 
     decoding_rules: DecodingRules
+    control_tokens: Mapping[str, ControlToken]
 
     def __init__(self) -> None:
         self._pieces: dict[int, Piece] = {}
+
+    @cached_property
+    def control_splitter(self) -> ControlTokenSplitter:
+        return ControlTokenSplitter(self.control_tokens)
+
+    @cached_property
+    def continues_after_control(self) -> bool:
+        """Whether "a" after a control token is encoded differently than "a" alone.
+
+        If so, the tokenizer adds a leading space only at the start of a text, not after a control
+        token.
+        """
+        if not self.control_tokens:
+            return False
+        control = min(self.control_tokens, key=len)
+        return self.encode(f"{control}a", allow_special=True)[1:] != self.encode("a")
+
+    def encode(
+        self, text: str, *, allow_special: bool = False, continues_text: bool = False
+    ) -> list[int]:
+        raise NotImplementedError
 
     def _decode_piece(self, token_id: int) -> Piece:
         raise NotImplementedError

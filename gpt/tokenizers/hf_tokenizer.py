@@ -27,6 +27,7 @@ from gpt.tokenizers.special_tokens import (
     BOS_CANDIDATES,
     EOS_CANDIDATES,
     ControlToken,
+    DeclaredToken,
     SpecialTokens,
     check_unicode,
     collect_stop_ids,
@@ -52,7 +53,7 @@ class HFTokenizer(TokenizerBase):
         library = _parse_library(record, source)
         self._piece_style, self.decoding_rules = _parse_decoder(record.get("decoder"), source)
         added_tokens = record.get("added_tokens") or []
-        # Config files beside tokenizer.json may declare more tokens as special.
+        # Config files beside tokenizer.json may declare more tokens, and more tokens as special.
         tokens_to_mark = [
             t for t in added_tokens if t["content"] in special_tokens.special and not t["special"]
         ]
@@ -60,6 +61,7 @@ class HFTokenizer(TokenizerBase):
             token["special"] = True
         if tokens_to_mark:
             library = _parse_library(record, source)
+        _add_declared_tokens(library, special_tokens)
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True
@@ -83,13 +85,15 @@ class HFTokenizer(TokenizerBase):
         self.eos_id = next(iter(self.stop_ids), None)
         bos_ids = (vocabulary[text] for text in bos_names if text in vocabulary)
         self.bos_id = next(bos_ids, special_tokens.bos_id)
-        first_ids = library.encode("a", add_special_tokens=True).ids[:1]
-        adds_bos = (
-            first_ids == [self.bos_id]
-            if special_tokens.adds_bos is None
-            else special_tokens.adds_bos
-        )
-        self.adds_bos = adds_bos and self.bos_id is not None
+        self.prefix_ids, self.suffix_ids = _post_processor_ids(library)
+        if special_tokens.adds_bos is not None:
+            bos_id = self.bos_id if special_tokens.adds_bos else None
+            self.prefix_ids = () if bos_id is None else (bos_id,)
+        if special_tokens.adds_eos is False:
+            self.suffix_ids = ()
+        elif special_tokens.adds_eos and self.eos_id is not None and kind == "gpt2":
+            self.suffix_ids = (self.eos_id,)  # transformers ignores it beside a tokenizer.json.
+        self.adds_bos = self.bos_id is not None and self.prefix_ids[:1] == (self.bos_id,)
         # The unknown token is allowed in user text, unless it is also BOS or EOS. tokenizer.json
         # records the token's text for a BPE model, and the token's id for a Unigram model.
         model = record["model"]
@@ -143,6 +147,44 @@ class HFTokenizer(TokenizerBase):
         if self._piece_style == "words":
             return " " + token
         return token if self.decoding_rules.keeps_space_marks else token.replace(SPACE_MARK, " ")
+
+
+def _add_declared_tokens(library: tokenizers.Tokenizer, special_tokens: SpecialTokens) -> None:
+    """Add the tokens that config files declare and tokenizer.json lacks, as transformers does.
+
+    A token that would get another id than the declared one is left out: a token without an id in
+    the files has no row in the model.
+    """
+    added_texts = {token.content for token in library.get_added_tokens_decoder().values()}
+    next_id = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    tokens: list[tokenizers.AddedToken] = []
+    for token in special_tokens.declared:
+        is_new = library.token_to_id(token.content) is None
+        if token.content in added_texts or (is_new and token.id != next_id):
+            continue
+        next_id += is_new
+        tokens.append(
+            tokenizers.AddedToken(
+                token.content,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+                special=token.special,
+            )
+        )
+    library.add_tokens(tokens)
+
+
+def _post_processor_ids(library: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that the post-processor adds before and after a text, such as BOS and EOS."""
+    text_ids = library.encode("a", add_special_tokens=False).ids
+    ids = library.encode("a", add_special_tokens=True).ids
+    for start in range(len(ids) - len(text_ids) + 1):
+        end = start + len(text_ids)
+        if ids[start:end] == text_ids:
+            return tuple(ids[:start]), tuple(ids[end:])
+    return (), ()
 
 
 def _parse_library(record: Mapping[str, Any], source: Path) -> tokenizers.Tokenizer:
@@ -226,13 +268,16 @@ def gpt2_tokenizer(vocabulary: Path, merges: Path, special_tokens: SpecialTokens
     library = tokenizers.Tokenizer(bpe)
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
-    # Only tokens in the vocabulary become special tokens; other tokens would get new ids.
-    special = {EOS_CANDIDATES[0], *special_tokens.special}
-    library.add_special_tokens([t for t in sorted(special) if library.token_to_id(t) is not None])
-    # As in Megatron and NeMo, <|endoftext|> is both BOS and EOS by default.
+    # As in Megatron and NeMo, <|endoftext|> is both BOS and EOS by default, and always special.
+    end_of_text = EOS_CANDIDATES[0]
+    declared = special_tokens.declared
+    if end_of_text not in special_tokens.special:
+        other_tokens = (token for token in declared if token.content != end_of_text)
+        declared = (*other_tokens, DeclaredToken(end_of_text))
     special_tokens = replace(
         special_tokens,
-        bos=special_tokens.bos or EOS_CANDIDATES[0],
-        eos=special_tokens.eos or EOS_CANDIDATES[0],
+        bos=special_tokens.bos or end_of_text,
+        eos=special_tokens.eos or end_of_text,
+        declared=declared,
     )
     return HFTokenizer(json.loads(library.to_str()), vocabulary, "gpt2", special_tokens)

@@ -23,6 +23,7 @@ from gpt.tokenizers.detokenizer import (
 )
 from gpt.tokenizers.special_tokens import (
     ControlToken,
+    ControlTokenSplitter,
     SpecialTokens,
     check_unicode,
     collect_stop_ids,
@@ -51,18 +52,49 @@ class SentencePieceTokenizer(TokenizerBase):
             i for i in markup_ids if _is_user_defined(proto, pieces[i])
         }
         self._guarded_tokens = {i: str(pieces[i]) for i in sorted(guarded_ids)}
-        self._control_ids = {piece: i for i, piece in self._guarded_tokens.items()}
-        self.control_tokens: Mapping[str, ControlToken] = {
-            p: ControlToken(i) for p, i in self._control_ids.items()
-        }
+        control_tokens = {piece: ControlToken(i) for i, piece in self._guarded_tokens.items()}
+        # Tokens that files beside the model file add or describe.
+        self._added_texts: dict[int, str] = {}  # Tokens after those of the model file, by id.
         ids: dict[str | None, int | None] = {piece: i for i, piece in enumerate(pieces)}
+        for token in special_tokens.declared:
+            if token.content not in ids:
+                if token.id != self.vocab_size:
+                    continue  # The files do not say its id, so the model has no row for it.
+                ids[token.content] = self.vocab_size
+                self._added_texts[self.vocab_size] = token.content
+                if token.special:
+                    self._special_ids.add(self.vocab_size)
+                self.vocab_size += 1
+            token_id = ids[token.content]
+            if token_id is not None and token_id != self._model.unk_id():
+                control_tokens[token.content] = ControlToken(
+                    token_id,
+                    special=token.special or token_id in guarded_ids,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                )
+        self.control_tokens: Mapping[str, ControlToken] = control_tokens
+        # As in HF's slow tokenizers, a text that may have control tokens may have unknown tokens.
+        unknown_id = self._model.unk_id()
+        parsed_tokens = dict(control_tokens)
+        if unknown_id >= 0:
+            parsed_tokens[str(pieces[unknown_id])] = ControlToken(unknown_id)
+        self._splitter = ControlTokenSplitter(parsed_tokens)
+        self._spaces_each_text = special_tokens.spaces_each_text
         bos_id, eos_id = self._model.bos_id(), self._model.eos_id()
         self.bos_id = bos_id if bos_id >= 0 else ids.get(special_tokens.bos, special_tokens.bos_id)
         self.stop_ids = collect_stop_ids(
             eos_id if eos_id >= 0 else ids.get(special_tokens.eos), special_tokens
         )
         self.eos_id = next(iter(self.stop_ids), None)
-        self.adds_bos = bool(special_tokens.adds_bos) and self.bos_id is not None
+        adds_bos, adds_eos = bool(special_tokens.adds_bos), bool(special_tokens.adds_eos)
+        self.prefix_ids: tuple[int, ...] = ()
+        self.suffix_ids: tuple[int, ...] = ()
+        if adds_bos and self.bos_id is not None:
+            self.prefix_ids = (self.bos_id,)
+        if adds_eos and self.eos_id is not None:
+            self.suffix_ids = (self.eos_id,)
+        self.adds_bos = self.prefix_ids != ()
         self.decoding_rules = DecodingRules(
             self._leading_space_rule(pieces), BYTEWISE_ERRORS, control_ends_bytes=True
         )
@@ -98,23 +130,27 @@ class SentencePieceTokenizer(TokenizerBase):
             if self._guarded_tokens.keys().isdisjoint(ids):
                 return ids
             return spell_out_guarded(ids, self._guarded_tokens, self._continuation_model.encode)
-        # Each text between control tokens is encoded separately and gets the model's dummy prefix
-        # (unless `continues_text`), as in NeMo's legacy mode.
-        longest_first = sorted(self._control_ids, key=len, reverse=True)
-        parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", check_unicode(text))
+        # Each text between control tokens is encoded separately. In HF's legacy mode, which is also
+        # NeMo's, each gets the model's dummy prefix (unless `continues_text`).
         token_ids: list[int] = []
-        for part in parts if longest_first else [text]:
-            control_id = self._control_ids.get(part)
-            token_ids += model.encode(part) if control_id is None else [control_id]
+        for part, control in self._splitter.split(check_unicode(text)):
+            token_ids += model.encode(part)
+            if control is not None:
+                token_ids.append(control.id)
+            if not self._spaces_each_text:
+                model = self._continuation_model
         return token_ids
 
     def id_to_token(self, token_id: int) -> str:
-        is_in_vocabulary = 0 <= token_id < self.vocab_size
-        return str(self._model.id_to_piece(token_id)) if is_in_vocabulary else ""
+        if not 0 <= token_id < self.vocab_size:
+            return ""
+        return self._added_texts.get(token_id) or str(self._model.id_to_piece(token_id))
 
     def _decode_piece(self, token_id: int) -> Piece:
         if not 0 <= token_id < self.vocab_size or token_id in self._special_ids:
             return None
+        if token_id in self._added_texts:
+            return self._added_texts[token_id]
         if self._model.is_unknown(token_id):
             return str(self._model.decode([token_id]))
         text = str(self._model.id_to_piece(token_id))

@@ -1,13 +1,16 @@
-"""Special tokens of a tokenizer: their declarations in config files, and a guard for user text.
+"""Special tokens of a tokenizer: declarations in config files, search in a text, a guard for text.
 
 A control token marks structure, such as the beginning or end of a text or a turn. Several files in
-the tokenizer's directory declare control tokens, each in its own format. User text that would be
-encoded as a control token is encoded letter by letter instead.
+the tokenizer's directory declare control tokens, each in its own format. `ControlTokenSplitter`
+finds them in a text that may contain control tokens, such as a rendered chat template. Plain text
+that would be encoded as a control token is encoded letter by letter instead.
 """
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +70,104 @@ class ControlToken:
     rstrip: bool = False  # Whether encoding removes the whitespace after the token.
 
 
+def trie_pattern(words: Iterable[str]) -> str:
+    """Return a regular expression that matches the longest of these words at a position.
+
+    The pattern is a trie, so the cost per position depends on the length of a word, not on the
+    number of words. With an alternation of all words, a long search in a hostile message could
+    block the process, because `re` holds the GIL.
+    """
+    trie: dict[str, Any] = {}
+    for word in words:
+        node = trie
+        for letter in word:
+            node = node.setdefault(letter, {})
+        node[""] = None
+    return _node_pattern(trie)
+
+
+def _node_pattern(node: dict[str, Any]) -> str:
+    common_prefix = ""
+    while len(node) == 1 and "" not in node:
+        ((letter, node),) = node.items()
+        common_prefix += re.escape(letter)
+    alternatives = [
+        re.escape(letter) + _node_pattern(child) for letter, child in node.items() if letter
+    ]
+    if not alternatives:
+        return common_prefix
+    return f"{common_prefix}(?:{'|'.join(alternatives)}){'?' if '' in node else ''}"
+
+
+class ControlTokenSplitter:
+    """Splits a text at control tokens, as HF tokenizers split it at their added tokens.
+
+    At each position the longest control token matches. A control token with `lstrip` or `rstrip`
+    removes the whitespace on that side.
+    """
+
+    def __init__(self, control_tokens: Mapping[str, ControlToken]) -> None:
+        self._control_tokens = control_tokens
+        self.pattern = re.compile(trie_pattern(control_tokens) or "(?!)")
+
+    def split(self, text: str) -> Iterator[tuple[str, ControlToken | None]]:
+        """Yield each text (possibly empty) with the control token after it; None after the last."""
+        end = 0
+        strips_next = False  # Whether the last control token removes the whitespace after it.
+        for match in self.pattern.finditer(text):
+            control = self._control_tokens[match[0]]
+            part = text[end : match.start()]
+            part = part.lstrip() if strips_next else part
+            yield part.rstrip() if control.lstrip else part, control
+            end, strips_next = match.end(), control.rstrip
+        yield text[end:].lstrip() if strips_next else text[end:], None
+
+
+@dataclass(frozen=True)
+class DeclaredToken:
+    """A token that a config file declares; the fields are those of HF's AddedToken."""
+
+    content: str
+    id: int | None = None  # None: the file does not say it.
+    special: bool = True
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+
+    @classmethod
+    def parse(cls, token: object, token_id: int | None, *, special: bool) -> "DeclaredToken | None":
+        """Parse a token, which files store as a string or as an object; None: neither."""
+        content = _token_text(token)
+        if not content:
+            return None
+        fields = token if isinstance(token, Mapping) else {}
+        flags = {name: bool(fields.get(name)) for name in ("lstrip", "rstrip", "single_word")}
+        normalized = bool(fields.get("normalized", not special))
+        return cls(content, token_id, special, normalized=normalized, **flags)
+
+
 @dataclass(frozen=True)
 class SpecialTokens:
     """The control tokens that the tokenizer's config files declare."""
 
     bos: str | None = None
     eos: str | None = None
-    adds_bos: bool | None = None  # None: not declared.
-    special: frozenset[str] = frozenset()  # The texts of all special tokens.
+    adds_bos: bool | None = None  # Whether texts get BOS and EOS; None: not declared.
+    adds_eos: bool | None = None
+    # All tokens that are special, or that were added to the vocabulary; each text occurs once.
+    declared: tuple[DeclaredToken, ...] = ()
+    # Whether a sentencepiece model adds a leading space to each text between control tokens, as
+    # HF's slow tokenizers did at first ("legacy"). False: only at the start of a text.
+    spaces_each_text: bool = True
     # `bos_id` and `stop_ids` are read from generation_config.json.
     bos_id: int | None = None
     stop_ids: tuple[int, ...] = ()
+
+    @cached_property
+    def special(self) -> frozenset[str]:
+        """The texts of all special tokens."""
+        return frozenset(token.content for token in self.declared if token.special)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -108,29 +198,68 @@ def _parse_ids(value: object) -> tuple[int, ...]:
 
 def read_special_tokens(folder: Path) -> SpecialTokens:
     """Read the special tokens that the config files in the directory declare."""
-    files = ("special_tokens_map.json", "tokenizer_config.json", "generation_config.json")
-    tokens_map, config, generation = (
+    files = (
+        "special_tokens_map.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "added_tokens.json",
+    )
+    tokens_map, config, generation, added = (
         read_json(folder / file) if (folder / file).is_file() else {} for file in files
     )
     merged: dict[str, Any] = {**tokens_map, **{k: v for k, v in config.items() if v is not None}}
-    added_tokens = config.get("added_tokens_decoder")
-    added_tokens = added_tokens.values() if isinstance(added_tokens, Mapping) else ()
-    tokens: list[object] = [
-        token for token in added_tokens if isinstance(token, Mapping) and token.get("special")
-    ]
-    for key in ("bos_token", "eos_token", "pad_token", "unk_token", "mask_token"):
-        tokens.append(merged.get(key))
-    additional = merged.get("additional_special_tokens")
-    tokens += additional if isinstance(additional, list) else []
-    adds_bos = config.get("add_bos_token")
+    adds_bos, adds_eos = config.get("add_bos_token"), config.get("add_eos_token")
     return SpecialTokens(
         bos=_token_text(merged.get("bos_token")),
         eos=_token_text(merged.get("eos_token")),
         adds_bos=adds_bos if isinstance(adds_bos, bool) else None,
-        special=frozenset(text for text in map(_token_text, tokens) if text),
+        adds_eos=adds_eos if isinstance(adds_eos, bool) else None,
+        declared=_declared_tokens(merged, config.get("added_tokens_decoder"), added),
+        spaces_each_text=config.get("legacy") is not False,
         bos_id=next(iter(_parse_ids(generation.get("bos_token_id"))), None),
         stop_ids=_parse_ids(generation.get("eos_token_id")),
     )
+
+
+def _declared_tokens(
+    names: Mapping[str, Any], added_by_id: object, added: Mapping[str, Any]
+) -> tuple[DeclaredToken, ...]:
+    """Return the declared tokens, those with an id first, in the order of their ids.
+
+    `names`: the special tokens by name, such as `bos_token`. `added_by_id`: `added_tokens_decoder`
+    of tokenizer_config.json. `added`: added_tokens.json, which older tokenizers have instead.
+    """
+    named_tokens: list[object] = [token for key, token in names.items() if key.endswith("_token")]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        extra = names.get(key)
+        if isinstance(extra, list | Mapping):
+            named_tokens += extra.values() if isinstance(extra, Mapping) else extra
+    named = [DeclaredToken.parse(token, None, special=True) for token in named_tokens]
+    special_texts = {token.content for token in named if token is not None}
+    with_ids: list[DeclaredToken | None] = []
+    if isinstance(added_by_id, Mapping):
+        with_ids = [
+            DeclaredToken.parse(token, int(token_id), special=_is_special(token, special_texts))
+            for token_id, token in added_by_id.items()
+            if re.fullmatch("[0-9]{1,9}", str(token_id))
+        ]
+    elif added:
+        with_ids = [
+            DeclaredToken.parse(content, token_id, special=content in special_texts)
+            for content, token_id in added.items()
+            if isinstance(token_id, int) and not isinstance(token_id, bool)
+        ]
+    ordered = sorted((t for t in with_ids if t is not None), key=lambda token: token.id or 0)
+    by_text: dict[str, DeclaredToken] = {}
+    for token in (*ordered, *named):
+        if token is not None:
+            by_text.setdefault(token.content, token)
+    return tuple(by_text.values())
+
+
+def _is_special(token: object, special_texts: set[str]) -> bool:
+    is_marked = isinstance(token, Mapping) and bool(token.get("special"))
+    return is_marked or _token_text(token) in special_texts
 
 
 def read_token_names(folder: Path) -> dict[str, str]:

@@ -1,8 +1,11 @@
 """Tokenizer protocol and opening: sentencepiece, GPT-2 BPE, tokenizer.json or plain token ids.
 
 All four kinds implement the same protocol. Text becomes a control token only with
-`allow_special=True`, and `encode` never adds a control token such as BOS. The module is independent
-of prompts, templates and models; `check_tokenizer` only compares vocabulary sizes.
+`allow_special=True`, and `encode` never adds a control token such as BOS. With
+`allow_special=True`, `encode` returns the ids of transformers' tokenizer with
+`add_special_tokens=False`; with `add_special_tokens=True`, transformers adds `prefix_ids` and
+`suffix_ids`. The module is independent of prompts, templates and models; `check_tokenizer` only
+compares vocabulary sizes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,6 +15,7 @@ from typing import Literal, Protocol, cast, get_args
 
 from gpt.errors import CheckpointError, ConfigError, RequestError
 from gpt.tokenizers.detokenizer import (
+    ControlTextDecoder,
     DecodingRules,
     IncrementalDetokenizer,
     Piece,
@@ -20,7 +24,12 @@ from gpt.tokenizers.detokenizer import (
 )
 from gpt.tokenizers.hf_tokenizer import HFTokenizer, gpt2_tokenizer
 from gpt.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
-from gpt.tokenizers.special_tokens import ControlToken, read_json, read_special_tokens
+from gpt.tokenizers.special_tokens import (
+    ControlToken,
+    ControlTokenSplitter,
+    read_json,
+    read_special_tokens,
+)
 
 __all__ = [
     "IncrementalDetokenizer",
@@ -28,6 +37,7 @@ __all__ = [
     "Tokenizer",
     "check_tokenizer",
     "open_tokenizer",
+    "piece_decoder",
 ]
 
 TokenizerKind = Literal["tokenizer.json", "sentencepiece", "gpt2", "null"]
@@ -46,7 +56,21 @@ class Tokenizer(PieceDecoder, Protocol):
     eos_id: int | None
     stop_ids: tuple[int, ...]  # eos_id, and other end-of-text tokens that the files name.
     adds_bos: bool  # Whether prompts of this model begin with bos_id; `encode` never adds it.
+    # Control tokens that prompts have before and after a text, such as BOS and EOS (the
+    # post-processor of tokenizer.json); `encode` never adds them.
+    prefix_ids: tuple[int, ...]
+    suffix_ids: tuple[int, ...]
     control_tokens: Mapping[str, ControlToken]  # Keys: the tokens' texts in a chat template.
+
+    @property
+    def control_splitter(self) -> ControlTokenSplitter:
+        """Splits a text at `control_tokens`."""
+        ...
+
+    @property
+    def continues_after_control(self) -> bool:
+        """Whether the text after a control token is encoded with `continues_text`."""
+        ...
 
     def encode(
         self, text: str, *, allow_special: bool = False, continues_text: bool = False
@@ -72,6 +96,8 @@ class NullTokenizer(TokenizerBase):
     eos_id: int | None = None
     stop_ids: tuple[int, ...] = ()
     adds_bos = False
+    prefix_ids: tuple[int, ...] = ()
+    suffix_ids: tuple[int, ...] = ()
     control_tokens: Mapping[str, ControlToken] = MappingProxyType({})
 
     def __init__(self, vocab_size: int) -> None:
@@ -187,6 +213,16 @@ def _open_kind(kind: TokenizerKind, file: Path) -> Tokenizer:
     if not merges.is_file():
         raise CheckpointError(f"{file} has no {merges.name} beside it; copy the two files together")
     return gpt2_tokenizer(file, merges, special_tokens)
+
+
+def piece_decoder(tokenizer: Tokenizer, *, keep_special_tokens: bool) -> PieceDecoder:
+    """Return the decoder of a completion's tokens.
+
+    `keep_special_tokens`: decode control tokens to their texts, instead of to nothing.
+    """
+    if keep_special_tokens:
+        return ControlTextDecoder(tokenizer, tokenizer.id_to_token)
+    return tokenizer
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, source: object) -> None:

@@ -10,14 +10,16 @@ the model.
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import get_args
 
 from gpt.adapters.prompt_template import PromptTemplate
 from gpt.errors import PromptTooLongError, RequestError
 from gpt.sampling_params import SamplingParams
 from gpt.settings import suggest_nearest
-from gpt.tokenizers.tokenizer import Tokenizer
+from gpt.tokenizers.tokenizer import IncrementalDetokenizer, Tokenizer, piece_decoder
 from serving.adapters.registry import AdapterRegistry, LoadedAdapter
+from serving.admission.prompt_tokens import PromptTokenizer, PromptTokens
 from serving.config import LimitsConfig
 from serving.engine.beam_search import beam_params, check_beam_stops, check_beams
 from serving.messages import Guide, ServiceClass
@@ -47,6 +49,10 @@ class Admission:
     kv_tokens: Callable[[], int | None] = lambda: None
     # Raises if the adapter may not be served now.
     check_servable: Callable[[LoadedAdapter], None] = lambda adapter: None
+
+    @cached_property
+    def prompt_tokenizer(self) -> PromptTokenizer:
+        return PromptTokenizer(self.tokenizer, self.vocab_size, self.config)
 
     def admit(self, ask: Ask) -> Request:
         """Validate an ask and build the request.
@@ -107,7 +113,9 @@ class Admission:
                 "prompt",
             )
         continuation_ids = (
-            self.tokenizer.encode(continuation, continues_text=True) if continuation else []
+            self.prompt_tokenizer.encode(ask, continuation, continues_text=True)
+            if continuation
+            else ()
         )
         if continuation and not continuation_ids:
             raise RequestError(
@@ -135,28 +143,43 @@ class Admission:
         self.check_servable(adapter)
         return adapter
 
-    def tokenize(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a text prompt, with the BOS token if the tokenizer adds one."""
-        self._check_text_size({"text": text})
-        ids = self.tokenizer.encode(text)
-        bos = self.tokenizer.bos_id if self.tokenizer.adds_bos else None
-        return tuple(ids) if bos is None else (bos, *ids)
+    def tokenize(self, ask: Ask) -> PromptTokens:
+        """Return the tokens of an ask's text prompt, not truncated and without virtual tokens.
+
+        With several adapters, these are the tokens of the first adapter's prompt.
+        """
+        tokens = self.prompt_tokenizer.tokenize(ask, _text_of(ask), self._first_adapter(ask))
+        return replace(tokens, before=self._without_virtual_tokens(tokens.before))
 
     def text_ids(self, ask: Ask) -> tuple[int, ...]:
-        """Return the token ids of an ask's text prompt, without virtual tokens.
+        """Return the token ids of an ask's text prompt, truncated and without virtual tokens.
 
         With several adapters, these are the ids of the first adapter's prompt.
         """
-        assert isinstance(ask.prompt, str)
-        if not ask.adapters:
-            return self._truncate(self.tokenize(ask.prompt), ask)
-        adapter = self.adapters.resolve(ask.adapters[0], ask.tenant)
-        ids = self._prepend_virtual_tokens(ask, ask.prompt, adapter)
+        adapter = self._first_adapter(ask)
+        ids = self.prompt_tokenizer.text_prompt(ask, _text_of(ask), adapter)
+        return self._without_virtual_tokens(ids)
+
+    def _first_adapter(self, ask: Ask) -> LoadedAdapter | None:
+        if not ask.adapters or not ask.adapters[0]:
+            return None
+        return self.adapters.resolve(ask.adapters[0], ask.tenant)
+
+    def _without_virtual_tokens(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(token for token in ids if token < self.vocab_size)
 
-    def detokenize(self, ids: tuple[int, ...]) -> str:
+    def detokenize(self, ids: tuple[int, ...], *, keep_special_tokens: bool = False) -> str:
+        """Return the text of ids. `keep_special_tokens`: write control tokens as their texts."""
+        if len(ids) > self.config.text_bytes_max:  # A token has at least one byte of text.
+            raise RequestError(
+                f"token_ids has {len(ids)} ids; this server takes at most "
+                f"{self.config.text_bytes_max} (text_bytes_max)",
+                "token_ids",
+            )
         _check_token_ids(ids, "token_ids", self.vocab_size)
-        return self.tokenizer.decode(ids)
+        decoder = piece_decoder(self.tokenizer, keep_special_tokens=keep_special_tokens)
+        detokenizer = IncrementalDetokenizer(decoder)
+        return "".join(map(detokenizer.push, ids)) + detokenizer.finish()
 
     @property
     def tokens_max(self) -> int:
@@ -167,17 +190,13 @@ class Admission:
     def _prompt_ids(
         self, ask: Ask, adapter: LoadedAdapter | None, max_new_tokens: int
     ) -> tuple[int, ...]:
-        virtual_tokens = adapter.adapter_ref.row_count if adapter else 0
+        virtual_ids = self.prompt_tokenizer.virtual_ids(adapter)
         match ask.prompt:
             case None:
                 raise RequestError("prompt is not set; give text, token_ids or inputs", "prompt")
             case str() as text:
-                ids = (
-                    self._prepend_virtual_tokens(ask, text, adapter)
-                    if adapter
-                    else self._truncate(self.tokenize(text), ask)
-                )
-                if not (text or virtual_tokens):
+                ids = self.prompt_tokenizer.text_prompt(ask, text, adapter)
+                if not (text or virtual_ids):
                     raise RequestError("text is empty; it needs at least one token", "text")
                 if not ids:
                     raise RequestError(
@@ -190,50 +209,9 @@ class Admission:
                 if not ids:
                     raise RequestError("token_ids is empty; it needs at least one id", "token_ids")
                 _check_token_ids(ids, "token_ids", self.vocab_size)
-                return (
-                    *range(self.vocab_size, self.vocab_size + virtual_tokens),
-                    *self._truncate(ids, ask),
-                )
+                return (*virtual_ids, *self.prompt_tokenizer.truncate(ids, ask))
             case inputs:
                 return self._render_inputs(ask, inputs, adapter, max_new_tokens)
-
-    def _truncate(self, ids: tuple[int, ...], ask: Ask) -> tuple[int, ...]:
-        """Return the last `ask.truncate_tokens` ids, or all ids if that is None.
-
-        If the tokenizer adds BOS and the ids begin with BOS, return BOS and the last
-        `truncate_tokens` - 1 ids.
-        """
-        limit = ask.truncate_tokens
-        if limit is None or len(ids) <= limit:
-            return ids
-        bos_id = self.tokenizer.bos_id
-        if self.tokenizer.adds_bos and ids[:1] == (bos_id,) and limit > 1:
-            return (*ids[:1], *ids[1 - limit :])
-        return ids[-limit:]
-
-    def _prepend_virtual_tokens(
-        self, ask: Ask, text: str, adapter: LoadedAdapter
-    ) -> tuple[int, ...]:
-        """Return the ids of the adapter's virtual tokens and of a text.
-
-        BOS has the same position as in the training of the adapter.
-        """
-        virtual_ids = range(self.vocab_size, self.vocab_size + adapter.adapter_ref.row_count)
-        template, bos_id = adapter.card.template, self.tokenizer.bos_id
-        self._check_text_size({"text": text})
-        ids = self._truncate(tuple(self.tokenizer.encode(text)), ask)
-        # Adapters without a template come from HF PEFT or TGIS. Their virtual tokens precede BOS.
-        if template:
-            bos_position = template.bos
-        elif self.tokenizer.adds_bos:
-            bos_position = "text"
-        else:
-            bos_position = "none"
-        if bos_position == "none" or bos_id is None:
-            return (*virtual_ids, *ids)
-        if bos_position == "first":
-            return (bos_id, *virtual_ids, *ids)
-        return (*virtual_ids, bos_id, *ids)
 
     def _render_inputs(
         self,
@@ -253,7 +231,7 @@ class Admission:
             raise RequestError(
                 f"adapter {adapter.key!r} has no template for inputs; give text", "inputs"
             )
-        self._check_text_size(inputs)
+        self.prompt_tokenizer.check_size(inputs)
         if len(ask.adapters) > 1:
             inputs = {name: text for name, text in inputs.items() if name in template.fields}
         # The rendered prompt must leave context for all new tokens if the caller set their number,
@@ -261,7 +239,9 @@ class Admission:
         # because `_fit_new_tokens` reduces the default number.
         reserve_all = ask.max_new_tokens is not None or template.truncate_field is not None
         reserved_tokens = max_new_tokens if reserve_all else 1
-        return self._render_template(template, inputs, max(1, self.tokens_max - reserved_tokens))
+        tokens_max = max(1, self.tokens_max - reserved_tokens)
+        parse_fields = self.prompt_tokenizer.parses_special_tokens(ask)
+        return self._render_template(template, inputs, tokens_max, parse_fields)
 
     def _check_input_fields(
         self, inputs: Mapping[str, str], adapters: Sequence[LoadedAdapter | None]
@@ -280,11 +260,22 @@ class Admission:
                 )
 
     def _render_template(
-        self, template: PromptTemplate, inputs: Mapping[str, str], tokens_max: int
+        self,
+        template: PromptTemplate,
+        inputs: Mapping[str, str],
+        tokens_max: int,
+        parse_fields: bool,
     ) -> tuple[int, ...]:
-        sizes = {"vocab_size": self.vocab_size, "tokens_max": tokens_max}
         try:
-            return tuple(template.render(self.tokenizer, inputs, **sizes, with_answer=False).ids)
+            rendered = template.render(
+                self.tokenizer,
+                inputs,
+                vocab_size=self.vocab_size,
+                tokens_max=tokens_max,
+                with_answer=False,
+                parse_fields=parse_fields,
+            )
+            return tuple(rendered.ids)
         except RequestError as error:
             # `error.field` is the name of a template field. The prefix `inputs.` distinguishes it
             # from a field of `Ask` with the same name.
@@ -372,15 +363,10 @@ class Admission:
             )
         return [tuple(variant) for variant in variants]
 
-    def _check_text_size(self, texts: Mapping[str, str]) -> None:
-        # This limit bounds the cost of tokenization; the number of tokens is checked later.
-        size = sum(len(text.encode(errors="replace")) for text in texts.values())
-        if size > self.config.text_bytes_max:
-            raise RequestError(
-                f"the text is {size} bytes; this server takes at most {self.config.text_bytes_max}"
-                " (text_bytes_max)",
-                "text",
-            )
+
+def _text_of(ask: Ask) -> str:
+    assert isinstance(ask.prompt, str)
+    return ask.prompt
 
 
 def check_ask(ask: Ask, config: LimitsConfig, vocab_size: int) -> None:

@@ -65,6 +65,7 @@ class ChatPromptRenderer:
         limits_config: LimitsConfig,
     ) -> None:
         self._limits_config = limits_config
+        self._tokenizer = tokenizer
         self._unusable_reason: str | None = NO_TEMPLATE
         if template is None:
             return
@@ -88,29 +89,54 @@ class ChatPromptRenderer:
             raise ConfigError(f"{self._unusable_reason}; correct it, or remove chat_template")
         log.warning("event=chat_template_unusable note=%r", self._unusable_reason)
 
-    async def encode(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
-        """Return the ids of the prompt for the assistant's next message."""
+    async def encode(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        parse_special_tokens: bool = False,
+    ) -> tuple[int, ...]:
+        """Return the ids of the prompt for the assistant's next message.
+
+        Without `add_generation_prompt`, the prompt ends after the last message. With
+        `parse_special_tokens`, control tokens in the messages become their ids.
+        """
         if self._unusable_reason is not None:
             raise RequestError(self._unusable_reason, "messages")
         self._check_messages(messages)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, partial(self.encode_blocking, messages))
+        encode = partial(
+            self.encode_blocking,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            parse_special_tokens=parse_special_tokens,
+        )
+        return await loop.run_in_executor(self._executor, encode)
 
-    def encode_blocking(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
+    def encode_blocking(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        parse_special_tokens: bool = False,
+    ) -> tuple[int, ...]:
         """Return the ids of checked messages: the blocking part of `encode`. Not thread-safe."""
+        mark = ""  # Inserted into control tokens of the messages, unless these are parsed.
         try:
-            escaped_chat = self._chat_tokens.escape_messages(messages)
-        except RecursionError:
-            raise _nesting_error() from None
-        try:
-            text = self._template_process.render(escaped_chat.messages)
+            if not parse_special_tokens:
+                escaped_chat = self._chat_tokens.escape_messages(messages)
+                messages, mark = escaped_chat.messages, escaped_chat.mark
+            text = self._template_process.render(RenderRequest(messages, add_generation_prompt))
         except RecursionError:
             raise _nesting_error() from None
         except RequestError as error:
             # Where a message contains the text of a control token, `escape_messages` has inserted a
             # mark. The error may quote the message, so the mark is removed from the error.
-            raise RequestError(str(error).replace(escaped_chat.mark, ""), error.field) from None
-        ids = self._chat_tokens.encode_rendered(text, escaped_chat.mark)
+            raise RequestError(str(error).replace(mark, ""), error.field) from None
+        if parse_special_tokens:
+            ids = tuple(self._tokenizer.encode(text, allow_special=True))
+        else:
+            ids = self._chat_tokens.encode_rendered(text, mark)
         if not ids:
             raise RequestError(
                 "the chat template renders these messages to an empty text", "messages"
@@ -153,14 +179,14 @@ class _TemplateProcess:
         self._process: ChildProcess | None = None
         self._closed = False
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    def render(self, request: RenderRequest) -> str:
         if self._process is not None and self._process.poll() is not None:
             # The process ended between two chats. This chat is not the cause, so a new process
             # renders it.
             self._reap(self._process)
             self._process = None
         process = self._process or self.start()
-        request_line = msgspec.json.encode(RenderRequest(messages)).decode() + "\n"
+        request_line = msgspec.json.encode(request).decode() + "\n"
         return self._exchange(process, request_line).text
 
     def start(self) -> ChildProcess:

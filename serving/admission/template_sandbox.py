@@ -42,6 +42,7 @@ class TemplateSetup(msgspec.Struct):
 
 class RenderRequest(msgspec.Struct):
     messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True  # Append the beginning of the assistant's next message.
 
 
 class RenderReply(msgspec.Struct):
@@ -74,10 +75,11 @@ class TemplateRenderer:
         self._names = setup.names
         self._bytes_max = setup.text_bytes_max
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """Render the prompt for the next assistant message. May raise any exception."""
         parts, size = [], 0
-        variables = {"tools": None, "documents": None, "add_generation_prompt": True}
+        variables: dict[str, Any] = {"tools": None, "documents": None}
+        variables["add_generation_prompt"] = add_generation_prompt
         for part in self._template.generate({**self._names, **variables, "messages": messages}):
             size += len(part.encode())
             if size > self._bytes_max:
@@ -149,7 +151,10 @@ def _tojson(
 
 def render_reply(renderer: TemplateRenderer, request: RenderRequest) -> RenderReply:
     try:
-        return RenderReply(renderer.render(request.messages))
+        text = renderer.render(
+            request.messages, add_generation_prompt=request.add_generation_prompt
+        )
+        return RenderReply(text)
     except TemplateRejectedError as error:
         return RenderReply(error=f"the chat template refuses these messages: {_error_text(error)}")
     except MemoryError:

@@ -24,6 +24,9 @@ LENGTH_PENALTY_MAX = 10.0
 _COMPATIBLE_FIELDS = (
     "prompt",
     "adapters",
+    "parse_special_tokens",
+    "parse_by_default",
+    "add_special_tokens",
     "answers",
     "max_new_tokens",
     "min_new_tokens",

@@ -46,6 +46,11 @@ class RequestBody(RequestPart):
     # Advice in errors, by the name of a field that this endpoint does not have.
     FIELD_HINTS: ClassVar[Mapping[str, str]] = {}
 
+    @property
+    def field_names(self) -> Mapping[str, str]:
+        """Maps the field names in the admission's errors to this endpoint's names."""
+        return {}
+
     def check(self) -> None:
         """Raise a RequestError if two fields contradict each other, or a value is unsupported."""
 

@@ -26,6 +26,7 @@ from gpt.errors import ConfigError
 from gpt.model.loading import check_dtype, parse_device
 from gpt.parallel.mesh import Mesh
 from gpt.tokenizers.chat_template import ChatTemplate, find_template
+from gpt.tokenizers.tokenizer_info import describe_tokenizer
 from serving.adapters.registry import AdapterRegistry
 from serving.adapters.version_updates import AdapterStore
 from serving.admission.admission import Admission
@@ -86,6 +87,12 @@ class Service:
             self.tokenizer,
             self.config.model_config,
             self.config.limits_config,
+        )
+        self.tokenizer_info = describe_tokenizer(
+            self.tokenizer,
+            self.checkpoint.tokenizer,
+            checkpoint.chat_template,
+            self.checkpoint.config.max_position_embeddings,
         )
         self._engine: Engine | None = None
         self._identity: ModelIdentity | None = None

@@ -1,13 +1,15 @@
 """lm-evaluation-harness, unmodified, scores the base and an adapter over HTTP.
 
-It runs in a process of its own with a local task. The oracle is the same model in this process, and
-for the adapter, whose rows are embeddings of real tokens, the model with these tokens as prefix.
+It runs in a process of its own with a local task, with transformers' tokenizer or with the
+server's. The oracle is the same model in this process, and for the adapter, whose rows are
+embeddings of real tokens, the model with these tokens as prefix.
 """
 
 import importlib.util
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +38,12 @@ DOCUMENTS = [
     {"question": "twelve and thirty?", "choices": [" answer:", " forty two", " x"], "answer": 1},
     {"question": "what is", "choices": [" the sum of twelve", " it"], "answer": 0},
     {"question": "a lazy dog and", "choices": [" the quick", " twelve", " one"], "answer": 2},
+    {"question": "the fox<|endoftext|>what is", "choices": [" the sum", "<s> one"], "answer": 1},
 ]
+# Arguments of the harness: which tokenizer it uses, and whether it sends token ids or texts.
+LOCAL = {"tokenizer_backend": "huggingface", "tokenizer": "words"}
+REMOTE = {"tokenizer_backend": "remote"}
+TEXTS = {"tokenizer_backend": "remote", "tokenized_requests": "False"}
 
 
 def harness() -> Path:
@@ -113,9 +120,15 @@ def task(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("model", ["checkpoint", "sum"])
-def test_harness_scores_equal_the_model_in_process(evaluation: Evaluation, model: str) -> None:
-    results, samples = run(evaluation, model)
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [("checkpoint", LOCAL), ("checkpoint", REMOTE), ("checkpoint", TEXTS), ("sum", REMOTE)],
+    ids=["local", "remote", "texts", "adapter"],
+)
+def test_harness_scores_equal_the_model_in_process(
+    evaluation: Evaluation, model: str, arguments: dict[str, str]
+) -> None:
+    results, samples = run(evaluation, model, arguments)
 
     prefix = evaluation.tokenizer.encode(INSTRUCTION) if model == "sum" else []
     correct = 0
@@ -145,8 +158,8 @@ def score(
     evaluation: Evaluation, prefix: list[int], question: str, choice: str
 ) -> tuple[float, bool]:
     """A continuation's log-probability, and whether it is the greedy continuation."""
-    context = [*prefix, *evaluation.tokenizer.encode(question)]
-    continuation = evaluation.tokenizer.encode(choice)
+    context = [*prefix, *evaluation.tokenizer.encode(question, allow_special=True)]
+    continuation = evaluation.tokenizer.encode(choice, allow_special=True)
     with torch.no_grad():
         logits = evaluation.model.logits(torch.tensor([[*context, *continuation]]))[0].double()
     logprobs = logits.log_softmax(-1)[len(context) - 1 : -1]
@@ -154,14 +167,16 @@ def score(
     return total, logprobs.argmax(-1).tolist() == continuation
 
 
-def run(evaluation: Evaluation, model: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def run(
+    evaluation: Evaluation, model: str, tokenizer_arguments: dict[str, str]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The task's results, and all samples."""
-    out = evaluation.folder / f"out-{model}"
-    model_arguments = {
+    out = Path(tempfile.mkdtemp(dir=evaluation.folder, prefix="out-"))
+    model_arguments: dict[str, object] = {
         "model": model,
         "base_url": f"http://{evaluation.server.ready_field('http')}/v1/completions",
-        "tokenizer": str(evaluation.folder / "words"),
         "num_concurrent": 2,
+        **tokenizer_arguments,
     }
     arguments = ["--model", "local-completions", "--tasks", "local_choices", "--log_samples"]
     arguments += ["--batch_size", "2"]

@@ -4,6 +4,7 @@ A server's addresses come from the line that it prints when it is ready. Every w
 and a process that outlives its test is ended by its pid.
 """
 
+import json
 import os
 import re
 import selectors
@@ -103,11 +104,22 @@ class Server:
         """A client that raises every refusal, and does not retry by itself."""
         return Client(self.address, timeout_s, retries=Retries(attempts_max=1))
 
-    def get(self, path: str) -> tuple[int, str]:
+    def get(self, path: str, token: str | None = None) -> tuple[int, str]:
         """Status and body of a page on the HTTP port."""
-        address = f"http://{self.ready_field('http')}{path}"
+        return self.request(path, token=token)
+
+    def request(
+        self, path: str, body: object = None, *, token: str | None = None
+    ) -> tuple[int, str]:
+        """Status and body of a call on the HTTP port: a POST of JSON, or without a body a GET."""
+        request = urllib.request.Request(f"http://{self.ready_field('http')}{path}")
+        if token is not None:
+            request.add_header("Authorization", f"Bearer {token}")
+        if body is not None:
+            request.add_header("Content-Type", "application/json")
+            request.data = json.dumps(body).encode()
         try:
-            with urllib.request.urlopen(address, timeout=WAIT_S) as page:
+            with urllib.request.urlopen(request, timeout=WAIT_S) as page:
                 return page.status, page.read().decode()
         except urllib.error.HTTPError as error:
             with error:

@@ -25,6 +25,8 @@ from serving.protocols.kserve.http_messages import JsonInferRequest as InferBody
 from serving.protocols.openai.chat import ChatCompletionRequest as ChatBody
 from serving.protocols.openai.completion_request import CompletionRequest as CompletionBody
 from serving.protocols.openai.responses_api import ResponsesRequest as ResponsesBody
+from serving.protocols.openai.tokenization import DetokenizeRequest as DetokenizeBody
+from serving.protocols.openai.tokenization import TokenizeRequest as TokenizeBody
 from serving.protocols.tgi.request import GenerateRequest as GenerateBody
 from serving.service.error_reasons import DOMAIN, REASONS
 
@@ -65,6 +67,8 @@ HTTP_BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/responses": ResponsesBody,
     "/generate": GenerateBody,
     "/v2/models/*/infer": InferBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
 }
 
 

@@ -106,6 +106,7 @@ def read_request(content: InferContent, adapter: str, text_bytes_max: int) -> In
     ask = Ask(
         prompt,
         adapters=_read_adapters(values, adapter),
+        parse_by_default=True,
         guide=_read_guide(values),
         logit_bias=_read_logit_bias(values.get("logit_bias", {})),
         priority=_read_priority(content.parameters),

@@ -44,6 +44,8 @@ SAMPLING_INPUTS: Mapping[str, tuple[InputKind, str]] = {
     "allowed_token_ids": ("integers", "allowed_token_ids"),
     "logprobs": ("integer", "logprobs"),
     "truncate_prompt_tokens": ("integer", "truncate_tokens"),
+    "add_special_tokens": ("flag", "add_special_tokens"),
+    "parse_special_tokens": ("flag", "parse_special_tokens"),
     "beam_width": ("integer", "beam_width"),
     "length_penalty": ("number", "length_penalty"),
     "early_stopping": ("early", "early_stopping"),

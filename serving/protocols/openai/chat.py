@@ -145,12 +145,12 @@ async def build_ask(
 ) -> Ask:
     """Build the `Ask` of a chat. `template_messages`: the input of the chat template."""
     service = call.service
-    try:
-        with service.admission_slot():
-            async with asyncio.timeout_at(call.deadline):
-                ids = await service.chat.encode(template_messages)
-    except TimeoutError:
-        raise DeadlinePassedError(DEADLINE_MESSAGE) from None
+    ids = await encode_messages(
+        template_messages,
+        call,
+        parse_special_tokens=bool(body.parse_special_tokens),
+        add_special_tokens=bool(body.add_special_tokens),
+    )
     adapters = call.requested_adapters(body.model)
     fields = ask_fields(body)
     if body.max_completion_tokens is not None:
@@ -165,9 +165,36 @@ async def build_ask(
     return Ask(ids, adapters=adapters, **fields)
 
 
-def to_template_messages(body: ChatCompletionRequest) -> list[JsonObject]:
+async def encode_messages(
+    template_messages: list[JsonObject],
+    call: Call,
+    *,
+    parse_special_tokens: bool,
+    add_special_tokens: bool,
+    add_generation_prompt: bool = True,
+) -> tuple[int, ...]:
+    """Return the ids of a chat's prompt.
+
+    `add_special_tokens`: add the tokenizer's BOS and EOS tokens to what the template renders.
+    """
+    service = call.service
+    prompt_tokenizer = service.admission.prompt_tokenizer
+    prompt_tokenizer.check_parsing(parse_special_tokens)
+    try:
+        with service.admission_slot():
+            async with asyncio.timeout_at(call.deadline):
+                ids = await service.chat.encode(
+                    template_messages,
+                    add_generation_prompt=add_generation_prompt,
+                    parse_special_tokens=parse_special_tokens,
+                )
+    except TimeoutError:
+        raise DeadlinePassedError(DEADLINE_MESSAGE) from None
+    return prompt_tokenizer.add_special_tokens(ids).ids if add_special_tokens else ids
+
+
+def to_template_messages(messages: Sequence[ChatMessage]) -> list[JsonObject]:
     """Convert the messages to the input of a chat template; unset fields are omitted."""
-    messages = body.messages or []
     arguments = [
         call.function.arguments for message in messages for call in message.tool_calls or ()
     ]

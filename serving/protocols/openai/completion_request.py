@@ -110,14 +110,17 @@ class BaseCompletionRequest(RequestBody):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     priority: int | None = None  # As in vLLM, requests with lower values run earlier.
-    # Each of these flags has only one allowed value: see `FIXED_FLAGS`.
+    # Whether to add the BOS and EOS tokens of the tokenizer. Default: true for texts, else false.
     add_special_tokens: bool | None = None
+    # Each of these flags has only one allowed value: see `FIXED_FLAGS`.
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
     # Preamble's extensions.
+    # Whether control tokens in texts become their ids. Default: true for `prompt`, else false.
+    parse_special_tokens: bool | None = None
     beam_width: int | None = None
     early_stopping: bool | Literal["never"] | None = None
     typical_p: float | None = None
@@ -131,11 +134,9 @@ class BaseCompletionRequest(RequestBody):
 
     @property
     def field_names(self) -> Mapping[str, str]:
-        """Maps the field names in the admission's errors to OpenAI's names."""
         return FIELD_NAMES
 
     def check(self) -> None:
-        """Raise a RequestError if two fields contradict each other, or a value is unsupported."""
         options = self.stream_options
         if options is not None and not self.stream:
             raise RequestError("stream_options needs stream; set stream to true", "stream_options")
@@ -191,7 +192,6 @@ class CompletionRequest(BaseCompletionRequest):
 
 # Flags that have only one allowed value here.
 FIXED_FLAGS = {
-    "add_special_tokens": True,
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "return_token_ids": False,
@@ -206,6 +206,8 @@ def build_asks(body: CompletionRequest, adapters: tuple[str, ...], prompts_max: 
         logprobs=body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),
         truncate_tokens=body.truncate_prompt_tokens,
+        add_special_tokens=body.add_special_tokens,
+        parse_by_default=True,
     )
     # For a request with an adapter, max_new_tokens stays unset here, and the admission applies the
     # adapter's default.
@@ -291,6 +293,7 @@ def ask_fields(body: BaseCompletionRequest) -> dict[str, Any]:
         "early_stopping": body.early_stopping,
         "service": body.service_class,
         "priority": None if body.priority is None else -body.priority,
+        "parse_special_tokens": body.parse_special_tokens,
     }
     return drop_none(**fields)
 

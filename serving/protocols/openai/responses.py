@@ -114,6 +114,7 @@ class TextChoice:
         self._echo = bool(body.echo)
         self._logprobs = body.logprobs
         self._prompt_logprobs = body.prompt_logprobs
+        self._add_special_tokens = body.add_special_tokens is not False
         self._tokenizer = service.tokenizer
         self._echo_text = echo_text
         self._prompt_scores: list[TokenScore | None] = []
@@ -171,7 +172,13 @@ class TextChoice:
         if self._logprobs is not None:
             assert len(self._prompt_scores) == len(self.answer.prompt)
             scores = [self._prompt_scores[position] for position, _ in positions]
-            tokens.add_tokens(IncrementalDetokenizer(self._tokenizer), ids, scores, 0)
+            control_texts = None
+            if self._echo_text is not None:
+                prefix = self._tokenizer.prefix_ids if self._add_special_tokens else ()
+                added = len(prefix) if tuple(ids[: len(prefix)]) == prefix else 0
+                control_texts = _ControlTexts(self._tokenizer, self._echo_text, added)
+            detokenizer = IncrementalDetokenizer(self._tokenizer)
+            tokens.add_tokens(detokenizer, ids, scores, 0, control_texts)
         self._text_offset = len(text)
         return text
 
@@ -204,6 +211,31 @@ class TextChoice:
         return logprobs
 
 
+class _ControlTexts:
+    """Finds the control tokens of a prompt in its text, in order.
+
+    `added`: number of tokens at the beginning of the prompt that are not in the text (BOS).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, text: str, added: int) -> None:
+        self._tokenizer = tokenizer
+        self._text = text
+        self._added = added
+        self._end = 0
+
+    def find_next(self, token: int) -> tuple[int, int] | None:
+        """Return start and end of the next token in the text; None if it is no control token."""
+        if self._added:
+            self._added -= 1
+            return None
+        content = "" if self._tokenizer.piece(token) else self._tokenizer.id_to_token(token)
+        start = self._text.find(content, self._end) if content else -1
+        if start < 0:
+            return None
+        self._end = start + len(content)
+        return start, self._end
+
+
 class _TokenLogprobs:
     """OpenAI's legacy log-probabilities: four lists, each with one element per token."""
 
@@ -221,12 +253,17 @@ class _TokenLogprobs:
         ids: Sequence[int],
         scores: Sequence[TokenScore | None],
         offset: int,
+        control_texts: _ControlTexts | None = None,
     ) -> int:
-        """Add tokens whose text begins at `offset`; return the offset of the next token."""
+        """Add tokens whose text begins at `offset`; return the offset of the next token.
+
+        Control tokens have no text, except in an echoed prompt (`control_texts`).
+        """
         for token, score in zip(ids, scores, strict=True):
-            self._offsets.append(offset)
             text, token_text = detokenizer.push(token), format_token(self._tokenizer, token)
-            offset += len(text)
+            span = None if control_texts is None else control_texts.find_next(token)
+            start, offset = (offset, offset + len(text)) if span is None else span
+            self._offsets.append(start)
             if text and token_text.endswith(text):
                 # At the start of the text, the detokenizer strips the token's leading space.
                 token_text = text

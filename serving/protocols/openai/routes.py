@@ -1,4 +1,4 @@
-"""OpenAI HTTP routes: /v1/completions, /v1/chat/completions, /v1/responses and /v1/models.
+"""OpenAI HTTP routes: /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, /tokenize.
 
 In this API, each adapter is a model, like the base model. Each prompt of a request becomes an
 `Ask`, and the pieces of its stream become choices, in one response or in server-sent events. Other
@@ -6,6 +6,7 @@ modules define the details:
 
 - `completion_request` and `chat`: the meaning of request fields
 - `responses` and `chat`: the format of choices
+- `tokenization`: /tokenize, /detokenize and /tokenizer_info
 - `streaming`: the chunks of a stream
 - `responses_api`: everything of the Responses API that differs from chats
 - `serving.frontend.http_transport`: the HTTP transport
@@ -31,9 +32,15 @@ from serving.frontend.http_transport import (
     error_body,
     json_response,
 )
-from serving.frontend.json_body import maybe_in_thread, parse_request, read_json_body
+from serving.frontend.json_body import (
+    BodyT,
+    RequestBody,
+    maybe_in_thread,
+    parse_request,
+    read_json_body,
+)
 from serving.protocols.openai import chat as openai_chat
-from serving.protocols.openai import responses_api
+from serving.protocols.openai import responses_api, tokenization
 from serving.protocols.openai.chat import CHAT_FORMAT, build_ask, to_template_messages
 from serving.protocols.openai.completion_request import (
     CHAT_COMPLETIONS_PATH,
@@ -53,6 +60,13 @@ from serving.protocols.openai.responses_api import (
     to_chat_request,
 )
 from serving.protocols.openai.streaming import CompletionRun
+from serving.protocols.openai.tokenization import (
+    DETOKENIZE_PATH,
+    TOKENIZE_PATH,
+    TOKENIZER_INFO_PATH,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from serving.request import Ask
 from serving.service.error_reasons import REASONS
 
@@ -70,6 +84,9 @@ def routes(frontend: Frontend) -> Routes:
         f"{RESPONSES_PATH}/": dict.fromkeys(("GET", "POST", "DELETE"), handlers.stored_response),
         "/v1/models": models,
         "/v1/models/": models,
+        TOKENIZE_PATH: {"POST": handlers.tokenize},
+        DETOKENIZE_PATH: {"POST": handlers.detokenize},
+        TOKENIZER_INFO_PATH: {"GET": handlers.tokenizer_info, "HEAD": handlers.tokenizer_info},
     }
 
 
@@ -135,7 +152,11 @@ class _OpenAIHandlers:
             data: bytes, body: openai_chat.ChatCompletionRequest, call: Call
         ) -> list[Ask]:
             return [
-                await build_ask(body, await maybe_in_thread(data, to_template_messages, body), call)
+                await build_ask(
+                    body,
+                    await maybe_in_thread(data, to_template_messages, body.messages or ()),
+                    call,
+                )
             ]
 
         return await self._respond(
@@ -149,6 +170,45 @@ class _OpenAIHandlers:
                 CHAT_FORMAT,
             ),
         )
+
+    async def tokenize(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._answer(
+            request, TOKENIZE_PATH, "tokenize", TokenizeRequest, tokenization.tokenize
+        )
+
+    async def detokenize(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._answer(
+            request, DETOKENIZE_PATH, "detokenize", DetokenizeRequest, tokenization.detokenize
+        )
+
+    async def tokenizer_info(self, request: web.BaseRequest) -> web.StreamResponse:
+        origin = call_origin(request, TOKENIZER_INFO_PATH)
+        async with self._frontend.call(
+            PROTOCOL, "tokenizer_info", credential(request), origin=origin
+        ) as call:
+            call.caller.require_role("generate")
+            return json_response(call.service.tokenizer_info)
+
+    async def _answer(
+        self,
+        request: web.BaseRequest,
+        path: str,
+        method: str,
+        body_type: type[BodyT],
+        respond: Callable[[BodyT, Call], Awaitable[dict[str, Any]]],
+    ) -> web.StreamResponse:
+        """Run a call that is answered with one JSON object and generates nothing."""
+        body = None
+        try:
+            async with self._frontend.call(
+                PROTOCOL, method, credential(request), origin=call_origin(request, path)
+            ) as call:
+                call.caller.require_role("generate")
+                data = await read_json_body(request, call)
+                body = await maybe_in_thread(data, parse_request, data, body_type)
+                return json_response(await respond(body, call))
+        except CallFailure as error:
+            raise _with_request_field(error, body) from None
 
     async def _respond(
         self, request: web.BaseRequest, endpoint: "_Endpoint[RequestT]"
@@ -192,7 +252,7 @@ class _OpenAIHandlers:
                 data = await read_json_body(request, call)
                 body = await maybe_in_thread(data, parse_request, data, ResponsesRequest)
                 chat = await maybe_in_thread(data, to_chat_request, body)
-                messages = await maybe_in_thread(data, to_template_messages, chat)
+                messages = await maybe_in_thread(data, to_template_messages, chat.messages or ())
                 if body.instructions is not None:
                     messages.insert(0, {"role": "system", "content": body.instructions})
                 ask = await build_ask(chat, messages, call)
@@ -230,12 +290,12 @@ class _Endpoint(Generic[RequestT]):
     completion_format: CompletionFormat
 
 
-def _with_request_field(error: CallFailure, body: BaseCompletionRequest | None) -> CallFailure:
+def _with_request_field(error: CallFailure, body: RequestBody | None) -> CallFailure:
     """Return the error with OpenAI's field names in place of the field names of `Ask`."""
     if body is None or error.field is None:
         return error  # The error names no field, or the parser raised it with OpenAI's names.
     name = body.field_names.get(error.field, error.field)
-    if error.field.partition(".")[0] == "guide":
+    if error.field.partition(".")[0] == "guide" and isinstance(body, BaseCompletionRequest):
         name = guide_field(body)
     message = translate_message(str(error), error.field, name, body.field_names)
     return CallFailure(error.reason, message, name, error.retry_s)

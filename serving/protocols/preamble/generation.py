@@ -99,6 +99,7 @@ async def score(message: pb.ScoreRequest, call: Call) -> pb.ScoreResponse:
         prompt_logprobs=message.logprobs,
         service=_enum_value(SERVICE_CLASSES, message.service_class, "service_class"),
         priority=message.priority,
+        **_special_token_fields(message),
     )
     stream = await _start_stream(call, ask, SCORE_FIELD_PATHS, final_only=True)
     completions = await _collect_completions(stream, call)
@@ -123,8 +124,10 @@ async def score(message: pb.ScoreRequest, call: Call) -> pb.ScoreResponse:
 
 
 async def tokenize(message: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
-    admission = call.service.admission
-    return pb.TokenizeResponse(token_ids=await asyncio.to_thread(admission.tokenize, message.text))
+    ask = Ask(message.text, **_special_token_fields(message))
+    return pb.TokenizeResponse(
+        token_ids=await asyncio.to_thread(call.service.admission.text_ids, ask)
+    )
 
 
 async def detokenize(message: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:
@@ -193,7 +196,16 @@ def build_ask(message: GenerateMessage) -> Ask:
         priority=message.priority,
         truncate_tokens=message.truncate_prompt_tokens or None,
         time_limit_s=message.time_limit_ms / 1000 or None,
+        **_special_token_fields(message),
     )
+
+
+def _special_token_fields(message: Any) -> dict[str, Any]:
+    """Return the fields of an `Ask` about control tokens in and around the text."""
+    return {
+        "parse_special_tokens": message.parse_special_tokens,
+        "add_special_tokens": _optional_field(message, "add_special_tokens", True),
+    }
 
 
 def _read_prompt(message: Any) -> str | tuple[int, ...] | dict[str, str] | None:

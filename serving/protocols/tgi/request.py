@@ -176,6 +176,7 @@ def build_ask(body: GenerateRequest, *, stream: bool) -> Ask:
     }
     return Ask(
         body.inputs,
+        parse_by_default=True,
         adapters=adapters,
         fit_new_tokens=parameters.max_new_tokens is None,
         # A stop sequence of the request is part of the text. The adapter's stop sequences, which

@@ -92,6 +92,7 @@ def build_ask(message: Any, text: str, config: LimitsConfig, tokens_max: int) ->
     return Ask(
         text,
         adapters=requested_adapters(message),
+        parse_by_default=True,
         max_new_tokens=stopping.max_new_tokens or None,
         fit_new_tokens=True,
         min_new_tokens=stopping.min_new_tokens,

@@ -31,6 +31,7 @@ from serving.request import AnswerSpec, Ask, Completion, FinishReason, Piece
 SERVICE = "fmaas.GenerationService"
 pb = load_package("tgis")
 STOP_REASONS = pb.file.enum_types_by_name["StopReason"].values_by_name
+NO_OFFSET = (0, 0)  # The offsets of a control token that is not in the text.
 # `_token_offsets` skips at most this number of bytes of the text to find a token.
 TOKEN_GAP_BYTES_MAX = 64
 
@@ -263,7 +264,10 @@ def _tokenize_batch(message: Any, call: Call) -> Any:
     response = pb.BatchedTokenizeResponse()
     for request in message.requests:
         full_ask = Ask(
-            request.text, adapters=requested_adapters(message), tenant=call.caller.tenant
+            request.text,
+            adapters=requested_adapters(message),
+            parse_by_default=True,
+            tenant=call.caller.tenant,
         )
         truncated_ask = replace(full_ask, truncate_tokens=message.truncate_input_tokens or None)
         ids = admission.text_ids(truncated_ask)
@@ -271,12 +275,18 @@ def _tokenize_batch(message: Any, call: Call) -> Any:
         if message.return_tokens:
             text_response.tokens.extend(map(tokenizer.id_to_token, ids))
         if message.return_offsets:
-            offsets = _token_offsets(admission.text_ids(full_ask), request.text, tokenizer)
+            tokens = admission.tokenize(full_ask)
+            offsets = [
+                *[NO_OFFSET] * len(tokens.before),
+                *_token_offsets(tokens.text, request.text, tokenizer),
+                *[NO_OFFSET] * len(tokens.after),
+            ]
             if len(ids) < len(offsets):
                 # Truncation removed tokens at the start of the text, but may have kept BOS.
-                keeps_bos = len(ids) > 1 and ids[0] == tokenizer.bos_id
-                tail = offsets[len(offsets) - len(ids) + keeps_bos :]
-                offsets = [*offsets[:keeps_bos], *tail]
+                before = len(tokens.before)
+                keeps_before = before < len(ids) and ids[:before] == tokens.before
+                prefix = before if keeps_before else 0
+                offsets = [*offsets[:prefix], *offsets[len(offsets) - len(ids) + prefix :]]
             for start, end in offsets:
                 text_response.offsets.add(start=start, end=end)
     return response
@@ -299,9 +309,8 @@ def _token_offsets(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> list[
     offset, offsets = 0, []
     for token in ids:
         token_bytes = tokenizer.token_bytes(token)
-        if token_bytes is None:
-            offsets.append((0, 0))  # A control token has no text.
-            continue
+        if token_bytes is None:  # A control token, which the text contains.
+            token_bytes = tokenizer.id_to_token(token).encode()
         start = end = offset
         if data.startswith(token_bytes, offset):
             end = offset + len(token_bytes)

@@ -23,8 +23,8 @@ from gpt.tokenizers.chat_template import (
     ChatTemplate,
     ChatTemplateEncoder,
     find_template,
-    trie_pattern,
 )
+from gpt.tokenizers.special_tokens import trie_pattern
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, open_tokenizer
 from serving.admission.chat_prompt import ChatPromptRenderer
 from serving.admission.template_sandbox import (

@@ -5,6 +5,7 @@ The model computes in fp64, where tokens do not depend on the batch.
 
 import asyncio
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx2 as httpx
 import openai
 import pytest
 import yaml
@@ -169,7 +169,7 @@ def test_the_operator_names_the_model(tmp_path: Path) -> None:
     for name in ("default", "checkpoint"):
         write(adapters / f"{name}.safetensors", checkpoint, tokenizer.encode("what is the sum"))
     names = ["org/chat-7b", "gpt-4o"]
-    settings = {"adapters": str(adapters), "served_model_name": names}
+    settings: dict[str, Any] = {"adapters": str(adapters), "served_model_name": names}
     with serving(checkpoint, tmp_path / "s.yaml", **settings) as server:
         client = openai.OpenAI(
             base_url=f"http://{server.ready_field('http')}/v1", api_key="none", max_retries=0
@@ -191,21 +191,17 @@ def test_the_operator_names_the_model(tmp_path: Path) -> None:
 
 
 def test_paths_of_probes_and_final_slashes(deployment: OpenAIServer) -> None:
-    root = deployment.url.removesuffix("/v1")
+    server = deployment.server
     for path in ("/version", "/load", *LIVENESS_PATHS, *READINESS_PATHS):
         for spelling in (path, f"{path}/"):
-            response = httpx.get(f"{root}{spelling}")
-            assert response.status_code == 200, spelling
+            assert server.get(spelling)[0] == 200, spelling
     assert {"/health", "/ping", "/readyz", "/v1/health"} <= {*READINESS_PATHS}
-    assert set(httpx.get(f"{root}/version").json()) == {"version"}
-    assert httpx.get(f"{root}/load").json() == {"server_load": 0}
-    assert httpx.get(f"{root}/healthier").status_code == 404
-    slashed = httpx.post(
-        f"{root}/v1/completions/",
-        json={"prompt": TEXT, **GREEDY},
-        headers={"Authorization": f"Bearer {TOKEN}"},
-    )
-    assert slashed.json()["choices"][0]["text"] == deployment.complete(**GREEDY).choices[0].text
+    assert set(json.loads(server.get("/version")[1])) == {"version"}
+    assert json.loads(server.get("/load")[1]) == {"server_load": 0}
+    assert server.get("/healthier")[0] == 404
+    body = {"prompt": TEXT, **GREEDY}
+    slashed = json.loads(server.request("/v1/completions/", body, token=TOKEN)[1])
+    assert slashed["choices"][0]["text"] == deployment.complete(**GREEDY).choices[0].text
 
 
 @pytest.mark.parametrize(

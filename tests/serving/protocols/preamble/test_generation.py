@@ -273,6 +273,7 @@ VALUES: dict[str, Any] = {
     "adapter": "x",
     "early_stopping": 2,
     "service_class": 2,
+    "add_special_tokens": False,
 }
 
 
