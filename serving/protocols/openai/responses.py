@@ -229,8 +229,11 @@ class _ControlTexts:
             self._added -= 1
             return None
         content = "" if self._tokenizer.piece(token) else self._tokenizer.id_to_token(token)
-        start = self._text.find(content, self._end) if content else -1
-        if start < 0:
+        if not content:
+            return None
+        start = self._text.find(content, self._end)
+        if start < 0:  # The tokenizer has changed the text. Do not search for later tokens either.
+            self._end = len(self._text)
             return None
         self._end = start + len(content)
         return start, self._end
