@@ -6,7 +6,7 @@ spaces and invalid UTF-8. The module opens no files and uses no tokenizer librar
 """
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -62,6 +62,20 @@ class PieceDecoder(Protocol):
     decoding_rules: DecodingRules
 
     def piece(self, token_id: int) -> Piece: ...
+
+
+class ControlTextDecoder:
+    """Decodes like a tokenizer, except that a control token has its text of the vocabulary."""
+
+    def __init__(self, tokenizer: PieceDecoder, token_text: Callable[[int], str]) -> None:
+        """`token_text` returns the text of a token in the vocabulary; empty for an unknown id."""
+        self.decoding_rules = tokenizer.decoding_rules
+        self._piece = tokenizer.piece
+        self._token_text = token_text
+
+    def piece(self, token_id: int) -> Piece:
+        piece = self._piece(token_id)
+        return self._token_text(token_id) or None if piece is None else piece
 
 
 class IncrementalDetokenizer:

@@ -12,6 +12,7 @@ from typing import Literal, Protocol, cast, get_args
 
 from gpt.errors import CheckpointError, ConfigError, RequestError
 from gpt.tokenizers.detokenizer import (
+    ControlTextDecoder,
     DecodingRules,
     IncrementalDetokenizer,
     Piece,
@@ -28,6 +29,7 @@ __all__ = [
     "Tokenizer",
     "check_tokenizer",
     "open_tokenizer",
+    "piece_decoder",
 ]
 
 TokenizerKind = Literal["tokenizer.json", "sentencepiece", "gpt2", "null"]
@@ -187,6 +189,16 @@ def _open_kind(kind: TokenizerKind, file: Path) -> Tokenizer:
     if not merges.is_file():
         raise CheckpointError(f"{file} has no {merges.name} beside it; copy the two files together")
     return gpt2_tokenizer(file, merges, special_tokens)
+
+
+def piece_decoder(tokenizer: Tokenizer, *, keep_special_tokens: bool) -> PieceDecoder:
+    """Return the decoder of a completion's tokens.
+
+    `keep_special_tokens`: decode control tokens to their texts, instead of to nothing.
+    """
+    if keep_special_tokens:
+        return ControlTextDecoder(tokenizer, tokenizer.id_to_token)
+    return tokenizer
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, source: object) -> None:

@@ -3,22 +3,26 @@
 Each request class lists OpenAI's own fields, then vLLM's extensions under vLLM's names, and then
 Preamble's extensions.
 `BaseCompletionRequest` has the fields that plain completions and chats share. An unknown field is
-an error, because ignoring a misspelled field would change completions silently. This module checks
-types and combinations of fields; the admission checks the ranges of values.
+an error, because ignoring a misspelled field would change completions silently; exceptions are
+fields without effect (`unsupported_fields`). This module checks types and combinations of fields;
+the admission checks the ranges of values.
 """
 
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from gpt.errors import RequestError
-from gpt.settings import suggest_nearest
+from gpt.settings import MISSPELLING_SIMILARITY_MIN, nearest_name
+from serving.frontend.call_origin import REQUEST_ID_CHARACTERS_MAX, printable_request_id
+from serving.frontend.json_fields import remove_unset_fields
 from serving.messages import Guide, ServiceClass
+from serving.protocols.openai.unsupported_fields import UNSUPPORTED_FIELDS
 from serving.request import Ask, RefusedError
 
 MAX_TOKENS_DEFAULT = 16  # OpenAI's default.
@@ -104,6 +108,11 @@ class BaseCompletionRequest(RequestPart):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None  # Ignored: the bearer token identifies the caller.
+    metadata: dict[str, Any] | None = None  # This field and the next three are ignored.
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    store: bool | None = None
 
     # vLLM's extensions.
     top_k: int | None = None
@@ -124,12 +133,17 @@ class BaseCompletionRequest(RequestPart):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     priority: int | None = None  # As in vLLM, requests with lower values run earlier.
-    # Each of these flags has only one allowed value: see `FIXED_FLAGS`.
+    prompt_logprobs: int | None = None
+    # This flag has only one allowed value: see `FIXED_FLAGS`.
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
+    # Ignored: this server writes special tokens without spaces between them, as vLLM does for
+    # byte-level tokenizers.
     spaces_between_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    request_id: str | None = None  # Part of the response's id.
+    cache_salt: str | None = None
 
     # Preamble's extensions.
     beam_width: int | None = None
@@ -163,6 +177,17 @@ class BaseCompletionRequest(RequestPart):
                 raise RequestError(
                     f"{name} can only be {str(required_flag).lower()} here; remove it", name
                 )
+        if self.store:
+            raise RequestError("this server stores no completions; remove store", "store")
+        if self.cache_salt == "":
+            raise RequestError("cache_salt is empty; give a text, or remove it", "cache_salt")
+        request_id = self.request_id
+        if request_id is not None and request_id != (printable_request_id(request_id) or None):
+            raise RequestError(
+                f"request_id is {_shorten(ascii(request_id))}; it must have 1 to "
+                f"{REQUEST_ID_CHARACTERS_MAX} printable ASCII characters",
+                "request_id",
+            )
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise RequestError(
                 f"timeout is {self.timeout}; it must be more than 0 seconds, or unset", "timeout"
@@ -176,17 +201,16 @@ class BaseCompletionRequest(RequestPart):
 class CompletionRequest(BaseCompletionRequest):
     """A request for completions of prompts."""
 
-    FIELD_HINTS = dict.fromkeys(
-        ("messages", "tools"), "it is a field of chats: use " + CHAT_COMPLETIONS_PATH
-    )
+    FIELD_HINTS: ClassVar[Mapping[str, str]] = {
+        "messages": "it is a field of chats: use " + CHAT_COMPLETIONS_PATH
+    }
 
     prompt: str | list[str | int | list[int]] | None = None
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
-    truncate_prompt_tokens: int | None = None  # This field and the next are extensions of vLLM.
-    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None  # An extension of vLLM.
     inputs: dict[str, str] | None = None  # Fields of the adapter's prompt template.
 
     def check(self) -> None:
@@ -204,13 +228,7 @@ class CompletionRequest(BaseCompletionRequest):
 
 
 # Flags that have only one allowed value here.
-FIXED_FLAGS = {
-    "add_special_tokens": True,
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
-    "return_token_ids": False,
-    "return_tokens_as_token_ids": False,
-}
+FIXED_FLAGS = {"add_special_tokens": True}
 RequestT = TypeVar("RequestT", bound=BaseCompletionRequest)
 _decoder = cache(msgspec.json.Decoder)
 _UNKNOWN = re.compile(r"unknown field `(.*?)`", re.DOTALL)
@@ -232,7 +250,7 @@ def parse_request(data: bytes, request_type: type[RequestT]) -> RequestT:
             "requests",
         )
     try:
-        body: RequestT = _decoder(request_type).decode(data)
+        body = _decode(data, request_type)
     except msgspec.ValidationError as error:
         raise _validation_error(str(error), request_type) from None
     except msgspec.DecodeError as error:
@@ -243,6 +261,23 @@ def parse_request(data: bytes, request_type: type[RequestT]) -> RequestT:
         raise RefusedError("UNREADABLE", "the body is nested too deeply") from None
     body.check()
     return body
+
+
+def _decode(data: bytes, request_type: type[RequestT]) -> RequestT:
+    decode: Callable[[bytes], RequestT] = _decoder(request_type).decode
+    try:
+        return decode(data)
+    except msgspec.ValidationError as error:
+        try:
+            data = remove_unset_fields(data, request_type, _has_no_effect)
+        except (msgspec.MsgspecError, RecursionError):
+            raise error from None
+    return decode(data)
+
+
+def _has_no_effect(name: str, value: Any) -> bool:
+    """Return whether a field that the request type does not have can be ignored."""
+    return name in UNSUPPORTED_FIELDS and UNSUPPORTED_FIELDS[name].is_neutral(value)
 
 
 def _count_json_parts(data: bytes) -> int:
@@ -277,13 +312,19 @@ def _validation_error(message: str, request_type: type[BaseCompletionRequest]) -
         return RequestError(
             f"{_shorten(field)} has the unknown field {_shorten(name)!r}", top_field
         )
-    fields = request_type.__struct_fields__
-    suggestion = request_type.FIELD_HINTS.get(name) or suggest_nearest(
-        name[:QUOTED_CHARACTERS_MAX], fields
-    )
-    return RequestError(
-        f"{_shorten(name)!r} is not a field of this endpoint; {suggestion}", _shorten(name)
-    )
+    return RequestError(_unknown_field_message(name, request_type), _shorten(name))
+
+
+def _unknown_field_message(name: str, request_type: type[BaseCompletionRequest]) -> str:
+    advice = request_type.FIELD_HINTS.get(name)
+    if advice is None and name in UNSUPPORTED_FIELDS:
+        return UNSUPPORTED_FIELDS[name].refusal(name)
+    if advice is None:
+        nearest = nearest_name(
+            name[:QUOTED_CHARACTERS_MAX], request_type.__struct_fields__, MISSPELLING_SIMILARITY_MIN
+        )
+        advice = "remove it" if nearest is None else f"did you mean {nearest!r}?"
+    return f"{_shorten(name)!r} is not a field of this endpoint; {advice}"
 
 
 def _shorten(text: str) -> str:
@@ -371,12 +412,16 @@ def ask_fields(body: BaseCompletionRequest) -> dict[str, Any]:
         "allowed_token_ids": _as_tuple(body.allowed_token_ids),
         "bad_words": _as_tuple(body.bad_words),
         "no_repeat_ngram_size": body.no_repeat_ngram_size,
-        "seed": body.seed,
+        # vLLM's clients and llama.cpp's send -1 for an unset seed.
+        "seed": None if body.seed == -1 else body.seed,
         "stop_strings": (body.stop,) if isinstance(body.stop, str) else _as_tuple(body.stop),
         "stop_token_ids": _as_tuple(body.stop_token_ids),
         "guide": _read_guide(body),
         "ignore_ends": body.ignore_eos,
         "stop_in_text": body.include_stop_str_in_output,
+        "keep_special_tokens": body.skip_special_tokens is False or None,
+        "prompt_logprobs": body.prompt_logprobs,
+        "cache_salt": body.cache_salt,
         "beam_width": _beam_width(body),
         "length_penalty": body.length_penalty,
         "early_stopping": body.early_stopping,
