@@ -21,6 +21,9 @@ S = TypeVar("S")
 
 YAML_BYTES_MAX = 1 << 20
 REPR_CHARACTERS_MAX = 80
+# Names that are at least as similar as this differ by a misspelling. Names that only have a word in
+# common, such as `service_tier` and `service_class`, are less similar.
+MISSPELLING_SIMILARITY_MIN = 0.8
 
 # Limits the printed size and depth of a value from a file. With YAML aliases, a short file can have
 # a value that is huge when it is printed.
@@ -29,11 +32,20 @@ _repr.maxlevel = 2
 _repr.maxstring = _repr.maxother = REPR_CHARACTERS_MAX
 
 
-def suggest_nearest(name: str, choices: Iterable[str]) -> str:
+def suggest_nearest(name: str, choices: Iterable[str], similarity_min: float = 0.6) -> str:
     """Return the end of an error message: the choice most similar to `name`, or all choices."""
     names = sorted(choices)
-    matches = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {matches[0]!r}?" if matches else "choose one of: " + ", ".join(names)
+    match = nearest_name(name, names, similarity_min)
+    return "choose one of: " + ", ".join(names) if match is None else f"did you mean {match!r}?"
+
+
+def nearest_name(name: str, choices: Iterable[str], similarity_min: float) -> str | None:
+    """Return the choice most similar to `name`; None if no choice is similar enough.
+
+    `similarity_min`: from 0 (any choice) to 1 (equal texts).
+    """
+    matches = difflib.get_close_matches(name, choices, n=1, cutoff=similarity_min)
+    return matches[0] if matches else None
 
 
 def short_repr(value: object) -> str:
@@ -93,7 +105,7 @@ class ComposedSettings:
                 raise TypeError(f"{name}.__init__() got an unexpected keyword argument {key!r}")
         for part_name, part_type in _part_types(type(self)).items():
             keys = [key for key in setting_fields(part_type) if key in settings]
-            part = part_type(**{key: settings[key] for key in keys})
+            part = part_type(**{key: _as_tuple(settings[key]) for key in keys})
             object.__setattr__(self, part_name, part)
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,6 +116,11 @@ class ComposedSettings:
     def with_fields(self, **settings: Any) -> Self:
         """Return a copy with changed settings; the constructors check all values again."""
         return type(self)(**{**self.to_dict(), **settings})
+
+
+def _as_tuple(value: Any) -> Any:
+    """Return a list as a tuple: the settings are JSON, which has only lists, between processes."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def setting_fields(settings_type: type[Any]) -> dict[str, "Field[Any]"]:

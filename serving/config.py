@@ -29,6 +29,8 @@ TE_RECIPES = ("none", "current", "delayed", "block")
 WEIGHT_FORMATS = ("auto", "int8")
 SPECIAL_TOKEN_PARSING = ("auto", "never")
 MODEL_NAME_PATTERN = re.compile(r"[!-~]{1,200}")
+HOST_PATTERN = re.compile(r"[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?")
+ORIGIN_PATTERN = re.compile(rf"[a-z][a-z0-9+.-]*://({HOST_PATTERN.pattern})(:\d{{1,5}})?")
 _SAFEGUARD_NAMES = {"tls_cert": "encryption", "tokens": "tokens"}
 
 
@@ -240,6 +242,8 @@ class NetworkConfig:
     handshake_s: float = 10.0  # Time limit of a connection's handshake.
     # Minimum interval of a client's HTTP/2 pings; repeated faster pings close the connection.
     client_ping_s: float = 5.0
+    # If the first event of an HTTP stream takes longer, the response's headers are sent before it.
+    stream_headers_s: float = 1.0
     slow_reader_s: float = 30.0  # A call ends if its client reads nothing for this time.
     drain_s: float = 30.0  # Time that accepted requests have to finish after SIGTERM.
 
@@ -271,12 +275,31 @@ class SecurityConfig:
     tls_client_ca: str | None = None  # PEM file of the CA of client certificates; None: no mTLS.
     tokens: str | None = None  # YAML file of tenants and their tokens; None: no authentication.
     secrets_poll_s: float = 2.0  # Interval between checks of the TLS and tokens files for changes.
+    # Origins of web pages (such as https://chat.example) whose scripts may call the HTTP port
+    # (CORS); "*": all origins. Empty: only the server's own pages.
+    allowed_origins: tuple[str, ...] = ()
+    # Host names, without port, that the Host header of an HTTP request may have besides loopback
+    # names; "*": all names. Empty: on a loopback address without tokens only loopback names, else
+    # all names.
+    allowed_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_bounds(self)
         _check_requires(self, "tls_cert", "tls_key")
         _check_requires(self, "tls_key", "tls_cert")
         _check_requires(self, "tls_client_ca", "tls_cert")
+        for origin in self.allowed_origins:
+            if origin != "*" and not ORIGIN_PATTERN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins has {short_repr(origin)}; an origin is http://HOST, "
+                    "https://HOST or one of these with :PORT, without a path"
+                )
+        for name in self.allowed_hosts:
+            if name != "*" and not HOST_PATTERN.fullmatch(name):
+                raise ConfigError(
+                    f"allowed_hosts has {short_repr(name)}; a name is a host name or an address, "
+                    "without scheme, port and path"
+                )
 
 
 @dataclass(frozen=True)

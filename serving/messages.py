@@ -84,6 +84,9 @@ class Submission(_Message, frozen=True):
     output_tokens: list[int] = []
     # With prompt_logprobs: number of leading prompt tokens without reported scores.
     unscored_tokens: int = 0
+    # Part of the keys of the sequence's cached blocks, so that only sequences with an equal salt
+    # share them.
+    cache_salt: str = ""
 
 
 class Cancel(_Message, frozen=True):

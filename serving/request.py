@@ -66,6 +66,7 @@ class Ask:
     guide: Guide | None = None
     ignore_ends: bool = False  # Do not stop at the model's end-of-text tokens.
     stop_in_text: bool = False  # Include the matched stop string in the answer's text.
+    keep_special_tokens: bool = False  # Include the texts of control tokens in the answer's text.
     truncate_tokens: int | None = None  # Keep at most this number of tokens, from the prompt's end.
     time_limit_s: float | None = None  # After this time the answer ends without an error.
     beam_width: int = 1  # 1: no beam search; more: the answers are the best beams, best first.
@@ -74,6 +75,8 @@ class Ask:
     service: ServiceClass = "latency"
     priority: int = 0
     tenant: str = ""
+    # Only requests of the tenant with an equal salt share cached prefixes.
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class AnswerSpec:
     sampling: SamplingParams
     stop_strings: tuple[str, ...] = ()
     stop_in_text: bool = False
+    keep_special_tokens: bool = False
     adapter: str = ""  # As `name@version`; empty: none.
     is_private: bool = False  # Whether other tenants must not see the adapter's name.
     adapter_ref: AdapterRef | None = None
@@ -121,6 +125,7 @@ class Request:
     priority: int = 0
     tenant: str = ""
     time_limit_s: float | None = None
+    cache_salt: str = ""
 
     @property
     def sequences_max(self) -> int:

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from serving.config import (
     ObservabilityConfig,
     SecurityConfig,
     ServerConfig,
+    is_loopback,
 )
 from serving.engine.transport import EngineTransport
 from serving.frontend.call import Frontend
@@ -100,10 +102,14 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
     health.add_to_server(server)
     if network.reflection:
         add_reflection(SERVICES, server)
-    metrics_server = _open_metrics_server(network, frontend)
+    metrics_server = _open_metrics_server(network, security, frontend)
     tls_context = None if tls is None else tls.context
     http = HttpServer(
-        network, _http_routes(network, frontend), error_formats=ERROR_FORMATS, tls=tls_context
+        network,
+        _http_routes(network, frontend),
+        error_formats=ERROR_FORMATS,
+        tls=tls_context,
+        security=security,
     )
     async with _tracing(config.observability_config, frontend), http, metrics_server:
         transport = open_transport(config)
@@ -354,7 +360,7 @@ def _http_routes(config: NetworkConfig, frontend: Frontend) -> Routes:
 
 
 def _open_metrics_server(
-    config: NetworkConfig, frontend: Frontend
+    config: NetworkConfig, security: SecurityConfig, frontend: Frontend
 ) -> AbstractAsyncContextManager[object]:
     """Open an HTTP server for metrics and health on `metrics_port`, if that is set."""
     if config.metrics_port is None:
@@ -366,8 +372,16 @@ def _open_metrics_server(
             config.metrics_port,
             "no TLS, no token: allow only probes and scrapes to reach this port",
         )
-    address = (config.metrics_host or config.host, config.metrics_port)
-    return HttpServer(config, _monitoring_routes(frontend), address=address, setting="metrics_port")
+    host = config.metrics_host or config.host
+    # This port needs no tokens. Scrapers on other machines may use any name for it.
+    security = replace(security, tokens=None) if is_loopback(host) else SecurityConfig()
+    return HttpServer(
+        config,
+        _monitoring_routes(frontend),
+        address=(host, config.metrics_port),
+        security=security,
+        setting="metrics_port",
+    )
 
 
 def _monitoring_routes(frontend: Frontend) -> Routes:

@@ -7,7 +7,7 @@ of trained adapters use `StopStringDetokenizer`.
 
 from collections.abc import Sequence
 
-from gpt.tokenizers.tokenizer import IncrementalDetokenizer, Tokenizer
+from gpt.tokenizers.detokenizer import IncrementalDetokenizer, PieceDecoder
 
 
 class StopStringDetokenizer:
@@ -19,7 +19,7 @@ class StopStringDetokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: PieceDecoder,
         stops: Sequence[str],
         unsearched_tokens: int = 0,
         *,

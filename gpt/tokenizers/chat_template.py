@@ -5,13 +5,15 @@ The template is in the tokenizer's directory or in a file that the operator sets
 text, and a message may contain the same text. Before rendering, this module therefore inserts a
 mark after each letter of a control token in a message. After rendering, only control tokens without
 marks are encoded to the ids of control tokens, and all other text is encoded as user text. A
-message therefore cannot forge a turn.
+message therefore cannot forge a turn. To continue the last message, another mark at its end shows
+where the rendered text has to be cut.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gpt.errors import CheckpointError, ConfigError, RequestError
@@ -118,32 +120,58 @@ def _template_from_config(file: Path) -> str | None:
     )
 
 
-class EscapedMessages:
-    """Messages whose control tokens are escaped by a mark after each letter, and the mark."""
+NO_CONTROL_TOKENS = re.compile("(?!)")
 
-    def __init__(self, messages: list[dict[str, Any]], controls: re.Pattern[str]) -> None:
-        texts = _collect_strings(messages)
-        mark = next(
-            (
-                candidate
-                for candidate in ESCAPE_MARKS
-                if not any(candidate in text for text in texts)
-            ),
-            None,
-        )
-        if mark is None:
+
+class EscapedMessages:
+    """Messages and template variables whose control tokens have a mark after each letter.
+
+    `mark` is this mark. If the prompt must end within the last message, `end_mark` is another mark
+    at the end of the message, else None.
+    """
+
+    def __init__(
+        self,
+        messages: list[dict[str, Any]],
+        variables: dict[str, Any],
+        controls: re.Pattern[str],
+        *,
+        continue_final_message: bool,
+    ) -> None:
+        texts = _collect_strings([messages, variables])
+        unused_marks = [mark for mark in ESCAPE_MARKS if not any(mark in text for text in texts)]
+        if len(unused_marks) < 1 + continue_final_message:
             raise RequestError(
-                "the messages contain all of the noncharacters U+FDD0 to U+FDEF; remove one of "
-                "these characters",
+                "the messages contain all of the noncharacters U+FDD0 to U+FDEF, or all but one; "
+                "remove two of these characters",
                 "messages",
             )
-        self.mark = mark
+        self.mark = mark = unused_marks[0]
+        self.end_mark = unused_marks[1] if continue_final_message else None
         # If two control tokens overlap in a text, `sub` finds only the first one. The marks after
         # its letters also split the second one.
-        self.messages = _map_strings(
-            messages,
+        self.messages, self.variables = _map_strings(
+            [messages, variables],
             lambda text: controls.sub(lambda match: mark.join([*match[0], ""]), text),
         )
+        if self.end_mark is not None:
+            # If the template removes the space, it also removes the message's own final spaces.
+            self.messages[-1]["content"] += f"{self.end_mark} "
+
+    def cut_rendered(self, text: str) -> str:
+        """Return the part of a rendered chat that is the prompt."""
+        if self.end_mark is None:
+            return text
+        prompt, end_mark, rest = text.rpartition(self.end_mark)
+        if not end_mark:
+            raise RequestError(
+                "the chat template does not render the last message, so it cannot be continued",
+                "continue_final_message",
+            )
+        return prompt if rest.startswith(" ") else prompt.rstrip()
+
+    def remove_marks(self, text: str) -> str:
+        return text.replace(self.mark, "").replace(self.end_mark or self.mark, "")
 
 
 def _collect_strings(value: Any) -> list[str]:
@@ -191,8 +219,25 @@ class ChatTemplateEncoder:
         }
         self._splitter = ControlTokenSplitter(self._control_tokens)
 
-    def escape_messages(self, messages: list[dict[str, Any]]) -> EscapedMessages:
-        return EscapedMessages(messages, self._splitter.pattern)
+    def escape_messages(
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        continue_final_message: bool = False,
+        keep_control_tokens: bool = False,
+    ) -> EscapedMessages:
+        """Escape the control tokens in the messages and in the variables of the template.
+
+        `continue_final_message`: the prompt must end after the content of the last message.
+        `keep_control_tokens`: leave the control tokens as they are, to be parsed.
+        """
+        return EscapedMessages(
+            messages,
+            dict(variables),
+            NO_CONTROL_TOKENS if keep_control_tokens else self._splitter.pattern,
+            continue_final_message=continue_final_message,
+        )
 
     def encode_rendered(self, text: str, mark: str) -> tuple[int, ...]:
         """Encode a rendered template. No BOS token is added, because templates write bos_token."""

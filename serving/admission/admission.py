@@ -31,7 +31,7 @@ SEED_BITS = 53
 
 # Priorities are -100 to 100. A waiting request gains 1 priority per `priority_age_s` seconds.
 PRIORITY_MAX = 100
-TENANT_BYTES_MAX = 256
+LABEL_BYTES_MAX = 256  # Bytes of a tenant's name or of a cache salt.
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class Admission:
             priority=ask.priority,
             tenant=ask.tenant,
             time_limit_s=ask.time_limit_s,
+            cache_salt=ask.cache_salt,
         )
 
     def _build_answer(
@@ -131,6 +132,7 @@ class Admission:
             self._build_sampling(ask, new_tokens, seed),
             stop_strings=ask.stop_strings or adapter_stops,
             stop_in_text=ask.stop_in_text,
+            keep_special_tokens=ask.keep_special_tokens,
             adapter=adapter.key if adapter else "",
             is_private=adapter is not None and adapter.tenant != "",
             adapter_ref=adapter.adapter_ref if adapter else None,
@@ -387,7 +389,8 @@ def check_ask(ask: Ask, config: LimitsConfig, vocab_size: int) -> None:
     _check_token_ids(ask.allowed_token_ids, "allowed_token_ids", vocab_size)
     _check_token_ids(ask.logit_bias, "logit_bias", vocab_size)
     _check_counts(ask, config)
-    _check_tenant(ask.tenant)
+    _check_label("tenant", ask.tenant)
+    _check_label("cache_salt", ask.cache_salt)
     for field in ("truncate_tokens", "time_limit_s"):
         value = getattr(ask, field)
         if value is not None and not 0 < value < float("inf"):
@@ -465,17 +468,16 @@ def _check_answer_count(ask: Ask, answers_max: int) -> None:
     )
 
 
-def _check_tenant(tenant: str) -> None:
+def _check_label(field: str, label: str) -> None:
+    """Check a text that only identifies a tenant or a group of requests."""
     try:
-        size = len(tenant.encode())
+        size = len(label.encode())
     except UnicodeEncodeError:
         raise RequestError(
-            "tenant has a lone surrogate; it needs to be valid unicode", "tenant"
+            f"{field} has a lone surrogate; it needs to be valid unicode", field
         ) from None
-    if size > TENANT_BYTES_MAX:
-        raise RequestError(
-            f"tenant is {size} bytes; it may be at most {TENANT_BYTES_MAX}", "tenant"
-        )
+    if size > LABEL_BYTES_MAX:
+        raise RequestError(f"{field} is {size} bytes; it may be at most {LABEL_BYTES_MAX}", field)
 
 
 def _check_byte_sizes(field: str, texts: Sequence[str], bytes_max: int) -> None:

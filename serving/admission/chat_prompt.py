@@ -11,15 +11,19 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from gpt.child_processes import ChildProcess, child_environment
 from gpt.errors import ConfigError, PreambleError, RequestError
+from gpt.settings import short_repr
 from gpt.tokenizers.chat_template import ChatTemplate, ChatTemplateEncoder
 from gpt.tokenizers.tokenizer import Tokenizer
 from serving.admission.template_sandbox import (
@@ -28,6 +32,8 @@ from serving.admission.template_sandbox import (
     RenderRequest,
     TemplateSetup,
     find_syntax_error,
+    global_names,
+    variable_names,
 )
 from serving.config import LimitsConfig, ModelConfig
 from serving.request import UnavailableError
@@ -45,10 +51,28 @@ INHERITED_VARIABLES = {
     "LANG",
     "TZ",
 }
+# Variables that `chat_template_kwargs` may not have, because the server sets them.
+RESERVED_NAMES = {"messages", "tools", "continue_final_message"}
 NO_TEMPLATE = (
     "this model has no chat template; start the server with --chat-template FILE, or put "
     "chat_template.jinja beside the tokenizer, or send a prompt to /v1/completions"
 )
+
+
+@dataclass(frozen=True)
+class ChatPromptOptions:
+    """The options of a chat's prompt, which a request can set."""
+
+    # Whether the prompt ends with the beginning of the assistant's next message. None: as the
+    # template does by default.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False  # Whether the prompt ends within the last message.
+    reasoning_effort: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # Variables of the template.
+    parse_special_tokens: bool = False  # Whether control tokens in the messages become their ids.
+
+
+DEFAULT_OPTIONS = ChatPromptOptions()
 
 
 class ChatPromptRenderer:
@@ -70,6 +94,8 @@ class ChatPromptRenderer:
         if template is None:
             return
         self._chat_tokens = ChatTemplateEncoder(template, tokenizer)
+        self._variable_names = variable_names(template.text)
+        self._reserved_names = global_names() | RESERVED_NAMES | template.special_tokens.keys()
         self._executor = ThreadPoolExecutor(1, "chat")
         setup = TemplateSetup(
             template.text, dict(template.special_tokens), limits_config.text_bytes_max
@@ -90,53 +116,61 @@ class ChatPromptRenderer:
         log.warning("event=chat_template_unusable note=%r", self._unusable_reason)
 
     async def encode(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        parse_special_tokens: bool = False,
+        self, messages: list[dict[str, Any]], options: ChatPromptOptions = DEFAULT_OPTIONS
     ) -> tuple[int, ...]:
-        """Return the ids of the prompt for the assistant's next message.
-
-        Without `add_generation_prompt`, the prompt ends after the last message. With
-        `parse_special_tokens`, control tokens in the messages become their ids.
-        """
+        """Return the ids of the prompt for the assistant's next message."""
         if self._unusable_reason is not None:
             raise RequestError(self._unusable_reason, "messages")
-        self._check_messages(messages)
-        loop = asyncio.get_running_loop()
+        variables = self._template_variables(options)
+        try:
+            self._check_messages(messages, variables)
+        except RecursionError:
+            raise _nesting_error() from None
+        if options.continue_final_message and not messages[-1]["content"]:
+            raise RequestError(
+                "continue_final_message is true, but the last message has no content to continue",
+                "continue_final_message",
+            )
         encode = partial(
             self.encode_blocking,
             messages,
-            add_generation_prompt=add_generation_prompt,
-            parse_special_tokens=parse_special_tokens,
+            variables,
+            continue_final_message=options.continue_final_message,
+            parse_special_tokens=options.parse_special_tokens,
         )
-        return await loop.run_in_executor(self._executor, encode)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, encode)
 
     def encode_blocking(
         self,
         messages: list[dict[str, Any]],
+        variables: Mapping[str, Any] = MappingProxyType({}),
         *,
-        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         parse_special_tokens: bool = False,
     ) -> tuple[int, ...]:
         """Return the ids of checked messages: the blocking part of `encode`. Not thread-safe."""
-        mark = ""  # Inserted into control tokens of the messages, unless these are parsed.
         try:
-            if not parse_special_tokens:
-                escaped_chat = self._chat_tokens.escape_messages(messages)
-                messages, mark = escaped_chat.messages, escaped_chat.mark
-            text = self._template_process.render(RenderRequest(messages, add_generation_prompt))
+            chat = self._chat_tokens.escape_messages(
+                messages,
+                variables,
+                continue_final_message=continue_final_message,
+                keep_control_tokens=parse_special_tokens,
+            )
+        except RecursionError:
+            raise _nesting_error() from None
+        try:
+            text = self._template_process.render(RenderRequest(chat.messages, chat.variables))
         except RecursionError:
             raise _nesting_error() from None
         except RequestError as error:
             # Where a message contains the text of a control token, `escape_messages` has inserted a
-            # mark. The error may quote the message, so the mark is removed from the error.
-            raise RequestError(str(error).replace(mark, ""), error.field) from None
+            # mark. The error may quote the message, so the marks are removed from the error.
+            raise RequestError(chat.remove_marks(str(error)), error.field) from None
+        text = chat.cut_rendered(text)
         if parse_special_tokens:
             ids = tuple(self._tokenizer.encode(text, allow_special=True))
         else:
-            ids = self._chat_tokens.encode_rendered(text, mark)
+            ids = self._chat_tokens.encode_rendered(text, chat.mark)
         if not ids:
             raise RequestError(
                 "the chat template renders these messages to an empty text", "messages"
@@ -148,7 +182,42 @@ class ChatPromptRenderer:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._template_process.close()
 
-    def _check_messages(self, messages: list[dict[str, Any]]) -> None:
+    def _template_variables(self, options: ChatPromptOptions) -> dict[str, Any]:
+        """Return the variables of the template that the options set."""
+        for name in options.template_kwargs:
+            if not name.isidentifier() or name in self._reserved_names:
+                raise RequestError(
+                    f"chat_template_kwargs has {short_repr(name)}; a name must be that of a "
+                    "variable, and must not be that of a message, a token or a function of the "
+                    "template",
+                    "chat_template_kwargs",
+                )
+        variables = dict(options.template_kwargs)
+        add_generation_prompt = options.add_generation_prompt
+        if add_generation_prompt is not None:
+            if not (
+                add_generation_prompt
+                or options.continue_final_message
+                or "add_generation_prompt" in self._variable_names
+            ):
+                raise RequestError(
+                    "add_generation_prompt is false, but this model's chat template does not have "
+                    "the variable add_generation_prompt; remove it",
+                    "add_generation_prompt",
+                )
+            variables["add_generation_prompt"] = add_generation_prompt
+        effort = options.reasoning_effort
+        if effort is not None and "reasoning_effort" in self._variable_names:
+            variables["reasoning_effort"] = effort
+        elif effort not in (None, "none"):
+            raise RequestError(
+                f"reasoning_effort is {short_repr(effort)}; this model's chat template does not "
+                'have the variable reasoning_effort, so it can only be "none": remove it',
+                "reasoning_effort",
+            )
+        return variables
+
+    def _check_messages(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> None:
         if not messages:
             raise RequestError("messages is empty; it needs at least one message", "messages")
         messages_max = self._limits_config.messages_max
@@ -159,16 +228,22 @@ class ChatPromptRenderer:
                 "messages",
             )
         size = len(msgspec.json.encode(messages))
+        if variables:
+            size += len(msgspec.json.encode(variables))
         if size > self._limits_config.text_bytes_max:
+            contents = "messages and chat_template_kwargs" if variables else "messages"
             raise RequestError(
-                f"the messages are {size} bytes; this server takes at most "
+                f"the {contents} are {size} bytes; this server takes at most "
                 f"{self._limits_config.text_bytes_max} (text_bytes_max)",
                 "messages",
             )
 
 
 def _nesting_error() -> RequestError:
-    return RequestError("the tool arguments in the messages are nested too deeply", "messages")
+    return RequestError(
+        "the tool arguments in the messages or the chat_template_kwargs are nested too deeply",
+        "messages",
+    )
 
 
 class _TemplateProcess:

@@ -12,7 +12,9 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Mapping
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -42,7 +44,7 @@ class TemplateSetup(msgspec.Struct):
 
 class RenderRequest(msgspec.Struct):
     messages: list[dict[str, Any]]
-    add_generation_prompt: bool = True  # Append the beginning of the assistant's next message.
+    variables: dict[str, Any] = {}  # They replace variables with an equal name.
 
 
 class RenderReply(msgspec.Struct):
@@ -67,6 +69,20 @@ def find_syntax_error(text: str) -> str | None:
     return None
 
 
+def variable_names(text: str) -> frozenset[str]:
+    """Return the names of all variables in a template; empty if the template is invalid."""
+    try:
+        nodes = _sandbox_environment().parse(text).find_all(jinja2.nodes.Name)
+        return frozenset(node.name for node in nodes)
+    except Exception:
+        return frozenset()
+
+
+def global_names() -> frozenset[str]:
+    """Return the names of the functions that templates can call."""
+    return frozenset(_sandbox_environment().globals)
+
+
 class TemplateRenderer:
     """A compiled template. This class sets no limits of CPU time and memory; `main` does."""
 
@@ -75,12 +91,21 @@ class TemplateRenderer:
         self._names = setup.names
         self._bytes_max = setup.text_bytes_max
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        request_variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """Render the prompt for the next assistant message. May raise any exception."""
         parts, size = [], 0
-        variables: dict[str, Any] = {"tools": None, "documents": None}
-        variables["add_generation_prompt"] = add_generation_prompt
-        for part in self._template.generate({**self._names, **variables, "messages": messages}):
+        variables: dict[str, Any] = {
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **request_variables,
+            "messages": messages,
+        }
+        for part in self._template.generate({**self._names, **variables}):
             size += len(part.encode())
             if size > self._bytes_max:
                 raise TemplateRejectedError(
@@ -151,10 +176,7 @@ def _tojson(
 
 def render_reply(renderer: TemplateRenderer, request: RenderRequest) -> RenderReply:
     try:
-        text = renderer.render(
-            request.messages, add_generation_prompt=request.add_generation_prompt
-        )
-        return RenderReply(text)
+        return RenderReply(renderer.render(request.messages, request.variables))
     except TemplateRejectedError as error:
         return RenderReply(error=f"the chat template refuses these messages: {_error_text(error)}")
     except MemoryError:

@@ -36,6 +36,8 @@ _COMPATIBLE_FIELDS = (
     "service",
     "priority",
     "tenant",
+    "cache_salt",
+    "keep_special_tokens",
 )
 _BEAM_FIELDS = ("beam_width", "length_penalty", "early_stopping")
 _FIELD_ALIASES = {"stop_strings": "stops.strings"}  # Names that errors use for a field.

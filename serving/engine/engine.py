@@ -342,6 +342,7 @@ class Engine:
                     unscored_tokens=len(answer.prompt) - answer.continuation_tokens
                     if answer.continuation_tokens
                     else 0,
+                    cache_salt=request.cache_salt,
                 )
             )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from gpt.errors import AdapterError, PreambleError, RequestError
 from gpt.generation.stop_strings import StopStringDetokenizer
-from gpt.tokenizers.tokenizer import Tokenizer
+from gpt.tokenizers.tokenizer import Tokenizer, piece_decoder
 from serving.engine.beam_search import BeamResult
 from serving.messages import EndReason, Phases, SequenceOutput, TokenScore
 from serving.request import (
@@ -152,7 +152,7 @@ class Stream:
         self._states = [
             _AnswerState(
                 StopStringDetokenizer(
-                    tokenizer,
+                    piece_decoder(tokenizer, keep_special_tokens=answer.keep_special_tokens),
                     answer.stop_strings,
                     answer.sampling.min_new_tokens,
                     include_stop=answer.stop_in_text,

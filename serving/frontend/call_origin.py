@@ -23,6 +23,14 @@ def printable_request_id(request_id: str) -> str:
     ).strip()
 
 
+def caller_request_id(headers: Mapping[str, str]) -> str:
+    """Return the request id in a call's headers in printable form; empty if no id was sent."""
+    for name in REQUEST_ID_HEADERS:
+        if request_id := printable_request_id(headers.get(name, "")):
+            return request_id
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class CallOrigin:
     """Method, headers and trace attributes of a call, collected by its transport."""
@@ -30,14 +38,13 @@ class CallOrigin:
     name: str = ""  # Span name: gRPC method, or HTTP method and route.
     headers: Mapping[str, str] = field(default_factory=dict)  # HTTP headers or gRPC metadata.
     attributes: Mapping[str, str] = field(default_factory=dict)  # OpenTelemetry span attributes.
+    # The id that the transport gave the request; empty: none.
+    assigned_request_id: str = ""
 
     @property
     def request_id(self) -> str:
-        """The caller's request id in printable form; empty if no id was sent."""
-        for name in REQUEST_ID_HEADERS:
-            if request_id := self.headers.get(name):
-                return printable_request_id(request_id)
-        return ""
+        """The caller's request id in printable form, else the assigned id; empty if none exists."""
+        return caller_request_id(self.headers) or self.assigned_request_id
 
     @property
     def trace_id(self) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import re
+import secrets
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
@@ -25,9 +26,10 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
 
 from gpt.errors import ConfigError
-from serving.config import NetworkConfig
+from serving.config import NetworkConfig, SecurityConfig
 from serving.frontend.call import CallFailure
-from serving.frontend.call_origin import CallOrigin, printable_request_id
+from serving.frontend.call_origin import CallOrigin, caller_request_id, printable_request_id
+from serving.frontend.web_origins import OriginPolicy, preflight_headers
 from serving.service.error_reasons import REASONS
 
 log = logging.getLogger(__name__)
@@ -45,7 +47,9 @@ SHUTDOWN_TIMEOUT_S = 1.0
 PATH_CHARACTERS_MAX = 100
 BACKLOG = 1024  # Connections that may wait until the server accepts them.
 HEADERS = {"Server": "preamble"}  # aiohttp's default would reveal its version.
-REQUEST_ID_HEADER = "X-Request-Id"  # Copied from the request to the response.
+# Every response has it: the id that the client sent, or a random one.
+REQUEST_ID_HEADER = "X-Request-Id"
+OPENING_COMMENT = b": the first event follows\n\n"  # SSE clients ignore comments.
 NO_HEADERS: Mapping[str, str] = {}
 # Paths that the error of an unknown path names, if the port serves them.
 EXAMPLE_PATHS = ("/v1/completions", "/v1/chat/completions", "/v2", "/generate", "/health")
@@ -210,30 +214,56 @@ def call_origin(
         "url.path": request.path[:PATH_CHARACTERS_MAX],
         "url.scheme": request.scheme,
     }
-    return CallOrigin(f"{request.method} {route}", request.headers, attributes)
-
-
-def _request_id_headers(request: web.BaseRequest) -> Mapping[str, str]:
-    request_id = printable_request_id(request.headers.get(REQUEST_ID_HEADER, ""))
-    return {REQUEST_ID_HEADER: request_id} if request_id else NO_HEADERS
+    assert isinstance(request, _HttpRequest)
+    return CallOrigin(f"{request.method} {route}", request.headers, attributes, request.request_id)
 
 
 class EventStream:
-    """A response of server-sent events (SSE); its headers are sent with the first event."""
+    """A response of server-sent events (SSE).
+
+    Its headers are sent with the first event, or earlier after a call of `open_in`.
+    """
 
     def __init__(self, request: web.BaseRequest) -> None:
         self._request = request
         self._response: web.StreamResponse | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._is_opening = False  # Whether the task `_opening` is sending the headers.
 
     @property
     def started(self) -> bool:
         return self._response is not None
+
+    def open_in(self, seconds: float) -> None:
+        """Send the headers after this time, unless an event is sent earlier.
+
+        Clients and proxies limit the time to the headers. A call that opens its stream must call
+        `stop_opening` before it reads `started`, and when it ends.
+        """
+        self._opening = asyncio.create_task(self._open(seconds))
+
+    async def _open(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._is_opening = True
+        with suppress(ConnectionError):  # The client is gone, so aiohttp cancels the handler.
+            await (await self._start_response()).write(OPENING_COMMENT)
+
+    async def stop_opening(self) -> None:
+        """Cancel `open_in`, or wait until the headers are sent."""
+        opening, self._opening = self._opening, None
+        if opening is None:
+            return
+        if self._is_opening:
+            await opening
+        else:
+            opening.cancel()
 
     async def send(self, *events: bytes, event_type: str = "") -> None:
         """Send events; return when the connection's write buffer can take more data.
 
         `event_type`: the SSE field `event` of each event; empty: the events have no such field.
         """
+        await self.stop_opening()
         prefix = b"event: " + event_type.encode() + b"\n" if event_type else b""
         data = b"".join(prefix + b"data: " + event + b"\n\n" for event in events)
         try:
@@ -243,6 +273,7 @@ class EventStream:
 
     async def finish(self) -> web.StreamResponse:
         """Return the response; call once, after the last event."""
+        await self.stop_opening()
         return await self._start_response()
 
     async def finish_with_error(
@@ -266,7 +297,8 @@ class EventStream:
             headers = {**HEADERS, "Content-Type": "text/event-stream; charset=utf-8"}
             # Keep proxies from buffering the events.
             headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            headers |= _request_id_headers(self._request)
+            assert isinstance(self._request, _HttpRequest)
+            headers |= self._request.response_headers
             self._response = web.StreamResponse(headers=headers)
             await self._response.prepare(self._request)
         return self._response
@@ -279,18 +311,26 @@ class EventStream:
 
 
 class _HttpRequest(web.BaseRequest):
-    """aiohttp's request, changed so that the response always has version HTTP/1.0 or 1.1.
+    """aiohttp's request, with an id and with the headers that all its responses have.
 
-    aiohttp accepts some other versions, and would repeat such a version in its response.
+    The response always has version HTTP/1.0 or 1.1. aiohttp accepts some other versions, and would
+    repeat such a version in its response.
     """
 
-    ATTRS = web.BaseRequest.ATTRS | {"_client_version"}
+    ATTRS = web.BaseRequest.ATTRS | {"_client_version", "request_id", "response_headers"}
 
     def __init__(self, message: RawRequestMessage, *args: Any, **kwargs: Any) -> None:
         self._client_version = message.version
         if self._client_version not in HTTP_VERSIONS:
             message = message._replace(version=HttpVersion11, should_close=True)
         super().__init__(message, *args, **kwargs)
+        # The caller's id, else a random one.
+        self.request_id = (
+            printable_request_id(self.headers.get(REQUEST_ID_HEADER, ""))
+            or caller_request_id(self.headers)
+            or secrets.token_hex(16)
+        )
+        self.response_headers = {REQUEST_ID_HEADER: self.request_id}
 
     def check_version(self) -> None:
         if self._client_version not in HTTP_VERSIONS:
@@ -322,6 +362,7 @@ class _HttpConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
+        assert isinstance(request, _HttpRequest)
         if request.writer.output_size > 0:
             raise ConnectionError("the response has started, so no error response can be sent")
         if status == 400:
@@ -330,12 +371,14 @@ class _HttpConnection(web.RequestHandler):
                 CallFailure(REASONS["UNREADABLE"], f"invalid HTTP request: {detail}")
             )
         else:
-            log.error("event=http_failed status=%d", status, exc_info=exc)
+            label = request.request_id
+            log.error("event=http_failed status=%d label=%r", status, label, exc_info=exc)
             response = error_response(
                 CallFailure(
                     REASONS["INTERNAL"], "internal error of this server; see the server log"
                 )
             )
+        response.headers.update(request.response_headers)
         response.force_close()
         return response
 
@@ -361,15 +404,18 @@ class HttpServer:
         error_formats: Mapping[str, ErrorFormat] | None = None,
         address: tuple[str, int] | None = None,
         tls: ssl.SSLContext | None = None,
+        security: SecurityConfig | None = None,
         setting: str = "http_port",
     ) -> None:
         """Bind the port.
 
         `error_formats`: the error formats by path, which is matched as in `routes`. `address`: host
-        and port; default: `host` and `http_port` of the settings. `setting`: the name of the port's
+        and port; default: `host` and `http_port` of the settings. `security`: the web origins that
+        may call this server, and whether it requires tokens. `setting`: the name of the port's
         setting, for errors.
         """
         host, port = address or (config.host, config.http_port)
+        self._origin_policy = OriginPolicy(host, security or SecurityConfig())
         self._config = config
         self._routes = routes
         self._error_formats = error_formats or {}
@@ -429,13 +475,15 @@ class HttpServer:
         assert isinstance(request, _HttpRequest)
         try:
             request.check_version()
+            self._origin_policy.check(request)
+            request.response_headers |= self._origin_policy.response_headers(request)
             response = await self._find_handler(request)(request)
         except CallFailure as error:
             response = error_response(error, self._find_error_format(request))
             if not request.content.is_eof():
                 response.force_close()  # Otherwise aiohttp would read the rest of the body.
         if not response.prepared:
-            response.headers.update(_request_id_headers(request))
+            response.headers.update(request.response_headers)
         return response
 
     def _find_error_format(self, request: web.BaseRequest) -> ErrorFormat:
@@ -452,6 +500,8 @@ class HttpServer:
             message = f"path {quoted_path} does not exist; {self._path_advice(request)}"
             raise CallFailure(REASONS["UNKNOWN_PATH"], message)
         handler = methods.get(request.method)
+        if handler is None and self._origin_policy.is_preflight(request):
+            return partial(_answer_preflight, methods)
         if handler is None:
             raise WrongMethodError(path, ", ".join(methods))
         return handler
@@ -484,6 +534,12 @@ def merge_routes(*tables: Routes) -> Routes:
     return merged
 
 
+async def _answer_preflight(
+    methods: Mapping[str, Handler], request: web.BaseRequest
+) -> web.StreamResponse:
+    return web.Response(status=204, headers={**HEADERS, **preflight_headers(request, methods)})
+
+
 def _reject_connection(transport: asyncio.Transport, connections_max: int) -> None:
     """Send QUEUE_FULL without reading a request, and close the connection."""
     response = error_response(
@@ -495,7 +551,12 @@ def _reject_connection(transport: asyncio.Transport, connections_max: int) -> No
     )
     body = response.body
     assert isinstance(body, bytes)
-    headers = {**response.headers, "Content-Length": str(len(body)), "Connection": "close"}
+    headers = {
+        **response.headers,
+        REQUEST_ID_HEADER: secrets.token_hex(16),
+        "Content-Length": str(len(body)),
+        "Connection": "close",
+    }
     lines = [f"HTTP/1.1 {response.status} {response.reason}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     transport.write("\r\n".join([*lines, "", ""]).encode() + body)

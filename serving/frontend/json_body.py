@@ -14,9 +14,10 @@ import msgspec
 from aiohttp import web
 
 from gpt.errors import RequestError
-from gpt.settings import suggest_nearest
+from gpt.settings import MISSPELLING_SIMILARITY_MIN, nearest_name
 from serving.frontend.call import Call
 from serving.frontend.http_transport import JSON_TYPE, read_body
+from serving.frontend.json_fields import remove_unset_fields
 from serving.request import RefusedError
 
 # The value of an unset schema. Schemas stay raw JSON, so that a large schema does not become Python
@@ -50,6 +51,16 @@ class RequestBody(RequestPart):
     def field_names(self) -> Mapping[str, str]:
         """Maps the field names in the admission's errors to this endpoint's names."""
         return {}
+
+    @classmethod
+    def has_no_effect(cls, name: str, value: Any) -> bool:
+        """Return whether a field that this body does not have can be ignored with this value."""
+        return False
+
+    @classmethod
+    def unknown_field_error(cls, name: str) -> str | None:
+        """Return the message for a field that this body does not have; None: the usual message."""
+        return None
 
     def check(self) -> None:
         """Raise a RequestError if two fields contradict each other, or a value is unsupported."""
@@ -105,7 +116,7 @@ def _decode(data: bytes, json_type: type[T], request_type: type[RequestBody]) ->
             "requests",
         )
     try:
-        body: T = _decoder(json_type).decode(data)
+        body: T = _decode_fields(data, json_type, request_type)
     except msgspec.ValidationError as error:
         raise _validation_error(str(error), request_type) from None
     except msgspec.DecodeError as error:
@@ -115,6 +126,18 @@ def _decode(data: bytes, json_type: type[T], request_type: type[RequestBody]) ->
     except RecursionError:
         raise RefusedError("UNREADABLE", "the body is nested too deeply") from None
     return body
+
+
+def _decode_fields(data: bytes, json_type: type[T], request_type: type[RequestBody]) -> T:
+    decode: Callable[[bytes], T] = _decoder(json_type).decode
+    try:
+        return decode(data)
+    except msgspec.ValidationError as error:
+        try:
+            data = remove_unset_fields(data, request_type, request_type.has_no_effect)
+        except (msgspec.MsgspecError, RecursionError):
+            raise error from None
+    return decode(data)
 
 
 def _count_json_parts(data: bytes) -> int:
@@ -157,13 +180,19 @@ def _validation_error(message: str, request_type: type[RequestBody]) -> RequestE
     name = unknown_field[1]
     if top_field is not None:
         return RequestError(f"{shorten(field)} has the unknown field {shorten(name)!r}", top_field)
-    fields = request_type.__struct_fields__
-    suggestion = request_type.FIELD_HINTS.get(name) or suggest_nearest(
-        name[:QUOTED_CHARACTERS_MAX], fields
-    )
-    return RequestError(
-        f"{shorten(name)!r} is not a field of this endpoint; {suggestion}", shorten(name)
-    )
+    return RequestError(_unknown_field_message(name, request_type), shorten(name))
+
+
+def _unknown_field_message(name: str, request_type: type[RequestBody]) -> str:
+    advice = request_type.FIELD_HINTS.get(name)
+    if advice is None and (message := request_type.unknown_field_error(name)) is not None:
+        return message
+    if advice is None:
+        nearest = nearest_name(
+            name[:QUOTED_CHARACTERS_MAX], request_type.__struct_fields__, MISSPELLING_SIMILARITY_MIN
+        )
+        advice = "remove it" if nearest is None else f"did you mean {nearest!r}?"
+    return f"{shorten(name)!r} is not a field of this endpoint; {advice}"
 
 
 def shorten(text: str) -> str:

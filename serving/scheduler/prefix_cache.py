@@ -1,12 +1,12 @@
 """Prefix cache: chained block hashes find KV blocks that contain a prompt's first tokens.
 
 A block's key is a hash of its tokens, of their adapter if some are virtual, and of the previous
-block's key, so equal keys mean equal prefixes. The key of the first block includes the model, and
-the tenant unless tenants share the cache. A partial block is the part of a block before a position
-at which prompts are likely to diverge. It has a key too, and is shared by copying the block. If a
-running sequence computes blocks that a waiting sequence needs, the waiting sequence is parked: it
-waits until the last of these blocks is published, instead of computing them again. This module
-allocates no block and reads no tensor.
+block's key, so equal keys mean equal prefixes. The key of the first block includes the model, the
+cache salt, and the tenant unless tenants share the cache. A partial block is the part of a block
+before a position at which prompts are likely to diverge. It has a key too, and is shared by copying
+the block. If a running sequence computes blocks that a waiting sequence needs, the waiting sequence
+is parked: it waits until the last of these blocks is published, instead of computing them again.
+This module allocates no block and reads no tensor.
 """
 
 from array import array
@@ -100,8 +100,10 @@ class PrefixCache:
         if block_index:
             parent = sequence.block_keys[block_index - 1]
         else:
-            salt = "" if self._shares_tenants else sequence.submission.tenant
-            parent = hash_strings(self._model_digest, salt)
+            submission = sequence.submission
+            tenant = "" if self._shares_tenants else submission.tenant
+            salts = (submission.cache_salt,) if submission.cache_salt else ()
+            parent = hash_strings(self._model_digest, tenant, *salts)
         start, adapter_key = block_index * self._block_tokens, NO_ADAPTER_KEY
         ids = sequence.tokens[start:end]
         if start < sequence.virtual_end and sequence.virtual_start < end:

@@ -54,6 +54,8 @@ REASONS = {
         # Authentication and authorization.
         Reason("UNAUTHENTICATED", _C.UNAUTHENTICATED, 401),
         Reason("PERMISSION_DENIED", _C.PERMISSION_DENIED, 403),
+        Reason("HOST_NOT_ALLOWED", _C.PERMISSION_DENIED, 403),
+        Reason("ORIGIN_NOT_ALLOWED", _C.PERMISSION_DENIED, 403),
         # Overload, rate limits and stalled clients.
         Reason("QUEUE_FULL", _C.RESOURCE_EXHAUSTED, 429, 1.0),
         Reason("RATE_LIMITED", _C.RESOURCE_EXHAUSTED, 429, 1.0),

@@ -89,7 +89,9 @@ def completion(prompt: list[str], new: int, **fields: object) -> bytes:
         **fields,
     }
     body = json.dumps(record).encode()
-    head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     return b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body
 
 

@@ -17,10 +17,10 @@ from gpt.settings import short_repr, suggest_nearest
 from serving.messages import Guide
 from serving.protocols.kserve.metadata import (
     FIELD_NAMES,
-    FIXED_FLAGS,
     INPUT_KINDS,
     LOGPROB_OUTPUTS,
     NAME_CHARACTERS_MAX,
+    NEUTRAL_INPUTS,
     OUTPUTS,
     RESERVED_PARAMETERS,
     SAMPLING_INPUTS,
@@ -134,9 +134,9 @@ def _collect_parameters(content: InferContent, text_bytes_max: int) -> dict[str,
     parameters: dict[str, _Parameter] = {}
 
     def add_parameter(spelling: str, value: Any) -> None:
-        name = canonical_name(spelling)
         if value is None:  # A JSON null means unset.
             return
+        name = canonical_name(spelling)
         if name in parameters:
             other_spelling = parameters[name].name
             conflict = (
@@ -170,11 +170,11 @@ def _collect_parameters(content: InferContent, text_bytes_max: int) -> dict[str,
             if name == "sampling_parameters":
                 raise RequestError(f"{name} contains {name}; remove the inner one", name)
             add_parameter(name, value)
-    for name, required_flag in FIXED_FLAGS.items():
-        if name in parameters and parameters[name].value != required_flag:
+    for name, (_, neutral_value) in NEUTRAL_INPUTS.items():
+        if name in parameters and parameters[name].value != neutral_value:
             raise RefusedError(
                 "UNSUPPORTED",
-                f"{name} can only be {str(required_flag).lower()} here; remove it",
+                f"{name} can only be {json.dumps(neutral_value)} here; remove it",
                 name,
             )
     return parameters
@@ -344,6 +344,10 @@ def _normalize_sampling(sampling: dict[str, Any], settings: Mapping[str, Any]) -
     """Convert the values whose meaning in Triton's backends differs from that in an `Ask`."""
     if sampling.get("top_k") == -1:
         sampling["top_k"] = 0
+    if sampling.get("seed") == -1:  # vLLM's clients send it for an unset seed.
+        del sampling["seed"]
+    if settings.get("skip_special_tokens") is False:
+        sampling["keep_special_tokens"] = True
     # top_p 0 means unset: TensorRT-LLM's clients send it. If top_k is off too, decoding is greedy.
     if sampling.get("top_p") == 0:
         del sampling["top_p"]

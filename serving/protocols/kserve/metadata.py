@@ -5,10 +5,10 @@ and one for the outputs. Metadata responses, input parsing and errors all read t
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from gpt.errors import RequestError
-from gpt.settings import short_repr, suggest_nearest
+from gpt.settings import MISSPELLING_SIMILARITY_MIN, short_repr, suggest_nearest
 from serving.protocols.kserve.tensors import BYTES
 from serving.request import RefusedError
 
@@ -46,6 +46,7 @@ SAMPLING_INPUTS: Mapping[str, tuple[InputKind, str]] = {
     "truncate_prompt_tokens": ("integer", "truncate_tokens"),
     "add_special_tokens": ("flag", "add_special_tokens"),
     "parse_special_tokens": ("flag", "parse_special_tokens"),
+    "cache_salt": ("text", "cache_salt"),
     "beam_width": ("integer", "beam_width"),
     "length_penalty": ("number", "length_penalty"),
     "early_stopping": ("early", "early_stopping"),
@@ -69,26 +70,42 @@ _OTHER_INPUTS: Mapping[str, InputKind] = {
     "guided_decoding": "object",
     "guided_decoding_guide_type": "text",
     "guided_decoding_guide": "text",
+    "skip_special_tokens": "flag",
+    "spaces_between_special_tokens": "flag",  # Ignored, as in OpenAI's API.
     "best_of": "integer",
     "end_id": "integer",
     "pad_id": "integer",
 }
-# Flags of Triton's backends that have only one allowed value here. They are accepted, because
-# clients send them by default.
-FIXED_FLAGS: Mapping[str, bool] = {
-    "return_context_logits": False,
-    "return_generation_logits": False,
-    "return_perf_metrics": False,
-    "use_beam_search": False,
-    "flat_logprobs": False,
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
-    "detokenize": True,
+# Inputs of Triton's backends that have only one allowed value here, the backend's default. They are
+# accepted, because clients send them with this value.
+NEUTRAL_INPUTS: Mapping[str, tuple[InputKind, Any]] = {
+    **dict.fromkeys(
+        (
+            "return_context_logits",
+            "return_generation_logits",
+            "return_perf_metrics",
+            "return_hidden_states",
+            "return_encoder_output",
+            "return_kv_cache_reuse_stats",
+            "use_beam_search",
+            "use_draft_logits",
+            "flat_logprobs",
+            "no_stop_trim",
+            "skip_reading_prefix_cache",
+        ),
+        ("flag", False),
+    ),
+    "detokenize": ("flag", True),
+    "num_draft_tokens": ("integer", 0),
+    "prompt_ignore_length": ("integer", 0),
+    "beam_search_diversity_rate": ("number", 0.0),
+    "top_p_decay": ("number", 1.0),
+    "extra_args": ("object", {}),
 }
 INPUT_KINDS: Mapping[str, InputKind] = {
     **_OTHER_INPUTS,
     **{name: kind for name, (kind, _) in SAMPLING_INPUTS.items()},
-    **dict.fromkeys(FIXED_FLAGS, "flag"),
+    **{name: kind for name, (kind, _) in NEUTRAL_INPUTS.items()},
 }
 INPUT_ALIASES: Mapping[str, str] = {
     "prefix_id": "adapter_id",
@@ -170,7 +187,8 @@ def canonical_name(name: str) -> str:
             f"{bare_name} is not supported here: {_UNSUPPORTED_INPUTS[bare_name]}",
             bare_name,
         )
-    suggestion = suggest_nearest(bare_name, (*INPUT_KINDS, *INPUT_ALIASES))
+    names = (*INPUT_KINDS, *INPUT_ALIASES)
+    suggestion = suggest_nearest(bare_name, names, MISSPELLING_SIMILARITY_MIN)
     raise RequestError(
         f"{short_repr(name)} is not an input of this model; {suggestion}",
         name[:NAME_CHARACTERS_MAX],

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from gpt.errors import RequestError
+from serving.admission.chat_prompt import ChatPromptOptions
 from serving.engine.stream import DEADLINE_MESSAGE, Stream
 from serving.frontend.call import Call
 from serving.frontend.json_body import JSON_NULL, JSON_PARTS_MAX, RequestPart
@@ -29,7 +30,8 @@ from serving.protocols.openai.responses import (
     Choice,
     CompletionFormat,
     JsonObject,
-    format_token,
+    PromptTokens,
+    TokenNotation,
 )
 from serving.request import AnswerSpec, Ask, DeadlinePassedError, Piece
 from serving.service.service import Service
@@ -81,13 +83,9 @@ class ChatCompletionRequest(BaseCompletionRequest):
     """A request for the next message of a chat."""
 
     FIELD_HINTS: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("prompt", "echo", "suffix", "inputs"), f"use {COMPLETIONS_PATH}"),
-        "prompt_logprobs": f"chats do not return the prompt; use {COMPLETIONS_PATH}",
+        **dict.fromkeys(("prompt", "suffix", "inputs"), f"use {COMPLETIONS_PATH}"),
         "truncate_prompt_tokens": "a chat cannot be truncated; remove messages instead",
         "chat_template": "the template comes from the model or the operator, not from requests",
-        "functions": "the models cannot call functions: remove it, or send tools with tool_choice "
-        "'none' (such tools are ignored)",
-        "function_call": "the models cannot call functions: remove it",
     }
 
     messages: list[ChatMessage] | None = None
@@ -96,11 +94,14 @@ class ChatCompletionRequest(BaseCompletionRequest):
     top_logprobs: int | None = None
     tools: list[msgspec.Raw] | None = None
     tool_choice: msgspec.Raw = JSON_NULL
-    parallel_tool_calls: bool | None = None  # This field and the next three are ignored.
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    store: bool | None = None
+    parallel_tool_calls: bool | None = None  # This field and the next are ignored.
+    verbosity: Literal["low", "medium", "high"] | None = None
+    reasoning_effort: str | None = None  # A variable of the chat template.
+
+    # vLLM's extensions.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # Further variables of the chat template.
 
     @property
     def field_names(self) -> Mapping[str, str]:
@@ -125,7 +126,7 @@ class ChatCompletionRequest(BaseCompletionRequest):
                 "the same: set only one of them",
                 "max_tokens",
             )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs; set logprobs to true", "top_logprobs")
         tool_choice = bytes(self.tool_choice).strip()
         # Without tools, "auto" has the effect of "none", so it is accepted.
@@ -135,9 +136,27 @@ class ChatCompletionRequest(BaseCompletionRequest):
                 "'none'",
                 "tools" if self.tools else "tool_choice",
             )
-        if self.store:
-            raise RequestError("this server stores no completions; remove store", "store")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt are both true; set only one of "
+                "them",
+                "continue_final_message",
+            )
         super().check()
+
+    @property
+    def prompt_options(self) -> ChatPromptOptions:
+        """The options of the chat template."""
+        add_generation_prompt = self.add_generation_prompt
+        if self.continue_final_message:
+            add_generation_prompt = False
+        return ChatPromptOptions(
+            add_generation_prompt,
+            bool(self.continue_final_message),
+            self.reasoning_effort,
+            self.chat_template_kwargs or {},
+            parse_special_tokens=bool(self.parse_special_tokens),
+        )
 
 
 async def build_ask(
@@ -148,7 +167,7 @@ async def build_ask(
     ids = await encode_messages(
         template_messages,
         call,
-        parse_special_tokens=bool(body.parse_special_tokens),
+        body.prompt_options,
         add_special_tokens=bool(body.add_special_tokens),
     )
     adapters = call.requested_adapters(body.model)
@@ -168,10 +187,9 @@ async def build_ask(
 async def encode_messages(
     template_messages: list[JsonObject],
     call: Call,
+    options: ChatPromptOptions,
     *,
-    parse_special_tokens: bool,
     add_special_tokens: bool,
-    add_generation_prompt: bool = True,
 ) -> tuple[int, ...]:
     """Return the ids of a chat's prompt.
 
@@ -179,15 +197,11 @@ async def encode_messages(
     """
     service = call.service
     prompt_tokenizer = service.admission.prompt_tokenizer
-    prompt_tokenizer.check_parsing(parse_special_tokens)
+    prompt_tokenizer.check_parsing(options.parse_special_tokens)
     try:
         with service.admission_slot():
             async with asyncio.timeout_at(call.deadline):
-                ids = await service.chat.encode(
-                    template_messages,
-                    add_generation_prompt=add_generation_prompt,
-                    parse_special_tokens=parse_special_tokens,
-                )
+                ids = await service.chat.encode(template_messages, options)
     except TimeoutError:
         raise DeadlinePassedError(DEADLINE_MESSAGE) from None
     return prompt_tokenizer.add_special_tokens(ids).ids if add_special_tokens else ids
@@ -277,6 +291,11 @@ class ChatChoice:
         self.answer = answer
         self.generated_tokens = self.cached_tokens = 0
         self._tokenizer = service.tokenizer
+        self._token_notation = TokenNotation(
+            service.tokenizer, as_ids=bool(body.return_tokens_as_token_ids)
+        )
+        self._prompt_tokens = PromptTokens(answer, body, service)
+        self._return_token_ids = bool(body.return_token_ids)
         self._top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         self._started = False
 
@@ -284,10 +303,14 @@ class ChatChoice:
         """Return this choice's chunk for one piece; None if the piece adds nothing."""
         self.generated_tokens += len(piece.token_ids)
         self.cached_tokens += piece.cached_tokens
+        self._prompt_tokens.scores += piece.prompt_scores
         if not (piece.token_ids or piece.text or piece.finish):
             return None
-        role_field = {} if self._started else {"role": "assistant"}
-        seed_field = {} if self._started else {"seed": self.answer.sampling.seed}
+        role_field: JsonObject = {}
+        first_fields: JsonObject = {}
+        if not self._started:
+            role_field = {"role": "assistant"}
+            first_fields = {"seed": self.answer.sampling.seed, **self._prompt_tokens.to_json()}
         self._started = True
         return {
             "index": self.index,
@@ -296,8 +319,11 @@ class ChatChoice:
             "finish_reason": None
             if piece.finish is None
             else FINISH_REASONS.get(piece.finish, "length"),
-            **drop_none(stop_reason=piece.stop),
-            **seed_field,
+            **drop_none(
+                stop_reason=piece.stop,
+                token_ids=piece.token_ids if self._return_token_ids else None,
+            ),
+            **first_fields,
         }
 
     def _logprobs(self, piece: Piece) -> JsonObject | None:
@@ -316,7 +342,7 @@ class ChatChoice:
     def _token_json(self, token: int, logprob: float) -> JsonObject:
         token_bytes = self._tokenizer.token_bytes(token)
         return {
-            "token": format_token(self._tokenizer, token),
+            "token": self._token_notation.format(token),
             "logprob": max(logprob, LOGPROB_MIN),
             "bytes": None if token_bytes is None else list(token_bytes),
         }
@@ -336,6 +362,8 @@ def _merge_chunks(choice: JsonObject, chunk: JsonObject) -> JsonObject:
     if choice["logprobs"] is not None:
         logprobs = choice["logprobs"]["content"] + chunk["logprobs"]["content"]
         merged["logprobs"] = {"content": logprobs, "refusal": None}
+    if "token_ids" in choice:
+        merged["token_ids"] = choice["token_ids"] + chunk["token_ids"]
     return merged
 
 
@@ -352,4 +380,5 @@ CHAT_FORMAT = CompletionFormat(
     _build_choices,
     _merge_chunks,
     _final_choice,
+    response_fields=("prompt_token_ids", "prompt_logprobs"),
 )

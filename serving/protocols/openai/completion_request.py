@@ -3,20 +3,28 @@
 Each request class lists OpenAI's own fields, then vLLM's extensions under vLLM's names, and then
 Preamble's extensions.
 `BaseCompletionRequest` has the fields that plain completions and chats share. An unknown field is
-an error, because ignoring a misspelled field would change completions silently. This module checks
-types and combinations of fields; the admission checks the ranges of values.
+an error, because ignoring a misspelled field would change completions silently; exceptions are
+fields without effect (`unsupported_fields`). This module checks types and combinations of fields;
+the admission checks the ranges of values.
 """
 
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from gpt.errors import RequestError
-from serving.frontend.json_body import JSON_NULL, RequestBody, RequestPart, shorten
+from serving.frontend.call_origin import REQUEST_ID_CHARACTERS_MAX, printable_request_id
+from serving.frontend.json_body import (
+    JSON_NULL,
+    RequestBody,
+    RequestPart,
+    shorten,
+)
 from serving.messages import Guide, ServiceClass
+from serving.protocols.openai.unsupported_fields import UNSUPPORTED_FIELDS
 from serving.request import Ask, RefusedError
 
 MAX_TOKENS_DEFAULT = 16  # OpenAI's default.
@@ -90,6 +98,11 @@ class BaseCompletionRequest(RequestBody):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None  # Ignored: the bearer token identifies the caller.
+    metadata: dict[str, Any] | None = None  # This field and the next three are ignored.
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    store: bool | None = None
 
     # vLLM's extensions.
     top_k: int | None = None
@@ -111,12 +124,16 @@ class BaseCompletionRequest(RequestBody):
     length_penalty: float | None = None
     priority: int | None = None  # As in vLLM, requests with lower values run earlier.
     # Whether to add the BOS and EOS tokens of the tokenizer. Default: true for texts, else false.
+    prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
-    # Each of these flags has only one allowed value: see `FIXED_FLAGS`.
     skip_special_tokens: bool | None = None
+    # Ignored: this server writes special tokens without spaces between them, as vLLM does for
+    # byte-level tokenizers.
     spaces_between_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    request_id: str | None = None  # Part of the response's id.
+    cache_salt: str | None = None
 
     # Preamble's extensions.
     # Whether control tokens in texts become their ids. Default: true for `prompt`, else false.
@@ -127,6 +144,14 @@ class BaseCompletionRequest(RequestBody):
     no_repeat_ngram_size: int | None = None
     service_class: ServiceClass | None = None
     timeout: float | None = None  # Seconds from the call's arrival to its deadline.
+
+    @classmethod
+    def has_no_effect(cls, name: str, value: Any) -> bool:
+        return name in UNSUPPORTED_FIELDS and UNSUPPORTED_FIELDS[name].is_neutral(value)
+
+    @classmethod
+    def unknown_field_error(cls, name: str) -> str | None:
+        return UNSUPPORTED_FIELDS[name].refusal(name) if name in UNSUPPORTED_FIELDS else None
 
     @property
     def answers(self) -> int:
@@ -145,11 +170,17 @@ class BaseCompletionRequest(RequestBody):
                 "stream_options.include_obfuscation can only be false here; remove it",
                 "stream_options",
             )
-        for name, required_flag in FIXED_FLAGS.items():
-            if getattr(self, name, None) not in (None, required_flag):
-                raise RequestError(
-                    f"{name} can only be {str(required_flag).lower()} here; remove it", name
-                )
+        if self.store:
+            raise RequestError("this server stores no completions; remove store", "store")
+        if self.cache_salt == "":
+            raise RequestError("cache_salt is empty; give a text, or remove it", "cache_salt")
+        request_id = self.request_id
+        if request_id is not None and request_id != (printable_request_id(request_id) or None):
+            raise RequestError(
+                f"request_id is {shorten(ascii(request_id))}; it must have 1 to "
+                f"{REQUEST_ID_CHARACTERS_MAX} printable ASCII characters",
+                "request_id",
+            )
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise RequestError(
                 f"timeout is {self.timeout}; it must be more than 0 seconds, or unset", "timeout"
@@ -163,17 +194,16 @@ class BaseCompletionRequest(RequestBody):
 class CompletionRequest(BaseCompletionRequest):
     """A request for completions of prompts."""
 
-    FIELD_HINTS = dict.fromkeys(
-        ("messages", "tools"), "it is a field of chats: use " + CHAT_COMPLETIONS_PATH
-    )
+    FIELD_HINTS: ClassVar[Mapping[str, str]] = {
+        "messages": "it is a field of chats: use " + CHAT_COMPLETIONS_PATH
+    }
 
     prompt: str | list[str | int | list[int]] | None = None
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
-    truncate_prompt_tokens: int | None = None  # This field and the next are extensions of vLLM.
-    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None  # An extension of vLLM.
     inputs: dict[str, str] | None = None  # Fields of the adapter's prompt template.
 
     def check(self) -> None:
@@ -190,13 +220,6 @@ class CompletionRequest(BaseCompletionRequest):
         super().check()
 
 
-# Flags that have only one allowed value here.
-FIXED_FLAGS = {
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
-    "return_token_ids": False,
-    "return_tokens_as_token_ids": False,
-}
 RequestT = TypeVar("RequestT", bound=BaseCompletionRequest)
 
 
@@ -282,12 +305,16 @@ def ask_fields(body: BaseCompletionRequest) -> dict[str, Any]:
         "allowed_token_ids": _as_tuple(body.allowed_token_ids),
         "bad_words": _as_tuple(body.bad_words),
         "no_repeat_ngram_size": body.no_repeat_ngram_size,
-        "seed": body.seed,
+        # vLLM's clients and llama.cpp's send -1 for an unset seed.
+        "seed": None if body.seed == -1 else body.seed,
         "stop_strings": (body.stop,) if isinstance(body.stop, str) else _as_tuple(body.stop),
         "stop_token_ids": _as_tuple(body.stop_token_ids),
         "guide": _read_guide(body),
         "ignore_ends": body.ignore_eos,
         "stop_in_text": body.include_stop_str_in_output,
+        "keep_special_tokens": body.skip_special_tokens is False or None,
+        "prompt_logprobs": body.prompt_logprobs,
+        "cache_salt": body.cache_salt,
         "beam_width": _beam_width(body),
         "length_penalty": body.length_penalty,
         "early_stopping": body.early_stopping,

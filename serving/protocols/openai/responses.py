@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gpt.tokenizers.detokenizer import IncrementalDetokenizer
-from gpt.tokenizers.tokenizer import Tokenizer
+from gpt.tokenizers.tokenizer import Tokenizer, piece_decoder
 from serving.engine.stream import Stream
 from serving.messages import TokenScore
-from serving.protocols.openai.completion_request import CompletionRequest
+from serving.protocols.openai.completion_request import BaseCompletionRequest, CompletionRequest
 from serving.request import AnswerSpec, FinishReason, Piece
 from serving.service.service import Service
 
@@ -57,6 +57,7 @@ class CompletionFormat:
 
     `build_choices` returns the choices of each stream, `merge_chunks` merges two consecutive chunks
     of a choice, and `finalize` converts the merged chunks to a choice of a final response.
+    `response_fields` are the fields of a choice that belong to the response: they are moved there.
     """
 
     id_prefix: str
@@ -65,6 +66,19 @@ class CompletionFormat:
     build_choices: Callable[[Any, Sequence[Stream], Service], list[list[Choice]]]
     merge_chunks: Callable[[JsonObject, JsonObject], JsonObject]
     finalize: Callable[[JsonObject], JsonObject]
+    response_fields: tuple[str, ...] = ()
+
+    def build_response(
+        self, common_fields: JsonObject, choices: Sequence[JsonObject]
+    ) -> JsonObject:
+        """Build a response from choices (or a chunk of a stream from a chunk of one choice)."""
+        response_fields = {
+            name: choice.pop(name)
+            for choice in choices
+            for name in self.response_fields
+            if name in choice
+        }
+        return {**common_fields, "choices": choices, **response_fields}
 
 
 def _build_choices(
@@ -91,8 +105,8 @@ def _merge_chunks(choice: dict[str, Any], chunk: dict[str, Any]) -> dict[str, An
         merged_choice["logprobs"] = {
             name: values + chunk["logprobs"][name] for name, values in choice["logprobs"].items()
         }
-    if "prompt_logprobs" in choice:
-        merged_choice["prompt_logprobs"] = choice["prompt_logprobs"]
+    if "token_ids" in choice:
+        merged_choice["token_ids"] = choice["token_ids"] + chunk["token_ids"]
     return merged_choice
 
 
@@ -109,34 +123,38 @@ class TextChoice:
     ) -> None:
         self.index = index
         self.answer = answer
-        self._vocab_size = service.checkpoint.config.vocab_size
         self.generated_tokens = self.cached_tokens = 0
         self._echo = bool(body.echo)
         self._logprobs = body.logprobs
-        self._prompt_logprobs = body.prompt_logprobs
         self._add_special_tokens = body.add_special_tokens is not False
         self._tokenizer = service.tokenizer
+        self._token_notation = TokenNotation(
+            service.tokenizer, as_ids=bool(body.return_tokens_as_token_ids)
+        )
+        self._prompt_tokens = PromptTokens(answer, body, service)
+        self._return_token_ids = bool(body.return_token_ids)
         self._echo_text = echo_text
-        self._prompt_scores: list[TokenScore | None] = []
         self._started = False
-        self._detokenizer = IncrementalDetokenizer(service.tokenizer, continues_text=True)
+        decoder = piece_decoder(service.tokenizer, keep_special_tokens=answer.keep_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(decoder, continues_text=True)
         self._text_offset = 0
 
     def render(self, piece: Piece) -> dict[str, Any] | None:
         """Return this choice's chunk for one piece; None if the piece adds nothing."""
         self.generated_tokens += len(piece.token_ids)
         self.cached_tokens += piece.cached_tokens
-        self._prompt_scores += piece.prompt_scores
+        self._prompt_tokens.scores += piece.prompt_scores
         if not (piece.token_ids or piece.text or piece.finish):
             return None
-        text, tokens = piece.text, _TokenLogprobs(self._logprobs, self._tokenizer)
+        text, tokens = piece.text, _TokenLogprobs(self._logprobs, self._token_notation)
         choice: dict[str, Any] = {"index": self.index}
         if not self._started:
             self._started = True
             text = self._render_prompt(tokens) + text
             choice["seed"] = self.answer.sampling.seed
-            if self._prompt_logprobs is not None:
-                choice["prompt_logprobs"] = self._render_prompt_logprobs(self._prompt_logprobs)
+            choice |= self._prompt_tokens.to_json()
+        if self._return_token_ids:
+            choice["token_ids"] = piece.token_ids
         if self._logprobs is not None:
             self._text_offset = tokens.add_tokens(
                 self._detokenizer, piece.token_ids, piece.scores, self._text_offset
@@ -151,27 +169,14 @@ class TextChoice:
             **stop_field,
         }
 
-    @property
-    def _prompt_positions(self) -> list[tuple[int, int]]:
-        """Position and id of each prompt token that is not a virtual token."""
-        virtual_tokens = self.answer.virtual_tokens
-        prompt = enumerate(self.answer.prompt)
-        return [
-            (position, token)
-            for position, token in prompt
-            if not virtual_tokens or token < self._vocab_size
-        ]
-
     def _render_prompt(self, tokens: "_TokenLogprobs") -> str:
         """Return the prompt's text ('' without `echo`). Add the prompt's logprobs to `tokens`."""
         if not self._echo:
             return ""
-        positions = self._prompt_positions
-        ids = [token for _, token in positions]
+        ids = self._prompt_tokens.ids
         text = self._tokenizer.decode(ids) if self._echo_text is None else self._echo_text
         if self._logprobs is not None:
-            assert len(self._prompt_scores) == len(self.answer.prompt)
-            scores = [self._prompt_scores[position] for position, _ in positions]
+            scores = self._prompt_tokens.text_scores
             control_texts = None
             if self._echo_text is not None:
                 prefix = self._tokenizer.prefix_ids if self._add_special_tokens else ()
@@ -182,15 +187,60 @@ class TextChoice:
         self._text_offset = len(text)
         return text
 
-    def _render_prompt_logprobs(self, top_count: int) -> list[dict[str, Any] | None]:
+
+class PromptTokens:
+    """The prompt of a choice, without virtual tokens, in the formats that a request can ask for."""
+
+    def __init__(
+        self,
+        answer: AnswerSpec,
+        body: BaseCompletionRequest,
+        service: Service,
+    ) -> None:
+        self.scores: list[TokenScore | None] = []  # One for each token of the answer's prompt.
+        self._answer = answer
+        self._vocab_size = service.checkpoint.config.vocab_size
+        self._return_ids = bool(body.return_token_ids)
+        self._logprobs = body.prompt_logprobs
+        self._notation = TokenNotation(service.tokenizer)
+
+    @property
+    def _positions(self) -> list[tuple[int, int]]:
+        """Position and id of each prompt token that is not a virtual token."""
+        has_virtual_tokens = self._answer.virtual_tokens > 0
+        return [
+            (position, token)
+            for position, token in enumerate(self._answer.prompt)
+            if not has_virtual_tokens or token < self._vocab_size
+        ]
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for _, token in self._positions]
+
+    @property
+    def text_scores(self) -> list[TokenScore | None]:
+        """The score of each token of `ids`."""
+        assert len(self.scores) == len(self._answer.prompt)
+        return [self.scores[position] for position, _ in self._positions]
+
+    def to_json(self) -> JsonObject:
+        """Return vLLM's fields `prompt_token_ids` and `prompt_logprobs`, if they are requested."""
+        fields: JsonObject = {}
+        if self._return_ids:
+            fields["prompt_token_ids"] = self.ids
+        if self._logprobs is not None:
+            fields["prompt_logprobs"] = self._render_logprobs(self._logprobs)
+        return fields
+
+    def _render_logprobs(self, top_count: int) -> list[JsonObject | None]:
         """Build vLLM's `prompt_logprobs`: an element per prompt token.
 
         An element contains the logprobs of the token and its alternatives, by token id. It is None
         for a token without a score, such as the first token.
         """
-        logprobs: list[dict[str, Any] | None] = []
-        for position, token in self._prompt_positions:
-            score = self._prompt_scores[position]
+        logprobs: list[JsonObject | None] = []
+        for token, score in zip(self.ids, self.text_scores, strict=True):
             if score is None:
                 logprobs.append(None)
                 continue
@@ -198,14 +248,14 @@ class TextChoice:
                 str(top_token): {
                     "logprob": max(logprob, LOGPROB_MIN),
                     "rank": rank,
-                    "decoded_token": format_token(self._tokenizer, top_token),
+                    "decoded_token": self._notation.format(top_token),
                 }
                 for rank, (top_token, logprob) in enumerate(score.tops[:top_count], 1)
             }
             alternatives[str(token)] = {
                 "logprob": max(score.logprob, LOGPROB_MIN),
                 "rank": score.rank or None,
-                "decoded_token": format_token(self._tokenizer, token),
+                "decoded_token": self._notation.format(token),
             }
             logprobs.append(alternatives)
         return logprobs
@@ -242,9 +292,9 @@ class _ControlTexts:
 class _TokenLogprobs:
     """OpenAI's legacy log-probabilities: four lists, each with one element per token."""
 
-    def __init__(self, top_count: int | None, tokenizer: Tokenizer) -> None:
+    def __init__(self, top_count: int | None, notation: "TokenNotation") -> None:
         self._top_count = top_count or 0
-        self._tokenizer = tokenizer
+        self._notation = notation
         self._token_texts: list[str] = []
         self._logprobs: list[float | None] = []
         self._top_logprobs: list[dict[str, float] | None] = []
@@ -263,11 +313,11 @@ class _TokenLogprobs:
         Control tokens have no text, except in an echoed prompt (`control_texts`).
         """
         for token, score in zip(ids, scores, strict=True):
-            text, token_text = detokenizer.push(token), format_token(self._tokenizer, token)
+            text, token_text = detokenizer.push(token), self._notation.format(token)
             span = None if control_texts is None else control_texts.find_next(token)
             start, offset = (offset, offset + len(text)) if span is None else span
             self._offsets.append(start)
-            if text and token_text.endswith(text):
+            if text and token_text.endswith(text) and not self._notation.as_ids:
                 # At the start of the text, the detokenizer strips the token's leading space.
                 token_text = text
             self._token_texts.append(token_text)
@@ -284,7 +334,7 @@ class _TokenLogprobs:
         """
         logprobs: dict[str, float] = {}
         for top_token, logprob in score.tops[: self._top_count]:
-            text = token_text if top_token == token else format_token(self._tokenizer, top_token)
+            text = token_text if top_token == token else self._notation.format(top_token)
             logprobs.setdefault(text, max(logprob, LOGPROB_MIN))
         logprobs.setdefault(token_text, max(score.logprob, LOGPROB_MIN))
         return logprobs
@@ -298,20 +348,27 @@ class _TokenLogprobs:
         }
 
 
-def format_token(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token in OpenAI's notation.
+class TokenNotation:
+    """OpenAI's notation of a token as text.
 
     - The token's bytes are UTF-8: the text.
     - The token's bytes are not UTF-8: `bytes:` and the bytes.
-    - The token has no bytes: `token_id:` and the id.
+    - The token has no bytes, or `as_ids` (vLLM's `return_tokens_as_token_ids`): `token_id:` and the
+      id.
     """
-    token_bytes = tokenizer.token_bytes(token)
-    if token_bytes is None:
-        return f"token_id:{token}"
-    try:
-        return token_bytes.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self.as_ids = as_ids
+
+    def format(self, token: int) -> str:
+        token_bytes = None if self.as_ids else self._tokenizer.token_bytes(token)
+        if token_bytes is None:
+            return f"token_id:{token}"
+        try:
+            return token_bytes.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
 TEXT_FORMAT = CompletionFormat(

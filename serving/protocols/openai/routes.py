@@ -226,6 +226,8 @@ class _OpenAIHandlers:
                 body = await maybe_in_thread(data, parse_request, data, endpoint.request_type)
                 if body.timeout is not None:
                     call.deadline = call.arrival + body.timeout
+                if body.stream:
+                    events.open_in(call.service.config.network_config.stream_headers_s)
                 asks = await endpoint.make_asks(data, body, call)
                 run = await CompletionRun.start(body, asks, call, endpoint.completion_format)
                 if not body.stream:
@@ -237,9 +239,12 @@ class _OpenAIHandlers:
                 return await events.finish()
         except CallFailure as error:
             client_error = _with_request_field(error, body)
+            await events.stop_opening()
             if not events.started:
                 raise client_error from None
             return await events.finish_with_error(client_error, error_body(client_error))
+        finally:
+            await events.stop_opening()
 
     async def responses(self, request: web.BaseRequest) -> web.StreamResponse:
         events, body, run = EventStream(request), None, None

@@ -47,7 +47,7 @@ class CompletionRun:
         if body.stream:
             object_type = completion_format.chunk_object
         self._common_fields = {
-            "id": f"{completion_format.id_prefix}-{secrets.token_hex(12)}",
+            "id": f"{completion_format.id_prefix}-{body.request_id or secrets.token_hex(12)}",
             "object": object_type,
             "created": int(time.time()),
             "model": self.model,
@@ -86,7 +86,10 @@ class CompletionRun:
         choices = [
             self._format.finalize(choices_by_index[index]) for index in sorted(choices_by_index)
         ]
-        return {**self._common_fields, "choices": choices, "usage": self.usage()}
+        return {
+            **self._format.build_response(self._common_fields, choices),
+            "usage": self.usage(),
+        }
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Yield the JSON text of each chunk, for a request with `stream`."""
@@ -99,7 +102,7 @@ class CompletionRun:
                 if chunk is not None:
                     if self._usage_per_chunk and self._include_usage:
                         fields["usage"] = self.usage()
-                    yield msgspec.json.encode({**fields, "choices": [chunk]})
+                    yield msgspec.json.encode(self._format.build_response(fields, [chunk]))
         if self._include_usage:
             yield msgspec.json.encode({**self._common_fields, "choices": [], "usage": self.usage()})
 

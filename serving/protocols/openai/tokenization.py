@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpt.errors import RequestError
+from serving.admission.chat_prompt import ChatPromptOptions
 from serving.frontend.call import Call
 from serving.frontend.json_body import RequestBody
 from serving.protocols.openai.chat import ChatMessage, encode_messages, to_template_messages
@@ -97,9 +98,10 @@ async def tokenize(body: TokenizeRequest, call: Call) -> dict[str, Any]:
         ids = await encode_messages(
             await asyncio.to_thread(to_template_messages, body.messages or ()),
             call,
-            parse_special_tokens=bool(body.parse_special_tokens),
+            ChatPromptOptions(
+                body.add_generation_prompt, parse_special_tokens=bool(body.parse_special_tokens)
+            ),
             add_special_tokens=bool(body.add_special_tokens),
-            add_generation_prompt=body.add_generation_prompt is not False,
         )
     token_texts = None
     if body.return_token_strs:

@@ -142,7 +142,7 @@ def read_reply(client: socket.socket, *, head: bool = False) -> Reply:
 
 def request(path: str, body: bytes = b"", method: str = "POST", **headers: str) -> bytes:
     all_headers = {
-        "host": "x",
+        "host": "localhost",
         "content-type": "application/json",
         "content-length": str(len(body)),
     }
@@ -156,17 +156,19 @@ def completion_request(record: object, **headers: str) -> bytes:
 
 
 def test_pages_answer_get_and_head_and_list_allowed_methods(port: int) -> None:
-    live = send(port, b"GET /health/live?verbose HTTP/1.1\r\nHost: x\r\n\r\n")
+    live = send(port, b"GET /health/live?verbose HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert (live.status, live.body) == (200, b"live\n")
     assert live.headers["server"] == "preamble"
     with connect(port) as client:
-        client.sendall(b"HEAD /health/ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        client.sendall(b"HEAD /health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
         head = read_reply(client, head=True)
         assert (head.status, head.headers["content-length"]) == (200, "6")
-        client.sendall(b"GET /health/ready HTTP/1.1\r\nHost: x\r\n\r\n")  # HEAD had no body.
+        client.sendall(
+            b"GET /health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        )  # HEAD had no body.
         assert read_reply(client).body == b"ready\n"
 
-    nowhere = send(port, b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n")
+    nowhere = send(port, b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert (nowhere.status, nowhere.error["code"]) == (404, "UNKNOWN_PATH")
     assert "/v1/completions" in nowhere.error["message"]
     wrong_method = send(port, request("/health/live", method="DELETE"))
@@ -193,9 +195,17 @@ def test_metrics_can_have_a_separate_address(server: MetricsServer, port: int) -
     [
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400, "invalid HTTP request"),
         (b"GET / HTTP/9.9\r\n\r\n", 400, "invalid HTTP request"),
-        (b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", 400, "HTTP/2.0 is not supported"),
-        (b"DELETE /v1/models/\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n", 400, "invalid HTTP request"),
-        (b"DELETE /v1/models/%ff%f0 HTTP/1.1\r\nHost: x\r\n\r\n", 405, "supports only: GET, HEAD"),
+        (b"GET / HTTP/2.0\r\nHost: localhost\r\n\r\n", 400, "HTTP/2.0 is not supported"),
+        (
+            b"DELETE /v1/models/\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            400,
+            "invalid HTTP request",
+        ),
+        (
+            b"DELETE /v1/models/%ff%f0 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            405,
+            "supports only: GET, HEAD",
+        ),
         (b"GET /health/live HTTP/1.1\r\nno colon\r\n\r\n", 400, "invalid HTTP request"),
         (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", 400, "invalid HTTP request"),
         (b"GET / HTTP/1.1\r\na: " + b"b" * 20_000 + b"\r\n\r\n", 400, "invalid HTTP request"),
@@ -234,7 +244,7 @@ def test_errors_have_one_format(port: int, payload: bytes, status: int, message:
 def test_chunked_bodies_and_expect_continue_are_read(port: int) -> None:
     body = json.dumps({"prompt": "1 2", "max_tokens": 1, "temperature": 0}).encode()
     plain = send(port, request("/v1/completions", body))
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
     chunked = send(port, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
     with connect(port) as client:
@@ -249,7 +259,7 @@ def test_chunked_bodies_and_expect_continue_are_read(port: int) -> None:
 
 
 def test_chunked_bodies_over_the_limit_are_refused(port: int) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     chunk = b"%x\r\n%s\r\n" % (60_000, b" " * 60_000)
     reply = send(port, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 2)
     assert reply.status == 413
@@ -307,7 +317,7 @@ def test_idle_and_incomplete_connections_are_closed(port: int) -> None:
 def test_connections_are_limited(port: int) -> None:
     connections = [connect(port) for _ in range(30)]
     try:
-        connections[0].sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        connections[0].sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert read_reply(connections[0]).status == 200
         assert read_reply(connections[-1]).status == 429  # Before any request is sent.
     finally:
@@ -318,7 +328,7 @@ def test_connections_are_limited(port: int) -> None:
 
 def is_accepting(port: int) -> bool:
     try:
-        return send(port, b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n").status == 200
+        return send(port, b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n").status == 200
     except (AssertionError, OSError):
         return False
 

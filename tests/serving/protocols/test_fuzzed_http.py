@@ -80,7 +80,9 @@ class Fuzz:
     async def _send_valid(self, number: int) -> None:
         """Send a valid request between the exchanges."""
         body = json.dumps(VALID_BODY).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        )
         payload = f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
         received, complete = await self._send(Exchange(payload), patience_s=WAIT_S)
         if not received and not complete:

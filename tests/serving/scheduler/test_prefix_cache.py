@@ -17,6 +17,7 @@ def sequence_with_keys(
     name: str | None = None,
     *,
     tenant: str = "",
+    cache_salt: str = "",
     digest: str = "",
     max_new_tokens: int = 4,
 ) -> Sequence:
@@ -26,6 +27,7 @@ def sequence_with_keys(
         SamplingParams(max_new_tokens=max_new_tokens),
         adapter_ref=make_adapter_ref(name, 6) if name else None,
         tenant=tenant,
+        cache_salt=cache_salt,
     )
     sequence = Sequence.from_submission(
         submission, arrival_order=0, vocab_size=VOCAB_SIZE, block_tokens=BLOCK_TOKENS, now=0.0
@@ -45,14 +47,24 @@ def test_keys_are_equal_until_prefixes_diverge() -> None:
     "other",
     [
         sequence_with_keys(text_ids(20), tenant="other"),
+        sequence_with_keys(text_ids(20), cache_salt="other"),
         sequence_with_keys(text_ids(20), digest="other"),
         sequence_with_keys([text_ids(20)[0] ^ 1, *text_ids(20)[1:]]),
         sequence_with_keys([*virtual_ids(1), *text_ids(20)[1:]], "task"),
     ],
-    ids=["tenant", "model", "first token", "virtual token"],
+    ids=["tenant", "salt", "model", "first token", "virtual token"],
 )
 def test_a_difference_at_the_start_changes_every_key(other: Sequence) -> None:
     assert not set(sequence_with_keys(text_ids(20)).block_keys) & set(other.block_keys)
+
+
+def test_salts_share_keys_within_a_tenant_only() -> None:
+    salted = sequence_with_keys(text_ids(20), cache_salt="other", tenant="a")
+    again = sequence_with_keys(text_ids(20), cache_salt="other", tenant="a")
+    other_tenant = sequence_with_keys(text_ids(20), cache_salt="other", tenant="b")
+    swapped = sequence_with_keys(text_ids(20), cache_salt="a", tenant="other")
+    assert salted.block_keys == again.block_keys
+    assert not set(salted.block_keys) & {*other_tenant.block_keys, *swapped.block_keys}
 
 
 def test_keys_of_virtual_tokens_depend_on_the_adapter() -> None:

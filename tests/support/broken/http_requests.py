@@ -265,7 +265,7 @@ TLS_CLIENT_HELLO = (
 )
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 # The last request of an exchange that expects responses: the server closes after it.
-PROBE = b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+PROBE = b"GET /health/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 
 
 @dataclass(frozen=True)
@@ -361,7 +361,7 @@ def _request(draw: Draw, strange: float = 0.08) -> bytes:
     body = body_of(draw, chat=chat) if method == "POST" or draw.random() < 0.1 else b""
     odd = draw.random() < strange / 2
     version = draw.choice(("1.0", "1.0", "0.9", "2.0", "1.2", "", "1")) if odd else "1.1"
-    lines = [f"{method} {path} HTTP/{version}", "host: x"]
+    lines = [f"{method} {path} HTTP/{version}", "host: localhost"]
     if draw.random() > strange / 2:
         lines.append("content-type: application/json")
     if draw.random() < 0.05:

@@ -266,7 +266,7 @@ FAULTS |= {
     "a bias": (sampling('{"logit_bias": {"5": 101}}'), "logit_bias", "from -100 to 100"),
     "bias of an unknown token": (sampling('{"logit_bias": {"640": 1}}'), "logit_bias", "has 640"),
     "allowed": (sampling('{"allowed_token_ids": [-1]}'), "allowed_token_ids", "has -1"),
-    "seed": (sampling('{"seed": -1}'), "seed", "seed is -1"),
+    "seed": (sampling('{"seed": -2}'), "seed", "seed is -2"),
     "negative truncation": (
         sampling('{"truncate_prompt_tokens": -1}'),
         "truncate_prompt_tokens",
@@ -321,10 +321,16 @@ UNSERVED: dict[str, tuple[Any, str, str, grpc.StatusCode]] = {
         "can only be false",
         grpc.StatusCode.UNIMPLEMENTED,
     ),
-    "control tokens": (
-        sampling('{"skip_special_tokens": false}'),
-        "skip_special_tokens",
+    "no text": (
+        sampling('{"detokenize": false}'),
+        "detokenize",
         "can only be true",
+        grpc.StatusCode.UNIMPLEMENTED,
+    ),
+    "draft tokens": (
+        sampling('{"num_draft_tokens": 3}'),
+        "num_draft_tokens",
+        "can only be 0",
         grpc.StatusCode.UNIMPLEMENTED,
     ),
     "shared memory": (

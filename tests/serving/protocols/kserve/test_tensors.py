@@ -3,6 +3,7 @@
 Both stubs are loaded in this process: ours in a descriptor pool of its own.
 """
 
+import json
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +16,7 @@ from protos.foreign.descriptor_pools import load_package
 from serving.messages import Guide
 from serving.protocols.kserve import service as kserve
 from serving.protocols.kserve.inputs import InferRequest, read_message, read_request
-from serving.protocols.kserve.metadata import INPUT_ALIASES, INPUT_KINDS
+from serving.protocols.kserve.metadata import INPUT_ALIASES, INPUT_KINDS, NEUTRAL_INPUTS
 from serving.protocols.kserve.tensors import (
     DATATYPES,
     InputTensor,
@@ -96,6 +97,20 @@ MESSAGES = st.builds(
 def test_arbitrary_tensors_are_parsed_or_refused(message: Any) -> None:
     with suppress(PreambleError):
         assert read(message).ask.prompt is not None
+
+
+def test_values_that_ask_for_nothing_have_no_effect() -> None:
+    neutral_values = {name: value for name, (_, value) in NEUTRAL_INPUTS.items()}
+    unset = {"seed": -1, "skip_special_tokens": True, "spaces_between_special_tokens": False}
+    nulls = {"top_k": None, "prompt_logprobs": None, "never_heard_of": None}
+    text = json.dumps({**neutral_values, **unset, **nulls})
+    assert read_request(sampling(text), "", 1 << 20).ask == read_request(request(), "", 1000).ask
+
+
+def test_special_tokens_and_salts_reach_the_ask() -> None:
+    text = json.dumps({"skip_special_tokens": False, "cache_salt": "a"})
+    ask = read_request(sampling(text), "", 1000).ask
+    assert (ask.keep_special_tokens, ask.cache_salt) == (True, "a")
 
 
 @given(

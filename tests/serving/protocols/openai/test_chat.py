@@ -51,6 +51,7 @@ TEMPLATE = (
     "{% if message.tool_calls is defined %}{{ message.tool_calls[0].function.arguments.a }}"
     "{% endif %}{{ '\\n' }}{% if message.content == 'tell' %}"
     "{{ raise_exception('nobody asks that') }}{% endif %}{% endfor %}"
+    "{% if mood is defined %}{{ mood }} {% endif %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 QUESTION = "twelve and thirty?"
@@ -172,6 +173,45 @@ def test_answers_can_be_sent_back_as_messages(deployment: ChatServer) -> None:
     # The template strips whitespace around an answer.
     turns = f"user: {QUESTION}\nassistant: {text_of(first_chat).strip()}\n"
     assert text_of(second_chat) == deployment.plain(turns + PROMPT, **GREEDY).choices[0].text
+
+
+def test_template_options_change_the_prompt(deployment: ChatServer) -> None:
+    def expect(prompt: str, messages: Any = USER, **extra: Any) -> None:
+        chat = deployment.chat(messages=messages, extra_body=extra, **GREEDY)
+        assert text_of(chat) == deployment.plain(prompt, **GREEDY).choices[0].text
+
+    expect(f"user: {QUESTION}\n", add_generation_prompt=False)
+    expect(PROMPT, add_generation_prompt=True, continue_final_message=False)
+    expect(f"user: {QUESTION}\nkind assistant:", chat_template_kwargs={"mood": "kind"})
+    expect(PROMPT, chat_template_kwargs={"enable_thinking": False}, reasoning_effort="none")
+    partial_answer = [*USER, {"role": "assistant", "content": "forty"}]
+    expect(f"{PROMPT} forty", partial_answer, continue_final_message=True)
+    expect(f"user: {QUESTION}\n</s> assistant:", chat_template_kwargs={"mood": "</s>"})
+
+
+def test_chats_return_token_ids_and_prompt_logprobs(deployment: ChatServer) -> None:
+    extra = {"return_token_ids": True, "prompt_logprobs": 1, "request_id": "an id"}
+    for model in (BASE, "sum"):
+        plain = deployment.plain(model=model, extra_body=extra, n=2, **GREEDY)
+        chat: Any = deployment.chat(model, extra_body=extra, n=2, **GREEDY).to_dict()
+        expected: Any = plain.to_dict()
+        first = expected["choices"][0]
+        assert chat["id"] == "chatcmpl-an id" and expected["id"] == "cmpl-an id"
+        assert chat["prompt_token_ids"] == first["prompt_token_ids"] == deployment.ids(PROMPT)
+        assert chat["prompt_logprobs"] == first["prompt_logprobs"]
+        assert [choice["token_ids"] for choice in chat["choices"]] == [
+            choice["token_ids"] for choice in expected["choices"]
+        ]
+        events: list[Any] = [
+            event.to_dict()
+            for event in deployment.client.chat.completions.create(
+                model=model, messages=USER, stream=True, extra_body=extra, **GREEDY
+            )
+        ]
+        assert events[0]["prompt_token_ids"] == chat["prompt_token_ids"]
+        assert all("prompt_token_ids" not in event for event in events[1:])
+        streamed = [token for event in events for token in event["choices"][0]["token_ids"]]
+        assert streamed == chat["choices"][0]["token_ids"]
 
 
 def test_control_tokens_in_messages_are_text(deployment: ChatServer) -> None:
@@ -332,7 +372,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
         (user_message("".join(ESCAPE_MARKS)), "messages", "U+FDD0"),
         ({"tools": [TOOL]}, "tools", "cannot call tools"),
         ({"tool_choice": "required"}, "tool_choice", "cannot call tools"),
-        ({"extra_body": {"functions": [{}]}}, "functions", "tool_choice 'none'"),
+        ({"extra_body": {"functions": [{}]}}, "functions", "send tools"),
         ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template", "not from requests"),
         ({"extra_body": {"prompt": "a"}}, "prompt", "/v1/completions"),
         ({"extra_body": {"echo": True}}, "echo", "/v1/completions"),
@@ -349,6 +389,30 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format", "'xml'"),
         ({"store": True}, "store", "stores no completions"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", 'can only be "none"'),
+        ({"service_tier": "flex"}, "service_tier", '"auto" or "default"'),
+        ({"modalities": ["text", "audio"]}, "modalities", '["text"]'),
+        (
+            {"extra_body": {"continue_final_message": True, "add_generation_prompt": True}},
+            "continue_final_message",
+            "only one",
+        ),
+        (
+            {"extra_body": {"chat_template_kwargs": {"messages": []}}},
+            "chat_template_kwargs",
+            "'messages'",
+        ),
+        (
+            {"extra_body": {"chat_template_kwargs": {"bos_token": ""}}},
+            "chat_template_kwargs",
+            "'bos_token'",
+        ),
+        (
+            {"extra_body": {"chat_template_kwargs": {"a": "b" * 20_000}}},
+            "messages",
+            "messages and chat_template_kwargs",
+        ),
+        ({"extra_body": {"include_reasoning": False}}, "include_reasoning", "can only be true"),
         ({"stop": ["a"] * 100}, "stop", "at most"),
     ],
     ids=lambda value: str(value)[:50],

@@ -422,6 +422,97 @@ def test_vllm_prompt_logprobs_are_keyed_by_token_id(deployment: OpenAIServer) ->
         assert min(logprob["rank"] for logprob in entry.values()) == 1
 
 
+def test_token_ids_are_returned_whole_and_streamed(deployment: OpenAIServer) -> None:
+    extra = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    completion = deployment.complete("sum", logprobs=1, extra_body=extra, **GREEDY)
+    choice: Any = completion.choices[0].to_dict()
+    grpc_response = deployment.generate_grpc(
+        text=TEXT, adapter="sum", max_new_tokens=12, sampling=sampling(temperature=0)
+    )
+    ids = list(grpc_response.completions[0].token_ids)
+
+    assert choice["prompt_token_ids"] == deployment.tokenizer.encode(TEXT)
+    assert choice["token_ids"] == ids
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids]
+    assert all(name.startswith("token_id:") for name in choice["logprobs"]["top_logprobs"][0])
+    parts: list[Any] = [
+        chunk.choices[0].to_dict() for chunk in deployment.stream("sum", extra_body=extra, **GREEDY)
+    ]
+    assert [token for part in parts for token in part["token_ids"]] == ids
+    assert parts[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+    assert not any("prompt_token_ids" in part for part in parts[1:])
+
+
+def test_special_tokens_can_be_kept_in_the_text(deployment: OpenAIServer) -> None:
+    tokenizer = deployment.tokenizer
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    assert bos is not None and eos is not None
+    options: dict[str, Any] = {"max_tokens": 3, "temperature": 0, "logit_bias": {str(bos): 100}}
+    for skip, text in ((True, ""), (False, "<s><s><s>")):
+        extra = {"skip_special_tokens": skip, "spaces_between_special_tokens": False}
+        completion = deployment.complete(extra_body=extra, **options)
+        assert completion.choices[0].text == text
+        streamed = deployment.stream(extra_body=extra, **options)
+        assert "".join(chunk.choices[0].text for chunk in streamed) == text
+    # The token that ends an answer is no part of its text. A stop string may be a special token.
+    ended = {**options, "logit_bias": {str(eos): 100}}
+    extra = {"skip_special_tokens": False}
+    assert deployment.complete(extra_body=extra, **ended).choices[0].text == ""
+    stopped = deployment.complete(extra_body=extra, stop="<s>", **options).choices[0]
+    assert (stopped.text, stopped.finish_reason) == ("", "stop")
+
+
+def test_salts_separate_cached_prefixes(deployment: OpenAIServer) -> None:
+    prompt = "salted prompts share no blocks with the quick brown fox or the lazy dog " * 4
+
+    def cached_tokens(**extra: str) -> int:
+        completion = deployment.complete(prompt=prompt, max_tokens=1, extra_body=extra)
+        assert completion.usage is not None and completion.usage.prompt_tokens_details is not None
+        return completion.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert cached_tokens(cache_salt="a") == 0
+    assert cached_tokens(cache_salt="a") > 0
+    assert cached_tokens(cache_salt="b") == cached_tokens() == 0
+    assert cached_tokens() > 0
+
+
+def test_unset_seeds_are_random(deployment: OpenAIServer) -> None:
+    seeds = {
+        deployment.complete(seed=-1, max_tokens=1).choices[0].to_dict()["seed"] for _ in range(3)
+    }
+    assert len(seeds) == 3
+
+
+def test_every_response_has_a_request_id(deployment: OpenAIServer) -> None:
+    ids = {deployment.complete(**GREEDY)._request_id for _ in range(2)}
+    assert len(ids) == 2 and None not in ids
+    with pytest.raises(openai.BadRequestError) as refused:
+        deployment.complete(max_tokens=-1)
+    assert refused.value.request_id
+    headers = {"X-Request-Id": "ours"}
+    assert deployment.complete(**GREEDY, extra_headers=headers)._request_id == "ours"
+
+
+def test_refusals_of_slow_streams_are_error_events(deployment: OpenAIServer) -> None:
+    """A stream that waits in the queue gets its headers, and later the error of its deadline."""
+    running_stream = deployment.stream(n=PLACES, **LONG)
+    next(running_stream)
+    body = {"prompt": TEXT, "stream": True, "timeout": 2.5}
+    with (
+        deployment.new_client() as client,
+        client.completions.with_streaming_response.create(
+            model=BASE, prompt=TEXT, stream=True, extra_body=body
+        ) as response,
+    ):
+        assert response.status_code == 200
+        lines = list(response.iter_lines())
+    running_stream.close()
+
+    assert lines[0].startswith(": ")
+    events = [line for line in lines if line.startswith("data: ")]
+    assert len(events) == 1 and "DEADLINE_PASSED" in events[0]
+
+
 def test_stop_truncation_and_length_parameters(deployment: OpenAIServer) -> None:
     text = deployment.complete(**GREEDY).choices[0].text
     stop = text[4:6]
