@@ -186,8 +186,6 @@ def _convert_setting(value: object, hint: Any, key: str, source: str) -> Any:
             return float(value)
         except (ValueError, OverflowError):
             pass
-    if get_origin(hint) is tuple and get_args(hint)[0] is str and isinstance(value, str):
-        value = [value]  # A list of one text may be written as the text.
     if get_origin(hint) is tuple and isinstance(value, list):
         element_type = get_args(hint)[0]
         return tuple(_convert_setting(item, element_type, key, source) for item in value)

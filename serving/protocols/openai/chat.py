@@ -30,7 +30,7 @@ from serving.protocols.openai.responses import (
     Choice,
     CompletionFormat,
     JsonObject,
-    PromptTokens,
+    PromptTokenFields,
     TokenNotation,
 )
 from serving.request import AnswerSpec, Ask, DeadlinePassedError, Piece
@@ -294,7 +294,7 @@ class ChatChoice:
         self._token_notation = TokenNotation(
             service.tokenizer, as_ids=bool(body.return_tokens_as_token_ids)
         )
-        self._prompt_tokens = PromptTokens(answer, body, service)
+        self._prompt_tokens = PromptTokenFields(answer, body, service)
         self._return_token_ids = bool(body.return_token_ids)
         self._top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         self._started = False

@@ -131,7 +131,7 @@ class TextChoice:
         self._token_notation = TokenNotation(
             service.tokenizer, as_ids=bool(body.return_tokens_as_token_ids)
         )
-        self._prompt_tokens = PromptTokens(answer, body, service)
+        self._prompt_tokens = PromptTokenFields(answer, body, service)
         self._return_token_ids = bool(body.return_token_ids)
         self._echo_text = echo_text
         self._started = False
@@ -188,7 +188,7 @@ class TextChoice:
         return text
 
 
-class PromptTokens:
+class PromptTokenFields:
     """The prompt of a choice, without virtual tokens, in the formats that a request can ask for."""
 
     def __init__(

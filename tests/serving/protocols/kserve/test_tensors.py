@@ -104,12 +104,12 @@ def test_values_that_ask_for_nothing_have_no_effect() -> None:
     unset = {"seed": -1, "skip_special_tokens": True, "spaces_between_special_tokens": False}
     nulls = {"top_k": None, "prompt_logprobs": None, "never_heard_of": None}
     text = json.dumps({**neutral_values, **unset, **nulls})
-    assert read_request(sampling(text), "", 1 << 20).ask == read_request(request(), "", 1000).ask
+    assert read(sampling(text)).ask == read(request()).ask
 
 
 def test_special_tokens_and_salts_reach_the_ask() -> None:
     text = json.dumps({"skip_special_tokens": False, "cache_salt": "a"})
-    ask = read_request(sampling(text), "", 1000).ask
+    ask = read(sampling(text)).ask
     assert (ask.keep_special_tokens, ask.cache_salt) == (True, "a")
 
 
