@@ -17,7 +17,7 @@ from gpt.parallel.sequence_parallel import scatter_to_sequence_parallel
 
 @dataclass(frozen=True)
 class Residual:
-    """The residual `x`, and the dropout of the sublayer output that is added to it."""
+    """The residual `x`, and the dropout of a sublayer output to which `x` is then added."""
 
     x: Tensor
     dropout: Callable[[Tensor], Tensor] | None  # None: no dropout.
