@@ -131,10 +131,15 @@ def _template_from_config(file: Path) -> str | None:
 
 
 class EscapedMessages:
-    """Messages whose control tokens are escaped by a mark after each letter, and the mark."""
+    """Messages and tools whose control tokens are escaped by a mark after each letter."""
 
-    def __init__(self, messages: list[dict[str, Any]], controls: re.Pattern[str]) -> None:
-        texts = _collect_strings(messages)
+    def __init__(
+        self,
+        messages: list[dict[str, Any]],
+        controls: re.Pattern[str],
+        tools: list[dict[str, Any]] | None = None,
+    ) -> None:
+        texts = _collect_strings([messages, tools])
         mark = next(
             (
                 candidate
@@ -152,8 +157,8 @@ class EscapedMessages:
         self.mark = mark
         # If two control tokens overlap in a text, `sub` finds only the first one. The marks after
         # its letters also split the second one.
-        self.messages = _map_strings(
-            messages,
+        self.messages, self.tools = _map_strings(
+            [messages, tools],
             lambda text: controls.sub(lambda match: mark.join([*match[0], ""]), text),
         )
 
@@ -215,8 +220,10 @@ class ChatTemplateEncoder:
         ids_after = self._tokenizer.encode(f"{control}a", allow_special=True)[1:]
         return ids_after != self._tokenizer.encode("a")
 
-    def escape_messages(self, messages: list[dict[str, Any]]) -> EscapedMessages:
-        return EscapedMessages(messages, self._control_pattern)
+    def escape_messages(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> EscapedMessages:
+        return EscapedMessages(messages, self._control_pattern, tools)
 
     def encode_rendered(self, text: str, mark: str) -> tuple[int, ...]:
         """Encode a rendered template. No BOS token is added, because templates write bos_token."""

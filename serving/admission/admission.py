@@ -123,6 +123,7 @@ class Admission:
             self._build_sampling(ask, new_tokens, seed),
             stop_strings=ask.stop_strings or adapter_stops,
             stop_in_text=ask.stop_in_text,
+            text_token_ids=ask.text_token_ids,
             adapter=adapter.key if adapter else "",
             is_private=adapter is not None and adapter.tenant != "",
             adapter_ref=adapter.adapter_ref if adapter else None,

@@ -14,7 +14,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -29,7 +29,8 @@ from serving.admission.template_sandbox import (
     TemplateSetup,
     find_syntax_error,
 )
-from serving.config import LimitsConfig, ModelConfig
+from serving.admission.tool_prompt import describe_tools, find_call_format, template_takes_tools
+from serving.config import CallFormat, LimitsConfig, ModelConfig
 from serving.request import UnavailableError
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class ChatPromptRenderer:
         if template is None:
             return
         self._chat_tokens = ChatTemplateEncoder(template, tokenizer)
+        self._template_text = template.text
+        self._call_format = model_config.tool_call_format
         self._executor = ThreadPoolExecutor(1, "chat")
         setup = TemplateSetup(
             template.text, dict(template.special_tokens), limits_config.text_bytes_max
@@ -82,28 +85,49 @@ class ChatPromptRenderer:
                 problem = str(error)
         if problem is None:
             self._unusable_reason = None
+            self._takes_tools = template_takes_tools(template.text)
             return
         self._unusable_reason = f"the chat template in {template.source} is invalid: {problem}"
         if model_config.chat_template is not None:
             raise ConfigError(f"{self._unusable_reason}; correct it, or remove chat_template")
         log.warning("event=chat_template_unusable note=%r", self._unusable_reason)
 
-    async def encode(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
-        """Return the ids of the prompt for the assistant's next message."""
+    @property
+    def call_format(self) -> CallFormat:
+        """The format in which the model writes calls of tools."""
+        if self._call_format != "auto":
+            return cast(CallFormat, self._call_format)
+        return find_call_format(self._template_text) if self._takes_tools else "hermes"
+
+    async def encode(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> tuple[int, ...]:
+        """Return the ids of the prompt for the assistant's next message.
+
+        `tools`: the functions that the model may call, as in OpenAI's API.
+        """
         if self._unusable_reason is not None:
             raise RequestError(self._unusable_reason, "messages")
-        self._check_messages(messages)
+        self._check_messages(messages, tools)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, partial(self.encode_blocking, messages))
+        return await loop.run_in_executor(
+            self._executor, partial(self.encode_blocking, messages, tools)
+        )
 
-    def encode_blocking(self, messages: list[dict[str, Any]]) -> tuple[int, ...]:
+    def encode_blocking(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> tuple[int, ...]:
         """Return the ids of checked messages: the blocking part of `encode`. Not thread-safe."""
         try:
-            escaped_chat = self._chat_tokens.escape_messages(messages)
+            if tools and not self._takes_tools:
+                with_calls = "tool_calls" not in self._template_text
+                messages = describe_tools(messages, tools, with_calls=with_calls)
+                tools = None
+            escaped_chat = self._chat_tokens.escape_messages(messages, tools)
         except RecursionError:
             raise _nesting_error() from None
         try:
-            text = self._template_process.render(escaped_chat.messages)
+            text = self._template_process.render(escaped_chat.messages, escaped_chat.tools)
         except RecursionError:
             raise _nesting_error() from None
         except RequestError as error:
@@ -122,7 +146,9 @@ class ChatPromptRenderer:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._template_process.close()
 
-    def _check_messages(self, messages: list[dict[str, Any]]) -> None:
+    def _check_messages(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> None:
         if not messages:
             raise RequestError("messages is empty; it needs at least one message", "messages")
         messages_max = self._limits_config.messages_max
@@ -132,17 +158,26 @@ class ChatPromptRenderer:
                 "(messages_max)",
                 "messages",
             )
-        size = len(msgspec.json.encode(messages))
-        if size > self._limits_config.text_bytes_max:
+        tools_max = self._limits_config.tools_max
+        if tools and len(tools) > tools_max:
             raise RequestError(
-                f"the messages are {size} bytes; this server takes at most "
+                f"tools has {len(tools)} entries; it may have at most {tools_max} (tools_max)",
+                "tools",
+            )
+        size = len(msgspec.json.encode([messages, tools] if tools else messages))
+        if size > self._limits_config.text_bytes_max:
+            subject = "the messages and tools" if tools else "the messages"
+            raise RequestError(
+                f"{subject} are {size} bytes; this server takes at most "
                 f"{self._limits_config.text_bytes_max} (text_bytes_max)",
                 "messages",
             )
 
 
 def _nesting_error() -> RequestError:
-    return RequestError("the tool arguments in the messages are nested too deeply", "messages")
+    return RequestError(
+        "the tools, or the tool arguments in the messages, are nested too deeply", "messages"
+    )
 
 
 class _TemplateProcess:
@@ -153,14 +188,16 @@ class _TemplateProcess:
         self._process: ChildProcess | None = None
         self._closed = False
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> str:
         if self._process is not None and self._process.poll() is not None:
             # The process ended between two chats. This chat is not the cause, so a new process
             # renders it.
             self._reap(self._process)
             self._process = None
         process = self._process or self.start()
-        request_line = msgspec.json.encode(RenderRequest(messages)).decode() + "\n"
+        request_line = msgspec.json.encode(RenderRequest(messages, tools)).decode() + "\n"
         return self._exchange(process, request_line).text
 
     def start(self) -> ChildProcess:

@@ -42,6 +42,7 @@ class TemplateSetup(msgspec.Struct):
 
 class RenderRequest(msgspec.Struct):
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None  # The functions that the model may call.
 
 
 class RenderReply(msgspec.Struct):
@@ -53,10 +54,15 @@ class TemplateRejectedError(jinja2.TemplateError):
     """The template refuses the messages (by `raise_exception`), or the text is over its limit."""
 
 
+def parse_template(text: str) -> jinja2.nodes.Template:
+    """Parse a template without running it. May raise any exception."""
+    return _sandbox_environment().parse(text)
+
+
 def find_syntax_error(text: str) -> str | None:
     """Parse a template without running it; return its syntax error, or None."""
     try:
-        _sandbox_environment().parse(text)
+        parse_template(text)
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno}: {error.message}"
     except RecursionError:
@@ -74,10 +80,12 @@ class TemplateRenderer:
         self._names = setup.names
         self._bytes_max = setup.text_bytes_max
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> str:
         """Render the prompt for the next assistant message. May raise any exception."""
         parts, size = [], 0
-        variables = {"tools": None, "documents": None, "add_generation_prompt": True}
+        variables = {"tools": tools, "documents": None, "add_generation_prompt": True}
         for part in self._template.generate({**self._names, **variables, "messages": messages}):
             size += len(part.encode())
             if size > self._bytes_max:
@@ -149,7 +157,7 @@ def _tojson(
 
 def render_reply(renderer: TemplateRenderer, request: RenderRequest) -> RenderReply:
     try:
-        return RenderReply(renderer.render(request.messages))
+        return RenderReply(renderer.render(request.messages, request.tools))
     except TemplateRejectedError as error:
         return RenderReply(error=f"the chat template refuses these messages: {_error_text(error)}")
     except MemoryError:

@@ -156,6 +156,7 @@ class Stream:
                     answer.stop_strings,
                     answer.sampling.min_new_tokens,
                     include_stop=answer.stop_in_text,
+                    text_token_ids=answer.text_token_ids,
                 )
             )
             for answer in request.answers
