@@ -29,8 +29,9 @@ HEAD_DIM_MAX = 512
 # The instruction sets (ISA levels). A level's index in this tuple is its number in the library.
 ISA_LEVELS = ("plain", "avx2", "avx512_bf16")
 TILE = 12  # Queries of a prefill tile. Must equal TILE in gpt/cpu/src/packed_weight.h.
-# Keys per segment. The kernels compute attention over a sequence's keys segment by segment. The
-# runs of a `PrefillTask` can share only full segments. Must equal SEGMENT in gpt/cpu/src/vectors.h.
+# Keys per segment. The kernels compute attention over a sequence's keys segment by segment.
+# Sequences with a common prefix can share the work (`PrefillTask`) only for full segments. Must
+# equal SEGMENT in gpt/cpu/src/vectors.h.
 SEGMENT = 256
 
 # A short call keeps the GIL, because releasing and reacquiring the GIL would slow the call down.

@@ -304,7 +304,8 @@ class ModelRunner:
             self._score_prompts(step, inputs, x, fault_indices) if len(inputs.scored_rows) else []
         )
         # NaN or infinity in a row's hidden states also shows in its logits. If every row is
-        # sampled, `_sample` has checked the logits of all rows, so no second check is needed.
+        # sampled, `_sample` (or the model's `greedy_tokens`, which returns None for logits that are
+        # not finite) has checked the logits of all rows, so no second check is needed.
         if not inputs.samples_every_row:
             # The hidden states are checked last, because the check waits for the device. The
             # scheduler discards the tokens of sequences with a fault.
@@ -387,8 +388,8 @@ class ModelRunner:
             for sequence_index in np.unique(indices).tolist():
                 row_numbers = np.flatnonzero(indices == sequence_index)
                 slot_init = self._scored_slots[step.slots[sequence_index]]
-                # A virtual token has no score: token 0 is scored in its place, and
-                # `new_prompt_scores` in `serving.scheduler.sequence` drops this score.
+                # A virtual token (-1 in `SlotInit.prompt`) has no score: token 0 is scored in its
+                # place, and `new_prompt_scores` in `serving.scheduler.sequence` drops this score.
                 targets = [
                     max(0, slot_init.prompt[position + 1])
                     for position in positions[row_numbers].tolist()

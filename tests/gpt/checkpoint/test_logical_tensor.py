@@ -163,7 +163,7 @@ FAULTS: dict[str, tuple[tuple[SourceSlice, ...], str]] = {
         (SourceSlice(stored(torch.ones(4, 3).char(), "f: k"), (0, 4)),),
         "f: k is torch.int8",
     ),
-    "nothing": ((), "not covered"),
+    "nothing": ((), "missing or stored twice"),
 }
 
 
