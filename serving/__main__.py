@@ -22,7 +22,7 @@ from clients.cli.generate import (
     write_text,
 )
 from gpt.errors import ConfigError, PreambleError
-from serving.config import ServerConfig
+from serving.config import TOOL_CALL_FORMATS, ServerConfig
 from serving.logs import log_to_stderr
 from serving.profiles import PROFILES
 
@@ -70,6 +70,12 @@ def serve_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--chat-template", metavar="F", help="jinja2 file (default: the one beside the tokenizer)"
+    )
+    parser.add_argument(
+        "--tool-call-format",
+        metavar="FORMAT",
+        help=f"how the model writes calls of tools: {', '.join(TOOL_CALL_FORMATS)} (default: auto, "
+        "by the chat template)",
     )
     parser.add_argument("--adapters", metavar="DIR", help="directory of adapters to serve")
     parser.add_argument("--tp", metavar="N", type=int, help="tensor-parallel ranks (default: 1)")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 from gpt.errors import ConfigError
 from gpt.sampling_params import LOGPROBS_MAX
@@ -28,6 +28,10 @@ LINEAR_BACKENDS = ("auto", "torch", "fp8", "te")
 TE_RECIPES = ("none", "current", "delayed", "block")
 WEIGHT_FORMATS = ("auto", "int8")
 SPECIAL_TOKEN_PARSING = ("auto", "never")
+# Formats in which models write calls of tools, under vLLM's names; json: an object or a list of
+# objects with name and arguments (or parameters).
+CallFormat = Literal["hermes", "llama3_json", "mistral", "json"]
+TOOL_CALL_FORMATS = ("auto", *get_args(CallFormat))
 MODEL_NAME_PATTERN = re.compile(r"[!-~]{1,200}")
 HOST_PATTERN = re.compile(r"[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?")
 ORIGIN_PATTERN = re.compile(rf"[a-z][a-z0-9+.-]*://({HOST_PATTERN.pattern})(:\d{{1,5}})?")
@@ -46,6 +50,8 @@ class ModelConfig:
     true_vocab_size: int | None = None  # Vocabulary size without padding rows; None: as stored.
     config_json: str | None = None  # JSON file of model fields to add or correct.
     chat_template: str | None = None  # Jinja2 file; None: the template beside the tokenizer.
+    # Format in which the model writes calls of tools. auto: derived from the chat template.
+    tool_call_format: str = "auto"
     device: str = "cpu"
     dtype: str | None = None  # Compute dtype; None: the checkpoint's dtype.
     # Attention backend on a CUDA device: triton, flashinfer or torch; auto: triton if it is
@@ -67,6 +73,7 @@ class ModelConfig:
         _check_choice(self, "linear_backend", LINEAR_BACKENDS)
         _check_choice(self, "te_recipe", TE_RECIPES)
         _check_choice(self, "weights", WEIGHT_FORMATS)
+        _check_choice(self, "tool_call_format", TOOL_CALL_FORMATS)
         for name in self.served_model_name:
             _check_model_name(name)
         if self.weights == "int8" and self.linear_backend != "auto":
@@ -198,6 +205,7 @@ class LimitsConfig:
     stop_bytes_max: int = 256  # Bytes of one stop string or one bad word.
     prompts_max: int = 128  # Prompts of a request that has a list of prompts.
     messages_max: int = 1024  # Messages of a chat.
+    tools_max: int = 128  # Tools of a chat.
     answers_max: int = 64  # Answers of a request: answers per adapter times adapters.
     stream_requests_max: int = 128  # Concurrent requests on one ModelStreamInfer stream.
     stream_idle_s: float = 900.0  # A ModelStreamInfer stream without requests ends after this.

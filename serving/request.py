@@ -67,6 +67,8 @@ class Ask:
     ignore_ends: bool = False  # Do not stop at the model's end-of-text tokens.
     stop_in_text: bool = False  # Include the matched stop string in the answer's text.
     keep_special_tokens: bool = False  # Include the texts of control tokens in the answer's text.
+    # Special tokens that are part of the answer's text, such as a marker of tool calls.
+    text_token_ids: tuple[int, ...] = ()
     truncate_tokens: int | None = None  # Keep at most this number of tokens, from the prompt's end.
     time_limit_s: float | None = None  # After this time the answer ends without an error.
     beam_width: int = 1  # 1: no beam search; more: the answers are the best beams, best first.
@@ -98,6 +100,7 @@ class AnswerSpec:
     stop_strings: tuple[str, ...] = ()
     stop_in_text: bool = False
     keep_special_tokens: bool = False
+    text_token_ids: tuple[int, ...] = ()  # Special tokens that are part of the text.
     adapter: str = ""  # As `name@version`; empty: none.
     is_private: bool = False  # Whether other tenants must not see the adapter's name.
     adapter_ref: AdapterRef | None = None

@@ -5,7 +5,8 @@ stop string. It finds stop strings across token boundaries. The server's streams
 of trained adapters use `StopStringDetokenizer`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from gpt.tokenizers.detokenizer import IncrementalDetokenizer, PieceDecoder
 
@@ -24,12 +25,17 @@ class StopStringDetokenizer:
         unsearched_tokens: int = 0,
         *,
         include_stop: bool = False,
+        token_texts: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        """`include_stop`: whether the matched stop string is part of the returned text."""
+        """`include_stop`: whether the matched stop string is part of the returned text.
+
+        `token_texts`: texts of special tokens that are part of the text.
+        """
         self._unsearched_tokens = unsearched_tokens
         self._include_stop = include_stop
         # The completion continues the prompt, so its leading space is kept.
         self._detokenizer = IncrementalDetokenizer(tokenizer, continues_text=True)
+        self._token_texts = token_texts
         # An adapter's card may have an empty stop string; ignore it.
         self._matchers = [_StopStringMatcher(stop) for stop in stops if stop]
         self._pending_text = ""
@@ -43,8 +49,8 @@ class StopStringDetokenizer:
         """Add a token, and return the text that can no longer be part of a stop string."""
         if self._unsearched_tokens:
             self._unsearched_tokens -= 1
-            return self._detokenizer.push(token_id)
-        text = self._cut_at_stop(self._detokenizer.push(token_id))
+            return self._detokenize(token_id)
+        text = self._cut_at_stop(self._detokenize(token_id))
         if self.is_stopped:
             return text
         # If the text ends with the beginning of a stop string, this beginning is withheld.
@@ -57,6 +63,11 @@ class StopStringDetokenizer:
     def finish(self) -> str:
         """Return the remaining text after the last token."""
         return "" if self.is_stopped else self._cut_at_stop(self._detokenizer.finish())
+
+    def _detokenize(self, token_id: int) -> str:
+        if token_id in self._token_texts:
+            return self._detokenizer.push_control_text(self._token_texts[token_id])
+        return self._detokenizer.push(token_id)
 
     def _cut_at_stop(self, new_text: str) -> str:
         """Return the pending text and `new_text`, up to the first stop string, if any."""

@@ -112,6 +112,11 @@ class IncrementalDetokenizer:
             piece = piece.replace(SPACE_MARK, " ")
         return self._strip_leading_space(text + piece)
 
+    def push_control_text(self, text: str) -> str:
+        """Write a control token as its text; an incomplete character before it ends."""
+        self._at_start = False
+        return self._flush_bytes() + text
+
     def finish(self) -> str:
         """Return the remaining text; incomplete characters become replacement characters."""
         return self._strip_leading_space(self._flush_bytes())

@@ -133,6 +133,7 @@ class Admission:
             stop_strings=ask.stop_strings or adapter_stops,
             stop_in_text=ask.stop_in_text,
             keep_special_tokens=ask.keep_special_tokens,
+            text_token_ids=ask.text_token_ids,
             adapter=adapter.key if adapter else "",
             is_private=adapter is not None and adapter.tenant != "",
             adapter_ref=adapter.adapter_ref if adapter else None,

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -35,7 +35,8 @@ from serving.admission.template_sandbox import (
     global_names,
     variable_names,
 )
-from serving.config import LimitsConfig, ModelConfig
+from serving.admission.tool_prompt import describe_tools, find_call_format, template_takes_tools
+from serving.config import CallFormat, LimitsConfig, ModelConfig
 from serving.request import UnavailableError
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ class ChatPromptRenderer:
         self._chat_tokens = ChatTemplateEncoder(template, tokenizer)
         self._variable_names = variable_names(template.text)
         self._reserved_names = global_names() | RESERVED_NAMES | template.special_tokens.keys()
+        self._template_text = template.text
+        self._call_format = model_config.tool_call_format
         self._executor = ThreadPoolExecutor(1, "chat")
         setup = TemplateSetup(
             template.text, dict(template.special_tokens), limits_config.text_bytes_max
@@ -109,21 +112,35 @@ class ChatPromptRenderer:
                 problem = str(error)
         if problem is None:
             self._unusable_reason = None
+            self._takes_tools = template_takes_tools(template.text)
             return
         self._unusable_reason = f"the chat template in {template.source} is invalid: {problem}"
         if model_config.chat_template is not None:
             raise ConfigError(f"{self._unusable_reason}; correct it, or remove chat_template")
         log.warning("event=chat_template_unusable note=%r", self._unusable_reason)
 
+    @property
+    def call_format(self) -> CallFormat:
+        """The format in which the model writes calls of tools."""
+        if self._call_format != "auto":
+            return cast(CallFormat, self._call_format)
+        return find_call_format(self._template_text) if self._takes_tools else "hermes"
+
     async def encode(
-        self, messages: list[dict[str, Any]], options: ChatPromptOptions = DEFAULT_OPTIONS
+        self,
+        messages: list[dict[str, Any]],
+        options: ChatPromptOptions = DEFAULT_OPTIONS,
+        tools: list[dict[str, Any]] | None = None,
     ) -> tuple[int, ...]:
-        """Return the ids of the prompt for the assistant's next message."""
+        """Return the ids of the prompt for the assistant's next message.
+
+        `tools`: the functions that the model may call, as in OpenAI's API.
+        """
         if self._unusable_reason is not None:
             raise RequestError(self._unusable_reason, "messages")
         variables = self._template_variables(options)
         try:
-            self._check_messages(messages, variables)
+            self._check_messages(messages, variables, tools)
         except RecursionError:
             raise _nesting_error() from None
         if options.continue_final_message and not messages[-1]["content"]:
@@ -135,6 +152,7 @@ class ChatPromptRenderer:
             self.encode_blocking,
             messages,
             variables,
+            tools,
             continue_final_message=options.continue_final_message,
             parse_special_tokens=options.parse_special_tokens,
         )
@@ -144,12 +162,18 @@ class ChatPromptRenderer:
         self,
         messages: list[dict[str, Any]],
         variables: Mapping[str, Any] = MappingProxyType({}),
+        tools: list[dict[str, Any]] | None = None,
         *,
         continue_final_message: bool = False,
         parse_special_tokens: bool = False,
     ) -> tuple[int, ...]:
         """Return the ids of checked messages: the blocking part of `encode`. Not thread-safe."""
         try:
+            if tools and self._takes_tools:
+                variables = {**variables, "tools": tools}
+            elif tools:
+                with_calls = "tool_calls" not in self._template_text
+                messages = describe_tools(messages, tools, with_calls=with_calls)
             chat = self._chat_tokens.escape_messages(
                 messages,
                 variables,
@@ -217,7 +241,12 @@ class ChatPromptRenderer:
             )
         return variables
 
-    def _check_messages(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> None:
+    def _check_messages(
+        self,
+        messages: list[dict[str, Any]],
+        variables: dict[str, Any],
+        tools: list[dict[str, Any]] | None,
+    ) -> None:
         if not messages:
             raise RequestError("messages is empty; it needs at least one message", "messages")
         messages_max = self._limits_config.messages_max
@@ -227,13 +256,18 @@ class ChatPromptRenderer:
                 "(messages_max)",
                 "messages",
             )
-        size = len(msgspec.json.encode(messages))
-        if variables:
-            size += len(msgspec.json.encode(variables))
-        if size > self._limits_config.text_bytes_max:
-            contents = "messages and chat_template_kwargs" if variables else "messages"
+        tools_max = self._limits_config.tools_max
+        if tools and len(tools) > tools_max:
             raise RequestError(
-                f"the {contents} are {size} bytes; this server takes at most "
+                f"tools has {len(tools)} entries; it may have at most {tools_max} (tools_max)",
+                "tools",
+            )
+        parts = {"messages": messages, "tools": tools, "chat_template_kwargs": variables}
+        set_parts = {name: part for name, part in parts.items() if part}
+        size = len(msgspec.json.encode(list(set_parts.values())))
+        if size > self._limits_config.text_bytes_max:
+            raise RequestError(
+                f"the {' and '.join(set_parts)} are {size} bytes; this server takes at most "
                 f"{self._limits_config.text_bytes_max} (text_bytes_max)",
                 "messages",
             )
@@ -241,7 +275,8 @@ class ChatPromptRenderer:
 
 def _nesting_error() -> RequestError:
     return RequestError(
-        "the tool arguments in the messages or the chat_template_kwargs are nested too deeply",
+        "the tools, the tool arguments in the messages, or the chat_template_kwargs are nested too "
+        "deeply",
         "messages",
     )
 

@@ -56,10 +56,15 @@ class TemplateRejectedError(jinja2.TemplateError):
     """The template refuses the messages (by `raise_exception`), or the text is over its limit."""
 
 
+def parse_template(text: str) -> jinja2.nodes.Template:
+    """Parse a template without running it. May raise any exception."""
+    return _sandbox_environment().parse(text)
+
+
 def find_syntax_error(text: str) -> str | None:
     """Parse a template without running it; return its syntax error, or None."""
     try:
-        _sandbox_environment().parse(text)
+        parse_template(text)
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno}: {error.message}"
     except RecursionError:

@@ -156,6 +156,9 @@ class Stream:
                     answer.stop_strings,
                     answer.sampling.min_new_tokens,
                     include_stop=answer.stop_in_text,
+                    token_texts={
+                        token: tokenizer.id_to_token(token) for token in answer.text_token_ids
+                    },
                 )
             )
             for answer in request.answers

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from gpt.errors import RequestError
 from gpt.tokenizers.tokenizer import Tokenizer
+from serving.json_schemas import close_schema
 from serving.messages import Guide
 
 if TYPE_CHECKING:
@@ -36,9 +37,9 @@ _BRANCHES_MAX = 10_000
 # ones.
 _LEXER_FUEL_MAX = {"json": 200_000, "choice": 200_000, "regex": 20_000, "grammar": 20_000}
 _PATTERN_CHARS_MAX = 2_000
-# Whitespace between JSON tokens. Without a limit a model could generate only spaces, up to
-# max_new_tokens.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
+# Whitespace between JSON tokens: one space, or one newline with an indentation. Without a limit a
+# model could generate only whitespace, up to max_new_tokens.
+JSON_WHITESPACE = r"\x20|\x0D?\x0A[\x20\x09]{0,32}"
 _COMPILED_MAX = 64  # Compiled guides that are cached.
 
 
@@ -252,9 +253,12 @@ def _ll_grammar(guide: Guide) -> str:
     try:
         if guide.kind == "json":
             # json.loads has better error messages than llguidance, which parses the text again.
-            _check_patterns(json.loads(guide.text))
-            options = {"whitespace_pattern": _WHITESPACE}
-            grammar_json = library.LLMatcher.grammar_from_json_schema(guide.text, options)
+            schema = json.loads(guide.text)
+            _check_patterns(schema)
+            options = {"whitespace_pattern": JSON_WHITESPACE}
+            grammar_json = library.LLMatcher.grammar_from_json_schema(
+                json.dumps(close_schema(schema)), options
+            )
         elif guide.kind == "regex":
             grammar_json = library.LLMatcher.grammar_from_regex(guide.text)
         else:

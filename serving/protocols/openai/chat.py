@@ -1,8 +1,8 @@
 """OpenAI chat completions: request fields, conversion of messages to a prompt, and choices.
 
 `completion_request` has the fields that chats share with plain completions. The chat template comes
-from the model or the operator, never from a request. The models generate no tool calls, but
-messages may contain earlier tool calls as part of the conversation.
+from the model or the operator, never from a request. `tool_calls` reads the tools of a request, and
+`tool_call_parsing` finds the calls in an answer.
 """
 
 import asyncio
@@ -33,6 +33,9 @@ from serving.protocols.openai.responses import (
     PromptTokenFields,
     TokenNotation,
 )
+from serving.protocols.openai.tool_call_chunks import ToolCallChunks, merge_deltas
+from serving.protocols.openai.tool_call_parsing import MARKERS
+from serving.protocols.openai.tool_calls import ToolChoice, read_tool_choice
 from serving.request import AnswerSpec, Ask, DeadlinePassedError, Piece
 from serving.service.service import Service
 
@@ -86,6 +89,8 @@ class ChatCompletionRequest(BaseCompletionRequest):
         **dict.fromkeys(("prompt", "suffix", "inputs"), f"use {COMPLETIONS_PATH}"),
         "truncate_prompt_tokens": "a chat cannot be truncated; remove messages instead",
         "chat_template": "the template comes from the model or the operator, not from requests",
+        "functions": "use tools, which replaced it",
+        "function_call": "use tool_choice, which replaced it",
     }
 
     messages: list[ChatMessage] | None = None
@@ -94,8 +99,8 @@ class ChatCompletionRequest(BaseCompletionRequest):
     top_logprobs: int | None = None
     tools: list[msgspec.Raw] | None = None
     tool_choice: msgspec.Raw = JSON_NULL
-    parallel_tool_calls: bool | None = None  # This field and the next are ignored.
-    verbosity: Literal["low", "medium", "high"] | None = None
+    parallel_tool_calls: bool | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # Ignored.
     reasoning_effort: str | None = None  # A variable of the chat template.
 
     # vLLM's extensions.
@@ -116,6 +121,15 @@ class ChatCompletionRequest(BaseCompletionRequest):
             "max_new_tokens": "max_tokens" if uses_max_tokens else "max_completion_tokens",
         }
 
+    @property
+    def guide_field(self) -> str:
+        tool_choice = self.read_tool_choice()
+        return "tools" if tool_choice and tool_choice.mode != "auto" else super().guide_field
+
+    def read_tool_choice(self) -> ToolChoice | None:
+        """Read the tools and the choice among them; None: the answer calls no tool."""
+        return read_tool_choice(self.tools, self.tool_choice, self.parallel_tool_calls)
+
     def check(self) -> None:
         if not self.messages:
             raise RequestError("messages is unset or empty; send at least one message", "messages")
@@ -128,14 +142,7 @@ class ChatCompletionRequest(BaseCompletionRequest):
             )
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs; set logprobs to true", "top_logprobs")
-        tool_choice = bytes(self.tool_choice).strip()
-        # Without tools, "auto" has the effect of "none", so it is accepted.
-        if tool_choice != b'"none"' and (self.tools or tool_choice not in (b"null", b'"auto"')):
-            raise RequestError(
-                "this server's models cannot call tools; remove tools, or set tool_choice to "
-                "'none'",
-                "tools" if self.tools else "tool_choice",
-            )
+        self.read_tool_choice()
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
                 "continue_final_message and add_generation_prompt are both true; set only one of "
@@ -164,10 +171,12 @@ async def build_ask(
 ) -> Ask:
     """Build the `Ask` of a chat. `template_messages`: the input of the chat template."""
     service = call.service
+    tool_choice = body.read_tool_choice()
     ids = await encode_messages(
         template_messages,
         call,
         body.prompt_options,
+        tool_choice.declarations if tool_choice else None,
         add_special_tokens=bool(body.add_special_tokens),
     )
     adapters = call.requested_adapters(body.model)
@@ -181,13 +190,38 @@ async def build_ask(
         fields["max_new_tokens"] = tokens_left
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
+    if tool_choice:
+        fields |= await _tool_fields(tool_choice, fields, service)
     return Ask(ids, adapters=adapters, **fields)
+
+
+async def _tool_fields(
+    tool_choice: ToolChoice, fields: Mapping[str, Any], service: Service
+) -> dict[str, Any]:
+    """Return the `Ask` fields of tools. `fields`: the other fields of the `Ask`."""
+    controls = service.tokenizer.control_tokens
+    markers = {text: controls[text].id for text in MARKERS if text in controls}
+    guide = tool_choice.guide()
+    if guide is None and "guide" in fields:
+        raise RequestError(
+            "tools and a format of the answer are both set, and tool_choice is auto; set "
+            "tool_choice to 'required' or 'none'",
+            "tool_choice",
+        )
+    if guide is None and service.tokenizer.stop_ids and not fields.get("ignore_ends"):
+        guide = await asyncio.to_thread(
+            tool_choice.optional_guide,
+            service.chat.call_format,
+            {text: token for text, token in markers.items() if controls[text].special},
+        )
+    return {"text_token_ids": tuple(markers.values()), **drop_none(guide=guide)}
 
 
 async def encode_messages(
     template_messages: list[JsonObject],
     call: Call,
     options: ChatPromptOptions,
+    tools: list[JsonObject] | None = None,
     *,
     add_special_tokens: bool,
 ) -> tuple[int, ...]:
@@ -201,7 +235,7 @@ async def encode_messages(
     try:
         with service.admission_slot():
             async with asyncio.timeout_at(call.deadline):
-                ids = await service.chat.encode(template_messages, options)
+                ids = await service.chat.encode(template_messages, options, tools)
     except TimeoutError:
         raise DeadlinePassedError(DEADLINE_MESSAGE) from None
     return prompt_tokenizer.add_special_tokens(ids).ids if add_special_tokens else ids
@@ -298,6 +332,10 @@ class ChatChoice:
         self._return_token_ids = bool(body.return_token_ids)
         self._top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         self._started = False
+        self._calls: ToolCallChunks | None = None
+        tool_choice = body.read_tool_choice()
+        if tool_choice is not None:
+            self._calls = ToolCallChunks(tool_choice, service.chat.call_format)
 
     def render(self, piece: Piece) -> JsonObject | None:
         """Return this choice's chunk for one piece; None if the piece adds nothing."""
@@ -306,6 +344,11 @@ class ChatChoice:
         self._prompt_tokens.scores += piece.prompt_scores
         if not (piece.token_ids or piece.text or piece.finish):
             return None
+        delta: JsonObject = {"content": piece.text}
+        if self._calls is not None:
+            delta = self._calls.render(piece.text, is_last=piece.finish is not None)
+            if not (delta or piece.finish or self._top_logprobs is not None):
+                return None
         role_field: JsonObject = {}
         first_fields: JsonObject = {}
         if not self._started:
@@ -314,17 +357,22 @@ class ChatChoice:
         self._started = True
         return {
             "index": self.index,
-            "delta": {**role_field, "content": piece.text},
+            "delta": {**role_field, **delta},
             "logprobs": self._logprobs(piece),
-            "finish_reason": None
-            if piece.finish is None
-            else FINISH_REASONS.get(piece.finish, "length"),
+            "finish_reason": self._finish_reason(piece),
             **drop_none(
                 stop_reason=piece.stop,
                 token_ids=piece.token_ids if self._return_token_ids else None,
             ),
             **first_fields,
         }
+
+    def _finish_reason(self, piece: Piece) -> str | None:
+        if piece.finish is None:
+            return None
+        if piece.finish == "stop" and self._calls is not None and self._calls.has_calls:
+            return "tool_calls"
+        return FINISH_REASONS.get(piece.finish, "length")
 
     def _logprobs(self, piece: Piece) -> JsonObject | None:
         if self._top_logprobs is None:
@@ -357,8 +405,7 @@ def _build_choices(
 
 
 def _merge_chunks(choice: JsonObject, chunk: JsonObject) -> JsonObject:
-    content = choice["delta"]["content"] + chunk["delta"]["content"]
-    merged = {**choice, **chunk, "delta": {**choice["delta"], "content": content}}
+    merged = {**choice, **chunk, "delta": merge_deltas(choice["delta"], chunk["delta"])}
     if choice["logprobs"] is not None:
         logprobs = choice["logprobs"]["content"] + chunk["logprobs"]["content"]
         merged["logprobs"] = {"content": logprobs, "refusal": None}
@@ -370,7 +417,16 @@ def _merge_chunks(choice: JsonObject, chunk: JsonObject) -> JsonObject:
 def _final_choice(choice: JsonObject) -> JsonObject:
     """Build the choice of a final response: the merged delta becomes the message."""
     fields = {name: value for name, value in choice.items() if name != "delta"}
-    return {**fields, "message": {**choice["delta"], "refusal": None}}
+    message = {"role": "assistant", "content": None, **choice["delta"]}
+    if "tool_calls" in message:
+        # The index is a field of stream events only.
+        message["tool_calls"] = [
+            {name: field for name, field in call.items() if name != "index"}
+            for call in message["tool_calls"]
+        ]
+    elif message["content"] is None:
+        message["content"] = ""
+    return {**fields, "message": {**message, "refusal": None}}
 
 
 CHAT_FORMAT = CompletionFormat(

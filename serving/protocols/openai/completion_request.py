@@ -23,6 +23,7 @@ from serving.frontend.json_body import (
     RequestPart,
     shorten,
 )
+from serving.json_schemas import close_schema
 from serving.messages import Guide, ServiceClass
 from serving.protocols.openai.unsupported_fields import UNSUPPORTED_FIELDS
 from serving.request import Ask, RefusedError
@@ -57,6 +58,9 @@ class StreamOptions(RequestPart):
     include_obfuscation: bool | None = None
 
 
+ANY_OBJECT_SCHEMA = '{"type": "object"}'
+
+
 class JsonSchema(RequestPart):
     """The `json_schema` of a response format."""
 
@@ -70,16 +74,18 @@ class StructuredOutputs(RequestPart):
     """vLLM's `structured_outputs`: what a completion must match."""
 
     json: msgspec.Raw = JSON_NULL
+    json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
 
 
 class ResponseFormat(RequestPart):
-    """OpenAI's `response_format`."""
+    """OpenAI's `response_format`, or TGI's, which has the schema or the regex in `value`."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: JsonSchema | None = None
+    value: msgspec.Raw = JSON_NULL
 
 
 class BaseCompletionRequest(RequestBody):
@@ -160,6 +166,16 @@ class BaseCompletionRequest(RequestBody):
     @property
     def field_names(self) -> Mapping[str, str]:
         return FIELD_NAMES
+
+    @property
+    def guide_field(self) -> str:
+        """The name of the field that sets the request's `Guide` (guided decoding)."""
+        fields = ("guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+        if self.guided_json != JSON_NULL:
+            return "guided_json"
+        return next(
+            (field for field in fields if getattr(self, field) is not None), "response_format"
+        )
 
     def check(self) -> None:
         options = self.stream_options
@@ -379,6 +395,8 @@ def _read_guide(body: BaseCompletionRequest) -> Guide | None:
         field = "structured_outputs"
         if outputs.json != JSON_NULL:
             guides[f"{field}.json"] = Guide("json", _schema_text(outputs.json, field))
+        if outputs.json_object:
+            guides[f"{field}.json_object"] = Guide("json", ANY_OBJECT_SCHEMA)
         if outputs.regex is not None:
             guides[f"{field}.regex"] = Guide("regex", outputs.regex)
         if outputs.choice is not None:
@@ -386,21 +404,61 @@ def _read_guide(body: BaseCompletionRequest) -> Guide | None:
         if outputs.grammar is not None:
             guides[f"{field}.grammar"] = Guide("grammar", outputs.grammar)
     if body.response_format is not None and body.response_format.type != "text":
-        guides["response_format"] = Guide("json", _response_schema(body.response_format))
+        guides["response_format"] = _response_guide(body.response_format)
     if len(guides) > 1:
         raise RequestError(f"{' and '.join(guides)} are set; set only one of them", list(guides)[1])
     return next(iter(guides.values()), None)
 
 
-def _response_schema(response_format: ResponseFormat) -> str:
-    if response_format.type == "json_object":
-        return '{"type": "object"}'
-    if response_format.json_schema is None or response_format.json_schema.schema == JSON_NULL:
+def _response_guide(response_format: ResponseFormat) -> Guide:
+    format_type, field = response_format.type, "response_format"
+    if response_format.json_schema is not None and response_format.value != JSON_NULL:
         raise RequestError(
-            "response_format has type json_schema without json_schema.schema; add the schema",
-            "response_format",
+            "response_format has json_schema and value; set only one of them", "response_format"
         )
-    return _schema_text(response_format.json_schema.schema, "response_format")
+    if format_type == "json_schema" and response_format.json_schema is not None:
+        return _json_schema_guide(response_format.json_schema, field)
+    if response_format.value == JSON_NULL:
+        if format_type == "json_object":
+            return Guide("json", ANY_OBJECT_SCHEMA)
+        missing_field = "json_schema.schema" if format_type == "json_schema" else "value"
+        raise RequestError(
+            f"response_format has type {format_type} without {missing_field}; add it", field
+        )
+    if format_type == "regex":
+        pattern = msgspec.json.decode(response_format.value)
+        if not isinstance(pattern, str):
+            raise RequestError(
+                "response_format has type regex and a value that is not a text; give a regular "
+                "expression",
+                field,
+            )
+        return Guide("regex", pattern)
+    if format_type == "json_schema":
+        # TGI's value of this type has OpenAI's fields: name and schema.
+        try:
+            json_schema = msgspec.json.decode(response_format.value, type=JsonSchema)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"response_format.value: {shorten(str(error))}", field) from None
+        return _json_schema_guide(json_schema, field)
+    return Guide("json", _schema_text(response_format.value, field))
+
+
+def _json_schema_guide(json_schema: JsonSchema, field: str) -> Guide:
+    if json_schema.schema == JSON_NULL:
+        raise RequestError(
+            "response_format has type json_schema without json_schema.schema; add the schema", field
+        )
+    text = _schema_text(json_schema.schema, field)
+    return Guide("json", strict_schema_text(text, field) if json_schema.strict else text)
+
+
+def strict_schema_text(text: str, field: str) -> str:
+    """Return the JSON text of a schema with all objects closed, as `strict` demands."""
+    try:
+        return json.dumps(close_schema(json.loads(text), strict=True))
+    except (ValueError, RecursionError):
+        raise RequestError(f"{field}: the schema is no JSON, or nested too deeply", field) from None
 
 
 def _schema_text(schema: msgspec.Raw, field: str) -> str:
@@ -410,11 +468,3 @@ def _schema_text(schema: msgspec.Raw, field: str) -> str:
     except UnicodeDecodeError:
         raise RefusedError("UNREADABLE", f"{field} is not UTF-8; send JSON in UTF-8") from None
     return str(msgspec.json.decode(schema)) if text.startswith('"') else text
-
-
-def guide_field(body: BaseCompletionRequest) -> str:
-    """Return the name of the field that sets the request's `Guide` (guided decoding)."""
-    fields = ("guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
-    if body.guided_json != JSON_NULL:
-        return "guided_json"
-    return next((field for field in fields if getattr(body, field) is not None), "response_format")

@@ -49,7 +49,6 @@ from serving.protocols.openai.completion_request import (
     CompletionRequest,
     RequestT,
     build_asks,
-    guide_field,
     unknown_model_error,
 )
 from serving.protocols.openai.responses import TEXT_FORMAT, CompletionFormat
@@ -301,6 +300,6 @@ def _with_request_field(error: CallFailure, body: RequestBody | None) -> CallFai
         return error  # The error names no field, or the parser raised it with OpenAI's names.
     name = body.field_names.get(error.field, error.field)
     if error.field.partition(".")[0] == "guide" and isinstance(body, BaseCompletionRequest):
-        name = guide_field(body)
+        name = body.guide_field
     message = translate_message(str(error), error.field, name, body.field_names)
     return CallFailure(error.reason, message, name, error.retry_s)

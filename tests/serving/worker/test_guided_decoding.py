@@ -264,8 +264,32 @@ def test_json_whitespace_is_bounded(cases: dict[str, Case]) -> None:
         logits = torch.zeros(1, size)
         logits[0, spaces] = 10
         generated += sampler.sample(logits, [0], [1 + len(generated)]).tokens
-        assert len(generated) < 120
-    assert type(json.loads(tokenizer.decode(generated[:-1]))["a"]) is bool
+        assert len(generated) < 180
+    text = tokenizer.decode(generated[:-1])
+    assert type(json.loads(text)["a"]) is bool
+    assert not re.search(r"\n\s*\n|[^\n\t ]  ", text)
+
+
+def test_unlisted_properties_are_forbidden(cases: dict[str, Case]) -> None:
+    tokenizer = cases["byte_level"].ours
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "boolean"}}}
+    for is_open in (False, True):
+        if is_open:
+            schema["additionalProperties"] = True
+        sampler = make_sampler(tokenizer, 1)
+        rule = SamplingParams(stop_token_ids=stop_ids(tokenizer))
+        sampler.init_slot(SlotInit(0, rule, [1], [], Guide("json", json.dumps(schema))))
+        generated: list[int] = []
+        for text in ('{"', "a" if not is_open else "b"):
+            for token in tokenizer.encode(text):
+                logits = torch.zeros(1, tokenizer.vocab_size + PADDING)
+                logits[0, token] = 10
+                generated += sampler.sample(logits, [0], [1 + len(generated)]).tokens
+        assert tokenizer.decode(generated) == ('{"b' if is_open else '{"a')
+        logits = torch.zeros(1, tokenizer.vocab_size + PADDING)
+        logits[0, tokenizer.encode("b")[0]] = 10
+        last = sampler.sample(logits, [0], [1 + len(generated)]).tokens
+        assert (tokenizer.decode(last) == "b") is is_open
 
 
 def test_an_unsatisfiable_guide_fails_only_its_row(cases: dict[str, Case]) -> None:

@@ -28,12 +28,12 @@ from serving.admission.chat_prompt import ChatPromptRenderer
 from serving.admission.template_sandbox import SECONDS_MAX
 from serving.config import ServerConfig
 from serving.service.service import ServableCheckpoint
+from tests.support.chat_server import BASE, PROMPT, USER, ChatServer, tool
 from tests.support.chat_templates import CHATML
 from tests.support.models import lively
 from tests.support.servers import (
     CONFIG,
     WAIT_S,
-    Server,
     command,
     eventually,
     serving,
@@ -44,7 +44,6 @@ from tests.support.trained_tokenizers import sentencepiece_model
 
 pytestmark = pytest.mark.slow
 
-BASE = "checkpoint"
 # Short, so that its ids are known without a template engine.
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content | trim }}"
@@ -54,39 +53,8 @@ TEMPLATE = (
     "{% if mood is defined %}{{ mood }} {% endif %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-QUESTION = "twelve and thirty?"
-PROMPT = f"user: {QUESTION}\nassistant:"
-USER: list[Any] = [{"role": "user", "content": QUESTION}]
+QUESTION = USER[0]["content"]
 GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
-
-
-class ChatServer:
-    """A server with an adapter, its client, and its tokenizer."""
-
-    def __init__(self, server: Server, tokenizer: Tokenizer) -> None:
-        self.server = server
-        self.tokenizer = tokenizer
-        self.client = openai.OpenAI(
-            base_url=self.url, api_key="none", max_retries=0, timeout=WAIT_S
-        )
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.server.http_address}/v1"
-
-    def chat(self, model: str = BASE, messages: Any = USER, **options: Any) -> ChatCompletion:
-        completion: ChatCompletion = self.client.chat.completions.create(
-            model=model, messages=messages, **options
-        )
-        return completion
-
-    def ids(self, text: str) -> list[int]:
-        """The ids of the template's text after the bos token."""
-        assert self.tokenizer.bos_id is not None
-        return [self.tokenizer.bos_id, *self.tokenizer.encode(text)]
-
-    def plain(self, text: str = PROMPT, model: str = BASE, **options: Any) -> Any:
-        return self.client.completions.create(model=model, prompt=self.ids(text), **options)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +74,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]
     write_adapter(adapters / "sum.safetensors", checkpoint, ids)
     limits: dict[str, Any] = {"adapters": str(adapters), "messages_max": 40}
     limits["text_bytes_max"] = 20_000
+    limits["tools_max"] = 8
     with serving(checkpoint, folder / "s.yaml", folder / "log", **limits) as server:
         yield ChatServer(server, tokenizer)
 
@@ -349,7 +318,8 @@ def user_message(content: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content, **fields}]}
 
 
-TOOL = {"type": "function", "function": {"name": "f"}}
+TOOL = tool("f")
+BAD_SCHEMA = {"properties": {"a": {"type": "obj"}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
@@ -370,9 +340,30 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
         (user_message("word " * 3900), "messages", "shorten"),
         (user_message("tell"), "messages", "refuses these messages: nobody asks that"),
         (user_message("".join(ESCAPE_MARKS)), "messages", "U+FDD0"),
-        ({"tools": [TOOL]}, "tools", "cannot call tools"),
-        ({"tool_choice": "required"}, "tool_choice", "cannot call tools"),
-        ({"extra_body": {"functions": [{}]}}, "functions", "send tools"),
+        ({"tools": [{**TOOL, "type": "web_search"}]}, "tools", "is not a function"),
+        ({"tools": [TOOL] * 2}, "tools", "rename one of them"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+            "choose one of: 'f'",
+        ),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
+        (
+            {"tools": [TOOL], "response_format": {"type": "json_object"}},
+            "tool_choice",
+            "tool_choice is auto",
+        ),
+        (
+            {
+                "tools": [tool("f", parameters=BAD_SCHEMA)],
+                "tool_choice": "required",
+            },
+            "tools",
+            "Invalid type: obj",
+        ),
+        ({"tools": [tool(f"f{i}") for i in range(9)]}, "tools", "tools_max"),
+        ({"tools": [tool("f", description="a " * 10_000)]}, "messages", "text_bytes_max"),
+        ({"extra_body": {"functions": [{}]}}, "functions", "use tools"),
         ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template", "not from requests"),
         ({"extra_body": {"prompt": "a"}}, "prompt", "/v1/completions"),
         ({"extra_body": {"echo": True}}, "echo", "/v1/completions"),
