@@ -54,8 +54,8 @@ class AdapterCalls:
 
         Raises OSError if the file cannot be opened.
         """
-        # gRPC would report an OSError of the request stream as a lost call, without its cause.
-        # Therefore the file is opened once before the call, which raises the OSError itself.
+        # If the file could not be opened during the call, gRPC would report a lost call without the
+        # cause. Opening the file before the call raises the OSError.
         with open(file, "rb"):
             pass
 

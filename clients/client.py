@@ -153,7 +153,7 @@ class Client:
         logprobs: int = 0,
         timeout_s: float | None = None,
     ) -> Scores:
-        """Score each continuation of the prompt, or without continuations the prompt itself.
+        """Score each continuation of the prompt; if there are none, score the prompt itself.
 
         For each scored token, the `logprobs` most likely tokens at its position are also returned.
         """
@@ -169,7 +169,7 @@ class Client:
         return str(self.call(self._generation.Detokenize, message).text)
 
     def adapters(self) -> list[adapters_pb2.Adapter]:
-        """Return all adapters that the caller can use, with one call per page of PAGE_SIZE."""
+        """Return all adapters that the caller can use; each call gets a page of PAGE_SIZE."""
         adapters: list[adapters_pb2.Adapter] = []
         token = ""
         while True:

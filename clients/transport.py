@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-# The scores of a long prompt exceed gRPC's default limit of 4 MiB.
+# The scores of a long prompt can exceed gRPC's default limit of 4 MiB.
 RESPONSE_BYTES_MAX = 256 << 20
 # The wait doubles after each failure; random jitter spreads the retries of many clients.
 BACKOFF_FACTOR, BACKOFF_JITTER = 2.0, 0.25

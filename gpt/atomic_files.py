@@ -51,8 +51,8 @@ def open_atomic(
         durable: Flush the file and the entries of its folder to disk.
         mode: The permissions of a new file, before the umask.
         partial_path: The path of the file until the rename, in the folder of `path`. None: a new
-            hidden name. With a given path, a write replaces the partial file of a killed process,
-            but only one process may write the file at a time.
+            hidden name. If a killed process left a file at the given path, the new file replaces
+            it. Only one process at a time may use the given path.
     """
     partial = partial_path or _hidden_path(path, "part")
     file = open(  # noqa: SIM115, closed by the `with` below.
@@ -112,7 +112,7 @@ def rename_durable(source: Path, target: Path, *, overwrite: bool = True) -> Non
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file of a folder that is renamed later, and flush the file to disk.
+    """Write a file in a folder that is renamed later, and flush the file to disk.
 
     The write itself is not atomic. The later rename of the folder publishes all its files at once.
     """

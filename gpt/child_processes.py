@@ -64,8 +64,9 @@ class ChildProcess(subprocess.Popen[str]):
     def read_line(self, timeout_s: float) -> str:
         """Wait for the next line of stdout, and return it; "" if the child has closed its stdout.
 
-        The child should write one line per call. A read can move a second line into the buffer of
-        `stdout`; the next call then waits for more output, although that line is available.
+        The child should write a line only after the previous line was read. If two lines are
+        waiting, a read can move both into the buffer of `stdout`; the next call does not look into
+        the buffer, and waits for more output.
         """
         assert self.stdout is not None
         with selectors.DefaultSelector() as selector:

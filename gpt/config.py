@@ -59,8 +59,8 @@ class RopeScaling:
 class GPTConfig:
     """The configuration of a GPT.
 
-    A comment "0: ..." or "Empty: ..." gives the value that the constructor computes from other
-    fields and stores in place of the 0 or the empty tuple.
+    The constructor replaces some values of 0 and an empty `moe_layers`. The comments "0: ..." and
+    "Empty: ..." give the value that it stores instead.
     """
 
     num_layers: int

@@ -18,8 +18,8 @@ TOKEN_COUNT_MAX = 2**32 - 1
 # Largest no_repeat_ngram_size. For each new token, the search for repeated n-grams makes at most
 # (length of the text) x (n-gram size) comparisons.
 NGRAM_MAX = 100
-# `length_decay` adds g |x| to the logit x of a stop token. g is at most 10 to this power: with this
-# g, a stop token has the largest logit (unless x is 0), and this logit is still finite.
+# `length_decay` adds g |x| to the logit x of a stop token. The largest g is 10 to this power. With
+# this g, a stop token has the largest logit (unless x is 0), and this logit is still finite.
 _LOGIT_GROWTH_EXPONENT_MAX = 30
 
 
@@ -184,7 +184,7 @@ _HISTORY_FIELDS = [
 
 
 def uniform_draw(seed: int, position: int) -> float:
-    """Return the uniform number in [0, 1) of (seed, position), computed by SplitMix64."""
+    """Return a uniform number in [0, 1), computed from (seed, position) by SplitMix64."""
     mask = 2**64 - 1
     state = (seed + (position + 1) * 0x9E3779B97F4A7C15) & mask
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & mask

@@ -66,7 +66,7 @@ def read_yaml(path: Path) -> dict[str, object]:
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; each line must be `key: value`") from None
     except Exception as error:
-        # PyYAML does not convert the exceptions that Python raises for invalid dates and numbers.
+        # Python raises such errors for invalid dates and numbers; PyYAML does not convert them.
         raise ConfigError(
             f"{path} has an invalid value ({' '.join(str(error).split())[:100]}); "
             "put quotes around the value if it is text"
@@ -81,9 +81,9 @@ def read_yaml(path: Path) -> dict[str, object]:
 class ComposedSettings:
     """Base class of settings whose keys are divided over several dataclasses, the parts.
 
-    A subclass declares one field per part; its type is a frozen dataclass. All parts are in one
-    settings file: the constructor takes the keys of all parts. Each key is the name of a field of
-    exactly one part.
+    A subclass declares one field per part; the type of the field is a frozen dataclass. All parts
+    are in one settings file: the constructor takes the keys of all parts. Each key is the name of a
+    field of exactly one part.
     """
 
     def __init__(self, **settings: Any) -> None:

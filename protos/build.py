@@ -1,7 +1,7 @@
 """Proto compiler script: writes Python stubs beside the protos, for `make protos` and the wheel.
 
-The protos are compiled under their canonical names (`preamble/v1/x.proto`), which descriptors have
-in every language and in server reflection. In Python, `preamble` is the module of the command
+A proto keeps its canonical name (`preamble/v1/x.proto`) in its descriptor, because clients in other
+languages and server reflection use this name. In Python, `preamble` is the module of the command
 (preamble.py), so the script rewrites the imports that protoc generates: `preamble.v1` becomes
 `protos.preamble.v1`. Protos of other APIs (protos/foreign) are compiled to descriptor sets (.binpb)
 instead of stubs.

@@ -100,7 +100,7 @@ def _ensure_stderr() -> Iterator[None]:
         try:
             sys.stderr.flush()
         except OSError:
-            # Without this, Python would flush again at exit and report the error.
+            # Python flushes stderr again at exit. With /dev/null, that flush succeeds.
             _redirect_stderr_to_null()
 
 
@@ -230,10 +230,11 @@ def _tune_on_torchrun_worker(config: TuneConfig, args: argparse.Namespace) -> in
     except PreambleError as error:
         prepare_error = error
     try:
-        # Join even after an error, so that an error is printed once:
-        # - If rank 0 has the same error, rank 0 prints it and exits without joining, and torchrun
-        #   ends this rank, which waits here.
-        # - If rank 0 joins, rank 0 does not have the error, and this rank raises it below.
+        # Join even if `prepare` has failed, so that rank 0 and this rank do not print one error
+        # twice:
+        # - If `prepare` fails on rank 0 too, rank 0 prints the error and exits. Then torchrun ends
+        #   this rank, which waits for rank 0 here.
+        # - If `prepare` succeeds on rank 0, rank 0 joins, and this rank raises its error below.
         with join_mesh(config, args.restart) as mesh:
             if prepared is None:
                 assert prepare_error is not None

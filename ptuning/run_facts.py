@@ -14,7 +14,7 @@ NO_PROMPT = "no prompt"  # The template without its virtual tokens.
 ORACLE = "oracle"  # The task's instruction text in place of the virtual tokens.
 ADAPTER = "adapter"  # The trained adapter; with method `full`, the trained model.
 # All variants, in the order of the table.
-BASELINES = (NO_PROMPT, ORACLE, ADAPTER)
+VARIANTS = (NO_PROMPT, ORACLE, ADAPTER)
 
 State = Literal["running", "finished", "stopped early", "interrupted"]
 
@@ -76,8 +76,8 @@ class TaskFacts:
     dropped: Sequence[str] = ()  # The reason for each dropped record.
     lengths: Sequence[int] = ()  # Length of each training example in tokens.
     answers_cut: int = 0  # Number of evaluated answers that reached max_new_tokens.
-    # Answer metrics of each evaluated variant, keyed by the names in BASELINES.
-    baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    # Answer metrics of each evaluated variant, keyed by the names in VARIANTS.
+    metrics_by_variant: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     samples: Sequence[Sample] = ()
 
 

@@ -150,7 +150,7 @@ def generate_parser() -> argparse.ArgumentParser:
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add flags for what a checkpoint may lack; error messages name these flags."""
+    """Add flags for settings that a checkpoint may lack; error messages name these flags."""
     add = parser.add_argument
     add("--tokenizer", metavar="PATH", help="file or directory (default: beside the weights)")
     add("--true-vocab-size", metavar="N", type=int, help="vocabulary size without padding rows")

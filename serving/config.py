@@ -129,14 +129,15 @@ class SchedulerConfig:
     running_requests_max: int = 64  # Maximum number of running sequences.
     queue_requests_max: int = 1024  # Maximum number of waiting sequences.
     step_tokens_max: int = 512  # Token budget of a step; longer prompts are prefilled in chunks.
-    # Limits the time that prefill may add to a step in which latency-class sequences decode. If n
-    # latency-class sequences wait for their first token, the limit is max(1, n) times this value.
+    # Limit of the time that prefill adds to a step in which sequences of the service class
+    # "latency" decode. If n sequences of this class wait for their first token, the limit is
+    # max(1, n) times this value.
     prefill_stall_ms_max: float = 15.0
     # Maximum number of draft tokens per decoding sequence and step (n-gram speculative decoding);
     # 0: off. Drafts do not change greedy and seeded answers. On a CPU, each draft token beyond the
     # third lengthens the step.
     speculate_tokens_max: int = 0
-    # In a step that has draft tokens: maximum of (decode tokens + draft tokens).
+    # Maximum number of decode tokens + draft tokens in a step that has draft tokens.
     speculate_rows_max: int = 8
     # Run decode-only steps as CUDA graphs. auto: on a CUDA device, if the model permits it.
     cuda_graphs: str = "auto"

@@ -73,7 +73,9 @@ class Submission(_Message, frozen=True):
     prompt: list[int]  # An id >= vocabulary size is a virtual token: vocabulary size + adapter row.
     sampling: SamplingParams
     adapter_ref: AdapterRef | None = None
-    tenant: str = ""  # Unit of fair scheduling, and of prefix caching unless the cache is shared.
+    # The queue is fair between tenants. A tenant's cached blocks are not used for other tenants,
+    # unless shared_prefix_cache is set.
+    tenant: str = ""
     service: ServiceClass = "latency"
     priority: int = 0  # Higher runs first.
     deadline: float | None = None  # On the monotonic clock, which all processes of a node share.
@@ -126,10 +128,10 @@ class Phases(_Part, frozen=True):
     If a sequence is preempted before its first token, the repeated prefill counts in `prefill_s`.
     """
 
-    # All waits: for the adapter, in the queue, and for the prefill of another sequence whose blocks
-    # the prefix cache then provides.
+    # Sum of three waits: for the adapter, in the queue, and for another sequence that computes the
+    # same prefix (its blocks then come from the prefix cache).
     queue_s: float
-    prefill_s: float  # The remaining time, in which the prompt was computed.
+    prefill_s: float  # (Time to the first token) - `queue_s`: the prompt is computed in this time.
     # Beam search only: decode time of the tokens that are delivered together with the first token.
     decode_s: float = 0.0
 
@@ -144,7 +146,8 @@ class SequenceOutput(_Part, frozen=True):
     # once. None for a token without a score: the prompt's first token and virtual tokens.
     prompt_scores: list[TokenScore | None] = []
     end: EndReason | None = None
-    reason: str = ""  # For a rejection, "fault" or "stuck": a sentence for the caller.
+    # Text for the caller. Set if `end` is a `RejectionReason`, "fault" or "stuck".
+    reason: str = ""
     cached_tokens: int = 0  # Prompt tokens found in the prefix cache; sent once, with `phases`.
     phases: Phases | None = None  # With the first token, or with the end "scored".
 
@@ -348,8 +351,8 @@ class Outcome(_Message, frozen=True):
     # One list for each sequence whose `prompt_score_counts` is not 0, in order.
     prompt_scores: list[list[TokenScore]] = []
     faults: list[int] = []  # Sequences (indices in the step) whose computed values are not finite.
-    # Duration on the last stage: from the step's arrival, or from the end of the previous step if
-    # that is later, until the step's tokens are known.
+    # Duration on the last stage: (time at which the step's tokens are known) - max(arrival of the
+    # step, end of the previous step).
     seconds: float = 0.0
     stuck: list[int] = []  # Sequences (indices in the step) whose guide allows no next token.
     replayed: bool = False  # The step ran in the CUDA graph runner.

@@ -28,14 +28,15 @@ class Ask:
 
     # A text, token ids, or the fields of the adapters' templates.
     prompt: str | tuple[int, ...] | Mapping[str, str] | None
-    # The prompt is completed with each of these adapters; the prompt with one of them is a task.
-    # The name "" means the base model. An empty tuple means one task with the base model.
+    # The prompt is completed with each of these adapters. Each pair of prompt and adapter is
+    # called a task. The name "" means the base model; an empty tuple means the same as ("",).
     adapters: tuple[str, ...] = ()
     # Texts to score after the prompt. Each text is an answer; `answers` then has no effect.
     continuations: tuple[str, ...] = ()
     answers: int = 1  # Number of answers per task; each has its own seed.
     max_new_tokens: int | None = None
-    fit_new_tokens: bool = False  # Reduce max_new_tokens to the free context instead of refusing.
+    # Reduce a max_new_tokens that does not fit after the prompt, instead of refusing the request.
+    fit_new_tokens: bool = False
     min_new_tokens: int = 0
     temperature: float | None = None
     top_k: int = 0
@@ -49,7 +50,8 @@ class Ask:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     no_repeat_ngram_size: int = 0
-    # (start, factor): after `start` new tokens, the stop tokens' logits grow by `factor` per token.
+    # (start, factor): after n > start new tokens, the logit x of each stop token becomes x + g |x|,
+    # with g = factor ** (n - start) - 1.
     length_decay: tuple[int, float] | None = None
     seed: int | None = None
     stop_strings: tuple[str, ...] = ()
@@ -170,8 +172,8 @@ def answer_seed(seed: int, index: int) -> int:
     """Return the seed of an answer: the request's seed for answer 0, else a derived seed.
 
     Derived seeds have 53 bits, so that every protocol can report them (JSON numbers are doubles).
-    They are drawn from the seed's complement, so that they are independent of the random numbers
-    that answer 0 uses.
+    Answer 0 uses the random numbers `uniform_draw(seed, position)`. Derived seeds are drawn with
+    the bitwise complement of `seed`, so that they are independent of these numbers.
     """
     return seed if index == 0 else int(uniform_draw(~seed % 2**64, index) * 2**53)
 

@@ -193,7 +193,8 @@ def _bind_grpc(
     config: NetworkConfig, limits: LimitsConfig, tls: TlsCertificates | None
 ) -> tuple[grpc.aio.Server, int]:
     try:
-        # Bind a probe socket first: gRPC would print its own error text to stderr.
+        # If gRPC cannot bind a port, it prints its own error text to stderr. Therefore bind a
+        # probe socket first, to raise the error here.
         with socket.socket(address_family(config.host)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((config.host, config.port))
@@ -233,9 +234,9 @@ def _grpc_options(config: NetworkConfig, limits: LimitsConfig) -> list[tuple[str
 
 
 def _install_signal_handlers(frontend: Frontend) -> asyncio.Event:
-    """Handle SIGTERM and SIGINT: the first starts the drain, the second sets the returned event.
+    """Handle SIGTERM and SIGINT; return the event that the second of these signals sets.
 
-    SIGUSR2 writes the flight recorder to a file.
+    The first signal starts the drain. SIGUSR2 writes the flight recorder to a file.
     """
     stop_now = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -281,7 +282,7 @@ async def _drain(
     )
     for task in (drained_task, stop_now_task):
         task.cancel()
-    # gRPC ends calls that arrive now with CANCELLED; `clients` reports that as UNAVAILABLE.
+    # From here on, gRPC answers new calls with CANCELLED, which `clients` reports as UNAVAILABLE.
     await server.stop(CLOSE_GRACE_S if drained_task in done else 0)
     log.info("event=stopped drained=%s", drained_task in done)
 

@@ -34,7 +34,7 @@ class MicrobenchmarkSizes:
     read_bytes: int = 1 << 29  # Much larger than the caches.
     channels: int = 4096  # Input channels of the weight in the matrix-vector product.
     side: int = 2048  # Side of the large square matrices.
-    rows: int = 512  # Rows of the activations multiplied by the cached weight.
+    rows: int = 512  # Rows of the activations in the matmul with the cached weight.
     cached_side: int = 1024  # Side of a square weight that fits in the cache.
 
 

@@ -97,8 +97,8 @@ class RooflineModel:
     def last_token_weights(self) -> int:
         """Return the number of last-layer weights that only the last token of a sequence uses.
 
-        Every token needs the key and value projections of the last layer. Its other weights produce
-        the hidden states for the logits, which only the last token of each sequence needs.
+        Every token needs the key and value projections of the last layer. The layer's other weights
+        compute the hidden states for the logits, which only the last token of each sequence needs.
         """
         config = self.config
         kv_weights = 2 * config.num_query_groups * config.kv_channels * config.hidden_size

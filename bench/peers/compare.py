@@ -56,8 +56,8 @@ class PeerWorkload:
     def counted_tokens(self) -> int:
         """Return the number of tokens that the speed counts.
 
-        These are the new tokens; with one new token per request, they are the prompt tokens. With
-        `decode_only`, the first new token is not counted, because the prefill computes it.
+        The new tokens count, or the prompt tokens if each request has only one new token. With
+        `decode_only`, the first new token does not count, because the prefill computes it.
         """
         if self.new_tokens > 1:
             return self.requests * (self.new_tokens - self.decode_only)
@@ -227,8 +227,8 @@ def _run_table(
                     table, workload, dict.fromkeys(table.peers, unavailable["ours"])
                 )
             return
-        # The limits are measured while all engines are loaded and idle, because an engine is also
-        # timed while the other engines are loaded and idle.
+        # An engine is timed while the other engines are loaded and idle. The limits are therefore
+        # measured while all engines are loaded and idle.
         limits = measure_limits()
         yield from limits.as_tuple
         bytes_per_weight = 1.0 if table.weights == "int8" else 0.0
@@ -307,8 +307,8 @@ def measure_table(
             samples = {"ours": ours.samples, engine.name: theirs.samples, "bound": [bound]}
             yield measured_row(name, ratio, summary, bound_share=bound_share, samples=samples)
     yield from (f"{engine.name} failed {engine.failure}" for engine in engines if engine.failure)
-    yield "figures: new tokens/s, prefill included unless decode only; if new is 1: prompt tokens/s"
-    yield "+-: half of (fastest - slowest round); in parentheses: our speed / speed of the engine"
+    yield "new tokens/s, prefill included unless decode only; with one new token: prompt tokens/s"
+    yield "+-: (fastest - slowest round) / 2 / median; in parentheses: our speed / engine's speed"
     yield f"{rounds} interleaved rounds; load {_load_average()}"
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 LEARNING_RATE = 1e-3
-# Batches of examples of token ids. The last ids of an example are the answer.
+# A batch is a list of examples, and an example is a list of token ids that ends with the answer.
 Batches = list[list[list[int]]]
 
 

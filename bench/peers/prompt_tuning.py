@@ -37,7 +37,7 @@ NO_DROPOUT: dict[str, float | None] = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_
 SAMPLE_S = 0.003  # Interval of memory samples.
 # Pause before each timing, because OpenMP threads can spin for a while after their work.
 COOLDOWN_S = 0.3
-# Number of batches whose examples `length_sorted_batches` sorts by length.
+# `length_sorted_batches` sorts the examples of this number of batches together.
 GROUPED_BATCHES = 50
 
 

@@ -51,7 +51,7 @@ SETUPS = (
 # Requests to an int8 server are not counted in REQUESTS, because some CPUs do not support int8.
 INT8 = Setup("int8", 1, 1)
 INT8_CALLS = 16
-# Number of the REQUESTS that use `serving.open_engine` instead of a server.
+# REQUESTS includes this number of requests to `serving.open_engine`, which uses no server.
 IN_PROCESS = 24
 # The error message of a server without int8 support contains this text in every release.
 NO_INT8 = "AVX512-VNNI"
@@ -88,7 +88,7 @@ def calls_by_setup(
     """Distribute `count` calls over the setups, each kind of request in turn.
 
     The calls depend only on the arguments. A request of several sequences is not sent to a setup
-    with pipeline stages; it is among the first requests of the next setup without pipeline stages.
+    with pipeline stages. Instead, it is one of the first requests of the next setup without them.
     """
     draw = random.Random(0)
     kinds = itertools.cycle(_KINDS)

@@ -62,7 +62,7 @@ class AdapterSizes:
     """Sizes of the workloads; tests use smaller ones."""
 
     adapters: int = 64  # Different adapters in one batch.
-    text_tokens: int = 44  # Prompt tokens after the adapter or the prefix that replaces it.
+    text_tokens: int = 44  # Prompt tokens after the adapter, or after the text prefix.
     new_tokens: int = 32
     rounds: int = 7
     pairs: int = 200  # Pairs of requests: one with an adapter, one with a text prefix.

@@ -129,8 +129,8 @@ def import_command(argv: Sequence[str]) -> int:
     )
     notes: tuple[str, ...] = ()
     if base is not None:
-        # The source is checked too: its card may record a different base model, which the new card
-        # replaces by the model of --model.
+        # Also check the source adapter, because its card may record a base model that is not
+        # --model. The new card always records --model.
         check_adapter(source_adapter, base.config, identity)
         notes = check_adapter(adapter, base.config, identity)
     elif not adapter.card.base_digest:

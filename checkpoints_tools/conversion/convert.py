@@ -196,9 +196,9 @@ def convert(
     are two exceptions: the directory is removed if `keep_partial` is false, and if a run without
     `resume` raised a CheckpointError. After a killed run the directory remains in any case.
 
-    If a reader cannot read a source file, it raises CheckpointError. Therefore an OSError is
-    reported as an error of the target. It can have another cause, namely a source file that is
-    removed during the run; the message then has the path of this file.
+    A reader raises CheckpointError if it cannot read a source file. Therefore an OSError is
+    reported as an error of the target. A source file that is removed during the run also causes an
+    OSError; the message then has the path of this file.
     """
     recorded_identity = _recorded_identity(plan.source)
     try:

@@ -64,10 +64,10 @@ class Journal:
     def reset(self) -> None:
         """Remove the records of all tensors; the first line remains.
 
-        The removal is not flushed to disk, so the old records can reappear after a power failure. A
-        resumed run uses them only if all files of the layout have their full sizes. In that case,
-        only the check of the finished target (`_check_written` in `convert`) can find that bytes
-        are missing.
+        The removal is not flushed to disk, so the old records can reappear after a power failure.
+        If all files of the layout then have their full sizes, a resumed run skips the tensors in
+        these records, although their bytes may be missing. Only the check of the finished target
+        (`_check_written` in `convert`) can find missing bytes.
         """
         self._file.seek(0)
         self._file.truncate(len(self._file.readline()))

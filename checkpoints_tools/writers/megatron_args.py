@@ -165,15 +165,16 @@ def plan_stages(config: GPTConfig, split: ParallelSplit) -> StageLayout:
         "num_virtual_stages_per_pipeline_rank": None,
     }
     totals = [sum(stage) for stage in counts]
-    # Whether the chunks of each stage have the same number of layers.
+    # Whether, within each stage, all chunks have the same number of layers.
     balanced = all(len(set(stage)) == 1 for stage in counts)
     # First case: all chunks of all stages have the same number of layers.
     if balanced and len(set(totals)) == 1:
         if vpp > 1:
             args["num_layers_per_virtual_pipeline_stage"] = counts[0][0]
         return StageLayout(layers, args)
-    # Second case: the stages are balanced, and the stages between the first and the last have the
-    # same number of layers. If there are only two stages, the last stage counts as the middle.
+    # Second case: within each stage, all chunks have the same number of layers, and all stages
+    # between the first and the last have the same number of layers. If there are only two stages,
+    # the last stage counts as the middle.
     middle = set(totals[1:-1] or totals[1:])
     if balanced and len(middle) == 1:
         common_count = middle.pop()
@@ -203,7 +204,7 @@ def _first_last_counts(num_layers: int, pp: int, vpp: int) -> list[int] | None:
     More Megatron versions support this form than other uneven distributions, because it does not
     need --pipeline-model-parallel-layout. Returns None in these cases:
 
-    - The layers divide evenly.
+    - The layers divide evenly over all chunks of all stages.
     - There are fewer than three stages.
     - The number of layers is not a multiple of `vpp`.
     - No distribution has this form.
@@ -287,8 +288,8 @@ def _unsupported_moe_traits(config: GPTConfig) -> Iterator[str]:
     softmax = config.moe_router_score_function == "softmax"
     if config.mlp_bias:
         yield (
-            "no experts with mlp_bias: they need a router with a bias, and this model's router has "
-            "none"
+            "no experts with mlp_bias: its router would then need a bias, and this model's router "
+            "has none"
         )
     if softmax and config.moe_router_topk == 1 and not config.moe_router_pre_softmax:
         yield (

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 
 class FinishedCompletion(NamedTuple):
-    """One of several completions: the fields that are printed."""
+    """A completion to print, when a command has requested several completions."""
 
     adapter: str  # Empty: the model without an adapter.
     seed: int

@@ -76,7 +76,7 @@ class Slo:
     def is_met(self, call: CallRecord) -> bool:
         """Return whether a call succeeded within all limits.
 
-        A missing time meets its limit, such as the itl of a call with one token.
+        A limit on a time that the call does not have is met: a call with one token has no itl.
         """
         times_s = {"ttft": call.ttft_s, "itl": call.tpot_s, "e2e": call.e2e_s}
         if not call.ok:

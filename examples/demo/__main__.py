@@ -53,7 +53,7 @@ def main() -> int:
                 "A prompt without an instruction, first without and then with the adapter "
                 f"'{ADAPTER_TASK}':"
             )
-            generate(grpc_address, "the answer of any task, at random", record.prompt)
+            generate(grpc_address, "the answer of any task; the prompt names none", record.prompt)
             prompt_flags = ["--task", ADAPTER_TASK, "--field", f"prompt={record.prompt}"]
             generate(grpc_address, record.completion, *prompt_flags)
             print_metrics(http_address)

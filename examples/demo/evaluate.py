@@ -36,10 +36,10 @@ class Score:
 
     @property
     def guess(self) -> float:
-        """Expected score of guessing, by the better of two strategies.
+        """Chance level: the expected score of the better of two ways to guess.
 
-        - Answer the right task at random.
-        - Choose one of the tasks that share the input's form at random, and answer this task right.
+        - Know the task, and choose one of its answers at random.
+        - Choose one of the form's tasks at random, and give the correct answer of that task.
         """
         return max(CHANCE.get(self.task, 0.0), 1 / len(FORM_OF[self.task].tasks))
 
@@ -62,7 +62,7 @@ def accuracy(
 ) -> float:
     """Return the fraction of records for which the model generates exactly the completion.
 
-    `table` is an adapter's table. Its rows are the virtual tokens before every prompt.
+    `table` is an adapter's table. Its rows are inserted before every prompt as virtual tokens.
     """
     vocab_size = model.config.vocab_size
     virtual_ids = range(vocab_size, vocab_size + (0 if table is None else len(table)))
@@ -89,7 +89,7 @@ def evaluate(model: GPT, tokenizer: Tokenizer, count: int = RECORDS) -> list[Sco
 def report(scores: Sequence[Score]) -> str:
     """Return the scores as a Markdown table."""
     lines = [
-        "| form | task | with instruction | without | by guessing |",
+        "| form | task | with instruction | without | chance level |",
         "|---|---|---|---|---|",
     ]
     for score in scores:

@@ -184,9 +184,9 @@ def draw_uninstructed(form: Form, rng: random.Random) -> Record:
     """Return a record without an instruction.
 
     In half of the records the task is random; in the other half the input's group determines it.
-    With random tasks alone, all tasks of a form would be almost equally likely for each input.
-    Greedy decoding would then select the same task for almost every input, as if a user had
-    requested it. With the groups, greedy decoding selects each task about equally often.
+    With random tasks alone, all tasks of a form would be almost equally likely for each input, and
+    greedy decoding would do the same task for almost every input. With the groups, greedy decoding
+    does each task about equally often.
     """
     drawn = draw_input(form, rng, "train")
     task = rng.choice(form.tasks)

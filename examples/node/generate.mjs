@@ -12,7 +12,7 @@ const protos = process.env.PROTOS
 const definition = protoLoader.loadSync('preamble/v1/generation.proto', {
   includeDirs: [protos],
   keepCase: true,
-  longs: String, // A seed has 64 bits; a JavaScript number is exact up to 53.
+  longs: String, // A seed has 64 bits; a JavaScript number is exact up to 53 bits.
   enums: String,
   defaults: true,
   oneofs: true,

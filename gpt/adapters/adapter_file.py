@@ -188,8 +188,7 @@ def _open_native(path: Path) -> Adapter:
             f"{path} is not an adapter; give a {SUFFIX} file, a PEFT directory, a decoder.pt, or "
             "a .nemo file of prompt learning"
         )
-    # A broken header is described better by the errors of `open_safetensors` than by those of
-    # `safe_open`, so `open_safetensors` is called first.
+    # `open_safetensors` is called first: it describes a broken header better than `safe_open`.
     tensors = open_safetensors(path)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -244,7 +243,8 @@ def check_adapter(
 ) -> tuple[str, ...]:
     """Refuse an adapter that does not fit this model; return notes for the user.
 
-    The notes list the checks that were not possible, and how the model's dtype was converted.
+    The notes list the checks that were not possible, and the dtype conversions of the model's
+    weights.
     `rows_max` limits the number of virtual tokens; None: half of the model's context length.
     """
     card = adapter.card
@@ -280,9 +280,9 @@ def check_adapter(
         )
     if identity is None:
         return (f"adapter {card.name!r} was not compared with the model's digest",)
-    # Either an equal fingerprint or an equal digest identifies the base model. The fingerprint is
-    # always known, but changes with the config. The digest is independent of the config, but may be
-    # unknown.
+    # The model is the adapter's base model if the fingerprints or the digests are equal. A model's
+    # fingerprint is always known, but changes with the config. Its digest is independent of the
+    # config, but may be unknown.
     is_same_base = (
         card.base_fingerprint is not None and card.base_fingerprint == identity.fingerprint
     )

@@ -103,11 +103,11 @@ class Card:
     template: PromptTemplate | None = None  # None: all virtual tokens, then the text.
     method: str = ""
     kind: str = "rows"  # One of ADAPTER_KINDS.
-    hidden_size: int = 0  # The table's width; `build_adapter` replaces 0.
-    virtual_tokens: int = 0  # The number of table rows; `build_adapter` replaces 0.
+    hidden_size: int = 0  # The table's width. 0: `build_adapter` sets it.
+    virtual_tokens: int = 0  # The number of table rows. 0: `build_adapter` sets it.
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    stop: tuple[str, ...] = ()  # Default stop strings of requests.
-    max_new_tokens: int | None = None  # Default of requests; None: the server's default.
+    stop: tuple[str, ...] = ()  # The default of a request.
+    max_new_tokens: int | None = None  # The default of a request. None: the server's.
     golden: tuple[GoldenExample, ...] = ()
     notes: tuple[str, ...] = ()  # For the user.
     created: str = ""  # ISO 8601, UTC.

@@ -27,7 +27,7 @@ from gpt.tokenizers.tokenizer import open_tokenizer
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 TGIS_FILES = ("decoder.pt",)
-# `write_export` replaces an existing directory only if all its files have these names.
+# `write_export` replaces an existing directory only if it has no files with other names.
 REPLACEABLE_FILES = {*PEFT_FILES, *TGIS_FILES, "adapter_model.bin"}
 
 
@@ -148,7 +148,7 @@ def _leading_rows(adapter: Adapter, base: Checkpoint | None) -> tuple[Tensor, tu
 def bos_row(adapter: Adapter, base: Checkpoint | None, side: str) -> Tensor:
     """Return the embedding of the begin-of-text token, which becomes an extra row.
 
-    `side` is the token's position relative to the virtual tokens, for error messages.
+    `side`, for error messages: whether the token is "before" or "after" the virtual tokens.
     """
     name = adapter.card.name
     other_side = {"before": "after", "after": "before"}[side]

@@ -127,7 +127,10 @@ def _weight_files(path: Path, tree: FileTree) -> list[Span]:
 
 
 def _read_state_dict(span: Span) -> dict[str, Any]:
-    """Return the state dict of a file, with the entries of a nested prompt table at top level."""
+    """Return the state dict of a file.
+
+    If it has a nested dict "prompt_table", the entries of this dict are copied to the top level.
+    """
     record = read_archive(span)
     if isinstance(record, dict) and isinstance(record.get("state_dict"), dict):
         record = record["state_dict"]

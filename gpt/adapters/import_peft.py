@@ -95,7 +95,7 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     peft_type = config.get("peft_type")
     if peft_type not in PEFT_TYPES:
         raise AdapterError(
-            f"{path} has peft_type {str(peft_type)[:40]}; only adapters of the prompt are "
+            f"{path} has peft_type {str(peft_type)[:40]}; only prompt adapters are "
             f"supported ({', '.join(PEFT_TYPES)}): train one of these types, or merge this adapter "
             "into the model"
         )

@@ -38,7 +38,8 @@ class _EncoderLayout:
 
     input_suffix: str  # Name suffix of the tensor with the input rows.
     prefixes: tuple[str, ...]  # Name prefixes of the network's tensors.
-    uses_task_name: bool = False  # Embeddings of the task's name replace the first input rows.
+    # Whether embeddings of the task's name replace the first input rows.
+    uses_task_name: bool = False
 
 
 MODEL_LAYOUT = _EncoderLayout("ptuning_adapter.embedding.weight", ("ptuning_adapter.",))

@@ -46,7 +46,7 @@ class RenderedPrompt:
     # Index of the answer's first id: len(ids) in a prompt, and 0 in a training example of a
     # template without answer_field.
     answer_start: int
-    truncated_tokens: int  # Tokens removed from the template's truncate_field.
+    truncated_tokens: int  # Number of tokens removed from the truncate_field.
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PromptTemplate:
     splits: tuple[int, ...] = ()
     # The field that is truncated at its end if a prompt is too long; None: the prompt is refused.
     truncate_field: str | None = None
-    answer_field: str | None = None  # The completion to learn; rendered in training only.
+    answer_field: str | None = None  # The field with the completion; rendered in training only.
     bos: str = "none"  # One of BOS_POSITIONS.
     eos: bool = True  # Whether answers end with the end-of-text token; prompts do not.
 
@@ -257,7 +257,7 @@ class PromptTemplate:
         full_ids = tokenizer.encode(full_text) if full_text else []
         if full_ids[: len(ids)] == ids:
             return ids, full_ids[len(ids) :]
-        # A token of the full text contains the end of the prompt and the start of the answer. In
+        # Here the tokenizer has merged the end of the prompt with the start of the answer. In
         # serving the prompt is encoded alone, so prompt and answer are encoded separately.
         return ids, tokenizer.encode(full_text[len(prompt) :], continues_text=True)
 

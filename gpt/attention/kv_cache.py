@@ -63,9 +63,11 @@ class KVPool:
         """Pre-fault the OS pages of a pool in CPU memory, in a low-priority background thread.
 
         Without the thread, the first prefill that writes to an OS page waits for a page fault;
-        these faults took 10 % of the prefill time or more. The thread stops when `free_bytes()` is
-        less than the size of the whole pool: another server that started at the same time may have
-        counted the same free memory for its own pool, and then needs the remaining memory.
+        these faults took 10 % of the prefill time or more.
+
+        Another server that starts at the same time may have counted the same free memory for its
+        own pool. To leave it enough memory, the thread stops when `free_bytes()` is less than the
+        size of this whole pool.
         """
         if self._memory.device.type == "cpu":
             arguments = (weakref.ref(self), free_bytes)
@@ -96,9 +98,9 @@ class KVPool:
         memory = self._memory
         positions = torch.arange(start, start + len(values), device=memory.device)
         token_blocks = torch.tensor(blocks, device=memory.device)[positions // self.block_tokens]
-        # Clamp to the finite range of the pool's dtype. An infinite number would make the output of
-        # this sequence NaN, and also that of the next sequence that uses the block: attention
-        # multiplies masked values by 0, and 0 x inf is NaN.
+        # Clamp to the finite range of the pool's dtype. Attention multiplies masked values by 0,
+        # and 0 x inf is NaN. Without the clamp, an infinite number would therefore make the output
+        # NaN, for this sequence and for the next sequence that uses the block.
         dtype_max = torch.finfo(memory.dtype).max
         is_fp8 = memory.dtype == FP8_DTYPE
         clamp_dtype = values.dtype if is_fp8 else torch.promote_types(values.dtype, memory.dtype)
@@ -123,7 +125,8 @@ def _prefault(pool_ref: "weakref.ref[KVPool]", free_bytes: Callable[[], int]) ->
         pool = pool_ref()
         has_more = pool is not None and pool._prefault_chunk(start, free_bytes)
         start += _PREFAULT_CHUNK_BYTES
-        del pool  # So that the owner can free the pool between two chunks.
+        # Drop the reference, so that the pool can be freed between two chunks.
+        del pool
 
 
 def _madvise(address: int, length: int, advice: int) -> int:

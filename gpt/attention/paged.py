@@ -3,11 +3,11 @@
 Attention is causal, with an optional sliding window. Keys and values of past tokens are in the KV
 pool. Keys and values of this step's tokens are in `k` and `v`, and after `store_kv` also in the
 pool. Without a pool, all keys and values are in `k` and `v`. `reference_attention` is a readable
-loop over sequences. With a pool, `ragged_attention` calls the C kernels, or where these are
-unsupported, torch for groups of sequences with little padding. A group has decode sequences with
-similar context lengths, or prefill sequences that agree in the number of new tokens and in the
-number of past tokens. Shapes: q (T, H, D), k and v (T, G, D), for T tokens, H query heads, G KV
-heads and D channels per head; H is a multiple of G.
+loop over sequences. With a pool, `ragged_attention` calls the C kernels. Where these are
+unsupported, torch computes groups of sequences, chosen so that little padding is needed. A group
+has decode sequences with similar context lengths, or prefill sequences that agree in the number of
+new tokens and in the number of past tokens. Shapes: q (T, H, D), k and v (T, G, D), for T tokens, H
+query heads, G KV heads and D channels per head; H is a multiple of G.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,9 @@ from gpt.attention.varlen import (
 from gpt.batch import Batch
 from gpt.cpu import kernels, training_kernels
 
-KV = Tensor  # The KV blocks of a layer: (blocks, 2, G, block tokens, D); the 2 is keys, values.
+# The KV blocks of a layer: (blocks, 2, G, block tokens, D). In dimension 1, index 0 is keys and
+# index 1 is values.
+KV = Tensor
 
 # Maximum bytes of a group's gathered keys and values, and of the scores of a prefill tile. Tensors
 # of these sizes stay in the CPU cache until they are used. A group of one sequence may need more.
@@ -404,8 +406,8 @@ def _prefill_group(
         )
         key_end = past_length + query_end
         if pool_rows is not None and query_end == length:
-            # Use all gathered keys, because bmm would first copy a partial slice of them. The mask
-            # hides the keys after the last query.
+            # The last tile uses all gathered keys, because bmm would first copy a partial slice of
+            # them. The mask hides the keys after the last query.
             key_end = -(-key_end // block_tokens) * block_tokens
         queries = torch.arange(past_length + query_start, past_length + query_end, device=device)
         is_visible = visible_mask(queries, torch.arange(key_start, key_end, device=device), window)
@@ -427,7 +429,7 @@ def _pool_rows(
 ) -> Tensor:
     """Return `EqualLengthGroup.pool_rows` for these sequences.
 
-    `table_columns`: for each sequence, the entries of its block table whose blocks are gathered.
+    Row i of `table_columns`: the columns of sequence i's block table whose blocks are gathered.
     """
     assert batch.block_tables is not None
     block_tables = batch.block_tables

@@ -1,7 +1,7 @@
 """Attention backend selection: torch, Triton or FlashInfer, chosen once at load and logged.
 
-"auto" selects Triton if it is available, else torch, and the reason is logged. Any other name is a
-request: if that backend is unavailable, an error says what to install or to set instead. The model
+"auto" selects Triton if it is available, else torch, and the reason is logged. If a backend is
+selected by its name and is unavailable, an error says what to install or to set instead. The model
 uses only the interface `AttentionBackend`.
 """
 

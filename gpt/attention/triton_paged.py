@@ -337,7 +337,7 @@ def work_item_tokens_max(longest: int, queries_per_kv_head: int, like: Tensor) -
     """Return the maximum number of new tokens per work item.
 
     `longest` is the largest number of new tokens of a sequence in the batch. The function returns
-    only few different numbers, because each is a kernel variant to compile.
+    only a few different numbers, because each is a kernel variant to compile.
     """
     if longest <= SPLIT_KEYS_TOKENS_MAX:
         return min(

@@ -145,7 +145,7 @@ def identify(checkpoint: Checkpoint, cache: Path | None = None) -> ModelIdentity
 def cache_digest(
     checkpoint: Checkpoint, identity: ModelIdentity, cache: Path | None = None
 ) -> None:
-    """Write a computed base digest to the cache; a checkpoint in memory is not cached."""
+    """Write a computed base digest to the cache; do nothing for a checkpoint without files."""
     if checkpoint.files:
         path = _cache_path(checkpoint, identity.sampled, cache)
         _write_cache(path, {"path": str(checkpoint.path), "digest": identity.digest})
@@ -172,8 +172,8 @@ def digest_cache_folder() -> Path:
 def _cache_key(checkpoint: Checkpoint, sampled: str) -> str:
     """Return a key that changes with the path, size or modification time of a file.
 
-    The key includes the fingerprint `sampled`, so it usually changes with the weights even if the
-    sizes and modification times do not.
+    The fingerprint `sampled` is a part of the key. A change of the weight elements that the
+    fingerprint reads therefore changes the key, even if no size or modification time changes.
     """
     key_parts: list[Any] = [str(checkpoint.path.resolve()), sampled]
     for file in checkpoint.files:

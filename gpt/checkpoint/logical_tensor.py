@@ -112,7 +112,7 @@ class SourceSlice:
 
 @dataclass(frozen=True, slots=True)
 class LogicalTensor:
-    """One whole tensor of the model; a read converts to `dtype`, or to the dtype of its `out`."""
+    """One whole tensor of the model; `dtype` is the dtype of a read without an `out` tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -243,11 +243,11 @@ class LogicalTensor:
             )
         for rows, columns in columns_by_rows.items():
             if not _covers_exactly(columns, self._columns):
-                return f"rows {rows[0]} to {rows[1]} are not covered exactly once"
+                return f"some elements of rows {rows[0]} to {rows[1]} are missing or stored twice"
         return (
             None
             if _covers_exactly(list(columns_by_rows), self.shape[0])
-            else "some rows are not covered exactly once"
+            else "some rows are missing or stored twice"
         )
 
 

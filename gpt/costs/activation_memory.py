@@ -27,8 +27,8 @@ def layer_activation_bytes(
     if recompute == "full":
         return 2 * tokens * w.hidden / sequence_shards
     is_frozen = setup.trainable == "adapter"
-    # Replicated on tensor ranks without sequence parallelism: the inputs of two norms, the masks of
-    # two dropouts, and the inputs of the QKV linear and of fc1.
+    # Sharded with sequence parallelism, else replicated on the tensor ranks: the inputs of two
+    # norms, the masks of two dropouts, and the inputs of the QKV linear and of fc1.
     replicated = (6 if setup.dropout else 4) * w.hidden + (0 if is_frozen else 4 * w.hidden)
     # Sharded over tensor ranks: queries, keys and values, the input of the activation, and the
     # inputs of proj and of fc2. The input of proj is also the output of attention, which flash

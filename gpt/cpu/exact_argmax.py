@@ -96,9 +96,9 @@ class ScreenedArgmax:
         """
         if not int8_linear.has_int8_gemm():
             return None
-        # Subtract the mean of all columns: the logits of a row change by the same amount, so the
-        # argmax does not change. The mean is often large; after the subtraction the int8 scales,
-        # and so the error bounds, are smaller.
+        # Subtract the mean of all columns. All logits of a row then change by the same amount, so
+        # the argmax does not change. The mean is often large. After the subtraction the int8 scales
+        # are smaller, and therefore the error bounds too.
         chunks = weight.detach().split(CHUNK_TOKENS)
         column_mean = torch.stack([chunk.float().sum(0) for chunk in chunks]).sum(0) / len(weight)
         largest_norm = torch.stack([chunk.float().norm(dim=1).amax() for chunk in chunks]).amax()
@@ -141,10 +141,10 @@ class ScreenedArgmax:
             return None
         self.steps = self.steps + 1
         self.panels_scored = self.panels_scored + scored
-        # The unit of cost is one read of a bf16 panel, which is also the cost of one (row, panel)
-        # pair. The full bf16 GEMM reads every panel once; above MEMORY_BOUND_ROWS rows, its cost is
-        # proportional to the rows. The int8 GEMM costs half of the full GEMM, so a screened step is
-        # slower than the full GEMM if its pairs cost more than the other half.
+        # The unit of cost is one read of a bf16 panel. Scoring one (row, panel) pair costs 1. The
+        # full bf16 GEMM reads every panel once; above MEMORY_BOUND_ROWS rows, its cost is
+        # proportional to the rows. A screened step costs full_cost / 2 for the int8 GEMM, plus
+        # `scored`. It is slower than the full GEMM if `scored` is above full_cost / 2.
         full_cost = self._panels * max(1, len(x) / MEMORY_BOUND_ROWS)
         if 2 * scored > full_cost:
             self._pause = self._next_pause

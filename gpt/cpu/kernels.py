@@ -29,15 +29,16 @@ HEAD_DIM_MAX = 512
 # The instruction sets (ISA levels). A level's index in this tuple is its number in the library.
 ISA_LEVELS = ("plain", "avx2", "avx512_bf16")
 TILE = 12  # Queries of a prefill tile. Must equal TILE in gpt/cpu/src/packed_weight.h.
-# Keys per segment. The kernels compute attention over a sequence's keys segment by segment. The
-# runs of a `PrefillTask` can share only full segments. Must equal SEGMENT in gpt/cpu/src/vectors.h.
+# Keys per segment. The kernels compute attention over a sequence's keys segment by segment.
+# Sequences with a common prefix can share the work (`PrefillTask`) only for full segments. Must
+# equal SEGMENT in gpt/cpu/src/vectors.h.
 SEGMENT = 256
 
 # A short call keeps the GIL, because releasing and reacquiring the GIL would slow the call down.
 # With these limits the bindings decide whether a call is short.
 KEEP_GIL_ROWS_MAX = 16  # Rows of the batch.
-# Elements of weights or of the KV cache that the call reads; some bindings multiply this number by
-# the rows.
+# Elements of weights or of the KV cache that the call reads. Some bindings compare the product of
+# these elements and the rows with this limit.
 KEEP_GIL_ELEMENTS_MAX = 1 << 24
 
 POINTER, INT = ctypes.c_void_p, ctypes.c_int64
@@ -300,8 +301,8 @@ class PrefillAttention:
                 self._block_tables.numpy()[sequences],
                 block_tokens,
                 queries_max=lib.preamble_prefill_task_queries(head_dim),
-                # Even if runs share tasks, at least two (task, KV head) pairs per thread remain, to
-                # balance the load.
+                # To balance the load, runs may share tasks only if at least two (task, KV head)
+                # pairs per thread remain.
                 runs_max=len(past_lengths) * kv_heads // (2 * threads),
             )
             part_starts = accumulate((len(task.parts) for task in tasks), initial=0)

@@ -111,7 +111,10 @@ class PackedLinear:
         fp32_output: bool,
         gated: bool,
     ) -> None:
-        """Set the weight, packed in `memory`: int8 with one of `scales` per column; None: bf16."""
+        """Set the weight, which is packed in `memory`.
+
+        An int8 weight has one scale per column; for a bf16 weight, `scales` is None.
+        """
         self._dtype = torch.float32 if fp32_output else weight.dtype
         self._columns = weight.shape[0] // (1 + gated)
         # This object keeps the tensors allocated, because the library gets their addresses.

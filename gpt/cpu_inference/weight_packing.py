@@ -100,7 +100,7 @@ def pack_int8_weights(model: GPT, divergence_max: float | None = None) -> Diverg
 
 
 def weight_bytes(model: GPT) -> int:
-    """Return the bytes of unpacked weights and of panels, without weights packed by oneDNN."""
+    """Return the bytes of unpacked weights and of panels. Weights packed by oneDNN do not count."""
     backends = [module.backend for module in model.modules() if isinstance(module, Linear)]
     packed_bytes = [
         backend.packed.nbytes
@@ -133,7 +133,7 @@ class _WeightPacker:
     def __init__(
         self, heads: list[Tensor], linears: list[tuple[Tensor, bool]], *, int8: bool
     ) -> None:
-        """`heads`: the weight of the LM head, on the last stage; otherwise an empty list.
+        """`heads`: the LM head's weight on the last stage; an empty list on the other stages.
 
         `linears`: pairs of (weight, whether a gated activation follows the linear).
         """

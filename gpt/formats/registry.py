@@ -93,9 +93,9 @@ def _open_detected(path: Path, config: GPTConfig | Mapping[str, Any] | None) -> 
     unsupported_format = _detect_format(path, UNSUPPORTED_FORMATS)
     if unsupported_format is not None:
         raise CheckpointError(
-            f"{path} is {unsupported_format}, which cannot be opened as a model; give the model in "
-            "one of these formats, for example after a conversion to Hugging Face's: "
-            f"{READABLE_FORMATS}"
+            f"{path} is {unsupported_format}, which cannot be opened as a model; give a model in "
+            f"one of these formats: {READABLE_FORMATS}; if the model exists only in another "
+            "format, convert it to Hugging Face's format first"
         )
     names = sorted(child.name for child in path.iterdir())[:5] if path.is_dir() else ["a file"]
     raise CheckpointError(

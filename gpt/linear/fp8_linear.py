@@ -98,7 +98,7 @@ def quantize_weight(weight: Tensor) -> Fp8Rows:
 def scaled_matmul(
     rows: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return rows @ weight.T + bias in `dtype`, including the padding columns of the weight."""
+    """Return rows @ weight.T + bias in `dtype`; each padding row of `weight` gives a column too."""
     padding = 0 if bias is None else len(weight.values) - len(bias)
     if bias is not None and padding:
         bias = F.pad(bias, (0, padding))

@@ -2,8 +2,8 @@
 
 On a GPU with Triton, each operation is one kernel (gpt/linear/triton_norm_activation.py). Elsewhere
 torch computes it; the torch code is also the reference. Output rows are optionally quantized to
-e4m3 with one scale per row, as input of fp8 matmuls. Intermediate values are at least fp32 and are
-rounded once.
+e4m3 with one scale per row, as input of fp8 matmuls. Intermediate values are in at least fp32 and
+are rounded once.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,8 @@ NORM_WIDTH_MAX = 32768
 class Fp8Rows:
     """Rows in e4m3, which represent the numbers `values * scales`."""
 
-    values: Tensor  # (rows, channels), padded with zeros to a multiple of FP8_ALIGNMENT.
+    # (rows, channels); the channels are padded with zeros to a multiple of FP8_ALIGNMENT.
+    values: Tensor
     scales: Tensor  # (rows, 1), fp32
 
     @property

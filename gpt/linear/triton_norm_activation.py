@@ -14,8 +14,8 @@ from gpt.linear.norm_activation import FP8_ALIGNMENT, FP8_DTYPE, Fp8Rows, NormPa
 
 # Largest blocks of the activation kernel, in elements. With e4m3 output one program reads a whole
 # row, block by block; otherwise there is one program per block.
-BLOCK_SIZE_MAX = 4096  # With e4m3 output.
-SPLIT_BLOCK_SIZE_MAX = 1024  # Otherwise.
+BLOCK_SIZE_MAX = 4096  # For e4m3 output.
+SPLIT_BLOCK_SIZE_MAX = 1024  # For unquantized output.
 ELEMENTS_PER_WARP = 512  # Elements of a block that one warp processes.
 
 

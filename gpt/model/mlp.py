@@ -16,7 +16,7 @@ from gpt.model.residual_dropout import Residual
 
 
 class MLP(nn.Module):
-    """Computes fc2(activation(fc1(x))). In a dense layer, fc1 contains the norm before fc1."""
+    """Computes fc2(activation(fc1(x))). In a dense layer, fc1 includes the norm of its input."""
 
     def __init__(self, build: BuildContext, name: str) -> None:
         super().__init__()

@@ -17,7 +17,10 @@ from gpt.parallel.sequence_parallel import scatter_to_sequence_parallel
 
 @dataclass(frozen=True)
 class Residual:
-    """The residual `x`, and the dropout of the sublayer output that is added to it."""
+    """The residual `x` of a sublayer, and the dropout that is applied to the sublayer's output.
+
+    The sum of both is the input of the next sublayer.
+    """
 
     x: Tensor
     dropout: Callable[[Tensor], Tensor] | None  # None: no dropout.

@@ -148,7 +148,7 @@ def _run_on_all_ranks(
 ) -> SymmetricAllReduce | str:
     """Return the all-reduce that `work` returns, or the reason if `work` failed on any rank.
 
-    The ranks must decide alike: a rank that used the kernels alone would wait forever.
+    All ranks must use the kernels, or none: a kernel waits until every rank has called it.
     """
     reducer_or_reason: SymmetricAllReduce | str
     try:

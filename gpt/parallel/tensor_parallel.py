@@ -1,11 +1,16 @@
 """Tensor parallelism: the collectives before and after tensor-parallel linears, with gradients.
 
-`to_column_parallel` prepares the input of a column-parallel linear: it is a copy, or with sequence
-parallelism an all-gather of the rows. `from_row_parallel` sums the outputs of a row-parallel
-linear: it is an all-reduce, or with sequence parallelism a reduce-scatter of the rows. The backward
-pass of this copy is an all-reduce, and the backward pass of this all-reduce is a copy. Likewise,
-the backward pass of the all-gather is a reduce-scatter, and vice versa. On one tensor rank all
-operations of this module are no-ops.
+`to_column_parallel` computes the input of a column-parallel linear:
+
+- Forward: a copy; backward: an all-reduce.
+- With sequence parallelism, forward: an all-gather of the rows; backward: a reduce-scatter.
+
+`from_row_parallel` sums the outputs of a row-parallel linear:
+
+- Forward: an all-reduce; backward: a copy.
+- With sequence parallelism, forward: a reduce-scatter of the rows; backward: an all-gather.
+
+On one tensor rank all operations of this module are no-ops.
 """
 
 from typing import Any, cast

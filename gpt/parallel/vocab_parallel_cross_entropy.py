@@ -17,7 +17,7 @@ from gpt.parallel.vocabulary_padding import local_vocab_range
 
 
 def token_losses(logits: Tensor, targets: Tensor, mesh: Mesh, vocab_size: int) -> Tensor:
-    """Return the negative log-probabilities of `targets`. Both tensors have the shape (n,).
+    """Return the negative log-probability (n,) of each row's target in `targets` (n,).
 
     All tensor ranks return the losses of all rows. `logits` (n, padded vocabulary / ranks) is this
     rank's shard, in at least fp32. The forward pass overwrites it with the probabilities, and the

@@ -38,7 +38,7 @@ TENSOR_DTYPES = {"ids": torch.int64, "best": torch.int64, "logits": torch.float3
 class Proof:
     """Token ids, and the logits and argmax ids that a model computes for them."""
 
-    ids: Tensor  # (n, s) int64: n rows of token ids.
+    ids: Tensor  # (n, s) int64: n rows of s token ids.
     best: Tensor  # (n, s) int64: the id of the largest logit at each position.
     logits: Tensor  # (n, vocabulary) fp32: the logits of each row's last position.
     base: str  # The base digest of the model.
@@ -147,8 +147,9 @@ def check_proof_fits(
     """
     if logits[1] != config.vocab_size:
         raise CheckpointError(
-            f"{source}: the proof has logits of {logits[1]} tokens, but the model's vocabulary has "
-            f"{config.vocab_size}; the proof is of another model: use the proof of this checkpoint"
+            f"{source}: the proof's vocabulary has {logits[1]} tokens, but the model's vocabulary "
+            f"has {config.vocab_size}; the proof is of another model: use the proof of this "
+            "checkpoint"
         )
     if ids[1] > config.max_position_embeddings:
         raise CheckpointError(

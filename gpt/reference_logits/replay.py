@@ -121,7 +121,8 @@ def logit_tolerance(proof: Proof, checkpoint: Checkpoint, dtype: str) -> float:
     1. LOGIT_TOLERANCES has the limit of `dtype`.
     2. The weights may have been rounded to the checkpoint's dtype after the proof was computed. If
        so, the limit of the checkpoint's dtype applies if it is larger.
-    3. For a model with experts, MOE_LOGIT_TOLERANCE replaces a limit above the limit of float32.
+    3. If the model has experts and the limit is above that of float32, the limit is
+       MOE_LOGIT_TOLERANCE instead.
     """
     weights_dtype = stored_dtype(checkpoint)
     limit = LOGIT_TOLERANCES[dtype]

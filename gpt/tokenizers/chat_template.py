@@ -150,8 +150,8 @@ class EscapedMessages:
                 "messages",
             )
         self.mark = mark
-        # `sub` does not find a control token that begins inside a match. The marks after the
-        # letters of the match split this control token too.
+        # If two control tokens overlap in a text, `sub` finds only the first one. The marks after
+        # its letters also split the second one.
         self.messages = _map_strings(
             messages,
             lambda text: controls.sub(lambda match: mark.join([*match[0], ""]), text),

@@ -19,7 +19,7 @@ Piece = str | bytes | None
 # "keep": nothing.
 # "text": one leading space of the text.
 # "mark": the first character of the first text piece, if it is a space mark.
-# "marks": as "mark" for each text piece, until the decoded text is no longer empty.
+# "marks": a space mark at the start of each text piece, until the decoded text is not empty.
 # "token": all space marks in the first text piece.
 LeadingSpace = Literal["keep", "text", "mark", "marks", "token"]
 
@@ -44,16 +44,16 @@ class DecodingRules:
 
     leading_space: LeadingSpace
     decode_errors: str = "replace"  # Codec error handler for invalid UTF-8.
-    # Whether a control token ends an incomplete character, which becomes replacement characters.
-    # False: later bytes can complete the character.
+    # True: bytes of an incomplete character before a control token become replacement characters.
+    # False: bytes after the control token can complete the character.
     control_ends_bytes: bool = False
 
     @property
     def keeps_space_marks(self) -> bool:
-        """Whether the pieces of text that a tokenizer decodes still contain space marks.
+        """Whether text pieces contain space marks; False: the tokenizer replaced them by spaces.
 
-        Some rules of `leading_space` need these marks. The detokenizer applies the rule, and then
-        replaces the remaining marks by spaces.
+        Some rules of `leading_space` remove space marks. After the detokenizer has applied such a
+        rule, it replaces the remaining marks by spaces.
         """
         return self.leading_space in ("mark", "marks", "token")
 

@@ -74,7 +74,7 @@ class SentencePieceTokenizer(TokenizerBase):
         )
         if marked_id is None or self._model.decode([marked_id]).startswith(" "):
             return "keep"
-        # A model of the rule "marks" removes both of two leading space marks.
+        # If decoding removes both of two leading space marks, the rule is "marks".
         marker_id = self._model.piece_to_id(SPACE_MARK)
         decoded_pair = (
             self._model.decode([marker_id, marker_id]) if pieces[marker_id] == SPACE_MARK else " "

@@ -1,7 +1,7 @@
-"""The `preamble plan calibrate` command: measure engine step times on this machine into a file.
+"""The `preamble plan calibrate` command: measure engine step times, and write them to a file.
 
-This command and `--measure` run a model; the other plan commands do not. The import of this module
-must not load torch, so modules that import torch are imported inside functions.
+The import of this module must not load torch, so modules that import torch are imported inside
+functions.
 """
 
 import argparse
@@ -38,8 +38,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--device", default="cpu", help="cpu or cuda (default: cpu)")
     add(
         "--dtype",
-        help="dtype of the weights (default: the dtype of MODEL; without MODEL, bfloat16, and on "
-        "a CPU also float32)",
+        help="dtype of the weights (default: the dtype of MODEL; without MODEL, bfloat16 on a GPU, "
+        "bfloat16 and float32 on a CPU)",
     )
     add(
         "--seconds",

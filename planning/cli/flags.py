@@ -98,8 +98,8 @@ def add_training_flags(add: AddArgument) -> None:
         "--distributed-optimizer",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="shard the optimizer state across data-parallel replicas (default: on; on A100 only "
-        "if the unsharded training state does not fit on a GPU)",
+        help="shard the optimizer state across data-parallel replicas (default: on; exception: "
+        "off on A100 if the unsharded training state fits on a GPU)",
     )
 
 

@@ -82,7 +82,8 @@ class Calibration:
     device: str  # Name of the CPU or GPU model.
     kind: str  # "cpu" or "cuda".
     memory_bytes: int  # Memory of the device; for a CPU, memory of the machine.
-    flops: float  # Highest FLOP/s that the layers of a model reached, in its largest timed step.
+    # FLOP/s of the layers in a model's largest timed step; the maximum over the measured models.
+    flops: float
     # Highest speed at which a model read its weights in a step of one token, in bytes per second.
     bandwidth_bytes: float
     threads: int = 1

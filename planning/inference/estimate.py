@@ -264,7 +264,9 @@ def serving_memory(
     kv_tokens = split.kv_tokens
     if kv_tokens is None:
         kv_tokens = kv_token_capacity(model, dtype, split, cluster, on_cpu=on_cpu)
-        if on_cpu:  # Further tokens would only extend the prefix cache.
+        if on_cpu:
+            # On a CPU, the server limits its default in the same way: more tokens would only extend
+            # the prefix cache.
             tokens_max = running_kv_tokens_max(
                 split.running_requests_max, model.max_position_embeddings, KV_BLOCK_TOKENS
             )
@@ -291,7 +293,8 @@ def kv_token_capacity(
         if not rank.kv_bytes_per_token:
             continue
         # A server computes the size of its KV cache from the memory that is free after loading. The
-        # planner does not know this memory, and plans a smaller KV cache:
+        # planner does not know this memory, and plans a KV cache that is usually smaller
+        # (`_workspace_bytes` describes an exception):
         # - GPU: 0.9 * total memory - weights - workspace, because a plan fits if all parts together
         #   need at most 0.9 of the memory. The server's KV cache is larger by 0.1 * (weights + CUDA
         #   context + communication buffers). With 20B parameters on 80 GB, the server has 35,920
@@ -381,7 +384,7 @@ class _LoadEstimator:
         )
 
     def _requests_per_s_max(self) -> float:
-        """Return the capacity of one replica: its requests per second with a full queue."""
+        """Return the capacity of one replica: requests per second if its queue is never empty."""
         concurrency = 2 * self.rules.running_requests_max
         simulation_result = make_simulation(self.prices.steps, self.rules).run_closed_loop(
             self._make_requests(1, concurrency), concurrency, 0.0
@@ -478,9 +481,11 @@ class _LoadEstimator:
     def _make_requests(self, count_factor: int, concurrency: int = 0) -> list[SimulatedRequest]:
         """Return the requests to simulate.
 
-        Their number is `count_factor` * n, where n is 5 * `concurrency`, but at least
-        SIMULATED_REQUESTS_MIN (with several pipeline stages PIPELINE_REQUESTS_MIN) and at most
-        SIMULATED_REQUESTS_MAX. `concurrency` 0 stands for the expected concurrency of an open loop.
+        Their number is
+          count_factor * min(SIMULATED_REQUESTS_MAX, max(requests_min, 5 * concurrency))
+        where requests_min is SIMULATED_REQUESTS_MIN for one pipeline stage, and
+        PIPELINE_REQUESTS_MIN for several. If `concurrency` is 0, `_expected_concurrency` replaces
+        it.
         """
         workload = self.workload
         requests_min = (

@@ -173,7 +173,9 @@ def _row(requirements: Requirements, candidate: ServingCandidate, *, by_replica_
 def _axes(requirements: Requirements) -> tuple[Axis, Axis]:
     """Return the axes of a plot: x is a latency, y is the throughput per GPU.
 
-    The latency is the first one that has a limit, or else depends on the objective.
+    The latency is the first of ITL, request duration and TTFT (95th percentiles) that has a limit.
+    If none has a limit, the latency is the request duration for the objective "latency", and ITL
+    for the other objectives.
     """
     default_figure = "request_ms_p95" if requirements.objective == "latency" else "itl_ms_p95"
     latencies = ("itl_ms_p95", "request_ms_p95", "ttft_ms_p95")

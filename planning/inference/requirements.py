@@ -195,7 +195,8 @@ def _kv_tokens_within(requirements: Requirements, split: ServingSplit, share: fl
     excess_bytes = max(0.0, full_ledger.total - usable_bytes)
     bytes_per_token = max(1.0, full_ledger.kv / (tokens + KV_BLOCK_TOKENS))
     tokens = max(0, tokens - math.ceil(excess_bytes / bytes_per_token))
-    if requirements.on_cpu:  # The server's default size leaves memory for other processes.
+    if requirements.on_cpu:
+        # The limit is the server's default size, which leaves memory for other processes.
         tokens = min(
             tokens,
             kv_token_capacity(

@@ -354,8 +354,8 @@ class _InFlightStep:
     """A step that passes through the pipeline stages."""
 
     end_s: float
-    # Seconds from the launch to `end_s`. If the last stage was still busy at the launch, the time
-    # until it was free is not included.
+    # `end_s` minus the later of two times: the launch of this step, and the time at which the last
+    # pipeline stage finishes the previous step.
     last_stage_s: float
     decoding: list[SimulatedRequest]
     chunks: PrefillChunks

@@ -27,8 +27,8 @@ LAYER_LAUNCH_S = 200e-6
 STEP_OVERHEAD_S = 1.5e-3
 SEQUENCE_OVERHEAD_S = 10e-6
 REQUEST_OVERHEAD_S = 4e-3
-# Bytes of memory traffic of one layer per element of the hidden state, in a 16-bit dtype, without
-# the traffic of the matrix products.
+# Memory traffic of one layer outside of its matrix products, in bytes per element of the hidden
+# state, for a 16-bit dtype.
 ELEMENTWISE_BYTES = 40
 # Latency of an all-reduce by the number of ranks in a node. ALL_REDUCE_LATENCY_MAX_S is for numbers
 # that are not in the mapping.

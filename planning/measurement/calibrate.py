@@ -66,14 +66,14 @@ class ServerOverhead:
     step_s: float  # Per step.
     sequence_s: float  # Per sequence in a step.
     request_s: float  # Per request.
-    prompt_token_s: float  # Additionally per prompt token of a request.
+    prompt_token_s: float  # Per prompt token of a request, in addition to `request_s`.
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
     model: Path | None = None  # A checkpoint to measure in addition to the reference models.
     device: str = "cpu"
-    # None: the checkpoint's dtype; without a checkpoint bfloat16, and on a CPU also float32.
+    # None: the dtype of `model`. Without `model`: bfloat16 on a GPU, bfloat16 and float32 on a CPU.
     dtype: str | None = None
     seconds: float = 8.0  # Measuring time per model, without loading the model.
     # Hidden size, layers and heads of each reference model; None: as in REFERENCE_MODELS.
@@ -308,7 +308,7 @@ def _fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, floa
     intercept = mean_y - slope * mean_x
     if intercept >= 0:
         return intercept, slope
-    # The best line with an intercept of at least 0 goes through the origin.
+    # The intercept must not be negative, so the line is fitted with an intercept of 0.
     squares = sum(weight * x * x for x, _, weight in points)
     return 0.0, sum(weight * x * y for x, y, weight in points) / squares
 

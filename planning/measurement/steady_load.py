@@ -41,8 +41,9 @@ class SteadyWindow:
     def from_run(cls, load_run: LoadRun, concurrency: int | None) -> "SteadyWindow":
         """Find the steady window. `concurrency` is the number of clients; None: open loop.
 
-        The window begins when the load is steady, and ends when the last request is due. If the
-        load is not steady after half of the time until this end, the window is the whole run.
+        The window begins when the load is steady, and ends when the last request is due. If it
+        would begin after half of the time from the start of the run to its end, the window is the
+        whole run.
         """
         last_due_s = max(request.due_s for request in load_run.calls)
         end_times = sorted(request.ended_s for request in load_run.calls)
@@ -70,7 +71,7 @@ class SteadyWindow:
             if self.start_s < when <= self.end_s
         ]
         finished_count = sum(self.start_s < request.ended_s <= self.end_s for request in succeeded)
-        # The gap before a message with n tokens counts as n gaps of 1/n of its duration.
+        # A gap before a message with n tokens counts as n gaps of gap / n seconds.
         gaps = [
             gap / count
             for request in succeeded

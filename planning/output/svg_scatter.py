@@ -33,7 +33,7 @@ from ptuning.reporting.svg_chart import (
 )
 
 WIDTH, HEIGHT = 720, 430
-# Margins in SVG units, which contain the axis labels.
+# Margins around the plot area, in SVG units. The margins contain the axis labels.
 LEFT = 62
 RIGHT = 18
 TOP = 52

@@ -26,7 +26,8 @@ from planning.training.estimate import estimate_training, layer_seconds
 from planning.training.step_time import Efficiency
 
 ITERATIONS = 8
-# Step of a variable for a derivative; also the lower bound of the scale of a Gauss-Newton step.
+# Step of a variable for a numerical derivative. Also the fraction of a Gauss-Newton step at which
+# the halving of the step stops.
 FINITE_DIFFERENCE = 1e-4
 
 

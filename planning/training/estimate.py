@@ -314,8 +314,8 @@ def _time_confidence(
             f"has a hidden size under {PUBLISHED_HIDDEN_MIN}",
         ),
         (any(job.model.moe_layers), "has MoE layers"),
-        # Published runs train an adapter on the H100 only. The GPUs with an `error_fp8` of 0 are
-        # the A100s. The software of all other GPUs is that of the H100.
+        # All published runs that train an adapter are on the H100. All GPUs except the A100s have
+        # the H100's software; the A100s are the GPUs with an `error_fp8` of 0.
         (
             job.trainable == "adapter" and not software_stack.error_fp8,
             "on this GPU has frozen weights",

@@ -426,12 +426,12 @@ def _unrestricted_space(space: SearchSpace) -> SearchSpace:
 def _smallest_fitting_split(
     job: TrainingJob, cluster: Cluster, space: SearchSpace
 ) -> TrainingSplit | None:
-    """Return a split on the smallest cluster, larger than `cluster`, on which the job fits.
+    """Return the best split on the smallest larger cluster on which the job fits.
 
-    The cluster size is found by doubling the number of GPUs of `cluster`, and then by bisection.
-    Above 64 GPUs, the bisection ends early, and the size can be too large by less than the GPUs of
-    a node. Doubling ends at a size of at least GPUS_MAX; if the job does not fit on this size
-    either, return None.
+    The number of GPUs of `cluster` is doubled until the job fits, and then reduced by bisection.
+    Above 64 GPUs, the bisection stops when its interval is at most one node; the cluster found may
+    then have up to `gpus_per_node` - 1 GPUs too many. Return None if the job does not fit on the
+    first doubled number that is at least GPUS_MAX.
     """
     low = cluster.gpus
     high = cluster.gpus
@@ -469,11 +469,10 @@ def _larger_gpu_line(job: TrainingJob, cluster: Cluster, space: SearchSpace) -> 
 
 
 def default_batch(parameters: int, trainable: str, gpus: int) -> int:
-    """Return a usual global batch for a model of this size.
+    """Return the usual global batch for a model of this size, rounded to a multiple of a unit.
 
-    The batch is a multiple of a divisor of `gpus`, so the replicas can divide the batch evenly. The
-    divisor is the largest odd divisor of `gpus` times a power of two up to 256, such as 3 x 16 for
-    48 GPUs.
+    The unit is the number of GPUs with its power of two limited to 256: 48 for 48 GPUs (3 x 16),
+    and 768 for 3072 GPUs (3 x 1024). The replicas can then usually divide the batch evenly.
     """
     # (maximum number of parameters, batch).
     batch_of_size = ((1e9, 256), (4e9, 1024), (300e9, 2048))
@@ -486,8 +485,8 @@ def default_batch(parameters: int, trainable: str, gpus: int) -> int:
     while odd_factor % 2 == 0:
         odd_factor //= 2
     unit = odd_factor * min(gpus // odd_factor, 256)
-    # If the unit exceeds the usual batch, its power of two is reduced until the unit fits. A unit
-    # whose odd factor alone exceeds the usual batch is not changed.
+    # If the unit exceeds the usual batch, its power of two is reduced until the unit is at most the
+    # usual batch. If even the odd factor exceeds the usual batch, the unit is not changed.
     fitting_units = [
         divisor
         for divisor in divisors(unit)

@@ -93,7 +93,7 @@ class TuningSettings:
             if name in self.record or value != defaults[name]
         }
         record = {**self.record, **changed}
-        # The split sets the micro-batch in examples, so the limit in tokens is removed.
+        # The split sets `micro_batch_examples`, so the user's `micro_batch_tokens` is removed.
         if record.get("micro_batch_tokens") is None:
             record.pop("micro_batch_tokens", None)
         head = "".join(f"# {line}\n" for line in notes)

@@ -52,7 +52,7 @@ def select_curves(run: RunFacts) -> list[Curve]:
 def _last_step(run: RunFacts) -> int:
     """Return the end of the step axis.
 
-    It is the planned number of steps while the run continues, then the last finished step.
+    During the run, this is the planned number of steps; after the run, the last finished step.
     """
     last_metrics = run.progress[-1] if run.progress else None
     if last_metrics is None:
@@ -138,7 +138,9 @@ def _measures_curve(run: RunFacts) -> Curve | None:
             for name, color in zip(names, MEASURE_COLORS, strict=False)
         ]
         levels = (
-            tuple(_baseline_levels(run.tasks[0].baselines, measure)) if len(run.tasks) == 1 else ()
+            tuple(_baseline_levels(run.tasks[0].metrics_by_variant, measure))
+            if len(run.tasks) == 1
+            else ()
         )
     points = [point for line in lines[:1] for point in line.points]
     description = (

@@ -40,7 +40,7 @@ from ptuning.reporting.verdict import (
     task_measures,
     task_verdict,
 )
-from ptuning.run_facts import ADAPTER, BASELINES, NO_PROMPT, RunFacts, Sample, TaskFacts
+from ptuning.run_facts import ADAPTER, NO_PROMPT, VARIANTS, RunFacts, Sample, TaskFacts
 
 PAGE = PageTemplate("ptuning.reporting", "report.html", ("report.css",), "report.js")
 RELOAD_S = 20  # Reload interval of the page while the run continues.
@@ -259,7 +259,7 @@ def _figure_tiles(run: RunFacts) -> Iterator[Tile]:
         measures = task_measures(run.tasks[0], run)
         measure = headline_measure(measures, str(run.config.get("measure", "")))
         if measure is not None and is_share(measure):
-            no_prompt_measure = run.tasks[0].baselines.get(NO_PROMPT, {}).get(measure)
+            no_prompt_measure = run.tasks[0].metrics_by_variant.get(NO_PROMPT, {}).get(measure)
             gain = (
                 100 * (measures[measure] - no_prompt_measure)
                 if no_prompt_measure is not None
@@ -302,23 +302,25 @@ def _int_or_zero(value: object) -> int:
 def _overview(run: RunFacts) -> MeasureTable | None:
     """Build the table of all tasks, with one measure per task."""
     preferred = str(run.config.get("measure", ""))
-    baselines = [name for name in BASELINES if any(name in task.baselines for task in run.tasks)]
-    if not baselines:
+    variants = [
+        name for name in VARIANTS if any(name in task.metrics_by_variant for task in run.tasks)
+    ]
+    if not variants:
         return None
     rows = []
     for task in run.tasks:
         measure = headline_measure(task_measures(task, run), preferred)
         cells = [MeasureCell(label(measure) if measure else "–")]
-        cells += [_measure_cell(task, name, measure) for name in baselines]
+        cells += [_measure_cell(task, name, measure) for name in variants]
         rows.append(MeasureRow(task.name, cells))
     return MeasureTable(
-        ("Task", "Measure", *(row_label(name, run) for name in baselines)),
+        ("Task", "Measure", *(row_label(name, run) for name in variants)),
         rows,
     )
 
 
 def _measure_cell(task: TaskFacts, name: str, measure: str | None) -> MeasureCell:
-    value = task.baselines.get(name, {}).get(measure or "")
+    value = task.metrics_by_variant.get(name, {}).get(measure or "")
     if value is None or measure is None:
         return MeasureCell("–")
     text = format_measure(measure, value)
@@ -343,10 +345,10 @@ def _task_section(task: TaskFacts, run: RunFacts) -> TaskSection:
 
 
 def _results_table(task: TaskFacts, run: RunFacts) -> MeasureTable | None:
-    baselines = [name for name in BASELINES if task.baselines.get(name)]
-    if not baselines:
+    variants = [name for name in VARIANTS if task.metrics_by_variant.get(name)]
+    if not variants:
         return None
-    order = dict.fromkeys(measure for name in baselines for measure in task.baselines[name])
+    order = dict.fromkeys(measure for name in variants for measure in task.metrics_by_variant[name])
     measures = sorted(order, key=lambda measure: not is_share(measure))
     rows = [
         MeasureRow(
@@ -354,7 +356,7 @@ def _results_table(task: TaskFacts, run: RunFacts) -> MeasureTable | None:
             [_measure_cell(task, name, measure) for measure in measures],
             is_adapter=name == ADAPTER,
         )
-        for name in baselines
+        for name in variants
     ]
     hint = _evaluation_hint(task.validation_examples, measures)
     return MeasureTable(("", *map(label, measures)), rows, hint)

@@ -204,7 +204,7 @@ def _with_results(
         facts,
         validation_examples=len(task_validation.examples.examples),
         answers_cut=task_validation.answers_cut,
-        baselines=task_validation.baselines,
+        metrics_by_variant=task_validation.metrics_by_variant,
         samples=task_validation.samples(),
     )
 

@@ -1,8 +1,8 @@
 """Progress display of a run: a progress bar on a terminal, otherwise about ten lines.
 
 Both displays show the smoothed loss, the loss of the last step, text tokens per second, the
-remaining time and the best validation so far. A write error of the line display, or of a message
-beside the bar, does not end a run. The displays read step metrics and validations only.
+remaining time and the best validation so far. If a line cannot be printed, the run continues. The
+displays read step metrics and validations only.
 """
 
 import math
@@ -42,7 +42,8 @@ class ProgressDisplay:
         self._recent.append(metrics)
         self._skipped += metrics.skipped
         if math.isfinite(metrics.loss):
-            # The property `loss` divides by the weight, so the average is not biased toward zero.
+            # The moving average starts at 0. To correct this bias, the property `loss` divides the
+            # average by `_weight`.
             self._mean = SMOOTHING * self._mean + (1 - SMOOTHING) * metrics.loss
             self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
         self._show_step(metrics)

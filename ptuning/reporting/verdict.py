@@ -151,11 +151,11 @@ def row_label(name: str, run: RunFacts) -> str:
 
 
 def task_measures(task: TaskFacts, run: RunFacts) -> Mapping[str, float]:
-    """Return the adapter's measures for a task.
+    """Return the adapter's measures for a task, from `task.metrics_by_variant`.
 
-    If there are none yet, return the task's measures in the last validation that has measures.
+    If they are not there yet, return the task's measures from the last validation that has any.
     """
-    adapter_measures = task.baselines.get(ADAPTER)
+    adapter_measures = task.metrics_by_variant.get(ADAPTER)
     if adapter_measures is not None:
         return adapter_measures
     for validation in reversed(run.validations):
@@ -182,7 +182,7 @@ def task_verdict(task: TaskFacts, run: RunFacts) -> Verdict:
     text += f" with the {artifact_name(run)}"
     baseline_values = {
         name: row[measure]
-        for name, row in task.baselines.items()
+        for name, row in task.metrics_by_variant.items()
         if name != ADAPTER and measure in row
     }
     phrases = {
@@ -313,16 +313,16 @@ def _task_warnings(task: TaskFacts, run: RunFacts) -> Iterator[str]:
 
 
 def _baseline_warnings(task: TaskFacts, run: RunFacts) -> Iterator[str]:
-    measures = task.baselines.get(ADAPTER, {})
+    measures = task.metrics_by_variant.get(ADAPTER, {})
     measure = headline_measure(measures, str(run.config.get("measure", "")))
     if measure is None:
         return
     sign = 1 if is_share(measure) else -1
     value = measures[measure]
-    no_prompt_measure = task.baselines.get(NO_PROMPT, {}).get(measure)
+    no_prompt_measure = task.metrics_by_variant.get(NO_PROMPT, {}).get(measure)
     if no_prompt_measure is not None and sign * (value - no_prompt_measure) <= 0:
         yield f"the {artifact_name(run)} is not better than no prompt; do not serve it"
-    oracle_measure = task.baselines.get(ORACLE, {}).get(measure)
+    oracle_measure = task.metrics_by_variant.get(ORACLE, {}).get(measure)
     uncertainty = confidence_margin(value, task.validation_examples) if is_share(measure) else 0.0
     if oracle_measure is not None and sign * (oracle_measure - value) > uncertainty:
         yield (
@@ -350,7 +350,7 @@ def run_summary(run: RunFacts) -> dict[str, Any]:
                 "examples": task.examples,
                 "dropped": len(task.dropped),
                 "validation_examples": task.validation_examples,
-                "measures": nonfinite_to_none(task.baselines),
+                "measures": nonfinite_to_none(task.metrics_by_variant),
                 "verdict": task_verdict(task, run).sentence,
             }
             for task in run.tasks

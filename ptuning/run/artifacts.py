@@ -219,7 +219,9 @@ def _validation_metrics(data: TaskData, validator: Validator) -> dict[str, Any]:
     task_validation = validator.tasks.get(data.task.name)
     if task_validation is None:
         return {}
-    baselines = {baseline: dict(values) for baseline, values in task_validation.baselines.items()}
+    baselines = {
+        baseline: dict(values) for baseline, values in task_validation.metrics_by_variant.items()
+    }
     count = len(task_validation.examples.examples)
     return {"validation": {**baselines, "loss": task_validation.loss, "examples": count}}
 

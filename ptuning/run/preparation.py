@@ -139,8 +139,8 @@ def _check_virtual_tokens(
         if task.virtual_tokens > rows_max:
             raise ConfigError(
                 f"virtual_tokens is {task.virtual_tokens}; the maximum for this model is "
-                f"{rows_max}, the smaller of half its context "
-                f"({gpt_config.max_position_embeddings} tokens) and the number of rows in a "
+                f"{rows_max}, the smaller of two limits: half of the context of "
+                f"{gpt_config.max_position_embeddings} tokens, and the number of rows in a "
                 "table of 1 GiB; reduce virtual_tokens"
             )
 

@@ -42,7 +42,7 @@ from ptuning.training.trainer import Trainer
 
 # The reported last loss is the mean over this number of steps, because one batch's loss is noisy.
 LAST_LOSS_STEPS = 20
-# Name prefix, in a state, of the tensors from EarlyStopping.state_tensors.
+# In a saved state, the names of the tensors of `EarlyStopping.state_tensors` have this prefix.
 BEST_PREFIX = "best/"
 
 

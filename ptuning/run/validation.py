@@ -28,13 +28,14 @@ SAMPLES_PER_TASK = 12  # Number of sample answers per task in the report.
 class TaskValidation:
     """Held-out records, loss, metrics and answers of one task.
 
-    The keys of `baselines` and `answers` are the evaluated variants: NO_PROMPT (without the
-    adapter), ORACLE (the instruction in place of the adapter) and ADAPTER.
+    The keys of `metrics_by_variant` (metrics of the answers) and of `answers` are the evaluated
+    variants: NO_PROMPT (without the adapter), ORACLE (the instruction in place of the adapter) and
+    ADAPTER.
     """
 
     examples: ExampleSet  # The evaluated records.
     loss: float = 0.0  # Loss of the last validation.
-    baselines: dict[str, Mapping[str, float]] = field(default_factory=dict)  # Answer metrics.
+    metrics_by_variant: dict[str, Mapping[str, float]] = field(default_factory=dict)
     answers: dict[str, list[TextCompletion]] = field(default_factory=dict)
 
     def samples(self) -> list[Sample]:
@@ -102,8 +103,8 @@ class Validator:
     def validate(self, step: int, table: Tensor | None, *, answers: bool) -> Validation:
         """Return the loss with `table`; if `answers` is set, also generate and score answers.
 
-        The loss is one mean over the tokens with a loss in all tasks together. Each answer metric
-        is the unweighted mean over the tasks.
+        The loss is the mean over all tokens with a loss, so a task with more of them has more
+        weight. Each answer metric is the unweighted mean over the tasks.
         """
         by_task: dict[str, dict[str, float]] = {}
         loss_sum, loss_tokens = 0.0, 0
@@ -153,7 +154,7 @@ class Validator:
         texts = [answer.text for answer in answers]
         metrics = compute_metrics(texts, task_validation.examples.answers)
         task_validation.answers[variant] = answers
-        task_validation.baselines[variant] = metrics
+        task_validation.metrics_by_variant[variant] = metrics
         return metrics
 
     def render_prompts(
@@ -187,9 +188,9 @@ class Validator:
         return prompts
 
     def _instruction_template(self, data: TaskData) -> PromptTemplate:
-        """Return the task's template with the instruction in place of the first marker.
+        """Return the task's template with the instruction in place of `<|VIRTUAL_PROMPT_0|>`.
 
-        The other markers are removed.
+        The template's other markers of virtual tokens are removed.
         """
         first_marker = f"{VIRTUAL_PROMPT_MARK}0|>"
         text = data.task.template.replace(first_marker, data.task.oracle)

@@ -24,8 +24,8 @@ from gpt.parallel.vocab_parallel_cross_entropy import token_losses
 from ptuning.data.micro_batch import MicroBatch
 from ptuning.training.pipeline_schedule import Pass
 
-# If a link has more unfinished sends than this, send() waits. The receiving stage posts each
-# receive one pass early. With two pending sends, it can be one pass late before send() waits.
+# While a link has more unfinished sends than this, send() waits. With the value 2, the receiving
+# stage can be one pass late before send() waits.
 SENDS_PENDING_MAX = 2
 
 
@@ -127,14 +127,12 @@ class PipelineChannels:
 
 
 def _create_pair_group(mesh: Mesh, stages: tuple[int, int]) -> dist.ProcessGroup | None:
-    """Create a process group for each pair of corresponding ranks of two stages.
-
-    Return this rank's group.
+    """Create a group for each pair of corresponding ranks of two stages; return this rank's group.
 
     Return None if the pipeline has a single stage, or if this rank is in neither of the two stages.
-    All ranks of the mesh must call this function. The option `use_local_synchronization`, which
-    needs a call only on the two ranks of a group, is not used: it names a group by the number of
-    groups that a rank has created, and this number can differ between the two ranks.
+    All ranks of the mesh must call this function. With `use_local_synchronization`, only the two
+    ranks of a group would need to call torch. This option is not used, because it names a group by
+    the number of groups that a rank has created, and this number can differ between the two ranks.
     """
     if mesh.pp == 1:
         return None
@@ -252,7 +250,8 @@ class _StageRun:
                 get_gradient_edge(y),
             )
         elif chunk is self._chunks[-1]:
-            # Free the attention masks after the last forward pass of a micro-batch.
+            # Without gradients, this is the micro-batch's last pass on this stage: free its
+            # attention masks.
             micro_batch.batch.attention_metadata.clear()
 
     def backward(self, scheduled_pass: Pass, receive: _PendingReceive | None) -> None:

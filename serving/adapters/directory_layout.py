@@ -29,7 +29,7 @@ ALIAS_BYTES_MAX = 4096
 
 @dataclass(frozen=True)
 class AliasRecord:
-    """The current version of a name, its former current versions, and the last unloaded version."""
+    """A name's current version, its former current versions, and its highest unloaded version."""
 
     current: int | None = None  # None: the newest version.
     previous: tuple[int, ...] = ()  # Formerly current versions, the latest first.

@@ -46,7 +46,7 @@ class _Snapshot:
 
     adapters: Mapping[str, LoadedAdapter] = field(default_factory=dict)  # By `name@version`.
     current: Mapping[str, LoadedAdapter] = field(default_factory=dict)  # By name.
-    # All adapters, sorted by name and version, each with a flag for the current version.
+    # Pairs of (adapter, whether it is the current version), sorted by name and version.
     listing: Sequence[tuple[LoadedAdapter, bool]] = ()
 
 
@@ -64,7 +64,11 @@ class AdapterDirectory:
         tenant: str = "",
         eligible: Callable[[LoadedAdapter], bool] = lambda adapter: True,
     ) -> None:
-        """`eligible` returns whether a version is preferred as the current version of its name."""
+        """`eligible` returns whether a version is eligible as the current version of its name.
+
+        If no alias record names a loaded version, the newest eligible version is current. If no
+        version is eligible, the newest version is current.
+        """
         self.directory = directory
         self._eligible = eligible
         self._check = check
@@ -89,7 +93,7 @@ class AdapterDirectory:
 
     @property
     def listing(self) -> Sequence[tuple[LoadedAdapter, bool]]:
-        """All adapters, sorted by name and version, each with a flag for the current version."""
+        """Pairs of (adapter, whether it is the current version), sorted by name and version."""
         return self._snapshot.listing
 
     def find(self, name: str) -> LoadedAdapter | None:

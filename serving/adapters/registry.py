@@ -36,7 +36,7 @@ class AdapterRegistry:
         adapters_max: int,
         eligible: Callable[[LoadedAdapter], bool] = lambda adapter: True,
     ) -> None:
-        """`eligible` returns whether a version is preferred as the current version of its name."""
+        """`eligible` is described at `AdapterDirectory.__init__`."""
         if directory is not None and not directory.is_dir():
             raise ConfigError(
                 f"adapters: {directory} is not a directory; create it, or name another directory"
@@ -91,7 +91,7 @@ class AdapterRegistry:
     def list_visible(self, tenant: str = "") -> list[tuple[LoadedAdapter, bool]]:
         """Return the adapters that a tenant can see, sorted by name and version.
 
-        Each has a flag for the current version.
+        An adapter is returned as a pair: (adapter, whether it is the current version).
         """
         if not self._directories:
             return []

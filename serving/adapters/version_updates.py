@@ -2,7 +2,7 @@
 
 Each file appears, changes or is hidden by one rename or link, which is atomic for every server that
 reads the directory. A caller changes only its own tenant's folder. The registry scans the directory
-immediately after each change. Functions that access files block: call them in a thread.
+immediately after each change. Methods that access files are blocking; call them in a thread.
 """
 
 import fcntl
@@ -37,7 +37,9 @@ from serving.request import OverloadedError, RefusedError, UnknownAdapterError
 log = logging.getLogger(__name__)
 
 VERSION_MAX = 999_999  # A version in a name has at most six digits.
-UPLOAD_LOCK_DELAY_MAX_S = 1.0  # Largest delay between creating and locking an upload's file.
+# An upload creates its file and then locks it. Therefore `_sweep_folder` removes an unlocked upload
+# file only if it was not modified for this time.
+UPLOAD_LOCK_DELAY_MAX_S = 1.0
 # Time after which the file of an unloaded adapter is deleted. Requests that were accepted before
 # the adapter was unloaded are expected to end within this time.
 UNLOADED_KEEP_S = 3600.0

@@ -256,9 +256,9 @@ class Admission:
         self._check_text_size(inputs)
         if len(ask.adapters) > 1:
             inputs = {name: text for name, text in inputs.items() if name in template.fields}
-        # All new tokens are reserved if the caller set their number, or if the template can
-        # truncate a field. Otherwise one new token is reserved, and the completion can use all of
-        # the context that remains after the prompt.
+        # The rendered prompt must leave context for all new tokens if the caller set their number,
+        # or if the template can truncate a field. Otherwise context for one new token is enough,
+        # because `_fit_new_tokens` reduces the default number.
         reserve_all = ask.max_new_tokens is not None or template.truncate_field is not None
         reserved_tokens = max_new_tokens if reserve_all else 1
         return self._render_template(template, inputs, max(1, self.tokens_max - reserved_tokens))
@@ -304,9 +304,8 @@ class Admission:
     ) -> int:
         """Return the number of new tokens that fit after the prompt, at most `max_new_tokens`.
 
-        A default number, or one that may be reduced (`ask.fit_new_tokens`), is reduced to the
-        tokens that fit. An error is raised if the caller's number does not fit and may not be
-        reduced, or if no new token fits.
+        If `max_new_tokens` does not fit, it is reduced under two conditions: at least one new token
+        fits, and the caller set no number or set `ask.fit_new_tokens`. Otherwise this raises.
         """
         limit = self.tokens_max
         tokens_left = limit - len(prompt)
@@ -415,7 +414,8 @@ def check_ask(ask: Ask, config: LimitsConfig, vocab_size: int) -> None:
         )
     if ask.continuations and (ask.max_new_tokens != 0 or ask.prompt_logprobs is None):
         raise RequestError(
-            "continuations are only scored; set prompt_logprobs, and max_new_tokens to 0",
+            "continuations are scored, not extended; set max_new_tokens to 0, and set "
+            "prompt_logprobs",
             "continuations",
         )
     if ask.max_new_tokens == 0 and ask.prompt_logprobs is None:

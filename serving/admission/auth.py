@@ -96,7 +96,7 @@ class Authenticator:
                 "UNAUTHENTICATED", f"the token is not valid on this server; {AUTH_HINT}"
             )
         # A constant-time comparison is not needed: the duration of the look-up can reveal at most
-        # the first bits of a digest, and a token cannot be chosen by the bits of its digest.
+        # the first bits of a stored digest, and these bits do not help to guess the token.
         caller = self._callers_by_digest.get(hashlib.sha256(token.encode()).digest())
         if caller is None:
             raise RefusedError(

@@ -107,8 +107,8 @@ class ChatPromptRenderer:
         except RecursionError:
             raise _nesting_error() from None
         except RequestError as error:
-            # `escape_messages` has inserted a mark into control tokens of the messages. The error
-            # may quote a message, so the mark is removed from its text.
+            # Where a message contains the text of a control token, `escape_messages` has inserted a
+            # mark. The error may quote the message, so the mark is removed from the error.
             raise RequestError(str(error).replace(escaped_chat.mark, ""), error.field) from None
         ids = self._chat_tokens.encode_rendered(text, escaped_chat.mark)
         if not ids:

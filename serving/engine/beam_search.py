@@ -80,9 +80,9 @@ class Hypothesis:
 class BeamSearchScorer:
     """The algorithm of beam search for one prompt, with the rules of transformers' `generate`.
 
-    Until `is_done`, the caller passes to `advance` the `candidates_max` most likely tokens after
-    each of the `live` beams. Then `hypotheses` has `width` completions, best first, if the
-    vocabulary has at least `width` tokens that are not stop tokens.
+    The caller calls `advance` until `is_done` is true, each time with the `candidates_max` most
+    likely tokens after each of the `live` beams. At the end, `hypotheses` has `width` completions,
+    best first, if the vocabulary has at least `width` tokens that are not stop tokens.
     """
 
     def __init__(

@@ -56,8 +56,8 @@ RETRY_S = 0.01  # If the engine is full, `generate` submits a request again afte
 # sends a message (`_push_events`).
 MESSAGE_COST_S = 100e-6
 MESSAGE_CPU_SHARE_MAX = 0.4
-# If the caller reads only complete answers, tokens are delivered at this interval: a wake-up for
-# each token would take 100 us from the caller and from a model in the same process.
+# Interval at which deferrable events (`is_deferrable`) are delivered. Each delivery wakes the
+# caller, which takes about 100 us of CPU time; a model in the same process loses this time.
 FINAL_ONLY_FLUSH_S = 0.2
 # A request ends with an error after more rank losses than this, because the request may be their
 # cause.
@@ -458,7 +458,7 @@ class Engine:
             self._recovery_timer = None
 
     def _start_recovery_timer(self) -> None:
-        """Limit the wait for new ranks to the time that their start may take."""
+        """Limit the wait for new ranks to `load_s` + `warmup_s`, the time limits of their start."""
         limit_s = self._parallel_config.load_s + self._parallel_config.warmup_s
         self._recovery_timer = threading.Timer(limit_s, self._on_recovery_timeout)
         self._recovery_timer.daemon = True

@@ -161,8 +161,8 @@ class AdapterCache:
             try:
                 self._on_read(AdapterReadResult(adapter_ref, self._read(adapter_ref)))
             except PreambleError as error:
-                # The client receives this text. It may see the file's name, which is the adapter's
-                # name, but not the folder.
+                # The client receives this text. The client may see the file's name, which is the
+                # adapter's name, but not the folder.
                 reason = str(error).replace(f"{Path(adapter_ref.file).parent}/", "")
                 self._on_read(AdapterReadResult(adapter_ref, reason=reason))
             except Exception:

@@ -100,8 +100,8 @@ class EngineLoop:
 
     The engine loop relies on the scheduler for this: each sequence passed to `add_sequence` ends
     with exactly one output whose `end` is set, returned by `add_sequence`, `commit` or `pop_ended`.
-    Its adapter stays pinned in the adapter cache until that output, so a planned step writes only
-    rows of pinned adapters.
+    The sequence's adapter stays pinned in the adapter cache until that output, so a planned step
+    writes only rows of pinned adapters.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ class InProcessTransport:
         self._thread.start()
 
     def send(self, message: ToEngineLoop) -> None:
-        """Send a message without waiting for a step; drop it after a loss. Thread-safe."""
+        """Queue a message for the engine loop; drop it if the loop has stopped. Thread-safe."""
         if not self._is_lost:
             self._engine_loop.put_message(message)
 
@@ -108,7 +108,8 @@ class InProcessTransport:
 
     def _report_loss(self, reason: str) -> None:
         self._is_lost = True
-        # Every loss is permanent, even a loss by `close`: the engine loop cannot be started again.
+        # The engine loop cannot be started again. Therefore `refusal` is set after every loss, even
+        # after `close`.
         self.refusal = PreambleError(f"the engine has stopped ({reason}); create a new engine")
         assert self._receiver is not None
         self._receiver.ranks_lost(reason)

@@ -22,8 +22,8 @@ FRAME_BYTES_MAX = 1 << 30
 OUTBOX_BYTES_MAX = 1 << 28
 READ_CHUNK_BYTES = 1 << 18
 # While a thread waits in poll(), another thread may close the channel, and a new file may get the
-# descriptor's number. The thread would then wait for that file. Therefore each wait is limited to
-# this time, and the channel's descriptor is read again before the next wait.
+# descriptor's number. The waiting thread would then wait for the new file. Therefore each wait is
+# limited to this time, and the channel's descriptor is read again before the next wait.
 POLL_MS_MAX = 1000
 
 _LENGTH_HEADER = struct.Struct("<I")

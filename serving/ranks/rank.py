@@ -201,8 +201,8 @@ class Rank:
         )
         self._send_to_frontend(WarmingUp())
         prefill_s_per_token = self._engine_loop.warm_up()
-        # The watchdog's first step time: the duration of a step of step_tokens_max tokens, at the
-        # seconds per token that the warm-up has measured.
+        # The first step time that the watchdog records is an estimate for the largest step:
+        # step_tokens_max * (seconds per token in the warm-up).
         tokens = config.scheduler_config.step_tokens_max
         largest_step = StepTime(tokens, 0, prefill_s_per_token * tokens)
         self._send_to_frontend(Update([], EngineStats(), completed_steps=[largest_step]))
@@ -230,8 +230,9 @@ class Rank:
                 self._channels.broadcast(encode(outcome))
 
     def _broadcast_step(self, frame: bytes) -> None:
-        # The engine loop also sends `Halt` when it ends with a failure. Then `Halt` is not
-        # forwarded: the ranks would exit with code 0, which torchrun would regard as success.
+        # The engine loop sends `Halt` after `Close`, and also after a failure. A rank that receives
+        # `Halt` exits with code 0, which torchrun regards as success. Therefore `Halt` is not sent
+        # to the other ranks after a failure.
         if self._is_stopping or frame != PACKED_HALT:
             self._channels.broadcast(frame)
 
@@ -261,7 +262,8 @@ class Rank:
         each rank's process exited.
         """
         if self._is_stopping:
-            # If the main thread still waits for the lost rank, the supervisor kills this process.
+            # During a stop, ranks are expected to exit. If this rank's main thread waits for a rank
+            # that has exited, the supervisor kills this process.
             return
         if self._position.rank == 0:
             reason = f"rank {rank} has exited"
@@ -280,8 +282,8 @@ class Rank:
 def exit_now(code: int) -> NoReturn:
     """Exit without clean-up, because torch's clean-up waits for other ranks.
 
-    Messages in a channel's outbox are lost. If `Failed` is one of them, the watchdog reports the
-    exit without this reason.
+    Messages in a channel's outbox are lost. If a `Failed` message is lost, the watchdog reports the
+    exit of the rank without the reason in that message.
     """
     sys.stderr.flush()
     os._exit(code)

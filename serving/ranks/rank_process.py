@@ -1,8 +1,8 @@
 """Rank process: entry point of a rank that the supervisor starts; reads its spec from stdin.
 
 It runs as `python -m serving.ranks.rank_process`. Before it imports torch, which takes seconds, it
-asks the kernel to kill it when its parent exits. To the kernel, the parent is the thread that
-started the process: the supervisor's thread, which runs until its ranks have ended.
+asks the kernel to kill it when its parent exits. The kernel kills it when the thread that started
+it ends. This is the supervisor's thread, which runs until its ranks have ended.
 """
 
 import logging

@@ -19,7 +19,7 @@ class RankDevice:
     """A rank's device, and the number of ranks that use the memory of the device."""
 
     device: torch.device
-    # This rank is included. For a CPU, these are all ranks of the node.
+    # Includes this rank. If the device is a CPU, this is the number of ranks of the node.
     ranks_sharing_memory: int
     is_shared: bool = False  # Another rank uses the same GPU.
 

@@ -1,9 +1,10 @@
 """Rank supervisor: starts this node's rank processes, watches them and restarts them.
 
-`RankSupervisor` is the base of all transports to rank processes. It forwards messages and reports
-each loss at once. If the ranks must not be started again, it sets `refusal`, the error of the
-permanent failure. `LocalSupervisor` starts the processes itself. They inherit their sockets and
-files as descriptors, and the kernel kills them when this process exits for any reason.
+`RankSupervisor` is the base of all transports to rank processes. It forwards messages to the ranks,
+and reports each loss of the ranks at once. If the ranks must not be started again, it sets
+`refusal`, the error of the permanent failure. `LocalSupervisor` starts the processes itself. They
+inherit their sockets and files as descriptors, and the kernel kills them when this process exits
+for any reason.
 """
 
 import logging
@@ -164,8 +165,9 @@ class RankSupervisor(ABC):
     def _wait_for_flight_recorder(self, rank_set: RankSet, loss: RankLoss) -> None:
         """Wait until rank 0 has written its flight recorder.
 
-        Before rank 0 exits, it writes the file without a request. After a hang, rank 0 still runs,
-        so this method requests the file.
+        If the ranks hang, rank 0 still runs, and this method requests the file. After any other
+        loss, this method waits for the exit of rank 0, which writes the file before it exits unless
+        it is killed.
         """
         rank_0 = {
             rank: descriptor for rank, descriptor in rank_set.descriptors.items() if rank == 0

@@ -49,8 +49,8 @@ POLL_S = 0.02
 # lost rank, so it does not ask the front end to drain.
 STOP_DELAY_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# torch 2.13 publishes the address of the shared store in the first round only
-# (dynamic_rendezvous.py).
+# Logged if workers on several nodes use the store of torchrun's agents: torch 2.13 publishes the
+# address of this store in the first round only (dynamic_rendezvous.py).
 SHARED_STORE_WARNING = (
     "torchrun's agents share their store with the workers, so a node that is restarted cannot "
     "rejoin; start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
@@ -255,9 +255,10 @@ def _own_host(env: TorchrunEnv) -> str:
 def _connect_frontend(
     folder: Path, agent_pid: int, flags: list[str], pids: dict[int, int], *, starts: bool
 ) -> Channel:
-    """Return a channel to this node's front end; `starts`: start the front end first.
+    """Return a channel to this node's front end.
 
-    `pids`: the process IDs of this node's ranks, by mesh rank.
+    `starts`: whether to start the front end first. `pids`: the process IDs of this node's ranks, by
+    mesh rank.
     """
     process = _start_frontend(folder, agent_pid, flags) if starts else None
     deadline = time.monotonic() + FRONTEND_START_S
@@ -311,7 +312,7 @@ class _StopSignals:
         threading.Thread(target=self._wait_for_signal, name="signals", daemon=True).start()
 
     def set_handler(self, handler: Callable[[], None]) -> None:
-        """From now on, a signal calls `handler`. Before, a signal ends the process."""
+        """Call `handler` at each later signal. Without a handler, a signal ends the process."""
         self._handler = handler
 
     def _wait_for_signal(self) -> None:

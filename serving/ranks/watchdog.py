@@ -44,7 +44,8 @@ from serving.ranks.message_socket import Channel
 log = logging.getLogger(__name__)
 
 # If poll() returns later than its time-out by more than this, this process itself was stopped or
-# starved of CPU, perhaps together with the ranks. The delay is then not counted as their silence.
+# starved of CPU, perhaps together with the ranks. The delay then does not count as silence of the
+# ranks.
 LATE_WAKEUP_S = 0.5
 # Rank 0's channel closes shortly before its process exits. The watchdog then waits at most this
 # time for the exit, so that its report of the loss can contain the exit code.
@@ -159,8 +160,8 @@ class Watchdog:
     def _wait_limit_s(self) -> float:
         """Return after how many seconds of silence `_check_silence` is called.
 
-        `limit_s()` is costly. In the running phase, the result is therefore the lower bound
-        `limit_min_s` as long as the silence is shorter than this bound, and `limit_s()` otherwise.
+        In the running phase this is `limit_min_s`, which is cheap to compute. Once the silence has
+        lasted for `limit_min_s`, it is `limit_s()`.
         """
         if self._phase == "loading":
             return self._config.load_s
@@ -291,19 +292,19 @@ class StepTimeout:
             size.context_tokens,
         )
         if size.context_tokens and not context_s:
-            # No recent step had context tokens. `limit_s` multiplies the returned time by
-            # TIMEOUT_FACTOR, so the limit of this step is at least `first_step_s`.
+            # No recent step had context tokens, so their time is unknown. `limit_s` multiplies the
+            # returned time by TIMEOUT_FACTOR: the limit of this step is at least `first_step_s`.
             return self._first_step_s / TIMEOUT_FACTOR
         return new_tokens_s + context_s
 
 
 def _expected_seconds(measurements: Iterable[tuple[int, float]], count: int) -> float:
-    """Estimate the seconds for `count` tokens: `count` * the largest seconds / tokens of a step.
+    """Estimate the seconds for `count` tokens: `count` * max(seconds / tokens) over some steps.
 
-    `measurements`: (tokens, seconds) of each step. The steps of at least `count` / 2 tokens are
-    used. If all steps are smaller, only the largest ones are used; the estimate is then too high
-    rather than too low, because larger steps take fewer seconds per token. The estimate is 0 if no
-    step has tokens.
+    `measurements`: (tokens, seconds) of each step. The maximum is over the steps of at least
+    `count` / 2 tokens. If all steps are smaller, it is over the steps with the most tokens. The
+    estimate is then rather too high, because larger steps take fewer seconds per token. If no step
+    has tokens, the estimate is 0.
     """
     measured_steps = [(tokens, seconds) for tokens, seconds in measurements if tokens > 0]
     if not measured_steps:

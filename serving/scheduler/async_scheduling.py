@@ -3,14 +3,15 @@
 A step is in flight from its plan to its outcome. Each pipeline stage runs one step. Asynchronous
 scheduling plans one more step (an early step) while these steps run, before the tokens of the last
 planned step are known. The early step has only decodes, and its plan must not depend on these
-tokens. Therefore each sequence of the last planned step must fulfill two conditions, unless it has
-ended:
+tokens. Therefore each sequence of the last planned step that has not ended must fulfill two
+conditions:
 
 - It samples a token in that step, as a decode or as the last chunk of a prefill.
 - It has no sampling rule that depends on earlier output (`Sequence.has_stateless_sampling`).
 
 If a sequence ends with the last planned step, the token that the early step samples for the
-sequence is discarded. Admissions and prefills wait until a pipeline stage has no step.
+sequence is discarded. Admissions and prefills are not planned early: they wait until a pipeline
+stage has no step.
 
 Asynchronous scheduling and speculative decoding exclude each other, for two reasons:
 
@@ -73,8 +74,8 @@ class InFlightSteps:
     def early_decodes(self) -> list[Sequence]:
         """The sequences that decode in an early step, after the last planned step.
 
-        These are the sequences of the last planned step, except the ones that have ended, and the
-        ones that reach their length limit with the token of that step.
+        These are the sequences of the last planned step that have not ended and do not reach their
+        length limit with the token of that step.
 
         The list is empty, and no early step can be planned, if a sequence of the last planned step
         has not ended and meets one of these conditions:

@@ -44,9 +44,9 @@ class PrefillCostModel:
         return min(max(slope, SLOPE_RATIO_MIN * quotient), quotient)
 
     def tokens_within(self, seconds: float, tokens_min: int) -> int:
-        """Number of prefill tokens that make a step at most `seconds` longer.
+        """Maximum number of prefill tokens that make a step at most `seconds` longer.
 
-        The number is at least `tokens_min`; without a recorded prefill, it is `tokens_min`.
+        The number is never below `tokens_min`. If no prefill was recorded, it is `tokens_min`.
         """
         seconds_per_token = self.seconds_per_token
         return (
@@ -57,9 +57,10 @@ class PrefillCostModel:
 
 
 class PrefillTokenBudget:
-    """The stall limit in tokens: `stall_s_max` is the time that prefill may add to a decode step.
+    """Converts the stall limit from seconds to prefill tokens.
 
-    The limit is never below one block of `block_tokens`, so that prefill always makes progress.
+    `stall_s_max`: the seconds that prefill may add to a step with decodes. The stall limit is never
+    below one block (`block_tokens`), so that prefill always makes progress.
     """
 
     def __init__(self, stall_s_max: float, block_tokens: int) -> None:
@@ -84,8 +85,8 @@ class PrefillTokenBudget:
 def chunk_end(past: int, tokens_max: int, prefill_target: int, block_tokens: int) -> int:
     """End of the prefill chunk that begins at `past` and has at most `tokens_max` tokens.
 
-    A chunk that does not complete the prefill ends at a block boundary, if it contains one, so that
-    all of its blocks can be published.
+    `prefill_target`: the position where the prefill ends. A chunk that ends earlier is cut at the
+    last block boundary inside it, if there is one, so that all of its blocks can be published.
     """
     end = min(past + tokens_max, prefill_target)
     if end < prefill_target:

@@ -48,7 +48,7 @@ class NgramProposer:
         count = self._draft_length(tokens_max) if start else 0
         draft: list[int] = []
         for offset in range(count):
-            # Past the end of the tokens, the continuation is read from the draft itself.
+            # After the sequence's last token, the continuation goes on with the draft's tokens.
             position = start + offset
             token = tokens[position] if position < len(tokens) else draft[position - len(tokens)]
             if token >= self._vocab_size:
@@ -79,7 +79,10 @@ class NgramProposer:
         return count
 
     def _index_tokens(self) -> bool:
-        """Index more of the tokens that have a successor; returns whether all are indexed now."""
+        """Index up to INDEXED_TOKENS_MAX more tokens; returns whether all are indexed.
+
+        The last token is not indexed, because no token follows it yet.
+        """
         tokens = self._tokens
         last_position = self._last_position
         previous_position = self._previous_position

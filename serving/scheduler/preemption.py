@@ -76,7 +76,7 @@ class PreemptionPolicy:
                 priority = self._scheduling_priority(other)
                 if priority < own_priority:
                     candidates.append((priority, other))
-        candidates.sort()  # Priorities are unique.
+        candidates.sort()  # Priorities are unique, so sequences are not compared.
         return [candidate for _, candidate in candidates]
 
     def _scheduling_priority(self, sequence: Sequence) -> SchedulingPriority:

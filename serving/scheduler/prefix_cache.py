@@ -134,8 +134,8 @@ class PrefixCache:
     ) -> tuple[int, int]:
         """The longest published partial block that continues a match of `block_index` full blocks.
 
-        Returns the position where the match ends, and the partial block. If no partial block
-        matches, the position is the end of the full blocks, and the block is 0.
+        Returns the position where the match ends, at most `tokens_max`, and the partial block. If
+        no partial block matches, the position is the end of the full blocks, and the block is 0.
         """
         full_block_tokens = block_index * self._block_tokens
         if tokens_max <= full_block_tokens:
@@ -145,8 +145,8 @@ class PrefixCache:
             block_index < len(sequence.block_keys)
             and tokens_max < (block_index + 1) * self._block_tokens
         ):
-            # Only the tokens of this block before `tokens_max` may come from the cache. The full
-            # block, if it is cached, contains them.
+            # `tokens_max` is inside this block. If the full block is cached, it can be used like a
+            # partial block that ends at `tokens_max`.
             partial_keys = [*partial_keys, (tokens_max, sequence.block_keys[block_index])]
         for position, key in reversed(partial_keys):
             block = (
@@ -254,8 +254,8 @@ class PrefixCache:
     def _pending_key(self, sequence: Sequence, match: PrefixMatch) -> bytes | None:
         """The last pending key of the sequence's prompt; None: the sequence does not wait.
 
-        A sequence waits only if this saves at least one block of prefill. A latency-class sequence
-        does not wait for a throughput-class sequence, which may be delayed.
+        A sequence waits only if waiting saves at least one block of prefill. A latency-class
+        sequence does not wait for a throughput-class sequence, which may be delayed.
         """
         tokens_max = sequence.cache_match_max
         block_tokens = self._block_tokens

@@ -3,8 +3,8 @@
 The allocator owns the resources of running sequences, the set of all running sequences, and two
 subsets: the sequences with unplanned prefill tokens, and the sequences that can decode now. It
 lists the sequences of each subset in the order in which the scheduler plans them; the scheduler
-decides how many of their tokens a step has. The changes that the ranks must apply are collected in
-`ResourceUpdates` for the next step.
+decides how many tokens of each sequence are in a step. The changes that the ranks must apply are
+collected in `ResourceUpdates` for the next step.
 
 Blocks are allocated as sequences grow. If the block pool has too few blocks, `PreemptionPolicy`
 chooses running sequences as victims. The allocator releases their resources and pushes them to the
@@ -223,10 +223,10 @@ class ResourceAllocator:
     def on_prefill_planned(self, sequence: Sequence) -> None:
         """Update the prefill set and the adapter rows after a prefill chunk was planned."""
         if sequence.planned_tokens >= sequence.virtual_end:
-            # The planned step is the last one that reads the adapter's rows for this sequence. The
-            # rows may be unpinned before this step runs. Only admissions evict rows, and the
-            # admissions of this plan are over. An admission of a later plan may evict these rows,
-            # but they are overwritten only by a step after this one.
+            # The planned step is the last one that reads the adapter's rows for this sequence. It
+            # is safe to unpin the rows before this step runs: only admissions evict rows, and the
+            # admissions of this plan are over. If a later plan evicts these rows, a later step
+            # overwrites them, after this step has read them.
             self._unpin_adapter_rows(sequence)
         if not sequence.unplanned_prefill_tokens:
             del self._prefilling[sequence.sequence_id]
@@ -450,7 +450,7 @@ class ResourceAllocator:
     # ----------------------------------------------------------------------- preemption and release
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
-        """Return a running sequence with its tokens to the queue; uncached KV is computed again."""
+        """Move a running sequence to the waiting queue; its uncached KV is computed again."""
         assert sequence.steps_in_flight == 0 and sequence.end_reason is None, (
             "preemption of a sequence that has ended or is in flight"
         )

@@ -225,10 +225,11 @@ class Scheduler:
         return None if builder.is_empty else self._dispatch(builder)
 
     def _plan_early(self, now: float) -> Step | None:
-        """Asynchronous scheduling: the next decodes, if they do not depend on the pending outcome.
+        """Asynchronous scheduling: the step after the last planned one, whose outcome is pending.
 
-        None if admissions, prefills or decodes of other sequences can be planned, or if there are
-        not enough blocks for all of these decodes.
+        It has the decodes of `InFlightSteps.early_decodes`. None: there are no such decodes, there
+        are too few blocks for all of them, or admissions, prefills or decodes of other sequences
+        wait to be planned.
         """
         if len(self._waiting) and not self._is_admission_blocked(now):
             return None
@@ -274,7 +275,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------- admission
 
     def _is_admission_blocked(self, now: float) -> bool:
-        """Whether admission is blocked: no change was counted, and no retry is due yet."""
+        """Whether admission is still blocked: nothing has changed, and no retry is due yet."""
         return now < self._blocked_until and self._change_counts() == self._blocked_counts
 
     def _block_admission(self, now: float) -> None:
@@ -302,7 +303,7 @@ class Scheduler:
         while (
             tokens_left > latency_backlog and not is_full and len(skipped_sequences) < SKIPPED_MAX
         ):
-            # The backlog of the throughput class does not block the latency class.
+            # If the backlog of both classes fills the budget, only the latency class is admitted.
             latency_only = tokens_left <= latency_backlog + throughput_backlog
             sequence = candidates.pop_next(latency_only=latency_only)
             if sequence is None:
@@ -346,7 +347,8 @@ class Scheduler:
     def _decodes_max(self) -> int:
         """Maximum number of decodes per step.
 
-        Decoding sequences are divided evenly among the steps in flight, one per pipeline stage.
+        Each pipeline stage runs one step. The decoding sequences are divided evenly among these
+        steps.
         """
         return -(-self._allocator.decoding_count // self._stages)
 

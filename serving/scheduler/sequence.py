@@ -69,7 +69,7 @@ class Sequence:
     # Draft tokens that follow the last token. A step in flight verifies them.
     draft_tokens: list[int] = field(default_factory=list)
 
-    scored_tokens: int = 0  # Prompt tokens whose scores were reported or are not requested.
+    scored_tokens: int = 0  # Leading prompt tokens whose scores are reported or not requested.
     cached_tokens: int = -1  # Prompt tokens found in the prefix cache; -1: never admitted.
     is_start_reported: bool = False  # Whether `cached_tokens` and the phases were reported.
     # If set, the sequence has ended; it is released when no step in flight contains it.
@@ -159,7 +159,7 @@ class Sequence:
 
     @property
     def draft_tokens_max(self) -> int:
-        """The number of draft tokens that the length limit allows before one more sampled token."""
+        """Maximum number of draft tokens: after them, one sampled token fits into `tokens_max`."""
         return self.tokens_max - len(self.tokens) - 1
 
     @property
@@ -171,7 +171,7 @@ class Sequence:
     def has_stateless_sampling(self) -> bool:
         """Whether the choice of a token depends only on its logits, the seed and the position.
 
-        Then a token may be sampled before the tokens before it are accepted (speculation) or known
+        Then a token may be sampled before the preceding tokens are accepted (speculation) or known
         to the scheduler (asynchronous scheduling). A guide, penalties, `min_new_tokens`, length
         decay, `no_repeat_ngram_size` and bad words of several tokens depend on earlier output.
         """
@@ -368,7 +368,7 @@ class Sequence:
     def new_prompt_scores(
         self, step_scores: list[TokenScore], length: int, vocab_size: int
     ) -> list[TokenScore | None]:
-        """The prompt scores that a completed step of `length` tokens adds; they count as reported.
+        """Record as reported, and return, the prompt scores of a completed step of `length` tokens.
 
         Entry i of `step_scores` is the score of the token after the step's token i. The prompt's
         first token and virtual tokens have no score. No step computes the tokens of a prefix
@@ -438,9 +438,10 @@ class Sequence:
 
     def check(self) -> None:
         """Assert that the counts of a running sequence are consistent."""
-        # Each step in flight except the oldest may compute a token that the step before it still
-        # samples, and that is therefore not in `tokens` yet. After the end of the sequence, this
-        # can also apply to the oldest step, because tokens sampled after the end are not appended.
+        # Upper bound of the planned tokens that are not in `tokens`. Each step in flight except the
+        # oldest may compute the token that the step before it samples. After the end of the
+        # sequence the oldest step may do so too, because tokens sampled after the end are not
+        # appended.
         has_ended = self.end_reason is not None
         unsampled_tokens = max(0, self.steps_in_flight - (not has_ended))
         unknown_tokens = len(self.draft_tokens) + unsampled_tokens

@@ -128,7 +128,7 @@ class StepMessageBuilder:
 
     def build(self, step_id: int, updates: ResourceUpdates) -> Step:
         """The complete step; `updates` are applied by the ranks before its forward pass."""
-        # Prefill chunks were added after the drafts, and have no drafts.
+        # If the step has drafts, each prefill chunk gets the draft count 0.
         prefill_count = len(self._sequences) - len(self._draft_counts) if self._draft_counts else 0
         return Step(
             step_id,

@@ -184,7 +184,7 @@ class _StateGauge(Collector):
 class BulkHistogram(Collector):
     """A histogram without labels that records many equal observations in one call.
 
-    prometheus_client's histogram needs one call per observation, here one per token.
+    With prometheus_client's histogram, each token would need its own call.
     """
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:

@@ -86,7 +86,7 @@ def unsupported_reason(model: GPT, config: SchedulerConfig) -> str | None:
 
 
 def graph_sizes(config: SchedulerConfig) -> tuple[int, ...]:
-    """The batch sizes to capture, in rows: few sizes, but little padding up to the next size."""
+    """The batch sizes to capture, in rows."""
     size_max = min(config.running_requests_max, config.cuda_graph_rows_max)
     return (*(size for size in GRAPH_SIZES if size < size_max), size_max)
 
@@ -135,8 +135,8 @@ class CudaGraphRunner:
         device_tables[slots] = scratch_block
         self._device_tables = device_tables
         self._device_cells = device_tables.view(-1)
-        # By slot: start and end of the entries of its block table that changed on the host and are
-        # not on the device yet.
+        # By slot: the range (start, end) of its block table that has changed on the host and is not
+        # on the device yet; `end` is exclusive.
         self._changed_entries: dict[int, tuple[int, int]] = {}
         self.sizes = tuple(sizes)
         self._captured_graphs: dict[int, tuple[_GraphBuffers, Work]] = {}
@@ -151,7 +151,7 @@ class CudaGraphRunner:
         )
 
     def mark_changed(self, slot: int, start: int, end: int) -> None:
-        """Record that entries `start` to `end` of a slot's block table have changed on the host."""
+        """Record that entries [start, end) of a slot's block table have changed on the host."""
         low, high = self._changed_entries.get(slot, (start, end))
         self._changed_entries[slot] = min(low, start), max(high, end)
 

@@ -80,7 +80,7 @@ class GuideMatchers:
         if tokenizer is not None:
             # The tokenizer of llguidance is built now, because building takes 0.2 s, which would
             # delay the first step with a guide.
-            with suppress(RequestError):  # llguidance is not installed.
+            with suppress(RequestError):  # Raised if llguidance is not installed.
                 assert self._ll_tokenizer
 
     def __contains__(self, slot: int) -> bool:
@@ -131,8 +131,8 @@ class GuideMatchers:
     def accept_token(self, slot: int, token: int) -> bool:
         """Advance a slot's matcher by a sampled token; False: the guide does not allow the token.
 
-        The sampler samples a token that the guide does not allow only if the guide allows no token
-        at all: it then ignores the `allowed_mask` (`_mask_logits` in `serving.worker.sampler`).
+        If the guide allows no token at all, the sampler ignores `allowed_mask` (`_mask_logits` in
+        `serving.worker.sampler`). Then the sampled token is not allowed.
         """
         return self._slot_matchers[slot].accept_token(token)
 
@@ -244,9 +244,9 @@ def _parser_limits(guide: Guide) -> "llguidance.LLParserLimits":
 def _ll_grammar(guide: Guide) -> str:
     """Convert the guide to a grammar of llguidance, as JSON.
 
-    `no_forcing`: where the guide allows only one text, llguidance would otherwise tokenize this
-    text and allow only these tokens. With `no_forcing` it allows any tokens that spell the text.
-    This is needed because some tokenizers cannot encode every fragment of a text exactly.
+    If only one text can come next, llguidance by default tokenizes this text and allows only these
+    tokens. Some tokenizers cannot encode every fragment of a text exactly. Therefore the grammar
+    sets `no_forcing`, which allows any tokens that spell the text.
     """
     library = _import_llguidance()
     try:

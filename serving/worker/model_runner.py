@@ -3,8 +3,8 @@
 A step contains every decision: the sequences that run, their KV blocks, and the adapter pool rows
 of each adapter. Therefore the model runner has no policy. Token ids and block tables are copied to
 the device as one packed array. The last pipeline stage checks that each sequence's hidden states
-and logits are finite, and its first tensor rank samples the tokens. A step that replays a CUDA
-graph is only launched, and reading its outcome waits for the device. Without a graph, the last
+and logits are finite, and its first tensor rank samples the tokens. `launch` does not wait for a
+step that replays a CUDA graph; reading the outcome waits for the device. Without a graph, the last
 stage waits for the tokens inside `launch`.
 
 In this package a row without a qualifier is one new token in the batch: a row of the hidden states
@@ -189,7 +189,8 @@ class ModelRunner:
             return
         adapter_rows = torch.frombuffer(bytearray(adapter_write.data), dtype=torch.float32)
         adapter_rows = adapter_rows.view(-1, self.model.config.hidden_size)
-        # If a value overflows in the model's dtype, only the sequences of this adapter fail.
+        # A value that overflows in the model's dtype becomes infinite. Only the sequences of this
+        # adapter then fail, when their hidden states or logits are checked.
         end = adapter_write.start + len(adapter_rows)
         self._adapter_rows[adapter_write.start : end] = adapter_rows.to(self._adapter_rows.dtype)
 
@@ -253,8 +254,8 @@ class ModelRunner:
     ) -> Outcome:
         """Wait for a step of the CUDA graph runner, and return its outcome.
 
-        `indices`: the sequences that sample a token, as indices in the step. The outcome counts as
-        replayed even if the batch size could not be captured and ran without a graph.
+        `indices`: the sequences that sample a token, as indices in the step. `Outcome.replayed` is
+        True even if this batch size could not be captured, so that the step ran without a graph.
         """
         assert self._sampler is not None and graph_output.argmax_and_faults is not None
         argmax_ids, faults = graph_output.argmax_and_faults.wait()[:, : len(step.slots)].numpy()
@@ -278,7 +279,7 @@ class ModelRunner:
         )
 
     def _run_model(self, step: Step) -> PendingOutcome:
-        """Run the forward pass without a graph, and sample; only the sampler's rank has tokens."""
+        """Run the forward pass without a graph; the rank with a sampler also samples the tokens."""
         model = self.model
         inputs = build_input_batch(step, self._block_tables, self._block_tokens, self._last_tokens)
         batch = inputs.batch
@@ -302,9 +303,9 @@ class ModelRunner:
         prompt_scores = (
             self._score_prompts(step, inputs, x, fault_indices) if len(inputs.scored_rows) else []
         )
-        # If every row is sampled, `_sample` has already checked the logits of all rows
-        # (`greedy_tokens` returns no tokens if a logit is not finite). NaN or infinity in a row's
-        # hidden states also shows in its logits.
+        # NaN or infinity in a row's hidden states also shows in its logits. If every row is
+        # sampled, `_sample` (or the model's `greedy_tokens`, which returns None for logits that are
+        # not finite) has checked the logits of all rows, so no second check is needed.
         if not inputs.samples_every_row:
             # The hidden states are checked last, because the check waits for the device. The
             # scheduler discards the tokens of sequences with a fault.
@@ -387,8 +388,8 @@ class ModelRunner:
             for sequence_index in np.unique(indices).tolist():
                 row_numbers = np.flatnonzero(indices == sequence_index)
                 slot_init = self._scored_slots[step.slots[sequence_index]]
-                # A virtual token has no score: token 0 is scored in its place, and
-                # `new_prompt_scores` in `serving.scheduler.sequence` drops this score.
+                # A virtual token (-1 in `SlotInit.prompt`) has no score: token 0 is scored in its
+                # place, and `new_prompt_scores` in `serving.scheduler.sequence` drops this score.
                 targets = [
                     max(0, slot_init.prompt[position + 1])
                     for position in positions[row_numbers].tolist()

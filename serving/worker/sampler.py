@@ -3,9 +3,9 @@
 The sampler chooses the tokens of all rows of the logits at once; `gpt.generation.reference_sampler`
 is the slow reference for one row. The sampling parameters of all slots are one array. Each step
 gathers the parameters of its slots from this array, so each parameter costs a few operations for
-the whole batch, and a row's token does not depend on the other rows. Penalties, bans, guides and
-scores are computed only for the rows that need them. This module is independent of steps, blocks
-and models.
+the whole batch. A row's token does not depend on the other rows. Penalties, bans, guides and scores
+are computed only for the rows that need them. This module is independent of steps, blocks and
+models.
 """
 
 from collections.abc import Sequence
@@ -110,8 +110,8 @@ class Sampler:
         )
         self._seeds[slot] = sampling.seed
         self._top_counts[slot] = -1 if sampling.logprobs is None else sampling.logprobs
-        # Greedy slots may have min_new_tokens: their bans are applied only to rows whose argmax is
-        # a stop token that comes too early (`_rows_ending_early`).
+        # A slot with min_new_tokens still counts as greedy. Its bans are applied only if the argmax
+        # is a stop token that comes too early (`_rows_ending_early`).
         self._is_greedy[slot] = (
             replace(sampling, min_new_tokens=0).is_plain_greedy and slot_init.guide is None
         )
@@ -202,7 +202,7 @@ class Sampler:
     def read_output(self, sampled_tokens: SampledTokens) -> SamplerOutput:
         """Wait for the sampled tokens, and update bans and guides with them.
 
-        Outputs must be read in the order in which they were launched.
+        Outputs must be read in the order of the calls of `launch_sampling`.
         """
         slots = sampled_tokens.slots
         ids, scores = _unpack_sampled(sampled_tokens)
@@ -428,8 +428,8 @@ def _typical_distance(
     """For each row, return the distance (R, 1) up to which typical-p keeps tokens.
 
     It is the smallest distance for which the tokens within it have a total probability of at least
-    `typical_p`. On a CPU only the `sizes[0]` nearest tokens are examined first, as in
-    `_weight_floor`.
+    `typical_p`. `distance` (R, V): |surprisal - entropy of the row|; `p`: the probabilities. On a
+    CPU only the `sizes[0]` nearest tokens are examined first, as in `_weight_floor`.
     """
     vocabulary = p.shape[-1]
     size = min(vocabulary, sizes[0] if sizes and p.device.type == "cpu" else vocabulary)

@@ -1,10 +1,14 @@
 """Worker start-up: opens a checkpoint, loads a rank's shard, checks it and counts its KV blocks.
 
-The order is the same for every worker, whether it is the only rank or one of many: reject a
-checkpoint with faulty headers, load, pack the weights, compare the logits with the reference logits
-in the checkpoint's proof file, quantize if configured, and count the KV blocks that fit into the
-remaining memory. This module is independent of how a worker's process is started, and plans no
-steps.
+The order is the same for every worker, whether it is the only rank or one of many:
+
+1. Reject a checkpoint with faulty headers.
+2. Load the weights. Pack them unless they are to be quantized.
+3. Compare the logits with the reference logits in the checkpoint's proof file.
+4. Quantize the weights if configured.
+5. Count the KV blocks that fit into the remaining memory.
+
+This module is independent of how a worker's process is started, and plans no steps.
 """
 
 import logging
@@ -57,8 +61,9 @@ class WorkerReport(msgspec.Struct, frozen=True):
 
     kv_blocks: int  # KV blocks that fit into the rank's memory, block 0 included.
     weight_bytes: int
-    # The numbers of `Ready.proof` and `Ready.divergence`. None: this rank is not on the last
-    # pipeline stage, or the check did not run (there is no proof, or weights are not quantized).
+    # The numbers of `Ready.proof` and `Ready.divergence`. Both are None on ranks before the last
+    # pipeline stage. `proof` is also None if the proof was not checked, and `divergence` is also
+    # None if no weights were quantized.
     proof: list[float] | None = None
     divergence: list[float] | None = None
 
@@ -83,8 +88,8 @@ def open_for_serving(config: ServerConfig, device: torch.device) -> WorkerCheckp
     overrides = read_overrides(model_config.config_json, model_config.true_vocab_size)
     checkpoint = open_with_overrides(model_config.model, overrides, model_config.tokenizer)
     check_split(checkpoint.config, parallel_config.tp, parallel_config.pp)
-    # On a GPU the check allocates device memory, so it does not run here: each rank runs it when it
-    # loads its model (`select_backend` in `load_worker_model`).
+    # On a GPU, `check_attention` allocates device memory, so it does not run here: each rank runs
+    # it when it loads its model (`select_backend` in `load_worker_model`).
     if device.type == "cpu":
         check_attention(
             model_config.attention_backend,
@@ -275,7 +280,7 @@ def verify_proof(model: GPT, checkpoint: Checkpoint, proof: Proof) -> list[float
 def _load_and_pack(checkpoint: Checkpoint, mesh: Mesh, config: ServerConfig) -> tuple[GPT, int]:
     """Return the loaded model and its weight bytes before packing. Runs no collectives."""
     model = load_worker_model(checkpoint, mesh, config.model_config, config.cache_config)
-    loaded_bytes = _parameter_bytes(model)  # Packing drops the parameters.
+    loaded_bytes = _parameter_bytes(model)  # Counted now, because packing drops the parameters.
     if not config.model_config.quantizes_weights:
         prepare_weights(model, config.model_config)
     return model, loaded_bytes

@@ -13,8 +13,8 @@ from pathlib import Path
 from gpt.checkpoint.files.safetensors_file import MappedFile
 from gpt.errors import CheckpointError
 
-# A recursive scan ignores folders below this depth; the scanned folder has depth 1. In an unpacked
-# archive the weights are at most two folders deep.
+# A recursive scan ignores folders below this depth; the scanned folder has depth 1. The weights of
+# an unpacked archive are at most two folders below it.
 DEPTH_MAX = 4
 FILES_MAX = 100_000  # A scan refuses a folder with more files.
 

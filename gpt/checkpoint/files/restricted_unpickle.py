@@ -103,11 +103,12 @@ def _empty_bytes(*arguments: object) -> bytes:
 class StubUnpickler(pickle._Unpickler):
     """Unpickler that maps allowed names to stubs, dtypes or plain types, and refuses other names.
 
-    It derives from `pickle._Unpickler`, which is written in Python. The C implementation allocates
-    a table as large as the largest memo index in a file, and a hostile file can contain any index.
-    `extra_names` matches the names that are allowed in addition to `TRAINING_CLASSES` and
-    `SAFE_CLASSES`; a subclass can replace it with the names in its own files. Objects of all these
-    classes become stubs.
+    The C unpickler allocates a table as large as the largest memo index in the file, and in a
+    hostile file this index can be huge. The base class is therefore the unpickler in Python,
+    `pickle._Unpickler`.
+
+    Objects of the classes that `TRAINING_CLASSES`, `SAFE_CLASSES` or `extra_names` matches become
+    stubs. A subclass for another kind of file can replace `extra_names`.
     """
 
     # The opcode BYTEARRAY8 is refused, because it allocates any length that the file states. No
@@ -171,8 +172,8 @@ PLAIN_TYPES: dict[str, type] = {
 def read_pickle(path: Path, byte_range: tuple[int, int] | None = None) -> Any:
     """Load the object of a `torch.save` file, with stubs for foreign classes.
 
-    `byte_range` (start, length) selects an archive inside a larger file. Tensors are memory-mapped,
-    but tensors of a byte range or of a file of torch < 1.6 are loaded into memory.
+    `byte_range` (start, length) selects an archive inside a larger file. Tensors of a byte
+    range, and of a file of torch < 1.6, are loaded into memory; other tensors are memory-mapped.
     """
     try:
         with open(path, "rb") as file:
@@ -219,8 +220,8 @@ def _globals_in_zip(path: Path, source: Path | io.BytesIO) -> list[str]:
         for member in archive.infolist():
             if member.compress_type != zipfile.ZIP_STORED:
                 raise CheckpointError(
-                    f"{path}: {member.filename} is compressed, which torch.save never does; load"
-                    " the file with torch and save it again with torch.save"
+                    f"{path}: {member.filename} is compressed, but torch.save does not compress; "
+                    "load the file with torch and save it again with torch.save"
                 )
     if isinstance(source, io.BytesIO):
         source.seek(0)

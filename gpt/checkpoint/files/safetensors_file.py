@@ -242,7 +242,7 @@ def _check_data_offsets(path: Path, entries: dict[str, Any], payload_bytes: int)
                 path,
                 f"is inconsistent: {key!r} has dtype {entry['dtype']} and shape "
                 f"{tuple(entry['shape'])}, so it needs {bytes_needed} bytes, but its data_offsets "
-                f"contain {stop - start}",
+                f"span {stop - start}",
             )
         end = stop
     if end != payload_bytes:

@@ -81,7 +81,7 @@ def view_archive(span: Span) -> Any:
         for member in archive.infolist():
             name = member.filename.partition("/")[2]
             if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
-                raise ValueError(f"{member.filename} is compressed, which torch.save never does")
+                raise ValueError(f"{member.filename} is compressed; torch.save does not compress")
             if name in members:
                 raise ValueError(f"it contains {member.filename} twice")
             members[name] = member
@@ -200,7 +200,7 @@ class _Storage:
 
 
 class _RebuildTensor(Stub):
-    """Stub of `_rebuild_tensor_v2`; arguments: (storage, first element, size, stride, ...)."""
+    """Stub of `_rebuild_tensor_v2`; arguments: (storage, offset in elements, size, stride, ...)."""
 
 
 class _RebuildParameter(Stub):

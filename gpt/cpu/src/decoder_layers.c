@@ -44,8 +44,8 @@ typedef struct {
     int64_t layer_bytes; /* Bytes of a layer in the pool. */
     const void *decode;  /* DecodeArgs; NULL if the step has no decode rows. */
     const void *prefill; /* PrefillArgs; NULL if the step has no prefill runs. */
-    /* The rows whose output of the range's last layer is needed, and their number. For other rows
-       this layer does not compute projection and MLP. NULL: all rows are needed. */
+    /* The rows that are needed after the range's last layer, and their number. For the other rows,
+       the last layer does not compute projection and MLP. NULL: all rows are needed. */
     const int64_t *output_rows;
     int64_t output_count;
 } StepArgs;

@@ -162,8 +162,8 @@ TARGET_AVX512_VNNI static RowError quantize_query(const Search *search, const No
 }
 
 /* Scores the panel that gives the row's highest lower bound, and raises the row's lower bound to
-   the panel's largest logit, minus mean_logit and the rounding errors. Then the upper bounds of
-   only a few more panels reach the row's lower bound. */
+   (the panel's largest logit - mean_logit - rounding errors). After this, only a few more panels
+   have an upper bound that reaches the row's lower bound. */
 TARGET_AVX512_VNNI static void score_likeliest_panel(Search *search, int64_t row, int64_t threads)
 {
     const Bounds *bounds = search->product.bounds;

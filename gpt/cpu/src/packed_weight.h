@@ -51,8 +51,8 @@ typedef struct {
 } Prefetch;
 
 /* Adds to `sum` the products of `rows` rows of x with a panel's columns, over `pairs` pairs of
-   channels. Adjacent rows of x are `stride` elements apart, adjacent pairs `step` elements. Each
-   sum adds its channels in the same order for any number of rows. */
+   channels. Adjacent rows of x are `stride` elements apart, and adjacent pairs of channels are
+   `step` elements apart. Each sum adds its channels in the same order for any number of rows. */
 TARGET_AVX512_BF16 INLINE void accumulate_prefetching(__m512 (*sum)[2], const uint16_t *x,
                                                       int64_t stride, int64_t step,
                                                       const uint16_t *panel, int64_t pairs,
@@ -177,8 +177,8 @@ TARGET_AVX512_BF16 INLINE void transpose_block(const uint32_t *from, int64_t str
 }
 
 /* Interleaves two rows: each 32-bit word holds the numbers of both rows in one column, like a pair
-   of channels in a panel. For GEMMs that sum over the rows. If `b` is NULL, the second row is
-   zeros. */
+   of channels in a panel. A GEMM that sums over the rows reads this layout. If `b` is NULL, the
+   second row is zeros. */
 TARGET_AVX512_BF16 INLINE void interleave_rows(const uint16_t *a, const uint16_t *b, int64_t width,
                                                uint16_t *to)
 {

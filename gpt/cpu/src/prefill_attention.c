@@ -38,7 +38,7 @@ typedef struct {
     const int64_t *sequence;     /* Each run's row in the block tables. */
     const int64_t *block_tables; /* Block numbers of each sequence: (sequences, table_width). */
     const RunPart *parts;
-    const int64_t *part_starts; /* Index of each task's first part; last, the number of parts. */
+    const int64_t *part_starts; /* The index of each task's first part, then the number of parts. */
     const int64_t *shared_keys; /* Number of keys that all runs of a task share; 0 for one run. */
     void *scratch;              /* One WorkerScratch per thread; it may be too large for a stack. */
 } PrefillArgs;

@@ -154,8 +154,9 @@ def _rope_scaling(fields: ConfigJson, rope: ConfigJson, rope_type: object) -> Ro
     if rope_type == "linear":
         return RopeScaling("linear", rope.number("factor"))
     if rope_type == "llama3":
-        # As in transformers, `original` is the first of these values that is present: the top-level
-        # key, the key in the RoPE section, max_position_embeddings.
+        # As in transformers, the first of these values that is present:
+        # original_max_position_embeddings of the top level, the same key of the RoPE section,
+        # max_position_embeddings.
         original = fields.integer(
             "original_max_position_embeddings",
             rope.integer(

@@ -197,8 +197,8 @@ def _nemotron(fields: ConfigJson) -> GPTConfig:
 
 def _gpt_neox(fields: ConfigJson) -> GPTConfig:
     heads, bias = fields.integer("num_attention_heads"), fields.flag("attention_bias")
-    # GPT-NeoX always has hidden_size // heads channels per head. A different head_dim is refused,
-    # because it would affect only RoPE in transformers.
+    # GPT-NeoX always has hidden_size // heads channels per head. A different head_dim is refused:
+    # transformers would use it for RoPE, but not as the size of a head.
     fields.refuse("head_dim", fields.integer("hidden_size") // max(1, heads))
     return _llama_like(
         fields,

@@ -221,7 +221,9 @@ def _normalize_keys(stored: dict[str, StoredTensor], family: Family) -> dict[str
         for alias_part, table_part in family.key_renames.items():
             name = name.replace(alias_part, table_part)
         if name in stored:
-            name = key  # The file has both keys; `open_huggingface` refuses the unused key.
+            # If the files also contain the new key, the old key is kept. It then stays unused, and
+            # `open_huggingface` refuses it.
+            name = key
         fused_suffix = next((end for end in family.fused_experts if name.endswith(end)), None)
         if fused_suffix is None or len(tensor.shape) != 3:
             normalized_tensors[name] = tensor

@@ -4,8 +4,8 @@ NeMo 1 has its own config format; NeMo 2 and Megatron-Bridge write Megatron-Core
 and the model's fields. The fields of both formats are converted to Megatron args first. A field
 that Preamble does not support is refused, and the error uses the name of the field in the config.
 An absent field of NeMo 1 has NeMo 1's default. In NeMo 2 and Megatron-Bridge each preset class,
-such as NeMo 2's Llama3Config8B, has its own defaults, which its config may not record; then the
-error asks the user for the missing fields. The module opens no files.
+such as NeMo 2's Llama3Config8B, has its own defaults. If a config does not record them, an error
+asks the user for the missing fields. The module opens no files.
 """
 
 import re
@@ -420,7 +420,7 @@ def _refuse_unsupported(fields: NemoConfig) -> None:
     for name, accepted_values in NEMO1_UNSUPPORTED.items():
         value = fields.get(name)
         if isinstance(value, Mapping):
-            # A mapping without a true value counts as absent.
+            # A mapping whose values are all false, 0, empty or null counts as absent.
             value = {key: inner for key, inner in value.items() if inner} or None
         if value is not None and value not in accepted_values:
             raise _unsupported_field_error(fields, name)

@@ -110,7 +110,7 @@ def _build_object(objects: Mapping[str, Any], key: str, object_cache: dict[str, 
 
 
 def _class_name(objects: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """Return the name of an object's class; a fiddle Config has the class that it configures."""
+    """Return the name of an object's class; for a fiddle Config, the class that it configures."""
     metadata = record.get("metadata")
     if isinstance(metadata, dict) and metadata.get("type") == "ref":
         metadata = objects.get(str(metadata.get("key")))
@@ -190,7 +190,8 @@ def _resolve(value: Any, scopes: tuple[Mapping[str, Any], ...], depth: int) -> A
     if match is None or depth > DEPTH_MAX:
         return value
     path = match[1].lstrip(".")
-    # Leading dots make a path relative: one dot to the mapping of the reference, two to its parent.
+    # Leading dots make a path relative. One dot: to the mapping that contains the reference. Two
+    # dots: to the parent of this mapping.
     leading_dots = len(match[1]) - len(path)
     if leading_dots > len(scopes):
         return value

@@ -104,7 +104,7 @@ class ShardedTensor:
 
     If a gated fc1 has separate keys for gate and up, the gate matrix is half 0 and the up matrix is
     half 1. A tensor with a single key has only half 0. `shapes` and `chunk_slices` are indexed by
-    half; each chunk slice is paired with its offsets in this half.
+    half; each chunk slice is paired with its offsets in the matrix of this half.
     """
 
     key: str

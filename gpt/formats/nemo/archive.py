@@ -209,7 +209,7 @@ class _BoundedReader(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= HEADER_BYTES_MAX:
-            raise tarfile.ReadError(f"a header of {size} bytes")
+            raise tarfile.ReadError(f"a header has {size} bytes; the limit is {HEADER_BYTES_MAX}")
         return self.file.read(size)
 
     def tell(self) -> int:

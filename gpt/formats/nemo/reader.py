@@ -142,7 +142,10 @@ def nemo1_config_inferrer(
 
 
 def refuse_missing_chunks(ranks: RankFiles, fields: NemoConfig) -> None:
-    """Refuse a virtual pipeline whose files lack model chunks: the layer order is unknown."""
+    """Refuse files that lack model chunks of the config's virtual pipeline.
+
+    Without all chunks, the order of the layers is unknown.
+    """
     vpp = fields.get("virtual_pipeline_model_parallel_size")
     if ranks.parallel_sizes.pp > 1 and vpp not in (None, 1, ranks.chunks):
         raise CheckpointError(

@@ -88,7 +88,7 @@ def read_request(message: Any, adapter: str, text_bytes_max: int) -> InferReques
 
 
 def _field_names(parameters: Mapping[str, _Parameter]) -> Mapping[str, str]:
-    """Return the caller's name for each field name in the admission's errors."""
+    """Map the field names in the admission's errors to input names, as the caller spelled them."""
     spellings = {name: parameter.name for name, parameter in parameters.items()}
     names = {field: spellings.get(name, name) for field, name in FIELD_NAMES.items()}
     if "input_ids" in parameters:
@@ -318,7 +318,7 @@ def _normalize_sampling(sampling: dict[str, Any], settings: Mapping[str, Any]) -
     """Convert the values whose meaning in Triton's backends differs from that in an `Ask`."""
     if sampling.get("top_k") == -1:
         sampling["top_k"] = 0
-    # Clients of TensorRT-LLM send 0 for an unset top_p. If top_k is unset too, decoding is greedy.
+    # top_p 0 means unset: TensorRT-LLM's clients send it. If top_k is off too, decoding is greedy.
     if sampling.get("top_p") == 0:
         del sampling["top_p"]
         if not sampling.get("top_k"):
@@ -367,7 +367,7 @@ def _read_guide(settings: Mapping[str, Any]) -> Guide | None:
     if kind is not None and text is not None:
         guides[kind] = text
     elif kind or text:
-        guides[kind or ""] = None  # The kind or the pattern is missing, which is reported below.
+        guides[kind or ""] = None  # The kind or the pattern is missing: an error below.
     if not guides:
         return None
     name, pattern = next(iter(guides.items()))

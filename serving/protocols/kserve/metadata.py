@@ -122,7 +122,8 @@ _UNSUPPORTED_INPUTS: Mapping[str, str] = {
     "image": "this model accepts text only",
 }
 
-# Datatype of each output, and the flag that requests the output if a request lists no outputs.
+# The datatype of each output, and its flag. The flag is a boolean input that requests the output if
+# the request lists no outputs. None: the output has no flag.
 OUTPUTS: Mapping[str, tuple[str, str | None]] = {
     "text_output": (BYTES, None),
     "finish_reason": (BYTES, "return_finish_reason"),

@@ -158,7 +158,8 @@ async def build_ask(
     if body.max_completion_tokens is not None:
         fields["max_new_tokens"] = body.max_completion_tokens
     tokens_left = service.admission.tokens_max - len(ids)
-    # The default fills the context. With an adapter, the admission applies the adapter's default.
+    # By default, a completion may fill the rest of the context. For a request with an adapter,
+    # max_new_tokens stays unset here, and the admission applies the adapter's default.
     if "max_new_tokens" not in fields and not adapters and tokens_left > 0:
         fields["max_new_tokens"] = tokens_left
     if body.logprobs:

@@ -298,7 +298,8 @@ def build_asks(body: CompletionRequest, adapters: tuple[str, ...], prompts_max: 
         prompt_logprobs=_prompt_logprobs(body),
         truncate_tokens=body.truncate_prompt_tokens,
     )
-    # With an adapter, the admission applies the adapter's default.
+    # For a request with an adapter, max_new_tokens stays unset here, and the admission applies the
+    # adapter's default.
     if body.max_tokens is None and not adapters:
         fields["max_new_tokens"] = MAX_TOKENS_DEFAULT
     return [Ask(prompt, adapters=adapters, **fields) for prompt in _read_prompts(body, prompts_max)]
@@ -417,9 +418,10 @@ def _prompt_logprobs(body: CompletionRequest) -> int | None:
     if body.echo and body.logprobs is not None:
         counts.append(body.logprobs)
     if body.max_tokens == 0:
-        counts.append(0)  # `Admission` accepts max_new_tokens 0 only with prompt log-probabilities.
+        # Such a request only scores the prompt: `Admission` refuses it without prompt_logprobs.
+        counts.append(0)
     if counts and min(counts) < 0:
-        return min(counts)  # The admission refuses a negative count; max() would hide it.
+        return min(counts)  # Invalid: the admission refuses a negative count.
     return max(counts, default=None)
 
 

@@ -85,7 +85,7 @@ def _build_choices(
 
 
 def _merge_chunks(choice: dict[str, Any], chunk: dict[str, Any]) -> dict[str, Any]:
-    """Merge a chunk into the merged earlier chunks of its choice."""
+    """Append a chunk to `choice`, which has the merged earlier chunks; return the result."""
     merged_choice = {**choice, **chunk, "text": choice["text"] + chunk["text"]}
     if choice["logprobs"] is not None and chunk["logprobs"] is not None:
         merged_choice["logprobs"] = {
@@ -152,7 +152,7 @@ class TextChoice:
 
     @property
     def _prompt_positions(self) -> list[tuple[int, int]]:
-        """Position and id of each prompt token, without virtual tokens."""
+        """Position and id of each prompt token that is not a virtual token."""
         virtual_tokens = self.answer.virtual_tokens
         prompt = enumerate(self.answer.prompt)
         return [
@@ -228,7 +228,7 @@ class _TokenLogprobs:
             text, token_text = detokenizer.push(token), format_token(self._tokenizer, token)
             offset += len(text)
             if text and token_text.endswith(text):
-                # The detokenizer has stripped the space at the start of the whole text.
+                # At the start of the text, the detokenizer strips the token's leading space.
                 token_text = text
             self._token_texts.append(token_text)
             self._logprobs.append(None if score is None else max(score.logprob, LOGPROB_MIN))

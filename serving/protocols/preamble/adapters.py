@@ -128,7 +128,7 @@ async def _run_in_thread(function: Callable[..., T], *args: object) -> T:
     try:
         return await asyncio.to_thread(function, *args)
     except UnknownAdapterError as error:
-        error.field = "name"  # In these messages, the field `name` contains the adapter's name.
+        error.field = "name"  # The field with the adapter's name in the request messages.
         raise
 
 

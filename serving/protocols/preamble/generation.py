@@ -1,8 +1,7 @@
 """preamble.v1.GenerationService: generate, stream, score, tokenize and detokenize.
 
-A request message becomes an `Ask`, and the pieces of output become response messages. If an
-optional field without a neutral value is unset, it stays None in the `Ask`, and the admission
-chooses the default.
+A request message becomes an `Ask`, and the pieces of output become response messages. An unset
+field such as `max_new_tokens` becomes None in the `Ask`, and the admission chooses its default.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """TGIS requests: checks parameters against TGIS's limits and builds an `Ask`.
 
-In the numeric fields that have no field presence in TGIS's messages, 0 means unset. An unset field
-becomes None or the neutral value of the `Ask`. The admission then checks the `Ask`; its errors are
-translated to this protocol's field names.
+A 0 in a numeric field without field presence (not `optional` in the proto) means unset. An unset
+field becomes None or the neutral value of the `Ask`. The admission then checks the `Ask`; its
+errors are translated to this protocol's field names.
 """
 
 import json
@@ -120,7 +120,7 @@ def is_sampling(params: Any) -> bool:
 
 
 def wants_token_details(response_options: Any) -> bool:
-    """Return whether logprobs, ranks or top tokens are requested for the tokens."""
+    """Return whether the request asks for the logprob, rank or top tokens of each token."""
     return bool(
         response_options.token_logprobs
         or response_options.token_ranks

@@ -131,8 +131,8 @@ async def _start_stream(ask: Ask, call: Call) -> Stream:
         return await call.start(ask, final_only=True)
     except RequestError as error:
         if error.field in ("text", "prompt"):
-            # The call has one prompt. In a call with more prompts, `_admit_all` has already refused
-            # every invalid prompt.
+            # The invalid prompt is the only prompt of the call: if a call has several prompts,
+            # `_admit_all` refuses invalid ones before this function runs.
             error.field = "requests[0].text"
         raise
 

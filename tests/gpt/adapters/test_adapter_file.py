@@ -282,11 +282,11 @@ INVALID_FILES: dict[str, tuple[bytes, str]] = {
     "giant header": (b"\xff" * 7 + b"\x00" + VALID_FILE[8:], "header"),
     "shape lies": (
         header_with(table={"shape": [30, 40]}),
-        "needs 4800 bytes, but its data_offsets contain 48",
+        "needs 4800 bytes, but its data_offsets span 48",
     ),
     "span lies": (
         header_with(table={"data_offsets": [0, 4800]}),
-        "needs 48 bytes, but its data_offsets contain 4800",
+        "needs 48 bytes, but its data_offsets span 4800",
     ),
     "metadata lies": (header_with(__metadata__={"format": 3}), "broken header"),
     "a pickle": (pickle.dumps({"table": [1.0]}), "truncated|header"),

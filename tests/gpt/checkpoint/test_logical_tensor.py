@@ -143,18 +143,18 @@ def test_read_equals_indexing_for_random_maps(
 
 BOX = stored(counting_matrix(4, 3))
 FAULTS: dict[str, tuple[tuple[SourceSlice, ...], str]] = {
-    "rows missing": ((SourceSlice(BOX, (0, 3)),), "not covered exactly once"),
+    "rows missing": ((SourceSlice(BOX, (0, 3)),), "some rows are missing or stored twice"),
     "rows twice": (
         (SourceSlice(BOX, (0, 4)), SourceSlice(BOX, (3, 4))),
-        "not covered exactly once",
+        "some rows are missing or stored twice",
     ),
     "columns missing": (
         (SourceSlice(BOX, (0, 4), (0, 2)),),
-        "rows 0 to 4 are not covered exactly once",
+        "some elements of rows 0 to 4 are missing or stored twice",
     ),
     "columns twice": (
         (SourceSlice(BOX, (0, 4), (0, 2)), SourceSlice(BOX, (0, 4), (1, 3))),
-        "exactly once",
+        "some elements of rows 0 to 4 are missing or stored twice",
     ),
     "a file too short": ((SourceSlice(BOX, (0, 4), source_row=1),), "shape .4, 3., which does not"),
     "a step too long": ((SourceSlice(BOX, (0, 4), row_stride=2),), "not contain the slice"),
@@ -163,7 +163,7 @@ FAULTS: dict[str, tuple[tuple[SourceSlice, ...], str]] = {
         (SourceSlice(stored(torch.ones(4, 3).char(), "f: k"), (0, 4)),),
         "f: k is torch.int8",
     ),
-    "nothing": ((), "not covered"),
+    "nothing": ((), "missing or stored twice"),
 }
 
 

@@ -63,7 +63,7 @@ def test_formats_without_a_reader_are_refused_by_name(sign: str, tmp_path: Path)
 
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "gpt.gguf").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"is a GGUF file, .* conversion to Hugging Face's"):
+    with pytest.raises(CheckpointError, match=r"is a GGUF file, .* convert it to Hugging Face's"):
         open_checkpoint(tmp_path / "gpt.gguf")
     (tmp_path / "gpt.gguf").unlink()
     with pytest.raises(CheckpointError, match="does not exist; give the directory"):

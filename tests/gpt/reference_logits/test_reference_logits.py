@@ -248,7 +248,8 @@ def test_a_proof_of_another_shape_is_refused_before_the_replay() -> None:
     for config, message in (
         (
             MODERN,
-            "logits of 101 tokens, but the model's vocabulary has 103; the proof is of another",
+            "the proof's vocabulary has 101 tokens, but the model's vocabulary has 103; the proof "
+            "is of another model",
         ),
         (
             CLASSIC.with_fields(max_position_embeddings=16),

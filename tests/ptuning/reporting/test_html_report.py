@@ -118,7 +118,7 @@ def task(name: str = "refunds", **changes: Any) -> TaskFacts:
         examples=1000,
         validation_examples=VALIDATION_RECORDS,
         lengths=[10, 20, 20, 30],
-        baselines=BASELINES,
+        metrics_by_variant=BASELINES,
         samples=samples,
     )
     return replace(facts, **changes)
@@ -163,7 +163,7 @@ def hostile_run() -> RunFacts:
         fields=(HOSTILE,),
         data=HOSTILE,
         dropped=[long_text] * 9,
-        baselines={ADAPTER: measures, NO_PROMPT: {"f1": 2.0}, HOSTILE: {}},
+        metrics_by_variant={ADAPTER: measures, NO_PROMPT: {"f1": 2.0}, HOSTILE: {}},
         samples=[sample] * 100,
     )
     return run(
@@ -253,14 +253,14 @@ def test_report_of_a_run_without_steps_renders(state: Any) -> None:
 
 
 def test_verdict_of_a_running_run_uses_the_last_validation() -> None:
-    facts = run(task(baselines={NO_PROMPT: {"exact_match": 0.1}}), state="running")
+    facts = run(task(metrics_by_variant={NO_PROMPT: {"exact_match": 0.1}}), state="running")
     verdict = task_verdict(facts.tasks[0], facts)
     assert verdict.sentence.startswith("So far: Exact match is 80.0 % on 400 held-out examples")
     assert verdict.is_good
 
 
 def test_verdict_without_evaluated_answers_uses_the_loss() -> None:
-    facts = run(task(baselines={}), validations=VALIDATIONS)
+    facts = run(task(metrics_by_variant={}), validations=VALIDATIONS)
     verdict = task_verdict(facts.tasks[0], facts)
     assert verdict.sentence == (
         "The loss fell from 3.3000 to 0.3002 in 200 steps, and is 0.7000 on held-out records; "
@@ -271,7 +271,7 @@ def test_verdict_without_evaluated_answers_uses_the_loss() -> None:
 
 def test_report_of_several_tasks_has_a_table_and_sections() -> None:
     tone = {NO_PROMPT: {"accuracy": 0.5}, ADAPTER: {"accuracy": 0.75}}
-    facts = run(task(), task("tone", baselines=tone))
+    facts = run(task(), task("tone", metrics_by_variant=tone))
     page = ParsedPage(render_report(facts))
     sections = [facts for facts in page.all("section") if facts.get("class") == "task"]
     assert [section["aria-label"] for section in sections] == ["refunds", "tone"]
@@ -297,7 +297,7 @@ def test_verdict_is_good_only_beyond_the_confidence_margin() -> None:
     ) -> bool | None:
         baselines = {NO_PROMPT: {"f1": plain_f1}, ADAPTER: {"f1": adapter_f1}}
         return task_verdict(
-            task(baselines=baselines, validation_examples=validation_records), run()
+            task(metrics_by_variant=baselines, validation_examples=validation_records), run()
         ).is_good
 
     assert good(0.05, 0.92) is True
@@ -323,14 +323,20 @@ VALIDATIONS = [
         (run(progress=progress([4 - step / 60 for step in range(STEPS)])), "still falling"),
         (run(progress=progress(falling_losses(), skipped=True)), "200 of 200 steps were skipped"),
         (run(validations=VALIDATIONS), "rising since step 100 (0.5000 to 0.7000)"),
-        (run(task(validation_examples=0, validation="", baselines={})), "no record was held out"),
+        (
+            run(task(validation_examples=0, validation="", metrics_by_variant={})),
+            "no record was held out",
+        ),
         (run(task(validation_examples=20)), "only 20 examples were held out"),
         (run(task(overlapping_examples=7)), "7 of the held-out records are also training records"),
         (run(task(answers_cut=90)), "90 of 400 answers were cut at max_new_tokens"),
         (run(task(dropped=["line 3"] * 500)), "500 of 1500 records were dropped"),
-        (run(task(baselines={**BASELINES, NO_PROMPT: {"exact_match": 0.92}})), "do not serve it"),
         (
-            run(task(baselines={**BASELINES, ORACLE: {"exact_match": 0.99}})),
+            run(task(metrics_by_variant={**BASELINES, NO_PROMPT: {"exact_match": 0.92}})),
+            "do not serve it",
+        ),
+        (
+            run(task(metrics_by_variant={**BASELINES, ORACLE: {"exact_match": 0.99}})),
             "instruction is better",
         ),
     ],
@@ -348,7 +354,9 @@ def test_a_good_run_has_no_warnings() -> None:
 
 
 def test_summary_is_strict_json_of_the_same_numbers() -> None:
-    summary = run_summary(run(task(baselines={ADAPTER: {"f1": float("nan"), "exact_match": 0.5}})))
+    summary = run_summary(
+        run(task(metrics_by_variant={ADAPTER: {"f1": float("nan"), "exact_match": 0.5}}))
+    )
     decoded = json.loads(json.dumps(summary, allow_nan=False))
     assert decoded["tasks"][0]["measures"] == {"adapter": {"f1": None, "exact_match": 0.5}}
     assert (
