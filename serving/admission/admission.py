@@ -282,9 +282,16 @@ class Admission:
     def _render_template(
         self, template: PromptTemplate, inputs: Mapping[str, str], tokens_max: int
     ) -> tuple[int, ...]:
-        sizes = {"vocab_size": self.vocab_size, "tokens_max": tokens_max}
         try:
-            return tuple(template.render(self.tokenizer, inputs, **sizes, with_answer=False).ids)
+            rendered = template.render(
+                self.tokenizer,
+                inputs,
+                vocab_size=self.vocab_size,
+                tokens_max=tokens_max,
+                with_answer=False,
+                text_bytes_max=self.config.text_bytes_max,
+            )
+            return tuple(rendered.ids)
         except RequestError as error:
             # `error.field` is the name of a template field. The prefix `inputs.` distinguishes it
             # from a field of `Ask` with the same name.

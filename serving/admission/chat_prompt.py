@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -73,7 +74,7 @@ class ChatPromptRenderer:
         setup = TemplateSetup(
             template.text, dict(template.special_tokens), limits_config.text_bytes_max
         )
-        self._template_process = _TemplateProcess(setup)
+        self._template_process = _TemplateProcess(setup, limits_config.chat_template_s)
         problem = find_syntax_error(template.text)
         if problem is None and model_config.chat_template is not None:
             try:
@@ -145,10 +146,15 @@ def _nesting_error() -> RequestError:
     return RequestError("the tool arguments in the messages are nested too deeply", "messages")
 
 
+class _ProcessStuckError(Exception):
+    """The sandbox process did not answer within the time limit, and was killed."""
+
+
 class _TemplateProcess:
     """The sandbox process. All calls except `close` must come from one thread."""
 
-    def __init__(self, setup: TemplateSetup) -> None:
+    def __init__(self, setup: TemplateSetup, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._setup_line = msgspec.json.encode(setup).decode() + "\n"
         self._process: ChildProcess | None = None
         self._closed = False
@@ -159,9 +165,21 @@ class _TemplateProcess:
             # renders it.
             self._reap(self._process)
             self._process = None
-        process = self._process or self.start()
         request_line = msgspec.json.encode(RenderRequest(messages)).decode() + "\n"
-        return self._exchange(process, request_line).text
+        try:
+            return self._exchange(self._process or self.start(), request_line).text
+        except _ProcessStuckError:
+            # The process was perhaps stopped by something else than these messages, so a new
+            # process renders them.
+            pass
+        try:
+            return self._exchange(self.start(), request_line).text
+        except _ProcessStuckError:
+            raise UnavailableError(
+                f"the chat template's process did not answer within {self._timeout_s:g} s "
+                "(chat_template_s), twice; try again in a moment",
+                "ENGINE_LOST",
+            ) from None
 
     def start(self) -> ChildProcess:
         """Start the process and send the template; raise RequestError if it does not compile."""
@@ -193,13 +211,33 @@ class _TemplateProcess:
         )
 
     def _exchange(self, process: ChildProcess, request_line: str) -> RenderReply:
+        """Send a line and return the reply; raise _ProcessStuckError after the time limit.
+
+        A process that is stopped uses no CPU time, so its own limit does not end it.
+        """
         assert process.stdin is not None and process.stdout is not None
+        is_stuck = threading.Event()
+
+        def kill() -> None:
+            is_stuck.set()
+            process.kill()  # Ends the blocking write or read of this thread.
+
         reply_line = ""
-        with suppress(BrokenPipeError, ValueError):  # ValueError: the pipe was closed meanwhile.
+        timer = threading.Timer(self._timeout_s, kill)
+        timer.daemon = True
+        timer.start()
+        # ValueError: the pipe was closed meanwhile.
+        with suppress(BrokenPipeError, ValueError):
             process.stdin.write(request_line)
             process.stdin.flush()
             reply_line = process.stdout.readline()
+        timer.cancel()
         if not reply_line.endswith("\n"):
+            if is_stuck.is_set():
+                self._reap(process)
+                self._process = None
+                log.warning("event=chat_template_process_stuck timeout_s=%g", self._timeout_s)
+                raise _ProcessStuckError
             raise self._exit_error(process)
         reply = msgspec.json.decode(reply_line, type=RenderReply)
         if reply.error is not None:
