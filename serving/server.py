@@ -43,6 +43,7 @@ from serving.frontend.http_transport import (
     address_family,
     page_handlers,
 )
+from serving.frontend.open_files import fit_connections, log_accept_errors
 from serving.frontend.tls import TlsCertificates
 from serving.protocols.grpc_services import all_services, handlers
 from serving.protocols.openai import routes
@@ -74,7 +75,8 @@ SCAN_SHARE = 0.02
 async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
     """Serve until a signal; `on_ready` receives one line with the addresses and memory sizes."""
     started = time.monotonic()
-    network, security = config.network_config, config.security_config
+    network, security = fit_connections(config.network_config), config.security_config
+    log_accept_errors(asyncio.get_running_loop())
     tls, access = TlsCertificates.from_config(security), Authenticator(security.tokens)
     service = Service(ServableCheckpoint.from_config(config))
     metrics = Metrics()

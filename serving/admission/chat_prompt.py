@@ -36,6 +36,7 @@ from serving.request import UnavailableError
 log = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S = 1.0
+START_TIMEOUT_S = 30.0  # Time limit for the start of the process and for compiling the template.
 # Environment variables that the sandbox process needs to start; none of them is a secret.
 INHERITED_VARIABLES = {
     "PATH",
@@ -146,8 +147,15 @@ def _nesting_error() -> RequestError:
     return RequestError("the tool arguments in the messages are nested too deeply", "messages")
 
 
-class _ProcessStuckError(Exception):
+class _ProcessStuckError(UnavailableError):
     """The sandbox process did not answer within the time limit, and was killed."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(
+            f"the chat template's process did not answer within {timeout_s:g} s (chat_template_s);"
+            " try again in a moment",
+            "ENGINE_LOST",
+        )
 
 
 class _TemplateProcess:
@@ -166,26 +174,18 @@ class _TemplateProcess:
             self._reap(self._process)
             self._process = None
         request_line = msgspec.json.encode(RenderRequest(messages)).decode() + "\n"
+        process = self._process or self.start()
         try:
-            return self._exchange(self._process or self.start(), request_line).text
+            return self._exchange(process, request_line, self._timeout_s).text
         except _ProcessStuckError:
-            # The process was perhaps stopped by something else than these messages, so a new
-            # process renders them.
-            pass
-        try:
-            return self._exchange(self.start(), request_line).text
-        except _ProcessStuckError:
-            raise UnavailableError(
-                f"the chat template's process did not answer within {self._timeout_s:g} s "
-                "(chat_template_s), twice; try again in a moment",
-                "ENGINE_LOST",
-            ) from None
+            # Perhaps another program stopped the process, so a new process renders this chat.
+            return self._exchange(self.start(), request_line, self._timeout_s).text
 
     def start(self) -> ChildProcess:
         """Start the process and send the template; raise RequestError if it does not compile."""
         process = self._process = self._spawn()
         try:
-            self._exchange(process, self._setup_line)
+            self._exchange(process, self._setup_line, START_TIMEOUT_S)
         except RequestError:
             if self._process is not None:
                 self._reap(process)  # The process has rejected the template and ends.
@@ -210,7 +210,7 @@ class _TemplateProcess:
             stdout=subprocess.PIPE,
         )
 
-    def _exchange(self, process: ChildProcess, request_line: str) -> RenderReply:
+    def _exchange(self, process: ChildProcess, request_line: str, timeout_s: float) -> RenderReply:
         """Send a line and return the reply; raise _ProcessStuckError after the time limit.
 
         A process that is stopped uses no CPU time, so its own limit does not end it.
@@ -223,7 +223,7 @@ class _TemplateProcess:
             process.kill()  # Ends the blocking write or read of this thread.
 
         reply_line = ""
-        timer = threading.Timer(self._timeout_s, kill)
+        timer = threading.Timer(timeout_s, kill)
         timer.daemon = True
         timer.start()
         # ValueError: the pipe was closed meanwhile.
@@ -236,8 +236,8 @@ class _TemplateProcess:
             if is_stuck.is_set():
                 self._reap(process)
                 self._process = None
-                log.warning("event=chat_template_process_stuck timeout_s=%g", self._timeout_s)
-                raise _ProcessStuckError
+                log.warning("event=chat_template_process_stuck timeout_s=%g", timeout_s)
+                raise _ProcessStuckError(timeout_s)
             raise self._exit_error(process)
         reply = msgspec.json.decode(reply_line, type=RenderReply)
         if reply.error is not None:
