@@ -21,7 +21,7 @@ from serving.adapters.registry import AdapterRegistry, LoadedAdapter
 from serving.config import LimitsConfig
 from serving.engine.beam_search import beam_params, check_beam_stops, check_beams
 from serving.messages import Guide, ServiceClass
-from serving.request import AnswerSpec, Ask, Request, answer_seed
+from serving.request import AnswerSpec, Ask, DeadlinePassedError, Request, answer_seed
 from serving.worker.guided_decoding import check_guide
 
 # Random seeds stay below 2^53, so that JSON and JavaScript represent them exactly.
@@ -48,10 +48,11 @@ class Admission:
     # Raises if the adapter may not be served now.
     check_servable: Callable[[LoadedAdapter], None] = lambda adapter: None
 
-    def admit(self, ask: Ask) -> Request:
+    def admit(self, ask: Ask, has_ended: Callable[[], bool] = lambda: False) -> Request:
         """Validate an ask and build the request.
 
-        This may read files, so do not call it on an event loop.
+        This may read files, so do not call it on an event loop. `has_ended` returns whether the
+        call has ended meanwhile; then the work stops before the next prompt.
         """
         check_ask(ask, self.config, self.vocab_size)
         seed = secrets.randbits(SEED_BITS) if ask.seed is None else ask.seed
@@ -64,11 +65,11 @@ class Admission:
         answers: list[AnswerSpec] = []
         for adapter in adapters:
             if ask.continuations:
-                answers += [
-                    self._build_answer(ask, adapter, seed, continuation)
-                    for continuation in ask.continuations
-                ]
+                for continuation in ask.continuations:
+                    _check_call(has_ended)
+                    answers.append(self._build_answer(ask, adapter, seed, continuation))
                 continue
+            _check_call(has_ended)
             first_answer = self._build_answer(ask, adapter, seed)
             if ask.beam_width > 1:
                 check_beam_stops(first_answer, ask.beam_width, self.vocab_size)
@@ -388,6 +389,12 @@ class Admission:
                 " (text_bytes_max)",
                 "text",
             )
+
+
+def _check_call(has_ended: Callable[[], bool]) -> None:
+    """Stop the admission if the call has ended; nobody receives the error."""
+    if has_ended():
+        raise DeadlinePassedError("the call ended before its request was admitted")
 
 
 def check_ask(ask: Ask, config: LimitsConfig, vocab_size: int) -> None:
