@@ -120,7 +120,7 @@ def test_a_peft_config_without_task_type_is_read_with_a_note(tmp_path: Path) -> 
         (
             {"peft_type": "LORA"},
             {"prompt_embeddings": TABLE},
-            "has peft_type LORA; only adapters of",
+            "has peft_type LORA; only prompt adapters",
         ),
         ({"peft_type": "CARTRIDGE"}, {"prompt_embeddings": TABLE}, "has peft_type CARTRIDGE"),
         (
