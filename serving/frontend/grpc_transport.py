@@ -106,7 +106,7 @@ def _method_handler(frontend: Frontend, protocol: str, service: str, method: Rpc
                 request = (
                     messages
                     if method.cardinality in ("in", "both")
-                    else await _read_one(messages, name, frontend.slow_reader_s)
+                    else await _read_request(messages, name, frontend.slow_reader_s)
                 )
                 if method.cardinality in ("out", "both"):
                     return await method.handle(
@@ -153,7 +153,7 @@ class ProbeInterceptor(grpc.aio.ServerInterceptor):
                 request = (
                     requests
                     if handler.request_streaming
-                    else await _read_one(requests, name, self._slow_reader_s)
+                    else await _read_request(requests, name, self._slow_reader_s)
                 )
                 return await _run_library_handler(handler, request, context)
             except RefusedError as error:
@@ -221,7 +221,7 @@ async def _parse_messages(
             ) from None
 
 
-async def _read_one(messages: AsyncIterator[Message], method: str, timeout_s: float) -> Message:
+async def _read_request(messages: AsyncIterator[Message], method: str, timeout_s: float) -> Message:
     """Return the message of a call that sends one message; `method` is its name for errors."""
     try:
         async with asyncio.timeout(timeout_s):

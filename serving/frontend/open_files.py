@@ -32,17 +32,17 @@ def fit_connections(config: NetworkConfig) -> NetworkConfig:
     Logs a warning if a bound is reduced.
     """
     http_servers = 1 if config.metrics_port is None else 2
-    wanted = config.connections_max + http_servers * config.http_connections_max
+    connections = config.connections_max + http_servers * config.http_connections_max
     used = len(os.listdir("/proc/self/fd"))
-    limit = _raise_soft_limit(used + wanted + RESERVED_DESCRIPTORS)
+    limit = _raise_soft_limit(used + connections + RESERVED_DESCRIPTORS)
     if limit is None:
         return config
     free = limit - used
     available = max(free - RESERVED_DESCRIPTORS, free // 2)
-    if wanted <= available:
+    if connections <= available:
         return config
     connections_max, http_connections_max = (
-        min(bound, max(CONNECTIONS_MIN, bound * available // wanted))
+        min(bound, max(CONNECTIONS_MIN, bound * available // connections))
         for bound in (config.connections_max, config.http_connections_max)
     )
     log.warning(
@@ -50,8 +50,8 @@ def fit_connections(config: NetworkConfig) -> NetworkConfig:
         limit,
         connections_max,
         http_connections_max,
-        f"{wanted} connections and {RESERVED_DESCRIPTORS} other files need a hard limit of "
-        f"{used + wanted + RESERVED_DESCRIPTORS} open files (ulimit -Hn)",
+        f"{connections} connections and {RESERVED_DESCRIPTORS} other files need a hard limit of "
+        f"{used + connections + RESERVED_DESCRIPTORS} open files (ulimit -Hn)",
     )
     return replace(
         config, connections_max=connections_max, http_connections_max=http_connections_max
