@@ -42,7 +42,9 @@ def gpt2(tokenizers: dict[str, Tokenizer]) -> Tokenizer:
 class LettersTokenizer(NullTokenizer):
     """A tokenizer with one token per character."""
 
-    def encode(self, text: str, *, continues_text: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, allow_special: bool = False, continues_text: bool = False
+    ) -> list[int]:
         return [ord(character) % 7 for character in text]
 
 

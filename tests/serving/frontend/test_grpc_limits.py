@@ -48,7 +48,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         folder / "tokens.yaml", {"crew": {"token_sha256": sha256(CREW), "roles": roles}}
     )
     (folder / "adapters").mkdir()
-    settings = {"tokens": tokens, "slow_reader_s": 3.0, "adapters": str(folder / "adapters")}
+    settings: dict[str, Any] = {
+        "tokens": tokens,
+        "slow_reader_s": 3.0,
+        "adapters": str(folder / "adapters"),
+    }
     with serving(write_checkpoint(folder), **settings) as running:
         yield running
 
@@ -63,7 +67,7 @@ def channel(server: Server) -> Iterator[grpc.Channel]:
 def call(
     channel: grpc.Channel, method: str, data: bytes, metadata: Any = AUTHORIZED, **options: Any
 ) -> bytes:
-    unary = channel.unary_unary(method)
+    unary: Any = channel.unary_unary(method)
     response: bytes = unary(data, metadata=metadata, timeout=60, **options)
     return response
 
@@ -85,7 +89,7 @@ def test_compressed_reflection_requests_are_answered(channel: grpc.Channel) -> N
         file_containing_symbol="preamble.v1." + "a" * 99
     )
     listing = reflection_pb2.ServerReflectionRequest(list_services="*")
-    reflect = channel.stream_stream(REFLECTION)
+    reflect: Any = channel.stream_stream(REFLECTION)
     data = [message.SerializeToString() for message in (request, listing)]
     plain = list(reflect(iter(data), timeout=60))
     assert len(plain) == 2
@@ -125,8 +129,9 @@ def test_unknown_callers_are_refused_before_their_message(
         sent.wait(60)
         yield b""
 
+    stream: Any = channel.stream_unary(method)
     with pytest.raises(grpc.RpcError) as caught:
-        channel.stream_unary(method)(messages(), timeout=60)
+        stream(messages(), timeout=60)
     sent.set()
     assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
@@ -139,8 +144,9 @@ def test_message_that_does_not_arrive_ends_the_call(channel: grpc.Channel, metho
         ended.wait(60)
         yield b""
 
+    stream: Any = channel.stream_unary(method)
     with pytest.raises(grpc.RpcError) as caught:
-        channel.stream_unary(method)(messages(), timeout=60, metadata=AUTHORIZED)
+        stream(messages(), timeout=60, metadata=AUTHORIZED)
     ended.set()
     assert "slow_reader_s" in (caught.value.details() or "")
 
@@ -162,7 +168,8 @@ def test_messages_of_many_parts_do_not_delay_other_calls(
         data = message.SerializeToString()
         with pytest.raises(grpc.RpcError, match="more than 100000 fields"):
             call(channel, GENERATE, data)
-        finished, latencies = threading.Event(), []
+        finished = threading.Event()
+        latencies: list[float] = []
         thread = threading.Thread(target=watch, args=(server, finished, latencies))
         thread.start()
         with pytest.raises(grpc.RpcError):

@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import random
 import zlib
+from collections.abc import Callable
 
 import pytest
 from google.protobuf.message import DecodeError, Message
@@ -14,6 +15,7 @@ from serving.frontend.wire_messages import PARTS_MAX, count_parts, decompress, p
 from serving.request import RefusedError
 
 BYTES_MAX = 1 << 20
+Compress = Callable[[bytes], bytes]
 REQUEST = pb.GenerateRequest(text="hello world " * 5000, max_new_tokens=3)
 
 
@@ -23,7 +25,9 @@ def parse(message_type: type[Message], data: bytes, bytes_max: int = BYTES_MAX) 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress, zlib.compress])
 @pytest.mark.parametrize("message", [REQUEST, pb.GenerateRequest(text="a"), pb.GenerateRequest()])
-def test_message_is_equal_with_every_compression(compress, message) -> None:
+def test_message_is_equal_with_every_compression(
+    compress: Compress, message: pb.GenerateRequest
+) -> None:
     assert parse(pb.GenerateRequest, compress(message.SerializeToString())) == message
 
 
@@ -34,7 +38,7 @@ def test_every_zlib_level_is_recognized(level: int) -> None:
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zlib.compress])
-def test_decompressed_message_over_the_limit_is_refused(compress) -> None:
+def test_decompressed_message_over_the_limit_is_refused(compress: Compress) -> None:
     with pytest.raises(RefusedError, match=r"over 1048576 bytes.*message_bytes_max"):
         parse(pb.GenerateRequest, compress(bytes(BYTES_MAX + 1)))
     assert decompress(compress(bytes(BYTES_MAX)), BYTES_MAX) == bytes(BYTES_MAX)
