@@ -206,6 +206,9 @@ class LimitsConfig:
     prompts_max: int = 128  # Prompts of a request that has a list of prompts.
     messages_max: int = 1024  # Messages of a chat.
     tools_max: int = 128  # Tools of a chat.
+    # Seconds that the process of the chat template has for a chat. After this time the process is
+    # killed, and a new one renders the chat. CPU time has its own limit of 2 s.
+    chat_template_s: float = 5.0
     answers_max: int = 64  # Answers of a request: answers per adapter times adapters.
     stream_requests_max: int = 128  # Concurrent requests on one ModelStreamInfer stream.
     stream_idle_s: float = 900.0  # A ModelStreamInfer stream without requests ends after this.

@@ -35,6 +35,7 @@ from serving.config import (
 )
 from serving.engine.transport import EngineTransport
 from serving.frontend.call import Frontend
+from serving.frontend.grpc_transport import ProbeInterceptor
 from serving.frontend.health_reflection import HealthService, add_reflection
 from serving.frontend.http_transport import (
     JSON_TYPE,
@@ -45,6 +46,7 @@ from serving.frontend.http_transport import (
     merge_routes,
     page_handlers,
 )
+from serving.frontend.open_files import fit_connections, log_accept_errors
 from serving.frontend.tls import TlsCertificates
 from serving.protocols.grpc_services import all_services, handlers
 from serving.protocols.kserve import http_routes as kserve_http
@@ -81,12 +83,17 @@ SCAN_SHARE = 0.02
 async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
     """Serve until a signal; `on_ready` receives one line with the addresses and memory sizes."""
     started = time.monotonic()
-    network, security = config.network_config, config.security_config
+    network, security = fit_connections(config.network_config), config.security_config
+    log_accept_errors(asyncio.get_running_loop())
     tls, access = TlsCertificates.from_config(security), Authenticator(security.tokens)
     service = Service(ServableCheckpoint.from_config(config))
     metrics = Metrics()
     frontend = Frontend(
-        metrics, access, calls_max=network.calls_max, slow_reader_s=network.slow_reader_s
+        metrics,
+        access,
+        calls_max=network.calls_max,
+        slow_reader_s=network.slow_reader_s,
+        message_bytes_max=config.limits_config.message_bytes_max,
     )
     help_text = "Engine state; 1 for the current state."
     metrics.watch_state("engine_state", help_text, ENGINE_STATES, partial(_engine_state, frontend))
@@ -217,7 +224,10 @@ def _bind_grpc(
             f"port {config.port} of {config.host} cannot be bound ({error.strerror}); "
             "choose another port, or 0 for any free port"
         ) from None
-    server = grpc.aio.server(options=_grpc_options(config, limits))
+    server = grpc.aio.server(
+        interceptors=[ProbeInterceptor(config.slow_reader_s)],
+        options=_grpc_options(config, limits),
+    )
     address = config.address(config.port)
     if tls is None:
         return server, server.add_insecure_port(address)
@@ -230,6 +240,9 @@ def _grpc_options(config: NetworkConfig, limits: LimitsConfig) -> list[tuple[str
 
     return [
         ("grpc.max_receive_message_length", limits.message_bytes_max),
+        # The library checks the size of a message only after it has decompressed the whole message.
+        # `wire_messages` decompresses instead.
+        ("grpc.per_message_decompression", 0),
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.so_reuseport", 0),  # A second server on the same port must fail, not share it.
         ("grpc.max_allowed_incoming_connections", config.connections_max),

@@ -9,6 +9,7 @@ files.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -155,11 +156,13 @@ class PromptTemplate:
         tokens_max: int,
         with_answer: bool,
         parse_fields: bool = False,
+        text_bytes_max: int | None = None,
     ) -> RenderedPrompt:
         """Return the ids of a prompt, or, if `with_answer` is set, of a training example.
 
         Virtual token n gets the id `vocab_size + n`. If there are more than `tokens_max` ids, the
-        value of truncate_field is shortened, or the prompt is refused.
+        value of truncate_field is shortened, or the prompt is refused. `text_bytes_max` limits the
+        text before it is shortened; None: no limit.
 
         Training and serving use the same prompts: the example's ids before `answer_start` equal the
         ids of the prompt alone, even if the tokenizer would merge the end of the prompt with the
@@ -170,6 +173,8 @@ class PromptTemplate:
         the template's own text never do, because training did not parse them.
         """
         self._check_inputs(inputs, with_answer)
+        if text_bytes_max is not None:
+            self._check_text_size(inputs, text_bytes_max)
         field_values = dict(inputs)
         truncated_tokens = 0
         assert not (with_answer and parse_fields), "an example of training is plain text"
@@ -309,6 +314,32 @@ class PromptTemplate:
                 raise RequestError(
                     f"field {name!r} is missing; the template needs {', '.join(required)}", name
                 )
+
+    def _check_text_size(self, inputs: Mapping[str, str], text_bytes_max: int) -> None:
+        """Raise if the rendered text would be over the limit; the text is not built.
+
+        A template can contain a field many times, so the text can be much larger than the inputs.
+        """
+        size = self._literal_bytes
+        for name, count in self._field_counts.items():
+            if name in inputs:
+                size += count * len(inputs[name].encode(errors="replace"))
+        if size > text_bytes_max:
+            raise RequestError(
+                f"the template and the inputs together are {size} bytes of text; this server takes "
+                f"at most {text_bytes_max} (text_bytes_max)",
+                "inputs",
+            )
+
+    @cached_property
+    def _field_counts(self) -> Mapping[str, int]:
+        """The number of occurrences of each field."""
+        return Counter(name for _, name in PART_PATTERN.findall(self.text) if name)
+
+    @cached_property
+    def _literal_bytes(self) -> int:
+        """The bytes of the template without its fields and markers."""
+        return len(PART_PATTERN.sub("", self.text).encode(errors="replace"))
 
     def _too_long_error(
         self, prompt_tokens: int, tokens_max: int, answer_tokens: int | None

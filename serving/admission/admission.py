@@ -23,7 +23,7 @@ from serving.admission.prompt_tokens import PromptTokenizer, PromptTokens
 from serving.config import LimitsConfig
 from serving.engine.beam_search import beam_params, check_beam_stops, check_beams
 from serving.messages import Guide, ServiceClass
-from serving.request import AnswerSpec, Ask, Request, answer_seed
+from serving.request import AnswerSpec, Ask, DeadlinePassedError, Request, answer_seed
 from serving.worker.guided_decoding import check_guide
 
 # Random seeds stay below 2^53, so that JSON and JavaScript represent them exactly.
@@ -54,10 +54,11 @@ class Admission:
     def prompt_tokenizer(self) -> PromptTokenizer:
         return PromptTokenizer(self.tokenizer, self.vocab_size, self.config)
 
-    def admit(self, ask: Ask) -> Request:
+    def admit(self, ask: Ask, has_ended: Callable[[], bool] = lambda: False) -> Request:
         """Validate an ask and build the request.
 
-        This may read files, so do not call it on an event loop.
+        This may read files, so do not call it on an event loop. `has_ended` returns whether the
+        call has ended meanwhile; then the work stops before the next prompt.
         """
         check_ask(ask, self.config, self.vocab_size)
         seed = secrets.randbits(SEED_BITS) if ask.seed is None else ask.seed
@@ -70,11 +71,11 @@ class Admission:
         answers: list[AnswerSpec] = []
         for adapter in adapters:
             if ask.continuations:
-                answers += [
-                    self._build_answer(ask, adapter, seed, continuation)
-                    for continuation in ask.continuations
-                ]
+                for continuation in ask.continuations:
+                    _check_call(has_ended)
+                    answers.append(self._build_answer(ask, adapter, seed, continuation))
                 continue
+            _check_call(has_ended)
             first_answer = self._build_answer(ask, adapter, seed)
             if ask.beam_width > 1:
                 check_beam_stops(first_answer, ask.beam_width, self.vocab_size)
@@ -277,6 +278,7 @@ class Admission:
                 tokens_max=tokens_max,
                 with_answer=False,
                 parse_fields=parse_fields,
+                text_bytes_max=self.config.text_bytes_max,
             )
             return tuple(rendered.ids)
         except RequestError as error:
@@ -370,6 +372,12 @@ class Admission:
 def _text_of(ask: Ask) -> str:
     assert isinstance(ask.prompt, str)
     return ask.prompt
+
+
+def _check_call(has_ended: Callable[[], bool]) -> None:
+    """Stop the admission if the call has ended; nobody receives the error."""
+    if has_ended():
+        raise DeadlinePassedError("the call ended before its request was admitted")
 
 
 def check_ask(ask: Ask, config: LimitsConfig, vocab_size: int) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -42,6 +43,7 @@ from serving.request import UnavailableError
 log = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S = 1.0
+START_TIMEOUT_S = 30.0  # Time limit for the start of the process and for compiling the template.
 # Environment variables that the sandbox process needs to start; none of them is a secret.
 INHERITED_VARIABLES = {
     "PATH",
@@ -103,7 +105,7 @@ class ChatPromptRenderer:
         setup = TemplateSetup(
             template.text, dict(template.special_tokens), limits_config.text_bytes_max
         )
-        self._template_process = _TemplateProcess(setup)
+        self._template_process = _TemplateProcess(setup, limits_config.chat_template_s)
         problem = find_syntax_error(template.text)
         if problem is None and model_config.chat_template is not None:
             try:
@@ -281,10 +283,22 @@ def _nesting_error() -> RequestError:
     )
 
 
+class _ProcessStuckError(UnavailableError):
+    """The sandbox process did not answer within the time limit, and was killed."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(
+            f"the chat template's process did not answer within {timeout_s:g} s (chat_template_s);"
+            " try again in a moment",
+            "ENGINE_LOST",
+        )
+
+
 class _TemplateProcess:
     """The sandbox process. All calls except `close` must come from one thread."""
 
-    def __init__(self, setup: TemplateSetup) -> None:
+    def __init__(self, setup: TemplateSetup, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._setup_line = msgspec.json.encode(setup).decode() + "\n"
         self._process: ChildProcess | None = None
         self._closed = False
@@ -295,15 +309,19 @@ class _TemplateProcess:
             # renders it.
             self._reap(self._process)
             self._process = None
-        process = self._process or self.start()
         request_line = msgspec.json.encode(request).decode() + "\n"
-        return self._exchange(process, request_line).text
+        process = self._process or self.start()
+        try:
+            return self._exchange(process, request_line, self._timeout_s).text
+        except _ProcessStuckError:
+            # Perhaps another program stopped the process, so a new process renders this chat.
+            return self._exchange(self.start(), request_line, self._timeout_s).text
 
     def start(self) -> ChildProcess:
         """Start the process and send the template; raise RequestError if it does not compile."""
         process = self._process = self._spawn()
         try:
-            self._exchange(process, self._setup_line)
+            self._exchange(process, self._setup_line, START_TIMEOUT_S)
         except RequestError:
             if self._process is not None:
                 self._reap(process)  # The process has rejected the template and ends.
@@ -328,14 +346,34 @@ class _TemplateProcess:
             stdout=subprocess.PIPE,
         )
 
-    def _exchange(self, process: ChildProcess, request_line: str) -> RenderReply:
+    def _exchange(self, process: ChildProcess, request_line: str, timeout_s: float) -> RenderReply:
+        """Send a line and return the reply; raise _ProcessStuckError after the time limit.
+
+        A process that is stopped uses no CPU time, so its own limit does not end it.
+        """
         assert process.stdin is not None and process.stdout is not None
+        is_stuck = threading.Event()
+
+        def kill() -> None:
+            is_stuck.set()
+            process.kill()  # Ends the blocking write or read of this thread.
+
         reply_line = ""
-        with suppress(BrokenPipeError, ValueError):  # ValueError: the pipe was closed meanwhile.
+        timer = threading.Timer(timeout_s, kill)
+        timer.daemon = True
+        timer.start()
+        # ValueError: the pipe was closed meanwhile.
+        with suppress(BrokenPipeError, ValueError):
             process.stdin.write(request_line)
             process.stdin.flush()
             reply_line = process.stdout.readline()
+        timer.cancel()
         if not reply_line.endswith("\n"):
+            if is_stuck.is_set():
+                self._reap(process)
+                self._process = None
+                log.warning("event=chat_template_process_stuck timeout_s=%g", timeout_s)
+                raise _ProcessStuckError(timeout_s)
             raise self._exit_error(process)
         reply = msgspec.json.decode(reply_line, type=RenderReply)
         if reply.error is not None:

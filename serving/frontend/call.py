@@ -229,11 +229,13 @@ class Frontend:
         *,
         calls_max: int | None = None,
         slow_reader_s: float = 30.0,
+        message_bytes_max: int = 16 << 20,
     ) -> None:
         self.metrics = metrics
         self.access = access
         self.calls_max = calls_max
         self.slow_reader_s = slow_reader_s
+        self.message_bytes_max = message_bytes_max
         self._quotas = QuotaTable()
         self.tracer: CallTracer | None = None  # None: tracing is off.
         self.state: ServerState = "loading"

@@ -1,6 +1,7 @@
 """gRPC transport: builds handlers from method tables, and writes google.rpc errors in trailers.
 
-Each handler runs inside a call of the front end, with the deadline that the client set. This module
+Each handler runs inside a call of the front end, with the deadline that the client set. The caller
+is authenticated before a message is read, so that an unknown caller costs little. This module
 also gives a code, a reason and google.rpc details to the errors that the gRPC library would report
 itself (undecodable messages, internal errors). The module needs no generated service stubs: a
 method is a name, a message type and a function.
@@ -9,7 +10,7 @@ method is a name, a message type and a function.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -22,8 +23,9 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from serving.admission.auth import Role
-from serving.frontend.call import CallFailure, Frontend
+from serving.frontend.call import CallFailure, Frontend, to_call_failure
 from serving.frontend.call_origin import CallOrigin
+from serving.frontend.wire_messages import decompress, parse_message
 from serving.request import RefusedError
 from serving.service.error_reasons import DOMAIN
 
@@ -39,6 +41,7 @@ Cardinality = Literal["unary", "out", "in", "both"]
 ERROR_MESSAGE_BYTES_MAX = 1000
 ERROR_FIELD_BYTES_MAX = 200
 GRPC_LOGGER = "grpc._cython.cygrpc"  # Logger name of the gRPC library.
+PROBE_BYTES_MAX = 64 << 10  # Bytes of a request to the health and reflection services.
 # Time limit for sending the status to a slow reader.
 ABORT_TIMEOUT_S = 1.0
 
@@ -85,7 +88,7 @@ def _method_handler(frontend: Frontend, protocol: str, service: str, method: Rpc
     name = f"{service}/{method.name}"
     attributes = {"rpc.system.name": "grpc", "rpc.method": name}
 
-    async def handle(encoded_request: Any, context: Context) -> Message | None:
+    async def handle(chunks: AsyncIterator[bytes], context: Context) -> Message | None:
         headers, deadline = _headers_of(context), _deadline_of(context)
         credential = headers.get("authorization")
         origin = CallOrigin(name, headers, attributes)
@@ -99,8 +102,12 @@ def _method_handler(frontend: Frontend, protocol: str, service: str, method: Rpc
                 origin=origin,
             ) as call:
                 call.caller.require_role(method.role)
-                decode = _decode_stream if method.cardinality in ("in", "both") else _decode
-                request = decode(method, encoded_request)
+                messages = _parse_messages(method, chunks, frontend.message_bytes_max)
+                request = (
+                    messages
+                    if method.cardinality in ("in", "both")
+                    else await _read_request(messages, name, frontend.slow_reader_s)
+                )
                 if method.cardinality in ("out", "both"):
                     return await method.handle(
                         request, call, lambda message: call.send_part(_write(context, message))
@@ -110,13 +117,81 @@ def _method_handler(frontend: Frontend, protocol: str, service: str, method: Rpc
             await abort(context, error)
             return None
 
-    factories: Mapping[Cardinality, Any] = {
-        "unary": grpc.unary_unary_rpc_method_handler,
-        "out": grpc.unary_stream_rpc_method_handler,
-        "in": grpc.stream_unary_rpc_method_handler,
-        "both": grpc.stream_stream_rpc_method_handler,
-    }
-    return factories[method.cardinality](handle, response_serializer=_serialize)
+    # For the gRPC library, every method has a stream of requests. Otherwise the library would read
+    # the whole message of a unary request before `handle` authenticates the caller.
+    handler_factory: Any = (
+        grpc.stream_stream_rpc_method_handler
+        if method.cardinality in ("out", "both")
+        else grpc.stream_unary_rpc_method_handler
+    )
+    return handler_factory(handle, response_serializer=_serialize)
+
+
+class ProbeInterceptor(grpc.aio.ServerInterceptor):
+    """Bounds the requests of the gRPC library's own services: health and reflection.
+
+    Their handlers parse messages in the library, which neither decompresses them (`wire_messages`)
+    nor returns errors with a reason. The handlers of this module stay unchanged.
+    """
+
+    def __init__(self, slow_reader_s: float) -> None:
+        self._slow_reader_s = slow_reader_s
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or handler.request_deserializer is None:
+            return handler
+
+        async def handle(chunks: AsyncIterator[bytes], context: Context) -> Any:
+            requests = _deserialize(chunks, handler.request_deserializer)
+            name = handler_call_details.method
+            try:
+                request = (
+                    requests
+                    if handler.request_streaming
+                    else await _read_request(requests, name, self._slow_reader_s)
+                )
+                return await _run_library_handler(handler, request, context)
+            except RefusedError as error:
+                await abort(context, to_call_failure(error))
+
+        handler_factory: Any = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return handler_factory(handle, response_serializer=handler.response_serializer)
+
+
+async def _deserialize(
+    chunks: AsyncIterator[bytes], deserialize: Callable[[bytes], Message]
+) -> AsyncIterator[Message]:
+    async for data in chunks:
+        if len(data) > PROBE_BYTES_MAX:
+            raise RefusedError(
+                "BODY_TOO_LARGE", f"the message is over {PROBE_BYTES_MAX} bytes, the limit here"
+            )
+        try:
+            yield deserialize(decompress(data, PROBE_BYTES_MAX))
+        except DecodeError:
+            raise RefusedError("UNREADABLE", "the message is not a valid request") from None
+
+
+async def _run_library_handler(handler: Any, request: Any, context: Context) -> Message | None:
+    if not handler.response_streaming:
+        response: Message = await handler.unary_unary(request, context)
+        return response
+    responses = (handler.stream_stream or handler.unary_stream)(request, context)
+    if hasattr(responses, "__aiter__"):
+        async for message in responses:
+            await context.write(message)
+    else:
+        await responses  # This handler writes its responses itself.
+    return None
 
 
 async def _write(context: Context, message: Message) -> None:
@@ -131,21 +206,32 @@ def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-async def _decode_stream(method: RpcMethod, chunks: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+async def _parse_messages(
+    method: RpcMethod, chunks: AsyncIterator[bytes], bytes_max: int
+) -> AsyncIterator[Message]:
+    """Parse messages; gRPC's own parsing would report errors as UNKNOWN, and log stack traces."""
     async for data in chunks:
-        yield _decode(method, data)
+        try:
+            yield await parse_message(method.request_type, data, bytes_max)
+        except DecodeError:
+            raise RefusedError(
+                "UNREADABLE",
+                f"the {len(data)} bytes sent are not a valid request of {method.name}; build the "
+                "message from this server's protos, which server reflection returns",
+            ) from None
 
 
-def _decode(method: RpcMethod, data: bytes) -> Message:
-    """Parse a message; gRPC's own parsing would report errors as UNKNOWN, and log stack traces."""
+async def _read_request(messages: AsyncIterator[Message], method: str, timeout_s: float) -> Message:
+    """Return the message of a call that sends one message; `method` is its name for errors."""
     try:
-        return method.request_type.FromString(data)
-    except DecodeError:
+        async with asyncio.timeout(timeout_s):
+            return await anext(messages)
+    except TimeoutError:
         raise RefusedError(
-            "UNREADABLE",
-            f"the {len(data)} bytes sent are not a valid request of {method.name}; build the "
-            "message from this server's protos, which server reflection returns",
+            "BODY_TOO_LATE", f"the message did not arrive within {timeout_s:g} s (slow_reader_s)"
         ) from None
+    except StopAsyncIteration:
+        raise RefusedError("UNREADABLE", f"the call has no message; {method} needs one") from None
 
 
 def _deadline_of(context: Context) -> float | None:

@@ -444,9 +444,12 @@ class HttpServer:
             self._new_connection,
             sock=self._socket,
             ssl=self._tls,
-            backlog=BACKLOG,
+            # asyncio accepts up to `backlog` connections before it serves any of them, and logs as
+            # many errors if no file descriptor is free. The queue of the kernel is set below.
+            backlog=1,
             ssl_handshake_timeout=self._config.handshake_s if self._tls else None,
         )
+        self._socket.listen(BACKLOG)
         return self
 
     async def __aexit__(

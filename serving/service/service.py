@@ -161,7 +161,11 @@ class Service:
         """
         with self.admission_slot():
             # In a thread, because tokenizing a long text or reading an adapter file blocks.
-            request = await asyncio.to_thread(self.admission.admit, ask)
+            has_ended = threading.Event()
+            try:
+                request = await asyncio.to_thread(self.admission.admit, ask, has_ended.is_set)
+            finally:
+                has_ended.set()  # The thread of a cancelled call stops early.
         charge(request)
         return self.engine.submit(request, deadline, final_only=final_only)
 

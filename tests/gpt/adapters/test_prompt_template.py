@@ -39,6 +39,15 @@ def gpt2(tokenizers: dict[str, Tokenizer]) -> Tokenizer:
     return tokenizers["gpt2"]
 
 
+class LettersTokenizer(NullTokenizer):
+    """A tokenizer with one token per character."""
+
+    def encode(
+        self, text: str, *, allow_special: bool = False, continues_text: bool = False
+    ) -> list[int]:
+        return [ord(character) % 7 for character in text]
+
+
 def render(template: PromptTemplate, tokenizer: Tokenizer, **inputs: str) -> RenderedPrompt:
     """A prompt; with an answer among the inputs, an example."""
     answer = template.answer_field in inputs
@@ -199,6 +208,47 @@ def test_truncate_field_is_cut_until_the_prompt_fits() -> None:
     assert caught.value.field == "inputs"
     with pytest.raises(RequestError, match="the virtual tokens alone reach the limit"):
         fit(3, False)
+
+
+@pytest.mark.parametrize("truncate_field", [None, "a"])
+def test_text_limit_holds_for_the_rendered_text(truncate_field: str | None) -> None:
+    template = PromptTemplate(
+        f"{P0}1 é{{a}}{{a}} {{b}} {{a}}{{c}}",
+        (2,),
+        truncate_field=truncate_field,
+        answer_field="c",
+    )
+
+    def fits(text_bytes_max: int | None) -> bool:
+        inputs = {"a": "2 €", "b": "3"}
+        try:
+            template.render(
+                LettersTokenizer(V),
+                inputs,
+                vocab_size=V,
+                tokens_max=100,
+                with_answer=False,
+                text_bytes_max=text_bytes_max,
+            )
+        except RequestError as error:
+            return "text_bytes_max" not in str(error)
+        return True
+
+    text = "1 é2 €2 € 3 2 €"
+    assert fits(None) and fits(len(text.encode())) and not fits(len(text.encode()) - 1)
+
+
+def test_large_text_is_refused_before_it_is_joined() -> None:
+    template = PromptTemplate(P0 + "{x}" * 100_000, (1,))
+    with pytest.raises(RequestError, match=r"are 100000000000 bytes of text"):
+        template.render(
+            NullTokenizer(V),
+            {"x": "a" * 1_000_000},
+            vocab_size=V,
+            tokens_max=100,
+            with_answer=False,
+            text_bytes_max=1 << 20,
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -114,7 +114,7 @@ def test_errors_have_kserves_format(http: httpx.Client) -> None:
     generate = "/v2/models/preamble/generate"
     infer_body = {"inputs": tensors(max_tokens=3, stream=True)}
     surfeit = {"text_input": "a", "max_tokens": 10**6}
-    browser = {"Origin": "http://a.example"}
+    browser = {"Sec-Fetch-Site": "cross-site"}
     responses = {
         404: [
             http.get("/v2/models/dog"),

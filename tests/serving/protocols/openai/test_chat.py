@@ -535,6 +535,23 @@ def test_killed_template_processes_restart(deployment: ChatServer) -> None:
     assert chat._template_process._process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.parametrize("words", [2, 40_000])  # More than a pipe holds.
+def test_stopped_template_processes_are_replaced(deployment: ChatServer, words: int) -> None:
+    config = ServerConfig("m", chat_template_s=1.0)
+    template = ChatTemplate("{{ messages[0].content[:20] }}", {}, Path("x"))
+    chat = ChatPromptRenderer(
+        template, deployment.tokenizer, config.model_config, config.limits_config
+    )
+    messages = user_message("a b " * words)["messages"]
+    ids = chat.encode_blocking(messages)
+    process = chat._template_process._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    assert chat.encode_blocking(messages) == ids
+    assert process.returncode == -signal.SIGKILL
+    chat.close()
+
+
 def test_the_template_process_cannot_open_files() -> None:
     program = """
 from serving.admission.template_sandbox import _set_resource_limits

@@ -150,10 +150,15 @@ def test_errors_have_tgis_format(client: Any, url: str) -> None:
         "method": httpx.get(f"{url}/generate"),
         "adapter": post(url, "/", adapter_id="dog"),
         "stream": httpx.post(f"{url}/generate", json={"inputs": "a", "stream": True}),
-        "other site": httpx.post(f"{url}/", content="{}", headers={"Origin": "http://a.example"}),
+        "other site": httpx.post(f"{url}/", content="{}", headers={"Sec-Fetch-Site": "cross-site"}),
     }
     statuses = {name: response.status_code for name, response in responses.items()}
-    assert statuses == {**dict.fromkeys(responses, 422), "method": 405, "adapter": 404}
+    assert statuses == {
+        **dict.fromkeys(responses, 422),
+        "method": 405,
+        "adapter": 404,
+        "other site": 403,
+    }
     for response in responses.values():
         assert response.json().keys() == {"error", "error_type"}
         assert response.json()["error_type"] == "validation"
