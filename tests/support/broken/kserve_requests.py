@@ -351,7 +351,6 @@ UNSERVED: dict[str, tuple[Any, str, str, grpc.StatusCode]] = {
         "there is no model 'nobody'",
         grpc.StatusCode.NOT_FOUND,
     ),
-    "no model": (request(model_name=""), "model_name", "there is no", grpc.StatusCode.NOT_FOUND),
     "no such version": (
         request(model_name="sum", model_version="7"),
         "model_name",

@@ -115,6 +115,7 @@ def test_metadata_lists_models_inputs_and_parameters(
         for metadata_input in index
     ] == [
         (deployment.model, "1", "READY"),
+        ("preamble", "1", "READY"),
         ("fox", "2", "READY"),
         ("sum", "1", "READY"),
     ]
