@@ -181,7 +181,7 @@ class Client:
         return str(self.call(self._generation.Detokenize, message).text)
 
     def adapters(self) -> list[adapters_pb2.Adapter]:
-        """Return all adapters that the caller can use; each call gets a page of PAGE_SIZE."""
+        """Return all adapters that the caller can use; they are fetched in pages of PAGE_SIZE."""
         adapters: list[adapters_pb2.Adapter] = []
         token = ""
         while True:

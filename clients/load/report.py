@@ -76,7 +76,8 @@ class Slo:
     def is_met(self, call: CallRecord) -> bool:
         """Return whether a call succeeded within all limits.
 
-        A limit on a time that the call does not have is met: a call with one token has no itl.
+        If the call does not have a time, the limit on it counts as met: a call with one token, for
+        example, has no itl.
         """
         times_s = {"ttft": call.ttft_s, "itl": call.tpot_s, "e2e": call.e2e_s}
         if not call.ok:

@@ -43,7 +43,8 @@ class TokenOutput:
     logprob: float  # NaN if `finish_reason` is "fault".
     finish_reason: FinishReason | None
     score: Score | None = None  # Only if `logprobs` is requested.
-    # As `Completion.prompt_scores`, in the prompt's first output. Empty in later outputs.
+    # The scores of the prompt's tokens, one per token (None: not scored). Only the first output of
+    # each prompt has them; in later outputs the list is empty.
     prompt_scores: list[Score | None] = field(default_factory=list)
 
 
@@ -324,7 +325,9 @@ def _prompt_scores(
     prefix (the first `kv_lengths[row]` of each prompt).
     """
     scores_by_row: dict[int, list[Score | None]] = {}
-    start = 0  # The logits of position p of the current prompt are in logits[start + p].
+    # `start + p` is the row of `logits` for position p of the current prompt. The subtraction
+    # accounts for the prefix, which has no rows.
+    start = 0
     for row, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         start -= kv_lengths[row]
         if sampling.prompt_logprobs is not None:

@@ -135,7 +135,10 @@ def _ban_masks(
 
 
 def _repeated_ngram_ends(token_ids: Sequence[int], size: int, vocab_size: int) -> list[int]:
-    """Return the next tokens with which an n-gram of `token_ids` would repeat; `size` is n."""
+    """Return each token that would complete an n-gram which `token_ids` already has.
+
+    `size` is n.
+    """
     ngrams = [tuple(token_ids[start : start + size]) for start in range(len(token_ids) - size + 1)]
     ngram_prefix = tuple(token_ids[len(token_ids) - size + 1 :])
     if not all(0 <= token < vocab_size for token in ngram_prefix):

@@ -160,7 +160,7 @@ def task_template(
     text = task.template
     if not with_virtual_tokens:
         # PART_PATTERN matches markers and fields; group 1 is a marker's number, None for a field.
-        # Keep only the fields.
+        # Remove the markers; fields and text remain.
         text = PART_PATTERN.sub(lambda match: "" if match[1] else match[0], text)
     return PromptTemplate(
         text,

@@ -77,8 +77,8 @@ def _common_prefix_lengths(examples: Sequence[Example]) -> dict[int, int]:
     prefix_lengths: dict[int, int] = {}
     for task in dict.fromkeys(example.task_index for example in examples):
         task_examples = [example for example in examples if example.task_index == task]
-        # In each example, the common prefix must end before the first token that predicts a label,
-        # because the logits of that token belong to one example.
+        # The common prefix is computed once for all examples. It must end before the first token
+        # that predicts a label, because each example has its own label and needs its own logits.
         limit = min(example.loss_positions[0] - 1 for example in task_examples)
         first_example, *other_examples = task_examples
         length = 0
