@@ -26,13 +26,37 @@ LENGTH_OFFSETS = (26, 28)
 
 
 def view_archive(span: Span) -> Any:
-    """Load the object of an archive; its tensors are views of the mapped file."""
+    """Load the object of an archive; its tensors are views of the mapped file.
+
+    The CRC of a member is not checked here, because torch can save files without CRCs.
+    """
     memory = span.memory()
     if len(memory) < span.length:
         raise ValueError("the file ends before the archive does")
+    members = _read_members(memory)
+
+    def member_content(name: str) -> memoryview:
+        start = _content_offset(memory, members[name])
+        return memory[start : start + members[name].file_size]
+
+    def storage_offset(storage: Storage) -> int:
+        member = members[f"data/{storage.key}"]
+        if storage.element_count * storage.dtype.itemsize > member.file_size:
+            raise ValueError(f"{member.filename} is shorter than its storage")
+        return _content_offset(memory, member)
+
+    if "byteorder" in members and member_content("byteorder") != b"little":
+        raise ValueError("its bytes are in big-endian order")
+    if members["data.pkl"].file_size > PICKLE_BYTES_MAX:
+        raise ValueError(f"its pickle has more than {PICKLE_BYTES_MAX} bytes")
+    unpickled_object = TensorUnpickler(PickleReader(member_content("data.pkl"))).load()
+    return build_tensors(unpickled_object, memory, storage_offset)
+
+
+def _read_members(memory: memoryview) -> dict[str, zipfile.ZipInfo]:
+    """Return the members by name, without the folder that contains them all."""
+    members: dict[str, zipfile.ZipInfo] = {}
     with zipfile.ZipFile(MemoryFile(memory)) as archive:
-        # All members are in one folder, whose name varies.
-        members: dict[str, zipfile.ZipInfo] = {}
         for member in archive.infolist():
             name = member.filename.partition("/")[2]
             if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
@@ -40,27 +64,20 @@ def view_archive(span: Span) -> Any:
             if name in members:
                 raise ValueError(f"it contains {member.filename} twice")
             members[name] = member
-        if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
-            raise ValueError("its bytes are in big-endian order")
-        if members["data.pkl"].file_size > PICKLE_BYTES_MAX:
-            raise ValueError(f"its pickle has more than {PICKLE_BYTES_MAX} bytes")
-        reader = PickleReader(memoryview(archive.read(members["data.pkl"])))
-    unpickled_object = TensorUnpickler(reader).load()
+    return members
 
-    def storage_offset(storage: Storage) -> int:
-        member = members[f"data/{storage.key}"]
-        header = member.header_offset
-        lengths = [
-            int.from_bytes(memory[header + field_offset : header + field_offset + 2], "little")
-            for field_offset in LENGTH_OFFSETS
-        ]
-        start = header + LOCAL_HEADER_BYTES + sum(lengths)
-        is_in_member = storage.element_count * storage.dtype.itemsize <= member.file_size
-        if not is_in_member or start + member.file_size > span.length:
-            raise ValueError(f"{member.filename} is outside the archive")
-        return start
 
-    return build_tensors(unpickled_object, memory, storage_offset)
+def _content_offset(memory: memoryview, member: zipfile.ZipInfo) -> int:
+    """Return the offset of a member's first byte; raise if the member exceeds the archive."""
+    header = member.header_offset
+    lengths = [
+        int.from_bytes(memory[header + field_offset : header + field_offset + 2], "little")
+        for field_offset in LENGTH_OFFSETS
+    ]
+    start = header + LOCAL_HEADER_BYTES + sum(lengths)
+    if start + member.file_size > len(memory):
+        raise ValueError(f"{member.filename} is outside the archive")
+    return start
 
 
 class MemoryFile(io.RawIOBase):
