@@ -45,7 +45,7 @@ def view_archive(span: Span) -> Any:
             raise ValueError(f"{member.filename} is shorter than its storage")
         return _content_offset(memory, member)
 
-    if "byteorder" in members and member_content("byteorder") != b"little":
+    if "byteorder" in members and bytes(member_content("byteorder")) != b"little":
         raise ValueError("its bytes are in big-endian order")
     if members["data.pkl"].file_size > PICKLE_BYTES_MAX:
         raise ValueError(f"its pickle has more than {PICKLE_BYTES_MAX} bytes")

@@ -205,7 +205,7 @@ WEIGHTS: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "a list": (lambda: torch_file([1]), "is a list, not the state dict of a NeMo model"),
     "a compressed storage": (lambda: edited("x", bytes, True), "is compressed"),
-    "a short storage": (lambda: edited("data/0", lambda t: t[:8]), "is outside the archive"),
+    "a short storage": (lambda: edited("data/0", lambda t: t[:8]), "is shorter than its storage"),
     "big-endian bytes": (lambda: edited("byteorder", lambda t: b"big"), "big-endian order"),
     "a pickle cut short": (lambda: edited("data.pkl", lambda t: t[:40]), "truncated or broken"),
     "a zip cut short": (lambda: torch_file({"w": torch.ones(64)})[:-30], "truncated or broken"),
