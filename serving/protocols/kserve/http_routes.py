@@ -235,6 +235,7 @@ class _KServeHandlers:
         try:
             async with self._open_call(request, "generate_stream", route) as call:
                 message = await _read_generate(request, call, stream=True)
+                events.open_in(call.service.config.network_config.stream_headers_s)
                 inference = await _open_inference(message, model, version, call)
                 async with aclosing(inference.output_chunks()) as chunks:
                     async for outputs, _ in chunks:
@@ -242,9 +243,12 @@ class _KServeHandlers:
                         await call.send_part(events.send(msgspec.json.encode(fields)))
                 return await events.finish()
         except CallFailure as error:
+            await events.stop_opening()
             if not events.started:
                 raise
             return await events.finish_with_error(error, error_body(error))
+        finally:
+            await events.stop_opening()
 
     @asynccontextmanager
     async def _open_call(

@@ -99,13 +99,17 @@ class _TgiHandlers:
                         "stream",
                     )
                 if stream or (stream is None and body.stream):
+                    events.open_in(call.service.config.network_config.stream_headers_s)
                     return await _send_events(body, call, events)
                 response = await _generate(body, call)
                 return json_response([response] if path == "/" else response)
         except CallFailure as error:
+            await events.stop_opening()
             if not events.started:
                 raise
             return await events.finish_with_error(error, error_body(error))
+        finally:
+            await events.stop_opening()
 
     @asynccontextmanager
     async def _open_call(
