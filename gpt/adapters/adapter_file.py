@@ -16,7 +16,15 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from gpt.adapters.card import Adapter, AdapterName, Card, GoldenExample, build_adapter, parse_name
+from gpt.adapters.card import (
+    CARD_BYTES_MAX,
+    Adapter,
+    AdapterName,
+    Card,
+    GoldenExample,
+    build_adapter,
+    parse_name,
+)
 from gpt.adapters.import_nemo import is_nemo_prompt, open_nemo_prompt
 from gpt.adapters.import_peft import open_peft, open_tgis
 from gpt.atomic_files import write_atomic
@@ -47,6 +55,9 @@ FORMAT = "preamble.adapter"
 VERSION = 1
 SUFFIX = ".safetensors"
 TABLE = "table"
+# The header has a card, whose quotes it escapes, and a few tensors. Parsing a longer header, for
+# example one with a million names, would take much time and memory.
+HEADER_BYTES_MAX = 3 * CARD_BYTES_MAX
 
 
 def save_adapter(adapter: Adapter, path: Path, *, overwrite: bool = True) -> None:
@@ -189,7 +200,7 @@ def _open_native(path: Path) -> Adapter:
             "a .nemo file of prompt learning"
         )
     # `open_safetensors` is called first: it describes a broken header better than `safe_open`.
-    tensors = open_safetensors(path)
+    tensors = open_safetensors(path, header_bytes_max=HEADER_BYTES_MAX)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gpt.adapters.prompt_template import PromptTemplate
 from gpt.errors import AdapterError, ConfigError, RequestError
-from gpt.settings import parse_settings
+from gpt.settings import parse_settings, short_repr
 
 # A name is part of a file name, so it must not contain a path separator, nor begin with a dot or a
 # dash. A version number has no leading zeros, so each version has one spelling.
@@ -28,6 +28,8 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 VERSION_PATTERN = re.compile(r"[1-9][0-9]{0,5}")
 
 CARD_BYTES_MAX = 1 << 20
+INTEGER_MAX = 2**31 - 1  # A message about an adapter has 32-bit integers.
+METRIC_MAX = 1e300
 STOP_STRINGS_MAX = 16  # The limits of stop strings are the same as in requests.
 STOP_BYTES_MAX = 256
 TABLE_BYTES_MAX = 1 << 30  # Size in fp32; for example, 8,192 rows of 32,768 values.
@@ -123,11 +125,18 @@ class Card:
                 f"the card of {self.name!r} has the kind {self.kind[:40]!r}; choose one of: "
                 f"{', '.join(ADAPTER_KINDS)}"
             )
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+        if self.max_new_tokens is not None and not 1 <= self.max_new_tokens <= INTEGER_MAX:
             raise AdapterError(
-                f"the card of {self.name!r} has max_new_tokens {self.max_new_tokens}; it must be "
-                "at least 1"
+                f"the card of {self.name!r} has max_new_tokens {short_repr(self.max_new_tokens)}; "
+                f"it must be from 1 to {INTEGER_MAX}"
             )
+        for name, metric in self.metrics.items():
+            # A listing of adapters sends the metrics as floating-point numbers.
+            if isinstance(metric, int) and abs(metric) > METRIC_MAX:
+                raise AdapterError(
+                    f"the card of {self.name!r} has the metric {short_repr(name)} with the value "
+                    f"{short_repr(metric)}; it must be at most {METRIC_MAX:g}"
+                )
         if len(self.golden) > GOLDEN_EXAMPLES_MAX:
             raise AdapterError(
                 f"the card of {self.name!r} has {len(self.golden)} golden examples; at most "

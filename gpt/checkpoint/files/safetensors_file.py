@@ -122,8 +122,13 @@ class SafetensorsTensor:
         )
 
 
-def open_safetensors(path: Path) -> dict[str, SafetensorsTensor]:
-    """Return the file's tensors by key, in the order of the header; only the header is read."""
+def open_safetensors(
+    path: Path, *, header_bytes_max: int = HEADER_BYTES_MAX
+) -> dict[str, SafetensorsTensor]:
+    """Return the file's tensors by key, in the order of the header; only the header is read.
+
+    A header of more than `header_bytes_max` bytes is refused before it is read.
+    """
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -134,11 +139,11 @@ def open_safetensors(path: Path) -> dict[str, SafetensorsTensor]:
                 raise _broken_file_error(
                     path, f"is truncated: it has {size} bytes, which is less than its header"
                 )
-            if length > HEADER_BYTES_MAX:
+            if length > header_bytes_max:
                 raise _broken_file_error(
                     path,
                     f"states a header of {length} bytes, more than the limit of "
-                    f"{HEADER_BYTES_MAX}, so it is broken or not safetensors",
+                    f"{header_bytes_max}, so it is broken or not the expected kind of file",
                 )
             header_json = file.read(length)
     except FileNotFoundError:

@@ -120,7 +120,7 @@ CARDS = st.builds(
     template=st.none() | st.just(TEMPLATE),
     metrics=st.dictionaries(st.text(), JSON, max_size=3),
     stop=st.lists(st.text(min_size=1, max_size=60), max_size=3).map(tuple),
-    max_new_tokens=st.none() | st.integers(1, 2**63 - 1),
+    max_new_tokens=st.none() | st.integers(1, 2**31 - 1),
     golden=st.lists(
         st.builds(GoldenExample, st.dictionaries(st.text(), st.text(), max_size=2), st.text()),
         max_size=2,
@@ -322,6 +322,15 @@ INVALID_FILES: dict[str, tuple[bytes, str]] = {
         own_file({"table": TABLE}, card=card_with(golden=[{"inputs": {"a": 1}, "output": ""}])),
         "golden: inputs must be strings",
     ),
+    "vast length": (
+        own_file({"table": TABLE}, card=card_with(max_new_tokens=2**32)),
+        "from 1 to 2",
+    ),
+    "vast metric": (own_file({"table": TABLE}, card=card_with(metrics={"f1": 10**400})), "f1"),
+    "many names": (
+        own_file({f"{i:0100}": torch.zeros(0) for i in range(30_000)}),
+        "states a header of",
+    ),
     "empty stop": (own_file({"table": TABLE}, card=card_with(stop=[""])), "stop string of 0 b"),
     "long stop": (own_file({"table": TABLE}, card=card_with(stop=["é" * 129])), "string of 258 b"),
     "many stops": (own_file({"table": TABLE}, card=card_with(stop=["x"] * 17)), "has 17 stop str"),
@@ -464,7 +473,7 @@ def test_embeddings_of_an_instruction_are_an_adapter() -> None:
 def test_card_that_json_would_change_is_refused(metrics: Any, message: str) -> None:
     with pytest.raises(AdapterError, match=message):
         Card("a", metrics=metrics)
-    with pytest.raises(AdapterError, match="max_new_tokens 0; it must be at least 1"):
+    with pytest.raises(AdapterError, match="max_new_tokens 0; it must be from 1"):
         Card("a", max_new_tokens=0)
     with pytest.raises(AdapterError, match="at most 1048576 are allowed"):
         Card("a", task="x" * (1 << 20))
