@@ -20,6 +20,7 @@ from gpt.errors import ConfigError
 S = TypeVar("S")
 
 YAML_BYTES_MAX = 1 << 20
+MERGED_KEYS_MAX = 10_000
 REPR_CHARACTERS_MAX = 80
 # Names that are at least as similar as this differ by a misspelling. Names that only have a word in
 # common, such as `service_tier` and `service_class`, are less similar.
@@ -57,6 +58,24 @@ def short_repr(value: object) -> str:
     return text if len(text) <= REPR_CHARACTERS_MAX else text[:REPR_CHARACTERS_MAX] + "..."
 
 
+class BoundedYamlLoader(yaml.SafeLoader):
+    """PyYAML's safe loader with a limit on the keys that merge keys (`<<`) copy into a mapping.
+
+    Without the limit, a file of 500 bytes can multiply its keys at each level of merge keys.
+    """
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        written_keys = len(node.value)
+        super().flatten_mapping(node)  # It calls this method for the mappings that are merged.
+        if len(node.value) > max(written_keys, MERGED_KEYS_MAX):
+            raise yaml.constructor.ConstructorError(
+                None,
+                None,
+                f"merge keys (<<) give a mapping more than {MERGED_KEYS_MAX} keys",
+                node.start_mark,
+            )
+
+
 def read_yaml(path: Path) -> dict[str, object]:
     """Read the mapping in a YAML file; an empty file is an empty mapping."""
     try:
@@ -72,7 +91,7 @@ def read_yaml(path: Path) -> dict[str, object]:
             "of a settings file"
         )
     try:
-        mapping = yaml.safe_load(raw.decode())
+        mapping = yaml.load(raw.decode(), BoundedYamlLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import yaml
 
 from gpt.errors import ConfigError
-from gpt.settings import YAML_BYTES_MAX, parse_settings, short_repr
+from gpt.settings import YAML_BYTES_MAX, BoundedYamlLoader, parse_settings, short_repr
 from serving.admission.rate_limits import UNLIMITED, RateLimits
 from serving.request import RefusedError
 
@@ -178,7 +178,7 @@ def _load_yaml(path: Path) -> dict[object, object]:
             content = file.read(YAML_BYTES_MAX + 1)
         if len(content) > YAML_BYTES_MAX:
             raise ConfigError(f"tokens: {path} is over {YAML_BYTES_MAX} bytes")
-        record = yaml.safe_load(content)
+        record = yaml.load(content, BoundedYamlLoader)
     except OSError as error:
         raise ConfigError(f"tokens: {path} cannot be read: {error.strerror}") from None
     except ConfigError:

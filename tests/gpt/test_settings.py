@@ -101,3 +101,22 @@ def test_a_missing_and_an_empty_file(tmp_path: Path) -> None:
         read_yaml(tmp_path / "nothing.yaml")
     (tmp_path / "empty.yaml").touch()
     assert read_yaml(tmp_path / "empty.yaml") == {}
+
+
+def test_merge_keys_that_multiply_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "cake.yaml"
+    levels = [
+        f"a{level}: &a{level} {{<<: [{', '.join([f'*a{level - 1}'] * 9)}]}}"
+        for level in range(1, 30)
+    ]
+    file.write_text("\n".join(["a0: &a0 {flour_g: 1}", *levels]))
+    with pytest.raises(ConfigError, match="merge keys"):
+        read_yaml(file)
+    file.write_text("a: &a {flour_g: 1}\nb: {<<: *a, iced: true}\n")
+    assert read_yaml(file)["b"] == {"flour_g": 1, "iced": True}
+
+
+def test_long_mappings_without_merge_keys_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "long.yaml"
+    file.write_text("\n".join(f"key{index}: 1" for index in range(10_001)))
+    assert len(read_yaml(file)) == 10_001
