@@ -7,6 +7,7 @@ sets `additionalProperties` decides for itself. This module is independent of th
 matches schemas.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 # Keywords whose content is a schema or a list of schemas, and keywords with schemas by name.
@@ -37,6 +38,18 @@ _COMPOSITION_KEYWORDS = ("allOf", "anyOf", "oneOf", "if", "then", "else", "depen
 _PROPERTY_KEYWORDS = ("properties", "patternProperties")
 
 
+def nested_objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield every JSON object in a schema, the schema itself included."""
+    pending = [schema]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, list):
+            pending += node
+        elif isinstance(node, dict):
+            pending += node.values()
+            yield node
+
+
 def close_schema(schema: Any, *, strict: bool = False) -> Any:
     """Return a copy of a schema whose objects and tuples allow no unlisted members.
 
@@ -52,14 +65,7 @@ def close_schema(schema: Any, *, strict: bool = False) -> Any:
 
 def _collect_merged_refs(schema: Any, merged_refs: set[str]) -> None:
     """Collect the `$ref`s of schemas that are merged with other properties."""
-    pending = [schema]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, list):
-            pending += node
-        if not isinstance(node, dict):
-            continue
-        pending += node.values()
+    for node in nested_objects(schema):
         if _merges_properties(node):
             merged_refs.update(
                 part["$ref"]

@@ -55,8 +55,8 @@ FORMAT = "preamble.adapter"
 VERSION = 1
 SUFFIX = ".safetensors"
 TABLE = "table"
-# The header has a card, whose quotes it escapes, and a few tensors. Parsing a longer header, for
-# example one with a million names, would take much time and memory.
+# The header contains a card as a JSON string, in which quotes are escaped, and the entries of a few
+# tensors. A header with a million tensor names would take seconds and hundreds of MiB to parse.
 HEADER_BYTES_MAX = 3 * CARD_BYTES_MAX
 
 

@@ -5,8 +5,7 @@ stop string. It finds stop strings across token boundaries. The server's streams
 of trained adapters use `StopStringDetokenizer`.
 """
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from gpt.tokenizers.detokenizer import IncrementalDetokenizer, PieceDecoder
 
@@ -25,7 +24,6 @@ class StopStringDetokenizer:
         unsearched_tokens: int = 0,
         *,
         include_stop: bool = False,
-        token_texts: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         """`include_stop`: whether the matched stop string is part of the returned text.
 
@@ -35,7 +33,6 @@ class StopStringDetokenizer:
         self._include_stop = include_stop
         # The completion continues the prompt, so its leading space is kept.
         self._detokenizer = IncrementalDetokenizer(tokenizer, continues_text=True)
-        self._token_texts = token_texts
         # An adapter's card may have an empty stop string; ignore it.
         self._matchers = [_StopStringMatcher(stop) for stop in stops if stop]
         self._pending_text = ""
@@ -65,8 +62,6 @@ class StopStringDetokenizer:
         return "" if self.is_stopped else self._cut_at_stop(self._detokenizer.finish())
 
     def _detokenize(self, token_id: int) -> str:
-        if token_id in self._token_texts:
-            return self._detokenizer.push_control_text(self._token_texts[token_id])
         return self._detokenizer.push(token_id)
 
     def _cut_at_stop(self, new_text: str) -> str:

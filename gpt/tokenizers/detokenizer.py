@@ -6,7 +6,7 @@ spaces and invalid UTF-8. The module opens no files and uses no tokenizer librar
 """
 
 import codecs
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol
@@ -70,15 +70,26 @@ class PieceDecoder(Protocol):
 class ControlTextDecoder:
     """Decodes like a tokenizer, except that a control token has its text of the vocabulary."""
 
-    def __init__(self, tokenizer: PieceDecoder, token_text: Callable[[int], str]) -> None:
-        """`token_text` returns the text of a token in the vocabulary; empty for an unknown id."""
+    def __init__(
+        self,
+        tokenizer: PieceDecoder,
+        token_text: Callable[[int], str],
+        token_ids: Collection[int] | None = None,
+    ) -> None:
+        """`token_text` returns the text of a token in the vocabulary; empty for an unknown id.
+
+        `token_ids`: the control tokens that have a text; None: all of them.
+        """
         self.decoding_rules = tokenizer.decoding_rules
         self._piece = tokenizer.piece
         self._token_text = token_text
+        self._token_ids = token_ids
 
     def piece(self, token_id: int) -> Piece:
         piece = self._piece(token_id)
-        return self._token_text(token_id) or None if piece is None else piece
+        if piece is not None or not (self._token_ids is None or token_id in self._token_ids):
+            return piece
+        return self._token_text(token_id) or None
 
 
 class IncrementalDetokenizer:
@@ -111,11 +122,6 @@ class IncrementalDetokenizer:
                 piece = self._strip_mark(piece)
             piece = piece.replace(SPACE_MARK, " ")
         return self._strip_leading_space(text + piece)
-
-    def push_control_text(self, text: str) -> str:
-        """Write a control token as its text; an incomplete character before it ends."""
-        self._at_start = False
-        return self._flush_bytes() + text
 
     def finish(self) -> str:
         """Return the remaining text; incomplete characters become replacement characters."""

@@ -8,7 +8,7 @@ All four kinds implement the same protocol. Text becomes a control token only wi
 compares vocabulary sizes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, Protocol, cast, get_args
@@ -215,13 +215,18 @@ def _open_kind(kind: TokenizerKind, file: Path) -> Tokenizer:
     return gpt2_tokenizer(file, merges, special_tokens)
 
 
-def piece_decoder(tokenizer: Tokenizer, *, keep_special_tokens: bool) -> PieceDecoder:
+def piece_decoder(
+    tokenizer: Tokenizer, *, keep_special_tokens: bool, text_token_ids: Collection[int] = ()
+) -> PieceDecoder:
     """Return the decoder of a completion's tokens.
 
     `keep_special_tokens`: decode control tokens to their texts, instead of to nothing.
+    `text_token_ids`: decode these control tokens to their texts in any case.
     """
     if keep_special_tokens:
         return ControlTextDecoder(tokenizer, tokenizer.id_to_token)
+    if text_token_ids:
+        return ControlTextDecoder(tokenizer, tokenizer.id_to_token, text_token_ids)
     return tokenizer
 
 

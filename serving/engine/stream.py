@@ -152,13 +152,14 @@ class Stream:
         self._states = [
             _AnswerState(
                 StopStringDetokenizer(
-                    piece_decoder(tokenizer, keep_special_tokens=answer.keep_special_tokens),
+                    piece_decoder(
+                        tokenizer,
+                        keep_special_tokens=answer.keep_special_tokens,
+                        text_token_ids=answer.text_token_ids,
+                    ),
                     answer.stop_strings,
                     answer.sampling.min_new_tokens,
                     include_stop=answer.stop_in_text,
-                    token_texts={
-                        token: tokenizer.id_to_token(token) for token in answer.text_token_ids
-                    },
                 )
             )
             for answer in request.answers

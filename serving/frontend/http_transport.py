@@ -230,15 +230,21 @@ class EventStream:
         self._opening: asyncio.Task[None] | None = None
         self._is_opening = False  # Whether the task `_opening` is sending the headers.
 
-    @property
-    def started(self) -> bool:
-        return self._response is not None
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stop_opening()
 
     def open_in(self, seconds: float) -> None:
         """Send the headers after this time, unless an event is sent earlier.
 
-        Clients and proxies limit the time to the headers. A call that opens its stream must call
-        `stop_opening` before it reads `started`, and when it ends.
+        Clients and proxies limit the time to the headers.
         """
         self._opening = asyncio.create_task(self._open(seconds))
 
@@ -248,7 +254,7 @@ class EventStream:
         with suppress(ConnectionError):  # The client is gone, so aiohttp cancels the handler.
             await (await self._start_response()).write(OPENING_COMMENT)
 
-    async def stop_opening(self) -> None:
+    async def _stop_opening(self) -> None:
         """Cancel `open_in`, or wait until the headers are sent."""
         opening, self._opening = self._opening, None
         if opening is None:
@@ -263,7 +269,7 @@ class EventStream:
 
         `event_type`: the SSE field `event` of each event; empty: the events have no such field.
         """
-        await self.stop_opening()
+        await self._stop_opening()
         prefix = b"event: " + event_type.encode() + b"\n" if event_type else b""
         data = b"".join(prefix + b"data: " + event + b"\n\n" for event in events)
         try:
@@ -273,17 +279,21 @@ class EventStream:
 
     async def finish(self) -> web.StreamResponse:
         """Return the response; call once, after the last event."""
-        await self.stop_opening()
+        await self._stop_opening()
         return await self._start_response()
 
     async def finish_with_error(
         self, error: CallFailure, event: object, event_type: str = ""
     ) -> web.StreamResponse:
-        """End a stream that failed after its first event, and return the response.
+        """End a stream that failed, and return the response.
 
         The error is sent as `event`, encoded as JSON. If the client reads too slowly, the
-        connection is aborted.
+        connection is aborted. If the headers are not sent yet, raise `error`: the caller's error
+        response has its status.
         """
+        await self._stop_opening()
+        if self._response is None:
+            raise error
         if error.reason.name != "SLOW_READER":
             with suppress(TimeoutError):
                 async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):

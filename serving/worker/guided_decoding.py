@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from gpt.errors import RequestError
 from gpt.tokenizers.tokenizer import Tokenizer
-from serving.json_schemas import close_schema
+from serving.json_schemas import close_schema, nested_objects
 from serving.messages import Guide
 
 if TYPE_CHECKING:
@@ -277,14 +277,7 @@ def _ll_grammar(guide: Guide) -> str:
 
 def _check_patterns(schema: Any) -> None:
     """Raise ValueError if a regular expression in a JSON schema is too long."""
-    pending = [schema]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, list):
-            pending += node
-        if not isinstance(node, dict):
-            continue
-        pending += node.values()
+    for node in nested_objects(schema):
         pattern_properties = node.get("patternProperties")
         for pattern in (
             node.get("pattern"),

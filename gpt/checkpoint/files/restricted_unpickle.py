@@ -36,8 +36,8 @@ TORCH_CLASSES = re.compile(
     r"torch\.((cuda\.)?(sparse\.)?\w*Tensor|device|per_(tensor|channel)_\w+)"
     r"|torch\.nn\.parameter\.(Parameter|Buffer)"
 )
-# The type of a key of a dict or of an element of a set. Hashing and printing such a key is cheap; a
-# tuple whose elements are shared tuples can take exponential time.
+# Types of the keys of a dict and of the elements of a set. Objects of these types are hashed and
+# printed in linear time. A tuple that contains another tuple twice, and so on, is not.
 KEY_TYPES = (str, int, float, complex, bytes, type(None), type, torch.dtype)
 
 
@@ -49,8 +49,8 @@ class Stub:
     keyword_arguments: dict[str, Any]
     fields: dict[str, Any]  # From __setstate__ with a dict of fields.
     state: Any  # From __setstate__ with another argument; else None.
-    entries: dict[Any, Any]  # The entries of an object whose class derives from dict.
-    elements: list[Any]  # The elements of an object whose class derives from list or set.
+    entries: dict[Any, Any]  # If the foreign class is a subclass of dict: its keys and values.
+    elements: list[Any]  # If the foreign class is a subclass of list or set: its elements.
 
     def __new__(cls, *arguments: Any, **keyword_arguments: Any) -> "Stub":
         stub = super().__new__(cls)
@@ -157,7 +157,7 @@ class _ConstructorCall:
 
 
 def _check_key(key: object) -> None:
-    """Refuse a key of a dict, or an element of a set, whose hash can take exponential time."""
+    """Check a key of a dict or an element of a set (`KEY_TYPES`), before Python hashes it."""
     parts = key if isinstance(key, tuple) else (key,)
     for part in parts:
         if not isinstance(part, (*KEY_TYPES, Stub)):
@@ -212,7 +212,7 @@ PLAIN_CONSTRUCTORS: dict[str, Any] = {
     "functools.partial": _ConstructorCall,
     "torch.Size": _build_size,
 }
-# The classes whose objects a pickle may give a state.
+# The opcode BUILD may set the state of objects of these classes only.
 STATEFUL_CLASSES = (Stub, _ConstructorCall, _OrderedDict, _DefaultDict)
 # Protocol 2 uses Python 2's names of these modules.
 PYTHON_2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}

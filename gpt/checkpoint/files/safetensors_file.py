@@ -122,6 +122,17 @@ class SafetensorsTensor:
         )
 
 
+def file_error(path: Path, error: OSError) -> CheckpointError:
+    """Return the error for a file of a checkpoint that the operating system cannot read."""
+    if isinstance(error, FileNotFoundError):
+        return CheckpointError(f"{path} does not exist; copy the checkpoint again")
+    if isinstance(error, PermissionError):
+        return CheckpointError(
+            f"cannot read {path}: Permission denied; give this user the permission to read it"
+        )
+    return CheckpointError(f"cannot read {path}: {error.strerror}; give the path of a file")
+
+
 def open_safetensors(
     path: Path, *, header_bytes_max: int = HEADER_BYTES_MAX
 ) -> dict[str, SafetensorsTensor]:
@@ -146,10 +157,8 @@ def open_safetensors(
                     f"{header_bytes_max}, so it is broken or not the expected kind of file",
                 )
             header_json = file.read(length)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; copy the checkpoint again") from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+        raise file_error(path, error) from None
     entries = _parse_header(path, header_json)
     _check_data_offsets(path, entries, size - 8 - length)
     mapped_file = MappedFile(path, 8 + length)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt.checkpoint.files.file_tree import Span, file_span
-from gpt.checkpoint.files.safetensors_file import refuse_git_lfs_pointer
+from gpt.checkpoint.files.safetensors_file import file_error, refuse_git_lfs_pointer
 from gpt.checkpoint.files.torch_legacy import PICKLE_MAGIC, view_legacy_file
 from gpt.checkpoint.files.torch_save import ZIP_MAGIC
 from gpt.checkpoint.files.torch_zip import view_archive
@@ -22,16 +22,8 @@ def read_torch_file(path: Path) -> Any:
     """Load the object of a `torch.save` file."""
     try:
         return read_torch_span(file_span(path))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; copy the checkpoint again") from None
-    except PermissionError:
-        raise CheckpointError(
-            f"cannot read {path}: Permission denied; give this user the permission to read it"
-        ) from None
     except OSError as error:
-        raise CheckpointError(
-            f"cannot read {path}: {error.strerror}; give the path of a file"
-        ) from None
+        raise file_error(path, error) from None
 
 
 def read_torch_span(span: Span) -> Any:

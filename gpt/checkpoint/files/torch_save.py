@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpt.checkpoint.files.safetensors_file import refuse_git_lfs_pointer
+from gpt.checkpoint.files.safetensors_file import file_error, refuse_git_lfs_pointer
 from gpt.checkpoint.logical_tensor import InMemoryTensor
 from gpt.errors import CheckpointError
 
@@ -66,12 +66,8 @@ def load_weights_only(path: Path, *, mmap: bool = True) -> object:
         return content
     except CheckpointError:
         raise
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; copy the checkpoint again") from None
-    except PermissionError:
-        raise CheckpointError(
-            f"cannot read {path}: Permission denied; give this user the permission to read it"
-        ) from None
+    except (FileNotFoundError, PermissionError) as error:
+        raise file_error(path, error) from None
     except pickle.UnpicklingError as error:
         raise _unpickling_error(path, error) from None
     # A broken or hostile pickle can make the loader raise any exception.

@@ -231,24 +231,20 @@ class _KServeHandlers:
     async def _generate_stream(
         self, request: web.BaseRequest, model: str, version: str
     ) -> web.StreamResponse:
-        events, route = EventStream(request), f"{MODEL_ROUTE}/generate_stream"
-        try:
-            async with self._open_call(request, "generate_stream", route) as call:
-                message = await _read_generate(request, call, stream=True)
-                events.open_in(call.service.config.network_config.stream_headers_s)
-                inference = await _open_inference(message, model, version, call)
-                async with aclosing(inference.output_chunks()) as chunks:
-                    async for outputs, _ in chunks:
-                        fields = generate_fields(message, inference.model, outputs)
-                        await call.send_part(events.send(msgspec.json.encode(fields)))
-                return await events.finish()
-        except CallFailure as error:
-            await events.stop_opening()
-            if not events.started:
-                raise
-            return await events.finish_with_error(error, error_body(error))
-        finally:
-            await events.stop_opening()
+        route = f"{MODEL_ROUTE}/generate_stream"
+        async with EventStream(request) as events:
+            try:
+                async with self._open_call(request, "generate_stream", route) as call:
+                    message = await _read_generate(request, call, stream=True)
+                    events.open_in(call.service.config.network_config.stream_headers_s)
+                    inference = await _open_inference(message, model, version, call)
+                    async with aclosing(inference.output_chunks()) as chunks:
+                        async for outputs, _ in chunks:
+                            fields = generate_fields(message, inference.model, outputs)
+                            await call.send_part(events.send(msgspec.json.encode(fields)))
+                    return await events.finish()
+            except CallFailure as error:
+                return await events.finish_with_error(error, error_body(error))
 
     @asynccontextmanager
     async def _open_call(

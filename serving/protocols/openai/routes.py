@@ -212,38 +212,34 @@ class _OpenAIHandlers:
     async def _respond(
         self, request: web.BaseRequest, endpoint: "_Endpoint[RequestT]"
     ) -> web.StreamResponse:
-        events, body = EventStream(request), None
-        try:
-            origin = call_origin(
-                request, endpoint.path, {"gen_ai.operation.name": endpoint.operation}
-            )
-            async with self._frontend.call(
-                PROTOCOL, endpoint.method, credential(request), origin=origin
-            ) as call:
-                call.caller.require_role("generate")
-                data = await read_json_body(request, call)
-                body = await maybe_in_thread(data, parse_request, data, endpoint.request_type)
-                if body.timeout is not None:
-                    call.deadline = call.arrival + body.timeout
-                if body.stream:
-                    events.open_in(call.service.config.network_config.stream_headers_s)
-                asks = await endpoint.make_asks(data, body, call)
-                run = await CompletionRun.start(body, asks, call, endpoint.completion_format)
-                if not body.stream:
-                    return json_response(await run.final_response())
-                async with aclosing(run.chunks()) as chunks:
-                    async for chunk in chunks:
-                        await call.send_part(events.send(chunk))
-                await call.send_part(events.send(b"[DONE]"))
-                return await events.finish()
-        except CallFailure as error:
-            client_error = _with_request_field(error, body)
-            await events.stop_opening()
-            if not events.started:
-                raise client_error from None
-            return await events.finish_with_error(client_error, error_body(client_error))
-        finally:
-            await events.stop_opening()
+        body = None
+        async with EventStream(request) as events:
+            try:
+                origin = call_origin(
+                    request, endpoint.path, {"gen_ai.operation.name": endpoint.operation}
+                )
+                async with self._frontend.call(
+                    PROTOCOL, endpoint.method, credential(request), origin=origin
+                ) as call:
+                    call.caller.require_role("generate")
+                    data = await read_json_body(request, call)
+                    body = await maybe_in_thread(data, parse_request, data, endpoint.request_type)
+                    if body.timeout is not None:
+                        call.deadline = call.arrival + body.timeout
+                    if body.stream:
+                        events.open_in(call.service.config.network_config.stream_headers_s)
+                    asks = await endpoint.make_asks(data, body, call)
+                    run = await CompletionRun.start(body, asks, call, endpoint.completion_format)
+                    if not body.stream:
+                        return json_response(await run.final_response())
+                    async with aclosing(run.chunks()) as chunks:
+                        async for chunk in chunks:
+                            await call.send_part(events.send(chunk))
+                    await call.send_part(events.send(b"[DONE]"))
+                    return await events.finish()
+            except CallFailure as error:
+                client_error = _with_request_field(error, body)
+                return await events.finish_with_error(client_error, error_body(client_error))
 
     async def responses(self, request: web.BaseRequest) -> web.StreamResponse:
         events, body, run = EventStream(request), None, None
@@ -270,7 +266,7 @@ class _OpenAIHandlers:
                 return await events.finish()
         except CallFailure as error:
             client_error = responses_api.with_request_field(error, body)
-            if run is None or not events.started:
+            if run is None:
                 raise client_error from None
             event = run.failed_event(client_error)
             return await events.finish_with_error(client_error, event, event["type"])

@@ -87,29 +87,24 @@ class _TgiHandlers:
         self, request: web.BaseRequest, path: str, *, stream: bool | None
     ) -> web.StreamResponse:
         """Serve a request. `stream` None: the field `stream` decides, as in POST /."""
-        events = EventStream(request)
-        try:
-            async with self._open_call(request, path.removeprefix("/") or "root", path) as call:
-                data = await read_json_body(request, call, json_type_only=False)
-                body = await maybe_in_thread(data, parse_request, data, GenerateRequest)
-                if stream is False and body.stream:
-                    raise RequestError(
-                        f"stream is true, but {path} sends one response; use {STREAM_PATH}, or "
-                        "remove stream",
-                        "stream",
-                    )
-                if stream or (stream is None and body.stream):
-                    events.open_in(call.service.config.network_config.stream_headers_s)
-                    return await _send_events(body, call, events)
-                response = await _generate(body, call)
-                return json_response([response] if path == "/" else response)
-        except CallFailure as error:
-            await events.stop_opening()
-            if not events.started:
-                raise
-            return await events.finish_with_error(error, error_body(error))
-        finally:
-            await events.stop_opening()
+        async with EventStream(request) as events:
+            try:
+                async with self._open_call(request, path.removeprefix("/") or "root", path) as call:
+                    data = await read_json_body(request, call, json_type_only=False)
+                    body = await maybe_in_thread(data, parse_request, data, GenerateRequest)
+                    if stream is False and body.stream:
+                        raise RequestError(
+                            f"stream is true, but {path} sends one response; use {STREAM_PATH}, or "
+                            "remove stream",
+                            "stream",
+                        )
+                    if stream or (stream is None and body.stream):
+                        events.open_in(call.service.config.network_config.stream_headers_s)
+                        return await _send_events(body, call, events)
+                    response = await _generate(body, call)
+                    return json_response([response] if path == "/" else response)
+            except CallFailure as error:
+                return await events.finish_with_error(error, error_body(error))
 
     @asynccontextmanager
     async def _open_call(

@@ -269,11 +269,9 @@ def test_headers_of_a_slow_stream_precede_its_first_event() -> None:
 
 def test_fast_streams_and_refusals_have_no_comment() -> None:
     async def refuse(request: web.BaseRequest) -> web.StreamResponse:
-        events = EventStream(request)
-        events.open_in(60.0)
-        await events.stop_opening()
-        assert not events.started
-        raise CallFailure(REASONS["QUEUE_FULL"], "full")
+        async with EventStream(request) as events:
+            events.open_in(60.0)
+            return await events.finish_with_error(CallFailure(REASONS["QUEUE_FULL"], "full"), {})
 
     async def fast(request: web.BaseRequest) -> web.StreamResponse:
         events = EventStream(request)

@@ -32,13 +32,13 @@ const OpenAI = require("openai");
   const messages = [{role: "user", content: process.argv[2]}];
   const fields = {model: "", messages, temperature: 0, max_tokens: 12, service_tier: "auto",
     modalities: ["text"], verbosity: "low", seed: -1, audio: null};
-  const whole = await client.chat.completions.create(fields);
+  const completion = await client.chat.completions.create(fields);
   let text = "";
   for await (const chunk of await client.chat.completions.create({...fields, stream: true})) {
     text += chunk.choices[0].delta.content ?? "";
   }
   const failure = await client.chat.completions.create({...fields, n: 0}).catch((error) => error);
-  console.log(JSON.stringify([whole.choices[0].message.content, text, whole._request_id,
+  console.log(JSON.stringify([completion.choices[0].message.content, text, completion._request_id,
     failure.status, failure.requestID]));
 })();
 """

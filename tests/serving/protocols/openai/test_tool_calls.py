@@ -12,7 +12,7 @@ import pytest
 
 from gpt.errors import RequestError
 from gpt.generation.stop_strings import StopStringDetokenizer
-from gpt.tokenizers.tokenizer import NullTokenizer
+from gpt.tokenizers.tokenizer import NullTokenizer, piece_decoder
 from serving.admission.template_sandbox import TemplateRenderer, TemplateSetup
 from serving.admission.tool_prompt import describe_tools, find_call_format, template_takes_tools
 from serving.config import CallFormat
@@ -343,7 +343,8 @@ def test_marked_special_tokens_are_part_of_the_text(tmp_path: Path) -> None:
         if special is None:
             continue
         ids = [*tokenizer.encode("ab"), special.id, *tokenizer.encode("cd", continues_text=True)]
-        for token_texts in ({}, {special.id: tokenizer.id_to_token(special.id)}):
-            detokenizer = StopStringDetokenizer(tokenizer, (), token_texts=token_texts)
+        for token_ids in ((), (special.id,)):
+            decoder = piece_decoder(tokenizer, keep_special_tokens=False, text_token_ids=token_ids)
+            detokenizer = StopStringDetokenizer(decoder, ())
             text = "".join(map(detokenizer.push, ids)) + detokenizer.finish()
-            assert (tokenizer.id_to_token(special.id) in text) is bool(token_texts)
+            assert (tokenizer.id_to_token(special.id) in text) is bool(token_ids)
