@@ -8,7 +8,7 @@ not allowed is refused, and the error contains the name. The module is independe
 
 import pickle
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from functools import cache
 from struct import unpack
 from typing import Any, ClassVar
@@ -38,6 +38,7 @@ TORCH_CLASSES = re.compile(
 )
 # Types of the keys of a dict and of the elements of a set. Objects of these types are hashed and
 # printed in linear time. A tuple that contains another tuple twice, and so on, is not.
+KEY_PARTS_MAX = 16  # Elements of a tuple that is a key.
 KEY_TYPES = (str, int, float, complex, bytes, type(None), type, torch.dtype)
 
 
@@ -141,14 +142,14 @@ class _ConstructorCall:
 
     def __init__(self, constructor: object) -> None:
         self._constructor = constructor
-        self._arguments: Any = ()
+        self.arguments: Any = ()
         self._keyword_arguments: Any = {}
 
     def __setstate__(self, state: Any) -> None:
-        self._constructor, self._arguments, self._keyword_arguments, _ = state
+        self._constructor, self.arguments, self._keyword_arguments, _ = state
 
     def __call__(self) -> Stub:
-        stub_class, *arguments = self._arguments
+        stub_class, *arguments = self.arguments
         if not (isinstance(stub_class, type) and issubclass(stub_class, Stub)):
             raise _refused("functools.partial")
         if self._constructor is not stub_class:
@@ -156,9 +157,18 @@ class _ConstructorCall:
         return stub_class(*arguments, **self._keyword_arguments)
 
 
+def _size(argument: object, entry_bytes: int) -> int:
+    """Return about the number of bytes of a copy of an argument."""
+    if isinstance(argument, str | bytes):
+        return len(argument)
+    return entry_bytes * len(argument) if isinstance(argument, Sized) else 0
+
+
 def _check_key(key: object) -> None:
     """Check a key of a dict or an element of a set (`KEY_TYPES`), before Python hashes it."""
     parts = key if isinstance(key, tuple) else (key,)
+    if len(parts) > KEY_PARTS_MAX:
+        raise pickle.UnpicklingError(f"a key of a dict has {len(parts)} elements")
     for part in parts:
         if not isinstance(part, (*KEY_TYPES, Stub)):
             raise pickle.UnpicklingError(f"{short_repr(key)} is not a key of a checkpoint's dict")
@@ -214,6 +224,14 @@ PLAIN_CONSTRUCTORS: dict[str, Any] = {
 }
 # The opcode BUILD may set the state of objects of these classes only.
 STATEFUL_CLASSES = (Stub, _ConstructorCall, _OrderedDict, _DefaultDict)
+# A call takes a few bytes of a pickle, and can copy a large argument that the pickle contains once.
+# This limits the bytes of all copies. No pickle that is read has more bytes itself.
+COPIED_BYTES_MAX = 256 << 20
+# A smaller copy is not counted: the bytes of all such copies are proportional to the pickle's size.
+SMALL_COPY_BYTES = 64
+POINTER_BYTES = 8  # Size of an element of a tuple.
+HASHED_ENTRY_BYTES = 64  # About the size of an element of a set, or of an entry of a dict.
+HASHED_CONSTRUCTORS = (_build_set, _OrderedDict)
 # Protocol 2 uses Python 2's names of these modules.
 PYTHON_2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
@@ -231,6 +249,8 @@ class StubUnpickler(pickle._Unpickler):
     `SAFE_CLASSES` and `TORCH_CLASSES`; a subclass can replace it with the names in its own files.
     Objects of all these classes become stubs.
     """
+
+    _copied_bytes = 0  # Bytes of the arguments that calls have copied so far.
 
     # Attributes of the base class that its type stubs do not declare.
     stack: list[Any]  # The objects above the last mark.
@@ -263,8 +283,33 @@ class StubUnpickler(pickle._Unpickler):
         """Refuse integers of more than 255 bytes, which Python takes quadratic time to print."""
         raise pickle.UnpicklingError("an integer has more than 255 bytes")
 
+    def _count_copies(self, function: object, arguments: Any) -> None:
+        """Count the bytes that a call copies; raise if all calls together copy too many."""
+        copied = [arguments, function.arguments if isinstance(function, _ConstructorCall) else ()]
+        if not (isinstance(function, type) and issubclass(function, Stub)):
+            copied += arguments  # A stub only refers to its arguments.
+        entry_bytes = HASHED_ENTRY_BYTES if function in HASHED_CONSTRUCTORS else POINTER_BYTES
+        sizes = [_size(argument, entry_bytes) for argument in copied]
+        self._copied_bytes += sum(size for size in sizes if size > SMALL_COPY_BYTES)
+        if self._copied_bytes > COPIED_BYTES_MAX:
+            raise pickle.UnpicklingError(f"its calls copy more than {COPIED_BYTES_MAX} bytes")
+
+    def load_reduce(self) -> None:
+        self._count_copies(self.stack[-2], self.stack[-1])
+        BASE_LOADERS[pickle.REDUCE[0]](self)
+
+    def load_newobj(self) -> None:
+        self._count_copies(self.stack[-2], self.stack[-1])
+        BASE_LOADERS[pickle.NEWOBJ[0]](self)
+
+    def load_newobj_ex(self) -> None:
+        self._count_copies(self.stack[-3], self.stack[-2])
+        self._count_copies(self.stack[-3], self.stack[-1].values())
+        BASE_LOADERS[pickle.NEWOBJ_EX[0]](self)
+
     def load_build(self) -> None:
         """Set the state of an object, but not of a class or function of this module."""
+        self._count_copies(Stub, self.stack[-1] if isinstance(self.stack[-1], dict) else ())
         if not isinstance(self.stack[-2], STATEFUL_CLASSES):
             raise pickle.UnpicklingError("it asks to change an object that has no state")
         BASE_LOADERS[pickle.BUILD[0]](self)
@@ -301,6 +346,9 @@ class StubUnpickler(pickle._Unpickler):
         pickle.BUILD[0]: load_build,
         pickle.BYTEARRAY8[0]: load_bytearray8,
         pickle.LONG4[0]: load_long4,
+        pickle.NEWOBJ[0]: load_newobj,
+        pickle.NEWOBJ_EX[0]: load_newobj_ex,
+        pickle.REDUCE[0]: load_reduce,
         pickle.SETITEM[0]: load_setitem,
         pickle.SETITEMS[0]: load_setitems,
         pickle.DICT[0]: load_dict,

@@ -1,5 +1,6 @@
 """Restricted unpickling: stand-ins for foreign classes, and errors that name refused calls."""
 
+import _codecs
 import argparse
 import collections
 import datetime
@@ -217,6 +218,38 @@ def write_build_of(name: str, path: Path) -> Path:
 def test_functions_of_the_unpickler_cannot_be_changed(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="asks to change"):
         read_torch_file(write_build_of(name, tmp_path / "x.pt"))
+
+
+TEXT = "a" * (1 << 20)
+NUMBERS = tuple(range(1 << 15))
+NAMES = {f"name{index}": 0 for index in NUMBERS}
+CONSTRUCTORS: dict[str, tuple[object, tuple[object, ...]]] = {
+    "bytes": (_codecs.encode, (TEXT, "latin1")),
+    "sets": (set, (NUMBERS,)),
+    "sizes": (torch.Size, (NUMBERS,)),
+    "dicts": (collections.OrderedDict, (tuple((number, 0) for number in NUMBERS),)),
+    "stubs": (types.SimpleNamespace, NUMBERS),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_calls_that_copy_too_much_are_refused(tmp_path: Path, name: str) -> None:
+    calls = [Calls(lambda: None) for _ in range(1100)]
+    for call in calls:
+        call.call = CONSTRUCTORS[name]  # All calls refer to the same tuple of arguments.
+    path = save({"model": calls}, tmp_path / "x.pt", True)
+    assert path.stat().st_size < 4 << 20
+    with pytest.raises(CheckpointError, match="its calls copy more than"):
+        read_torch_file(path)
+
+
+def test_states_that_take_too_long_to_check_are_refused(tmp_path: Path, megatron: None) -> None:
+    states = [argparse.Namespace() for _ in range(1100)]
+    for namespace in states:
+        namespace.__dict__ = NAMES
+    path = save({"args": states}, tmp_path / "x.pt", True)
+    with pytest.raises(CheckpointError, match="its calls copy more than"):
+        read_torch_file(path)
 
 
 def test_stated_lengths_are_not_allocated(tmp_path: Path) -> None:
