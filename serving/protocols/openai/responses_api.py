@@ -33,10 +33,10 @@ from serving.request import RefusedError
 RESPONSES_PATH = "/v1/responses"
 # Value of `include` that requests log-probabilities.
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
-# The names of fields that a chat completion request calls differently, by the chat's name.
+# The names of fields that have another name in a chat completion request or in an `Ask`.
 FIELD_NAMES = {
     "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
+    **dict.fromkeys(("max_completion_tokens", "max_new_tokens"), "max_output_tokens"),
     "response_format": "text.format",
 }
 # Fields with the same name and meaning in chat completion requests.

@@ -196,6 +196,12 @@ def test_fields_that_ask_for_nothing_are_accepted(deployment: Deployment) -> Non
         ({"reasoning": {"effort": "high"}}, 501, "reasoning", "reasoning effort"),
         ({"tools": [{"type": "function", "name": "f"}]}, 400, "tools", "tools"),
         ({"max_output_tokens": 0}, 400, "max_output_tokens", "max_output_tokens is 0"),
+        (
+            {"input": "word " * 3900, "max_output_tokens": 5},
+            400,
+            "input",
+            "max_output_tokens (5)",
+        ),
         ({"max_tokens": 5}, 400, "max_tokens", "use max_output_tokens"),
         ({"messages": []}, 400, "messages", "use input"),
         ({"max_output_token": 5}, 400, "max_output_token", "did you mean 'max_output_tokens'"),
