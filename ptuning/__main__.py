@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from gpt.cpu_threads import limit_openmp_spinning
 from gpt.errors import PreambleError
 from ptuning.config import TuneConfig
 
@@ -42,6 +43,7 @@ def main(argv: list[str]) -> int:
         print("usage: python -m ptuning tune CONFIG.yaml", file=sys.stderr)
         return 2
     args = tune_parser().parse_args(argv[1:])
+    limit_openmp_spinning()  # Before any import of torch; child ranks inherit the environment.
     with _ensure_stderr():
         try:
             if args.sweep and (args.check or args.evaluate):

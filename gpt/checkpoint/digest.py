@@ -24,6 +24,7 @@ from gpt.checkpoint.logical_tensor import Checkpoint, LogicalTensor, ModelIdenti
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError
+from gpt.host_limits import usable_cores
 
 __all__ = ["ModelIdentity", "base_digest", "combine_digests", "fingerprint", "identify"]
 
@@ -49,7 +50,7 @@ def base_digest(checkpoint: Checkpoint) -> str:
     def init_worker() -> None:
         thread_scratch.bytes = allocate_scratch()
 
-    workers = min(WORKERS_MAX, os.cpu_count() or 1)
+    workers = min(WORKERS_MAX, usable_cores())
     with ThreadPoolExecutor(workers, initializer=init_worker) as pool:
         hashes = pool.map(hash_tensor, checkpoint.tensors.values())
         return combine_digests(checkpoint, dict(zip(checkpoint.tensors, hashes, strict=True)))
