@@ -36,7 +36,7 @@ COMMANDS = {
 }
 
 # Actions of `adapters` that work on files and need no server.
-ADAPTER_FILE_ACTIONS = ("check", "import", "export")
+ADAPTER_FILE_ACTIONS = ("check", "import", "export", "log")
 
 USAGE = "usage: preamble COMMAND ...   (preamble COMMAND --help describes a command)"
 

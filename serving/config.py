@@ -14,6 +14,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+from gpt.adapters.change_log import LOG_BYTES_MAX, LOG_FILES_MAX
 from gpt.errors import ConfigError
 from gpt.sampling_params import LOGPROBS_MAX
 from gpt.settings import ComposedSettings, parse_settings, read_yaml, short_repr
@@ -32,6 +33,8 @@ SPECIAL_TOKEN_PARSING = ("auto", "never")
 # objects with name and arguments (or parameters).
 CallFormat = Literal["hermes", "llama3_json", "mistral", "json"]
 TOOL_CALL_FORMATS = ("auto", *get_args(CallFormat))
+USAGE_LABELS_MAX = 500
+USAGE_INTERVAL_S_MIN = 0.1  # Each write flushes the disk.
 MODEL_NAME_PATTERN = re.compile(r"[!-~]{1,200}")
 HOST_PATTERN = re.compile(r"[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?")
 ORIGIN_PATTERN = re.compile(rf"[a-z][a-z0-9+.-]*://({HOST_PATTERN.pattern})(:\d{{1,5}})?")
@@ -182,6 +185,10 @@ class AdapterConfig:
     # Maximum L2 norm of a virtual token's row in an uploaded adapter. For an uploaded prefix
     # adapter, the maximum absolute value of an element instead.
     row_norm_max: float = 1e4
+    # Size and number of the files of the adapter change log. There are two series of files: for
+    # changes, and for refused changes.
+    adapter_log_bytes_max: int = LOG_BYTES_MAX
+    adapter_log_files_max: int = LOG_FILES_MAX
     # Use of the golden examples in adapter files. "ignore": do not replay them; "warn": replay them
     # and log the verdict; "strict": also refuse requests for an adapter until its examples pass.
     golden: str = "warn"
@@ -326,6 +333,15 @@ class ObservabilityConfig:
     # OTLP receiver (gRPC) for traces, as http://HOST:PORT or https://HOST:PORT. None: no tracing.
     traces: str | None = None
     traces_share: float = 1.0  # Of the calls without a trace context, this fraction is traced.
+    # Maximum number of combinations of tenant and adapter with counts of their own in the usage
+    # metrics and in usage_file.
+    usage_labels_max: int = USAGE_LABELS_MAX
+    # File for billing: the requests and tokens of each tenant and adapter as JSON lines; None: no
+    # file.
+    usage_file: str | None = None
+    usage_interval_s: float = 60.0  # Interval between two writes of usage_file, in seconds.
+    usage_file_bytes_max: int = 64 << 20  # Size above which usage_file is rotated.
+    usage_files_max: int = 100  # Number of these files; the oldest is deleted for a new one.
 
     def __post_init__(self) -> None:
         _check_bounds(self)
@@ -333,6 +349,11 @@ class ObservabilityConfig:
             raise ConfigError(f"log_format is {self.log_format!r}; it must be text or json")
         if not 0 <= self.traces_share <= 1:
             raise ConfigError(f"traces_share is {self.traces_share}; it must be from 0 to 1")
+        if self.usage_interval_s < USAGE_INTERVAL_S_MIN:
+            raise ConfigError(
+                f"usage_interval_s is {self.usage_interval_s}; it must be at least "
+                f"{USAGE_INTERVAL_S_MIN}"
+            )
         pattern = r"https?://(\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}/?"
         if self.traces is not None and not re.fullmatch(pattern, self.traces):
             raise ConfigError(

@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -22,6 +22,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import msgspec
+from aiohttp import web
 
 from gpt.errors import ConfigError
 from serving.admission.auth import Authenticator
@@ -39,10 +40,12 @@ from serving.frontend.grpc_transport import ProbeInterceptor
 from serving.frontend.health_reflection import HealthService, add_reflection
 from serving.frontend.http_transport import (
     JSON_TYPE,
+    Handler,
     HttpServer,
     Routes,
     TextPage,
     address_family,
+    credential,
     merge_routes,
     page_handlers,
 )
@@ -56,6 +59,8 @@ from serving.protocols.tgi import routes as tgi
 from serving.ranks.launcher import open_transport
 from serving.service.metrics import CONTENT_TYPE, ENGINE_STATES, Metrics, version
 from serving.service.service import ServableCheckpoint, Service
+from serving.service.usage import UsageMeter
+from serving.service.usage_file import UsageFile
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +99,9 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
         calls_max=network.calls_max,
         slow_reader_s=network.slow_reader_s,
         message_bytes_max=config.limits_config.message_bytes_max,
+        usage=UsageMeter(config.observability_config.usage_labels_max),
     )
+    metrics.watch_usage(frontend.usage, service.name)
     help_text = "Engine state; 1 for the current state."
     metrics.watch_state("engine_state", help_text, ENGINE_STATES, partial(_engine_state, frontend))
     if tls is not None:
@@ -118,7 +125,9 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
         tls=tls_context,
         security=security,
     )
-    async with _tracing(config.observability_config, frontend), http, metrics_server:
+    usage_file = _usage_file(config.observability_config, frontend, service.name)
+    # The usage file is closed last, after the last call has ended.
+    async with usage_file, _tracing(config.observability_config, frontend), http, metrics_server:
         transport = open_transport(config)
         await server.start()
         stop_now = _install_signal_handlers(frontend)
@@ -158,6 +167,23 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
             await asyncio.to_thread(transport.close)
             await server.stop(0)
     return 0
+
+
+@asynccontextmanager
+async def _usage_file(
+    config: ObservabilityConfig, frontend: Frontend, model: str
+) -> AsyncIterator[None]:
+    """Write the usage file during the block, if `usage_file` is configured."""
+    if config.usage_file is None:
+        yield
+        return
+    with UsageFile(config, frontend.usage, model) as usage_file:
+        frontend.metrics.watch_gauge(
+            "usage_written_timestamp_seconds",
+            "Unix time up to which all counts are in usage_file.",
+            lambda: usage_file.written_until,
+        )
+        yield
 
 
 @asynccontextmanager
@@ -322,6 +348,7 @@ async def _poll_adapters(service: Service) -> None:
         started = time.monotonic()
         try:
             await asyncio.to_thread(service.adapters.scan)
+            await asyncio.to_thread(service.store.changes.write_pending)
         except Exception:  # Such as an unavailable network file system. The next scan retries.
             log.exception("event=adapters_not_scanned")
         scan_s = time.monotonic() - started
@@ -361,6 +388,10 @@ async def _set_health(health: HealthService, *, is_ready: bool, is_live: bool = 
 def _http_routes(config: NetworkConfig, frontend: Frontend) -> Routes:
     """Return all routes of the HTTP port."""
     pages = dict(_monitoring_routes(frontend))
+    may_read_usage = partial(frontend.access.has_role, role="operator")
+    pages["/metrics"] = _select_by_credential(
+        may_read_usage, _metrics_handlers(frontend, with_usage=True), pages["/metrics"]
+    )
     if config.metrics_port is not None:
         del pages["/metrics"]
     return merge_routes(
@@ -388,20 +419,46 @@ def _open_metrics_server(
     host = config.metrics_host or config.host
     # This port needs no tokens. Scrapers on other machines may use any name for it.
     security = replace(security, tokens=None) if is_loopback(host) else SecurityConfig()
+    # Operators alone may reach this port, so its metrics have the usage of each tenant.
+    pages = dict(_monitoring_routes(frontend))
+    pages["/metrics"] = _metrics_handlers(frontend, with_usage=True)
     return HttpServer(
         config,
-        _monitoring_routes(frontend),
+        pages,
         address=(host, config.metrics_port),
         security=security,
         setting="metrics_port",
     )
 
 
-def _monitoring_routes(frontend: Frontend) -> Routes:
+def _select_by_credential(
+    is_allowed: Callable[[str | None], bool],
+    handlers: Mapping[str, Handler],
+    other_handlers: Mapping[str, Handler],
+) -> Mapping[str, Handler]:
+    """Return handlers that serve `handlers` if the request's credential is allowed, else others."""
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        selected = handlers if is_allowed(credential(request)) else other_handlers
+        return await selected[request.method](request)
+
+    return dict.fromkeys(other_handlers, handle)
+
+
+def _metrics_handlers(frontend: Frontend, *, with_usage: bool) -> Mapping[str, Handler]:
     # A scrape takes milliseconds, which would delay tokens if it ran on the event loop. A single
     # thread runs one scrape at a time.
     scrape_executor = ThreadPoolExecutor(1, "scrape")
+    render = partial(frontend.metrics.render, with_usage=with_usage)
 
+    async def metrics() -> TextPage:
+        loop = asyncio.get_running_loop()
+        return TextPage(200, await loop.run_in_executor(scrape_executor, render), CONTENT_TYPE)
+
+    return page_handlers(metrics)
+
+
+def _monitoring_routes(frontend: Frontend) -> Routes:
     def liveness() -> TextPage:
         # The probe passes while lost ranks are restarted. It fails after a permanent failure.
         if frontend.is_live:
@@ -414,12 +471,6 @@ def _monitoring_routes(frontend: Frontend) -> Routes:
         state = "the engine is lost" if frontend.state == "serving" else frontend.state
         return TextPage(503, f"{state}\n".encode())
 
-    async def metrics() -> TextPage:
-        loop = asyncio.get_running_loop()
-        return TextPage(
-            200, await loop.run_in_executor(scrape_executor, frontend.metrics.render), CONTENT_TYPE
-        )
-
     def version_page() -> TextPage:
         return TextPage(200, msgspec.json.encode({"version": version()}), JSON_TYPE)
 
@@ -430,7 +481,7 @@ def _monitoring_routes(frontend: Frontend) -> Routes:
         return TextPage(200, msgspec.json.encode({"server_load": requests}), JSON_TYPE)
 
     return {
-        "/metrics": page_handlers(metrics),
+        "/metrics": _metrics_handlers(frontend, with_usage=False),
         **dict.fromkeys(LIVENESS_PATHS, page_handlers(liveness)),
         **dict.fromkeys(READINESS_PATHS, page_handlers(readiness)),
         "/version": page_handlers(version_page),

@@ -7,7 +7,8 @@ adapter fits a model; it does not apply adapters.
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from gpt.adapters.card import (
     build_adapter,
     parse_name,
 )
+from gpt.adapters.change_log import AdapterChange, AdapterChangeLog, ChangeAuthor
 from gpt.adapters.import_nemo import is_nemo_prompt, open_nemo_prompt
 from gpt.adapters.import_peft import open_peft, open_tgis
 from gpt.atomic_files import write_atomic
@@ -47,6 +49,7 @@ __all__ = [
     "open_adapter",
     "parse_name",
     "publish_adapter",
+    "recording_upload",
     "save_adapter",
     "table_width",
 ]
@@ -73,29 +76,54 @@ def save_adapter(adapter: Adapter, path: Path, *, overwrite: bool = True) -> Non
         raise AdapterError(f"{path} exists already; remove it or choose another name") from None
 
 
-def publish_adapter(adapter: Adapter, folder: Path) -> Path:
+def publish_adapter(adapter: Adapter, folder: Path, command: str = "") -> Path:
     """Write the adapter as NAME@N with the next version number N, and return the path.
 
-    Existing versions are not changed.
+    Existing versions are not changed. `command`: the author in the change log (`recording_upload`).
     """
     name = adapter.card.name
     version = _last_version(folder, name)
-    while True:
-        version += 1
-        path = folder / f"{name}@{version}{SUFFIX}"
-        try:
-            parse_name(f"{name}@{version}")
-        except RequestError:
-            raise AdapterError(
-                f"all version numbers of {name!r} in {folder} are used; choose a new name"
-            ) from None
-        try:
-            # If another process has used this version, the write fails, and the next version is
-            # tried.
-            _write_file(adapter, path, overwrite=False)
-        except FileExistsError:
-            continue
-        return path
+    with recording_upload(folder, name, command) as change:
+        while True:
+            version += 1
+            path = folder / f"{name}@{version}{SUFFIX}"
+            try:
+                parse_name(f"{name}@{version}")
+            except RequestError:
+                raise AdapterError(
+                    f"all version numbers of {name!r} in {folder} are used; choose a new name"
+                ) from None
+            change.begin(version, None, adapter.digest)
+            try:
+                # If another process has used this version, the write fails, and the next version
+                # is tried.
+                _write_file(adapter, path, overwrite=False)
+            except FileExistsError:
+                continue
+            change.finish(None)
+            return path
+
+
+@contextmanager
+def recording_upload(folder: Path, name: str, command: str) -> Iterator[AdapterChange]:
+    """Record the upload of a version to an adapter directory, if the directory has a change log.
+
+    `command`: the command that writes the version. A log that cannot be written is an AdapterError.
+    """
+    changes = AdapterChangeLog.find(folder) or AdapterChangeLog(None)
+    author = ChangeAuthor.of_command(command)
+    try:
+        with changes.recording("upload", name, author, changes.owner_of(folder)) as change:
+            yield change
+    except OSError as error:
+        raise _unwritable_log_error(folder, error) from None
+
+
+def _unwritable_log_error(folder: Path, error: OSError) -> AdapterError:
+    return AdapterError(
+        f"the change log of the adapter directory {folder} cannot be written ({error.strerror}), "
+        "and a change without a record is refused; free disk space, or grant write permission"
+    )
 
 
 def latest_adapter(folder: Path, name: str) -> tuple[Path, Adapter] | None:
@@ -122,6 +150,12 @@ def check_publish_directory(folder: Path) -> None:
             f"{folder} cannot be written to: {error.strerror}; give a writable directory on a file "
             "system that supports hard links"
         ) from None
+    changes = AdapterChangeLog.find(folder)
+    if changes is not None:
+        try:
+            changes.check_writable()
+        except OSError as error:
+            raise _unwritable_log_error(folder, error) from None
 
 
 def _last_version(folder: Path, name: str) -> int:

@@ -93,7 +93,7 @@ def write_adapters(
                 path = latest[0]
             else:
                 check_publish_directory(folder)  # The folder may have been removed during the run.
-                path = publish_adapter(adapter, folder)
+                path = publish_adapter(adapter, folder, "tune")
             paths_and_cards.append((path, adapter.card))
     return paths_and_cards
 

@@ -377,7 +377,7 @@ def _publish(sweep: Sweep, best: int, result: VariantResult) -> tuple[Path, ...]
         if newest is not None and newest[1].digest == adapter.digest:
             paths.append(newest[0])
         else:
-            paths.append(publish_adapter(adapter, folder))
+            paths.append(publish_adapter(adapter, folder, "tune"))
     return tuple(paths)
 
 

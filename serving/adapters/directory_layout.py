@@ -94,6 +94,19 @@ def parse_file_name(file: str) -> AdapterName | None:
     return AdapterName(name, version or 1)
 
 
+def selected_version(folder: Path, name: str) -> int | None:
+    """Return the version that a name without a version selects; None: the name has no file.
+
+    Files that cannot be used count too, because this function does not open them.
+    """
+    versions = version_files(folder, name) if folder.is_dir() else {}
+    try:
+        current = read_alias(folder, name).current
+    except ConfigError:
+        current = None
+    return current if current in versions else max(versions, default=None)
+
+
 def version_files(folder: Path, name: str) -> dict[int, Path]:
     """Return the files of one adapter name by version, including files that cannot be used."""
     files: dict[int, Path] = {}

@@ -13,8 +13,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from gpt.adapters.change_log import ChangeAction, ChangeAuthor
 from gpt.errors import PreambleError
-from serving.admission.auth import Authenticator, Caller
+from serving.admission.auth import Authenticator, Caller, Role
 from serving.admission.rate_limits import QuotaTable, RequestReservation, TenantUsage
 from serving.engine.stream import Stream
 from serving.frontend.call_origin import UNKNOWN_ORIGIN, CallOrigin
@@ -23,6 +24,7 @@ from serving.request import Ask, Piece, RefusedError, UnavailableError
 from serving.service.error_reasons import REASONS, Reason, reason_of
 from serving.service.metrics import Metrics
 from serving.service.service import Service
+from serving.service.usage import RequestUsage, UsageMeter
 
 if TYPE_CHECKING:
     from serving.frontend.tracing import CallTrace, CallTracer
@@ -75,6 +77,7 @@ class Call:
         self._stall_timer: asyncio.TimerHandle | None = None
         self.has_accepted_request = False
         self._reservations: dict[Stream, RequestReservation] = {}  # By open stream.
+        self._usages: dict[Stream, RequestUsage] = {}  # By open stream.
         self._final_only_streams: set[Stream] = set()  # Streams that are sent as one response.
 
     @property
@@ -90,7 +93,7 @@ class Call:
 
     def subcall(self, method: str) -> AbstractAsyncContextManager["Call"]:
         """Open a nested call, with its own metrics and errors, for one of this call's requests."""
-        origin = CallOrigin(method, self.origin.headers)
+        origin = CallOrigin(method, self.origin.headers, peer=self.origin.peer)
         return self.frontend.call(
             self.protocol, method, None, self.deadline, parent=self, origin=origin
         )
@@ -100,6 +103,35 @@ class Call:
         """The caller's request id and the trace id, for log lines."""
         origin = self.origin
         return origin.request_id, origin.trace_id if self.trace is None else self.trace.trace_id
+
+    @property
+    def change_author(self) -> ChangeAuthor:
+        """The author of a change that this call makes, for the adapter change log."""
+        return ChangeAuthor(
+            tenant=self.caller.tenant,
+            token=self.caller.token_name,
+            protocol=self.protocol,
+            method=self.origin.name,
+            peer=self.origin.peer,
+            request_id=self.origin.request_id,
+        )
+
+    async def require_role(self, role: Role, change: ChangeAction | None = None) -> None:
+        """Raise PERMISSION_DENIED if the caller lacks the role.
+
+        `change`: the change of an adapter that the call would make; its refusal is recorded.
+        """
+        try:
+            self.caller.require_role(role)
+        except RefusedError as error:
+            if change is not None and self.frontend.service is not None:
+                store = self.frontend.service.store
+                # One record at a time: such a caller must not occupy the threads of other calls.
+                async with self.frontend.refusal_lock:
+                    await asyncio.to_thread(
+                        store.record_refusal, change, "", self.change_author, error
+                    )
+            raise
 
     async def start(self, ask: Ask, *, final_only: bool = False) -> Stream:
         """Admit an ask, submit it, and return its stream; raise if it is refused.
@@ -120,6 +152,7 @@ class Call:
             raise
         self.has_accepted_request = True
         self._reservations[stream] = reservation
+        self._usages[stream] = self.frontend.usage.open_request(stream.request)
         if final_only:
             self._final_only_streams.add(stream)
         if self.trace is not None:
@@ -130,10 +163,11 @@ class Call:
     async def pieces(self, stream: Stream) -> AsyncIterator[Piece]:
         """Iterate a stream's pieces and record their metrics."""
         timer = _StreamTimer(self, stream, final_only=stream in self._final_only_streams)
-        reservation = self._reservations[stream]
+        reservation, usage = self._reservations[stream], self._usages[stream]
         try:
             async for piece in stream:
                 timer.record_piece(piece)
+                usage.record_piece(piece)
                 reservation.generated_tokens += len(piece.token_ids)
                 yield piece
         finally:
@@ -144,6 +178,7 @@ class Call:
         self._final_only_streams.discard(stream)
         if (reservation := self._reservations.pop(stream, None)) is not None:
             reservation.close()
+            self._usages.pop(stream).close()
             self.frontend.metrics.record_timings(stream.timings)
             if self.trace is not None:
                 self.trace.add_request(self.service.name, stream, reservation.generated_tokens)
@@ -230,8 +265,10 @@ class Frontend:
         calls_max: int | None = None,
         slow_reader_s: float = 30.0,
         message_bytes_max: int = 16 << 20,
+        usage: UsageMeter | None = None,
     ) -> None:
         self.metrics = metrics
+        self.usage = usage or UsageMeter()
         self.access = access
         self.calls_max = calls_max
         self.slow_reader_s = slow_reader_s
@@ -241,6 +278,7 @@ class Frontend:
         self.state: ServerState = "loading"
         self.service: Service | None = None
         self.stop_requested = asyncio.Event()  # Set: drain, then stop the server.
+        self.refusal_lock = asyncio.Lock()  # Held to record a call that lacks a role.
         self._open_calls = 0
         self._log_throttle = LogThrottle()
         self._idle = asyncio.Event()

@@ -28,7 +28,12 @@ from aiohttp.http_exceptions import HttpProcessingError
 from gpt.errors import ConfigError
 from serving.config import NetworkConfig, SecurityConfig
 from serving.frontend.call import CallFailure
-from serving.frontend.call_origin import CallOrigin, caller_request_id, printable_request_id
+from serving.frontend.call_origin import (
+    CallOrigin,
+    caller_request_id,
+    host_and_port,
+    printable_request_id,
+)
 from serving.frontend.web_origins import OriginPolicy, preflight_headers
 from serving.service.error_reasons import REASONS
 
@@ -215,7 +220,14 @@ def call_origin(
         "url.scheme": request.scheme,
     }
     assert isinstance(request, _HttpRequest)
-    return CallOrigin(f"{request.method} {route}", request.headers, attributes, request.request_id)
+    name = f"{request.method} {route}"
+    return CallOrigin(name, request.headers, attributes, request.request_id, _peer(request))
+
+
+def _peer(request: web.BaseRequest) -> str:
+    transport = request.transport
+    address = None if transport is None else transport.get_extra_info("peername")
+    return host_and_port(address[0], address[1]) if isinstance(address, tuple) else ""
 
 
 class EventStream:

@@ -2,8 +2,9 @@
 
 The front end owns the registry. Counters are incremented when an event happens; gauges (waiting
 requests, adapters) are read at each scrape. Each label has a short fixed list of values, except
-`adapter`: its values are at most ADAPTER_LABELS_MAX names, and OTHER_ADAPTERS. docs/metrics.md
-explains each metric.
+`adapter`: its values are at most ADAPTER_LABELS_MAX names, and OTHER_ADAPTERS. The usage of each
+tenant (`serving.service.usage`) is in a registry of its own, because only operators may read it.
+docs/metrics.md explains each metric.
 """
 
 import math
@@ -36,6 +37,7 @@ from prometheus_client.registry import Collector
 from serving.engine.stream import AnswerTiming
 from serving.request import AnswerSpec
 from serving.service.error_reasons import REASONS, Reason
+from serving.service.usage import UsageCollector, UsageMeter
 
 # Without this, every counter and histogram has an extra `_created` series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -216,6 +218,8 @@ class Metrics:
     """All metrics of a server; `render` returns the text of a scrape."""
 
     registry: CollectorRegistry = field(default_factory=lambda: CollectorRegistry())
+    # The usage of each tenant, which only operators may read.
+    usage_registry: CollectorRegistry = field(default_factory=lambda: CollectorRegistry())
     last_step_at: float = 0.0  # Unix time of the last step's end; 0: no step yet.
 
     def __post_init__(self) -> None:
@@ -367,6 +371,10 @@ class Metrics:
         """Add a state gauge: one series per state."""
         self.registry.register(_StateGauge(f"preamble_{name}", help_text, states, read))
 
+    def watch_usage(self, meter: UsageMeter, model: str) -> None:
+        """Add the usage of each tenant and adapter, which is read at each scrape with usage."""
+        self.usage_registry.register(UsageCollector(meter, model))
+
     def set_build_info(self, **labels: str) -> None:
         """Add the build information: labels of a series whose value is always 1."""
         labels |= {"python": platform.python_version(), "torch": installed_version("torch")}
@@ -375,8 +383,10 @@ class Metrics:
         )
         gauge.labels(**labels).set(1)
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+    def render(self, *, with_usage: bool = False) -> bytes:
+        """Return a scrape; `with_usage`: the usage of each tenant too, for operators."""
+        usage = generate_latest(self.usage_registry) if with_usage else b""
+        return generate_latest(self.registry) + usage
 
     def _counter(self, name: str, help_text: str, labels: list[str] | None = None) -> Counter:
         return Counter(f"preamble_{name}", help_text, labels or (), registry=self.registry)

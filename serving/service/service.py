@@ -38,6 +38,7 @@ from serving.engine.transport import EngineTransport
 from serving.model_names import ModelNames
 from serving.ranks.in_process import InProcessTransport
 from serving.request import Ask, Completion, Request
+from serving.service.error_reasons import reason_name
 from serving.service.golden_check import GoldenChecker
 from serving.service.memory_report import MemoryReport
 from serving.worker.startup import WorkerCheckpoint, build_worker, open_for_serving
@@ -114,7 +115,7 @@ class Service:
             adapters_max=adapter_config.adapters_max,
             eligible=self.golden_checker.is_eligible,
         )
-        self.store = AdapterStore(self.adapters, adapter_config)
+        self.store = AdapterStore(self.adapters, adapter_config, reason_name)
         self.admission = Admission(
             self.tokenizer,
             self.adapters,
@@ -135,7 +136,7 @@ class Service:
             self.config.observability_config,
         )
         self._engine.start()
-        self.store.sweep()
+        self.store.prepare()
         self.adapters.scan()
         for note in self._engine.wait().notes:
             log.info("event=engine_note note=%r", note)

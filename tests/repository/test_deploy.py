@@ -193,7 +193,7 @@ def test_settings_in_the_documents_exist() -> None:
         "weights_mib",
         "binding_limit",
     }
-    other_names |= {"service_class", "round_robin", "kserve_http"}
+    other_names |= {"service_class", "round_robin", "kserve_http", "model_name"}
     settings = set(setting_fields(ServerConfig))
     for text in (RUNBOOK, (ROOT / "docs/metrics.md").read_text()):
         words = re.findall(r"`([a-z]+(?:_[a-z]+)+)`", text)

@@ -60,6 +60,7 @@ NOT_RUN = {
     "preamble adapters": "it needs an adapter or a server; "
     "tests/checkpoints_tools/adapters/test_exchange.py and "
     "tests/clients/cli/test_adapters.py run it",
+    "python examples/usage/sum_usage.py": "it needs a usage file; tests/e2e/test_usage.py runs it",
     "S=localhost:9000": "it sets a variable for the next lines",
     "grpcurl": "it is an external program, and calls a running server",
     "curl": "it is an external program, and calls a running server",

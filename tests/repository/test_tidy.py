@@ -130,12 +130,14 @@ LAYER = {
 TORCH_AND_IO = {"torch", "grpc", "asyncio"}
 WITHOUT: dict[str, set[str]] = {
     "gpt": {"grpc", "asyncio", "prometheus_client", "multiprocessing"},
+    "gpt/adapters/change_log.py": {"torch"},
     "gpt/atomic_files.py": {"torch"},
     "gpt/child_processes.py": {"torch"},
     "gpt/config.py": {"torch"},
     "gpt/costs": {"torch"},
     "gpt/errors.py": {"torch"},
     "gpt/host_limits.py": {"torch"},
+    "gpt/json_lines_log.py": {"torch"},
     "gpt/parallel/pipeline_stages.py": {"torch"},
     "gpt/parallel/vocabulary_padding.py": {"torch"},
     "gpt/parallel/weight_sharding.py": {"torch"},
@@ -172,6 +174,7 @@ WITHOUT: dict[str, set[str]] = {
 # of invalid settings must be quick. The import of torch takes seconds and starts threads. Before it
 # a rank's process asks the kernel to end it with its parent, and a torchrun worker blocks signals.
 TORCH_FREE = (
+    "checkpoints_tools.adapters.changes",
     "gpt.config",
     "gpt.costs.inference",
     "gpt.errors",

@@ -50,6 +50,7 @@ OPTIONAL_SERIES = {
     "preamble_tls_certificate_expiry_timestamp_seconds",
     "preamble_trace_spans_dropped_total",
     "preamble_trace_spans_sent_total",
+    "preamble_usage_written_timestamp_seconds",
     "preamble_weights_agreement_ratio",
     "preamble_weights_divergence",
 }
