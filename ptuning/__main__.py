@@ -15,9 +15,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt.errors import PreambleError
+from gpt.settings import read_yaml
 from ptuning.config import TuneConfig
 
 if TYPE_CHECKING:
@@ -174,7 +176,13 @@ def _check(config: TuneConfig, args: argparse.Namespace) -> int:
 def _tune(config: TuneConfig, args: argparse.Namespace) -> int:
     from ptuning.launch import is_rank_zero
     from ptuning.run.preparation import prepare
+    from ptuning.run.resumed_settings import describe_settings, resumed_settings
 
+    if not args.restart:
+        settings = resumed_settings(config, read_yaml(Path(args.config)))
+        if settings and is_rank_zero():
+            _print_stderr(describe_settings(settings))
+        config = config.with_fields(**settings)
     if not is_rank_zero():
         return _tune_on_torchrun_worker(config, args)
     outcome, facts = _run_on_rank_zero(prepare(config, _progress_printer()), restart=args.restart)

@@ -24,6 +24,7 @@ import grpc.aio
 import msgspec
 
 from gpt.errors import ConfigError
+from gpt.software_versions import preamble_version
 from serving.admission.auth import Authenticator
 from serving.config import (
     LimitsConfig,
@@ -54,7 +55,7 @@ from serving.protocols.openai import routes
 from serving.protocols.preamble import web_page
 from serving.protocols.tgi import routes as tgi
 from serving.ranks.launcher import open_transport
-from serving.service.metrics import CONTENT_TYPE, ENGINE_STATES, Metrics, version
+from serving.service.metrics import CONTENT_TYPE, ENGINE_STATES, Metrics
 from serving.service.service import ServableCheckpoint, Service
 
 log = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ async def _tracing(config: ObservabilityConfig, frontend: Frontend) -> AsyncIter
             f"traces is {config.traces}, but {error.name or 'a package'} is not installed; "
             "run pip install 'preamble[traces]', or remove traces"
         ) from None
-    tracer = CallTracer(config.traces, config.traces_share, version())
+    tracer = CallTracer(config.traces, config.traces_share, preamble_version())
     processor, watch_counter = tracer.processor, frontend.metrics.watch_counter
     watch_counter("trace_spans_sent", "Trace spans exported.", lambda: processor.exported)
     watch_counter("trace_spans_dropped", "Trace spans dropped.", lambda: processor.dropped)
@@ -421,7 +422,7 @@ def _monitoring_routes(frontend: Frontend) -> Routes:
         )
 
     def version_page() -> TextPage:
-        return TextPage(200, msgspec.json.encode({"version": version()}), JSON_TYPE)
+        return TextPage(200, msgspec.json.encode({"version": preamble_version()}), JSON_TYPE)
 
     def load() -> TextPage:
         # vLLM's name for the number of requests in progress.
@@ -542,4 +543,4 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
         metrics.watch_gauge("weights_divergence", help_text, lambda: divergence[0])
         help_text = "Fraction of positions where quantized weights keep the most likely token."
         metrics.watch_gauge("weights_agreement_ratio", help_text, lambda: divergence[1])
-    metrics.set_build_info(version=version(), model=service.name, dtype=service.dtype)
+    metrics.set_build_info(version=preamble_version(), model=service.name, dtype=service.dtype)

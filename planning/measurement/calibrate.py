@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -28,6 +27,7 @@ from gpt.errors import PreambleError
 from gpt.formats.registry import open_checkpoint
 from gpt.host_limits import total_memory_bytes
 from gpt.model.loading import check_dtype, parse_device
+from gpt.software_versions import preamble_version
 from planning.inference.calibration_file import Calibration, MeasuredModel
 from planning.inference.step_cost import StepCostModel
 from planning.measurement.child_command import run_server
@@ -346,11 +346,11 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    try:
-        versions["preamble"] = metadata.version("preamble")
-    except metadata.PackageNotFoundError:
-        versions["preamble"] = "not installed"
+    versions = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "preamble": preamble_version(),
+    }
     if device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda)
         versions["driver"] = _driver_version()

@@ -13,8 +13,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 
 from prometheus_client import (
     CollectorRegistry,
@@ -33,6 +31,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from gpt.software_versions import library_version
 from serving.engine.stream import AnswerTiming
 from serving.request import AnswerSpec
 from serving.service.error_reasons import REASONS, Reason
@@ -142,14 +141,6 @@ OVERLOAD_REASONS = (
     "STOPPED",
     "DEADLINE_PASSED",
 )
-
-
-def version() -> str:
-    """Return the installed version of Preamble."""
-    try:
-        return installed_version("preamble")
-    except PackageNotFoundError:
-        return "0+checkout"  # The code runs from a checkout that was never installed.
 
 
 @dataclass(frozen=True)
@@ -369,7 +360,8 @@ class Metrics:
 
     def set_build_info(self, **labels: str) -> None:
         """Add the build information: labels of a series whose value is always 1."""
-        labels |= {"python": platform.python_version(), "torch": installed_version("torch")}
+        torch = library_version("torch") or "not installed"
+        labels |= {"python": platform.python_version(), "torch": torch}
         gauge = self._gauge(
             "build_info", "Version, model and dtype of this server, as labels.", sorted(labels)
         )

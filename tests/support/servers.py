@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,10 +172,20 @@ def serving(
         if settings is None:
             settings = Path(resources.enter_context(TemporaryDirectory())) / "settings.yaml"
         settings.write_text(yaml.safe_dump(limits))
+        arguments = [*command(*arguments), "--config", settings]
+        yield resources.enter_context(server_process(arguments, ROOT, environment, log))
+
+
+@contextmanager
+def server_process(
+    arguments: Sequence[str | Path], folder: Path, environment: dict[str, str], log: Path | None
+) -> Iterator[Server]:
+    """Start the command line of a server in `folder`, and wait until the server is ready."""
+    with ExitStack() as resources:
         stderr = resources.enter_context(open(log, "w")) if log else None
         process = subprocess.Popen(
-            command(*arguments, "--config", settings),
-            cwd=ROOT,
+            arguments,
+            cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=stderr,

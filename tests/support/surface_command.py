@@ -197,7 +197,14 @@ def _accepted(convert: Any) -> str | None:
 def exit_codes(checkpoint: Path, folder: Path) -> dict[str, int]:
     """Return the exit codes of command lines that need no server and no training."""
     missing = folder / "missing"
-    lines: list[list[str | Path]] = [[], ["--help"], ["--version"], ["nonsense"], ["plan"]]
+    lines: list[list[str | Path]] = [
+        [],
+        ["--help"],
+        ["--version"],
+        ["--version", "-v"],
+        ["nonsense"],
+        ["plan"],
+    ]
     for word in _listed_commands(run("--help").out):
         lines += [[word, "--help"], [word, "--no-such-flag"]]
     lines += [[word, missing] for word in ("serve", "tune", "inspect", "verify")]

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from typing import Any
 
 from gpt.errors import RequestError
+from gpt.software_versions import preamble_version
 from protos.foreign.descriptor_pools import load_package
 from serving.frontend.call import Call, CallFailure
 from serving.frontend.grpc_transport import RpcMethod, WriteMessage
@@ -24,7 +25,6 @@ from serving.protocols.kserve.models import VERSION, ServedModel, find_model, un
 from serving.protocols.kserve.tensors import BYTES, OutputTensor, write_tensors
 from serving.request import RefusedError, UnavailableError
 from serving.service.error_reasons import REASONS
-from serving.service.metrics import version
 
 pb = load_package("kserve")
 SERVICE = "inference.GRPCInferenceService"
@@ -108,7 +108,8 @@ async def model_ready(message: Any, call: Call) -> Any:
 
 
 async def server_metadata(message: Any, call: Call) -> Any:
-    return pb.ServerMetadataResponse(name="preamble", version=version(), extensions=EXTENSIONS)
+    version = preamble_version()
+    return pb.ServerMetadataResponse(name="preamble", version=version, extensions=EXTENSIONS)
 
 
 async def model_metadata(message: Any, call: Call) -> Any:

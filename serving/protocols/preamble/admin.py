@@ -4,10 +4,10 @@ All methods stay available while the server drains, because operators need them 
 """
 
 from gpt.costs.inference import parameter_count
+from gpt.software_versions import preamble_version
 from protos.preamble.v1 import admin_pb2 as pb
 from serving.frontend.call import Call
 from serving.frontend.grpc_transport import RpcMethod
-from serving.service.metrics import version
 from serving.service.service import Service
 
 SERVICE = "preamble.v1.AdminService"
@@ -26,7 +26,7 @@ async def get_server_info(message: pb.GetServerInfoRequest, call: Call) -> pb.Ge
     limits, scheduler = service.config.limits_config, service.config.scheduler_config
     parallel = service.config.parallel_config
     return pb.GetServerInfoResponse(
-        version=version(),
+        version=preamble_version(),
         state=pb.SERVER_STATE_DRAINING
         if call.frontend.state == "draining"
         else pb.SERVER_STATE_SERVING,

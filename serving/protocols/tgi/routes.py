@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from gpt.errors import RequestError
+from gpt.software_versions import preamble_version
 from serving.engine.stream import Stream, build_completion
 from serving.frontend.call import Call, CallFailure, Frontend
 from serving.frontend.field_names import translate_error
@@ -29,7 +30,6 @@ from serving.frontend.json_body import maybe_in_thread, parse_request, read_json
 from serving.protocols.tgi.outputs import JsonObject, StreamEvents, build_response
 from serving.protocols.tgi.request import FIELD_NAMES, GenerateRequest, build_ask
 from serving.request import Piece
-from serving.service.metrics import version
 
 PROTOCOL = "tgi"  # The `wire` label in metrics.
 GENERATE_PATH, STREAM_PATH, INFO_PATH = "/generate", "/generate_stream", "/info"
@@ -168,7 +168,7 @@ def _describe_server(call: Call) -> dict[str, Any]:
         "max_client_batch_size": 1,
         "validation_workers": 1,
         "router": "preamble",
-        "version": version(),
+        "version": preamble_version(),
         "sha": None,
         "docker_label": None,
     }

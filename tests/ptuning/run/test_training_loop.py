@@ -1,5 +1,6 @@
 """Training loop: from a YAML file to a served adapter, resumed runs, and refused settings."""
 
+import csv
 import json
 import os
 import shutil
@@ -294,6 +295,29 @@ def test_run_does_not_resume_with_changed_inputs(
     assert err.count("\n") == 1
 
     assert main(["tune", str(file), "--restart"]) == 0
+
+
+def test_settings_that_the_file_does_not_set_keep_the_values_of_the_run(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same happens if another release of Preamble has other defaults."""
+    first = losses(write_settings(tmp_path, checkpoint, steps=4, save_every=1), ends_after=3)
+    uninterrupted = tmp_path / "uninterrupted"
+    uninterrupted.mkdir()
+    expected = losses(write_settings(uninterrupted, checkpoint, steps=4))
+    (state,) = (tmp_path / "runs" / "answer" / "1").glob("state-*")
+    facts = json.loads((state / "facts.json").read_text())
+    # `seed` is missing, as if it was added after the run began; `beta1` had another default.
+    del facts["origin"]["settings"]["seed"]
+    facts["origin"]["settings"]["beta1"] = 0.8
+    (state / "facts.json").write_text(json.dumps(facts))
+
+    assert main(["tune", str(write_settings(tmp_path, checkpoint, steps=4))]) == 0
+
+    assert "keeps settings that the file does not set: beta1: 0.8" in capsys.readouterr().err
+    with (tmp_path / "runs" / "answer" / "1" / "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["3", "4"]
+    assert first == expected[:2]
 
 
 def test_changed_training_records_refuse_the_resume(
