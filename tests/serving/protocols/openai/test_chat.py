@@ -46,7 +46,9 @@ pytestmark = pytest.mark.slow
 
 # Short, so that its ids are known without a template engine.
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content | trim }}"
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}"
+    "{% if message.name is defined %} {{ message.name }}{% endif %}: {{ message.content | trim }}"
+    "{% if message.reasoning_content is defined %} ({{ message.reasoning_content }}){% endif %}"
     "{% if message.tool_calls is defined %}{{ message.tool_calls[0].function.arguments.a }}"
     "{% endif %}{{ '\\n' }}{% if message.content == 'tell' %}"
     "{{ raise_exception('nobody asks that') }}{% endif %}{% endfor %}"
@@ -132,7 +134,7 @@ def test_all_roles_and_text_parts_reach_the_template(deployment: ChatServer) -> 
         tool_choice="none",
         **GREEDY,
     )
-    turns = "system: be of use\nuser: a\na\nassistant: 7\ntool: 42\n"
+    turns = "system: be of use\nuser ann: a\na\nassistant: 7\ntool: 42\n"
     assert text_of(chat) == deployment.plain(turns + PROMPT, **GREEDY).choices[0].text
 
 
@@ -142,6 +144,28 @@ def test_answers_can_be_sent_back_as_messages(deployment: ChatServer) -> None:
     # The template strips whitespace around an answer.
     turns = f"user: {QUESTION}\nassistant: {text_of(first_chat).strip()}\n"
     assert text_of(second_chat) == deployment.plain(turns + PROMPT, **GREEDY).choices[0].text
+
+
+def test_answers_of_other_servers_can_be_sent_back(deployment: ChatServer) -> None:
+    """The template gets the name and the reasoning; what describes an answer changes nothing."""
+    described: dict[str, Any] = {"annotations": [{"type": "a"}], "id": "1", "audio": None}
+    described |= {"function_call": None, "tool_calls": [], "thinking_blocks": [{"a": 1}]}
+
+    def expect(line: str, message: dict[str, Any]) -> None:
+        messages: list[Any] = [*USER, {"role": "assistant", **message}, *USER]
+        chat = deployment.chat(messages=messages, **GREEDY)
+        prompt = f"user: {QUESTION}\n{line}\n{PROMPT}"
+        assert text_of(chat) == deployment.plain(prompt, **GREEDY).choices[0].text
+
+    expect("assistant: forty", {"content": "forty", **described})
+    expect("assistant: ", {"content": None, **described})
+    expect("assistant: I cannot", {"content": None, "refusal": "I cannot"})
+    expect("assistant: no", {"content": [{"type": "refusal", "refusal": "no"}]})
+    expect("assistant: a", {"content": [{"type": "output_text", "text": "a", "annotations": []}]})
+    for field in ("reasoning", "reasoning_content"):
+        expect("assistant: a (b</s>)", {"content": "a", field: "b</s>"})
+    expect("assistant: a", {"content": "a", "reasoning": "", "reasoning_content": None})
+    expect("assistant ann: a", {"content": "a", "name": "ann"})
 
 
 def test_template_options_change_the_prompt(deployment: ChatServer) -> None:
@@ -334,6 +358,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
         (user_message("x", weight=1), "messages", "weight"),
         (user_message("x", tool_call_id="1"), "messages", "the role must be tool"),
         (user_message("x", tool_calls=[TOOL]), "messages", "the role must be assistant"),
+        (user_message("x", reasoning="y"), "messages", "the role must be assistant"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages", "'king'"),
         ({"messages": USER * 41}, "messages", "messages_max"),
         (user_message("a " * 10_000), "messages", "text_bytes_max"),
