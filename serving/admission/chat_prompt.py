@@ -122,6 +122,11 @@ class ChatPromptRenderer:
         log.warning("event=chat_template_unusable note=%r", self._unusable_reason)
 
     @property
+    def is_usable(self) -> bool:
+        """Whether the model has a valid chat template, so that it accepts chats."""
+        return self._unusable_reason is None
+
+    @property
     def call_format(self) -> CallFormat:
         """The format in which the model writes calls of tools."""
         if self._call_format != "auto":

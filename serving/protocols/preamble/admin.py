@@ -96,4 +96,5 @@ def _model_message(service: Service) -> pb.ModelInfo:
         tokenizer=service.tokenizer.kind,
         digest=service.digest,
         aliases=service.model_names.listed[1:],
+        accepts_chats=service.chat.is_usable,
     )

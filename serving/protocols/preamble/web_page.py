@@ -29,10 +29,15 @@ READ_ROUTES = {
 }
 QUOTED_CHARACTERS_MAX = 100
 FOLDER = Path(__file__).resolve().parent / "page"
+JAVASCRIPT = "text/javascript; charset=utf-8"
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page.js": ("page.js", JAVASCRIPT),
+    "/conversation.js": ("conversation.js", JAVASCRIPT),
+    "/adapter_picker.js": ("adapter_picker.js", JAVASCRIPT),
+    "/requests.js": ("requests.js", JAVASCRIPT),
+    "/elements.js": ("elements.js", JAVASCRIPT),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 CONTENT_SECURITY_POLICY = (
