@@ -298,7 +298,10 @@ class EngineLoop:
             stats = msgspec.structs.replace(
                 stats, waiting=stats.waiting + len(self._waiting_for_adapter)
             )
-        self._send_to_frontend(Update(outputs, stats, completed_steps, steps_in_flight))
+        adapter_changes = self._scheduler.pop_adapter_changes()
+        self._send_to_frontend(
+            Update(outputs, stats, completed_steps, steps_in_flight, adapter_changes)
+        )
 
     # ---------------------------------------------------------------------------------- messages
 

@@ -133,6 +133,7 @@ class Service:
             self.config.scheduler_config,
             self.config.parallel_config,
             self.config.observability_config,
+            adapter_rows_max=self.config.cache_config.adapter_rows_max,
         )
         self._engine.start()
         self.store.sweep()
