@@ -205,6 +205,9 @@ def _convert_setting(value: object, hint: Any, key: str, source: str) -> Any:
             return float(value)
         except (ValueError, OverflowError):
             pass
+    if hint is str and isinstance(value, bool):
+        # YAML 1.1 parses `on` and `off` as booleans; some settings have these words as values.
+        return "on" if value else "off"
     if get_origin(hint) is tuple and isinstance(value, list):
         element_type = get_args(hint)[0]
         return tuple(_convert_setting(item, element_type, key, source) for item in value)

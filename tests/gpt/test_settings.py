@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from gpt.errors import ConfigError
 from gpt.settings import ComposedSettings, parse_settings, read_yaml
@@ -46,6 +47,13 @@ def test_flat_keys_become_the_parts() -> None:
         parse_settings(Recipe, {}, "recipe")
     with pytest.raises(ConfigError, match="degrees is 'hot'; it must be a whole number"):
         parse_settings(Recipe, {"flour_g": 300, "degrees": "hot"}, "recipe")
+
+
+def test_on_and_off_are_texts_if_the_setting_is_a_text() -> None:
+    values = yaml.safe_load("{flour_g: 1, name: off}")
+    assert values["name"] is False
+    assert parse_settings(Cake, values, "cake").name == "off"
+    assert parse_settings(Cake, {"flour_g": 1, "name": True}, "cake").name == "on"
 
 
 @pytest.mark.parametrize(
