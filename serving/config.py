@@ -31,6 +31,7 @@ SPECIAL_TOKEN_PARSING = ("auto", "never")
 # Formats in which models write calls of tools, under vLLM's names; json: an object or a list of
 # objects with name and arguments (or parameters).
 CallFormat = Literal["hermes", "llama3_json", "mistral", "json"]
+METRIC_ALIASES = ("vllm", "off")
 TOOL_CALL_FORMATS = ("auto", *get_args(CallFormat))
 MODEL_NAME_PATTERN = re.compile(r"[!-~]{1,200}")
 HOST_PATTERN = re.compile(r"[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?")
@@ -318,6 +319,8 @@ class ObservabilityConfig:
     """Logs, flight recordings and traces."""
 
     log_format: str = "text"  # text, or json: one JSON object per line.
+    # Names under which /metrics also has our metrics. vllm: vLLM's names; off: only our names.
+    metric_aliases: str = "vllm"
     flight_steps_max: int = 1000  # Steps kept in memory by the flight recorder.
     # Directory for flight recordings, which are written on a crash or on SIGUSR2.
     # None: the system's temporary directory.
@@ -331,6 +334,7 @@ class ObservabilityConfig:
         _check_bounds(self)
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"log_format is {self.log_format!r}; it must be text or json")
+        _check_choice(self, "metric_aliases", METRIC_ALIASES)
         if not 0 <= self.traces_share <= 1:
             raise ConfigError(f"traces_share is {self.traces_share}; it must be from 0 to 1")
         pattern = r"https?://(\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}/?"

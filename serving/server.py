@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -46,6 +45,7 @@ from serving.frontend.http_transport import (
     merge_routes,
     page_handlers,
 )
+from serving.frontend.metrics_page import MetricsPage
 from serving.frontend.open_files import fit_connections, log_accept_errors
 from serving.frontend.tls import TlsCertificates
 from serving.protocols.grpc_services import all_services, handlers
@@ -54,7 +54,7 @@ from serving.protocols.openai import routes
 from serving.protocols.preamble import web_page
 from serving.protocols.tgi import routes as tgi
 from serving.ranks.launcher import open_transport
-from serving.service.metrics import CONTENT_TYPE, ENGINE_STATES, Metrics, version
+from serving.service.metrics import ENGINE_STATES, Metrics, version
 from serving.service.service import ServableCheckpoint, Service
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,17 @@ LIVENESS, READINESS = "liveness", "readiness"
 # (`/ping`) and Kubernetes components, which clients, routers and charts request.
 LIVENESS_PATHS = ("/health/live", "/livez", "/healthz")
 READINESS_PATHS = ("/health/ready", "/health", "/ping", "/readyz", "/v1/health")
+METRICS_PATH = "/metrics"
+# Paths that are answered even if the HTTP port has its maximum of connections.
+PROBE_PATHS = frozenset(
+    {
+        *LIVENESS_PATHS,
+        *READINESS_PATHS,
+        kserve_http.LIVE_PATH,
+        kserve_http.READY_PATH,
+        METRICS_PATH,
+    }
+)
 
 # The error formats of the HTTP paths; other paths have OpenAI's format.
 ERROR_FORMATS = {**kserve_http.ERROR_FORMATS, **tgi.ERROR_FORMATS}
@@ -87,7 +98,7 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
     log_accept_errors(asyncio.get_running_loop())
     tls, access = TlsCertificates.from_config(security), Authenticator(security.tokens)
     service = Service(ServableCheckpoint.from_config(config))
-    metrics = Metrics()
+    metrics = Metrics(service.name, config.observability_config.metric_aliases)
     frontend = Frontend(
         metrics,
         access,
@@ -114,6 +125,7 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
     http = HttpServer(
         network,
         _http_routes(network, frontend),
+        probe_paths=PROBE_PATHS,
         error_formats=ERROR_FORMATS,
         tls=tls_context,
         security=security,
@@ -362,7 +374,7 @@ def _http_routes(config: NetworkConfig, frontend: Frontend) -> Routes:
     """Return all routes of the HTTP port."""
     pages = dict(_monitoring_routes(frontend))
     if config.metrics_port is not None:
-        del pages["/metrics"]
+        del pages[METRICS_PATH]
     return merge_routes(
         pages,
         routes.routes(frontend),
@@ -391,6 +403,7 @@ def _open_metrics_server(
     return HttpServer(
         config,
         _monitoring_routes(frontend),
+        probe_paths=PROBE_PATHS,
         address=(host, config.metrics_port),
         security=security,
         setting="metrics_port",
@@ -398,10 +411,6 @@ def _open_metrics_server(
 
 
 def _monitoring_routes(frontend: Frontend) -> Routes:
-    # A scrape takes milliseconds, which would delay tokens if it ran on the event loop. A single
-    # thread runs one scrape at a time.
-    scrape_executor = ThreadPoolExecutor(1, "scrape")
-
     def liveness() -> TextPage:
         # The probe passes while lost ranks are restarted. It fails after a permanent failure.
         if frontend.is_live:
@@ -414,12 +423,6 @@ def _monitoring_routes(frontend: Frontend) -> Routes:
         state = "the engine is lost" if frontend.state == "serving" else frontend.state
         return TextPage(503, f"{state}\n".encode())
 
-    async def metrics() -> TextPage:
-        loop = asyncio.get_running_loop()
-        return TextPage(
-            200, await loop.run_in_executor(scrape_executor, frontend.metrics.render), CONTENT_TYPE
-        )
-
     def version_page() -> TextPage:
         return TextPage(200, msgspec.json.encode({"version": version()}), JSON_TYPE)
 
@@ -430,7 +433,7 @@ def _monitoring_routes(frontend: Frontend) -> Routes:
         return TextPage(200, msgspec.json.encode({"server_load": requests}), JSON_TYPE)
 
     return {
-        "/metrics": page_handlers(metrics),
+        METRICS_PATH: MetricsPage(frontend.metrics).handlers,
         **dict.fromkeys(LIVENESS_PATHS, page_handlers(liveness)),
         **dict.fromkeys(READINESS_PATHS, page_handlers(readiness)),
         "/version": page_handlers(version_page),
@@ -451,6 +454,7 @@ def _engine_state(frontend: Frontend) -> str:
 def _watch_engine(metrics: Metrics, service: Service) -> None:
     """Register gauges and counters that read the engine's state at each scrape."""
     engine, adapters = service.engine, service.adapters
+    cache_config = service.config.cache_config
     engine.on_step = metrics.record_step
     for name, help_text, read in (
         ("scheduler_running_requests", "Running sequences.", lambda: engine.stats.running),
@@ -461,6 +465,11 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
             "kv_blocks_cached",
             "KV cache blocks kept by the prefix cache.",
             lambda: engine.stats.blocks_cached,
+        ),
+        (
+            "kv_block_tokens",
+            "Tokens of a KV cache block.",
+            lambda: cache_config.kv_block_tokens,
         ),
         ("adapters_resident", "Adapters on the device.", lambda: engine.stats.adapters_resident),
         ("adapters_loaded", "Adapters that requests can name.", lambda: len(adapters)),
@@ -516,7 +525,7 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
         ),
         (
             "engine_replayed_steps",
-            "Steps replayed as CUDA graphs.",
+            "Steps that the CUDA graph runner ran, with a graph or without.",
             lambda: engine.stats.replayed_steps,
         ),
         (
@@ -542,4 +551,13 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
         metrics.watch_gauge("weights_divergence", help_text, lambda: divergence[0])
         help_text = "Fraction of positions where quantized weights keep the most likely token."
         metrics.watch_gauge("weights_agreement_ratio", help_text, lambda: divergence[1])
+    metrics.watch_adapter_residency(engine.adapter_residency)
+    ready_message = engine.ready_message
+    assert ready_message is not None
+    metrics.set_cache_info(
+        block_tokens=str(cache_config.kv_block_tokens),
+        blocks=str(ready_message.kv_tokens // cache_config.kv_block_tokens),
+        dtype=cache_config.kv_dtype,
+        prefix_cache=str(cache_config.prefix_cache).lower(),
+    )
     metrics.set_build_info(version=version(), model=service.name, dtype=service.dtype)

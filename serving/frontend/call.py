@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from gpt.errors import PreambleError
@@ -21,7 +22,7 @@ from serving.frontend.call_origin import UNKNOWN_ORIGIN, CallOrigin
 from serving.logs import LogThrottle
 from serving.request import Ask, Piece, RefusedError, UnavailableError
 from serving.service.error_reasons import REASONS, Reason, reason_of
-from serving.service.metrics import Metrics
+from serving.service.metrics import Metrics, exemplar_labels
 from serving.service.service import Service
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class Call:
         self.trace: CallTrace | None = None  # None: tracing is off.
         self.arrival = time.monotonic()
         self._awaiting_first_token = True
-        self.tenant_usage: TenantUsage | None = None  # Set when the caller is authenticated.
+        # Set when the caller is authenticated; None for a probe.
+        self.tenant_usage: TenantUsage | None = None
         self.client_stalled = False  # Whether the client read nothing for `slow_reader_s`.
         self.task = asyncio.current_task()
         # Start time of the write that waits for the client; None: no write in progress.
@@ -101,6 +103,11 @@ class Call:
         origin = self.origin
         return origin.request_id, origin.trace_id if self.trace is None else self.trace.trace_id
 
+    @cached_property
+    def exemplar(self) -> dict[str, str]:
+        """The labels of this call's exemplars in latency histograms."""
+        return exemplar_labels(*self.log_ids)
+
     async def start(self, ask: Ask, *, final_only: bool = False) -> Stream:
         """Admit an ask, submit it, and return its stream; raise if it is refused.
 
@@ -108,7 +115,7 @@ class Call:
         one response at the end.
         """
         ask = replace(ask, tenant=self.caller.tenant)
-        assert self.tenant_usage is not None, "the caller is not authenticated"
+        assert self.tenant_usage is not None, "not authenticated, or a probe"
         reservation = self.tenant_usage.begin_request()
         started_at = time.monotonic()
         try:
@@ -144,7 +151,7 @@ class Call:
         self._final_only_streams.discard(stream)
         if (reservation := self._reservations.pop(stream, None)) is not None:
             reservation.close()
-            self.frontend.metrics.record_timings(stream.timings)
+            self.frontend.metrics.record_timings(stream.timings, self.arrival, self.exemplar)
             if self.trace is not None:
                 self.trace.add_request(self.service.name, stream, reservation.generated_tokens)
 
@@ -176,7 +183,9 @@ class Call:
         """Record the time to first token, once per call."""
         if self._awaiting_first_token:
             self._awaiting_first_token = False
-            self.frontend.metrics.first_token.labels(self.protocol).observe(now - self.arrival)
+            self.frontend.metrics.record_first_token(
+                self.protocol, now - self.arrival, self.exemplar
+            )
 
     def close(self) -> None:
         if self._stall_timer is not None:
@@ -209,7 +218,8 @@ class _StreamTimer:
             # No gap precedes an answer's first token; the gaps within the first piece are 0 s.
             gaps = tokens if last_at is not None else tokens - 1
             if gaps:
-                metrics.next_token.observe((now - (last_at or now)) / gaps, gaps)
+                gap_s = (now - (last_at or now)) / gaps
+                metrics.next_token.observe(gap_s, gaps, self._call.exemplar)
             self._last_token_at[piece.index] = now
             self._token_counts[piece.index] += tokens
         if piece.cached_tokens:
@@ -274,12 +284,14 @@ class Frontend:
         deadline: float | None = None,
         *,
         while_draining: bool = False,
+        is_probe: bool = False,
         parent: Call | None = None,
         origin: CallOrigin = UNKNOWN_ORIGIN,
     ) -> AsyncIterator[Call]:
         """Run a call: authenticate it, record its metrics, and raise `CallFailure` on an error.
 
         `while_draining`: accept the call even if the server drains or has `calls_max` open calls.
+        `is_probe`: the call checks health or lists models, and is not charged to its tenant.
         `parent`: the call that contains this call; its caller is authenticated already.
         """
         call = Call(self, protocol, Caller(), deadline, origin)
@@ -291,11 +303,11 @@ class Frontend:
             call.caller = caller = parent.caller if parent else self.access.authenticate(credential)
             if not while_draining:
                 self._check_capacity()
-            call.tenant_usage = (
-                parent.tenant_usage
-                if parent
-                else TenantUsage(self._quotas.quota_for(caller.tenant, caller.limits))
-            )
+            if parent:
+                call.tenant_usage = parent.tenant_usage
+            elif not is_probe:
+                quota = self._quotas.quota_for(caller.tenant, caller.limits)
+                call.tenant_usage = TenantUsage(quota)
             yield call
         except PreambleError as error:
             call_failure = to_call_failure(error)
@@ -333,8 +345,7 @@ class Frontend:
         """Record metrics, trace and log line of an ended call; `reason` None: success."""
         duration_s, labels = time.monotonic() - call.arrival, (call.protocol, method)
         code = "OK" if reason is None else reason.code.name
-        self.metrics.requests.labels(*labels, code).inc()
-        self.metrics.duration.labels(*labels, code).observe(duration_s)
+        self.metrics.record_call(*labels, code, duration_s, call.exemplar)
         if call.trace is not None:
             call.trace.end(call.origin, call.caller.tenant, reason)
         if reason is None:

@@ -62,6 +62,14 @@ class RpcMethod:
     role: Role = "generate"
     # Accept calls even while the server drains or has `calls_max` open calls.
     while_draining: bool = False
+    is_probe: bool = False  # The method checks health or lists models; it costs no quota.
+
+
+def probe_method(
+    name: str, request_type: type[Message], handle: Callable[..., Awaitable[Message | None]]
+) -> RpcMethod:
+    """Return a method for probes: it costs no quota, and answers while the server drains."""
+    return RpcMethod(name, request_type, handle, while_draining=True, is_probe=True)
 
 
 def build_handler(
@@ -99,6 +107,7 @@ def _method_handler(frontend: Frontend, protocol: str, service: str, method: Rpc
                 credential,
                 deadline,
                 while_draining=method.while_draining,
+                is_probe=method.is_probe,
                 origin=origin,
             ) as call:
                 call.caller.require_role(method.role)

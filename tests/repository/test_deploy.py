@@ -194,12 +194,17 @@ def test_settings_in_the_documents_exist() -> None:
         "binding_limit",
     }
     other_names |= {"service_class", "round_robin", "kserve_http"}
+    other_names |= {"trace_id", "request_id"}  # Labels of exemplars.
+    other_names |= {"metric_relabel_configs"}  # Of Prometheus.
+    surface = json.loads((ROOT / "tests/golden/surface.json").read_text())
+    other_names |= {
+        label for family in surface["server"]["metrics"].values() for label in family["labels"]
+    }
+    metric_prefixes = ("preamble_", "process_", "python_", "tgi_", "nv_")
     settings = set(setting_fields(ServerConfig))
     for text in (RUNBOOK, (ROOT / "docs/metrics.md").read_text()):
         words = re.findall(r"`([a-z]+(?:_[a-z]+)+)`", text)
-        names = {
-            word for word in words if not word.startswith(("preamble_", "process_", "python_"))
-        }
+        names = {word for word in words if not word.startswith(metric_prefixes)}
         assert not names - settings - other_names
 
 

@@ -85,6 +85,12 @@ def write_adapter(
     save_adapter(build_adapter(card, embedding[token_ids]), path)
 
 
+def without_model_name(text: str) -> str:
+    """A scrape, or a part of it, without the label `model_name`."""
+    label = 'model_name="[^"]*"'
+    return re.sub(rf"\{{{label}\}}|,{label}|(?<=\{{){label},", "", text)
+
+
 @dataclass
 class Server:
     """`preamble serve`, running."""
@@ -126,10 +132,13 @@ class Server:
                 return error.code, error.read().decode()
 
     def metric(self, series: str) -> float:
-        """A series of the scrape by its name, with its labels if it has some; 0 if absent."""
+        """A series of the scrape by its name, with its labels if it has some; 0 if absent.
+
+        The label `model_name`, which all series have, is left out.
+        """
         for line in self.get("/metrics")[1].splitlines():
             name, _, value = line.rpartition(" ")
-            if name == series:
+            if without_model_name(name) == series:
                 return float(value)
         return 0.0
 

@@ -16,7 +16,7 @@ from typing import Any
 from gpt.errors import RequestError
 from protos.foreign.descriptor_pools import load_package
 from serving.frontend.call import Call, CallFailure
-from serving.frontend.grpc_transport import RpcMethod, WriteMessage
+from serving.frontend.grpc_transport import RpcMethod, WriteMessage, probe_method
 from serving.protocols.kserve.inference import Inference
 from serving.protocols.kserve.inputs import read_message
 from serving.protocols.kserve.metadata import INPUT_ALIASES, INPUT_KINDS, OUTPUTS
@@ -51,13 +51,13 @@ KIND_DATATYPES |= {"number": "FP32", "integer": "INT32", "integers": "INT32"}
 
 def methods() -> list[RpcMethod]:
     return [
-        RpcMethod("ServerLive", pb.ServerLiveRequest, server_live, while_draining=True),
-        RpcMethod("ServerReady", pb.ServerReadyRequest, server_ready, while_draining=True),
-        RpcMethod("ModelReady", pb.ModelReadyRequest, model_ready, while_draining=True),
-        RpcMethod("ServerMetadata", pb.ServerMetadataRequest, server_metadata, while_draining=True),
-        RpcMethod("ModelMetadata", pb.ModelMetadataRequest, model_metadata),
-        RpcMethod("ModelConfig", pb.ModelConfigRequest, model_config),
-        RpcMethod("RepositoryIndex", pb.RepositoryIndexRequest, repository_index),
+        probe_method("ServerLive", pb.ServerLiveRequest, server_live),
+        probe_method("ServerReady", pb.ServerReadyRequest, server_ready),
+        probe_method("ModelReady", pb.ModelReadyRequest, model_ready),
+        probe_method("ServerMetadata", pb.ServerMetadataRequest, server_metadata),
+        RpcMethod("ModelMetadata", pb.ModelMetadataRequest, model_metadata, is_probe=True),
+        RpcMethod("ModelConfig", pb.ModelConfigRequest, model_config, is_probe=True),
+        RpcMethod("RepositoryIndex", pb.RepositoryIndexRequest, repository_index, is_probe=True),
         RpcMethod(
             "RepositoryModelLoad",
             pb.RepositoryModelLoadRequest,

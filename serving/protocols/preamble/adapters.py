@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 def methods() -> list[RpcMethod]:
     return [
-        RpcMethod("ListAdapters", pb.ListAdaptersRequest, list_adapters),
-        RpcMethod("GetAdapter", pb.GetAdapterRequest, get_adapter),
+        RpcMethod("ListAdapters", pb.ListAdaptersRequest, list_adapters, is_probe=True),
+        RpcMethod("GetAdapter", pb.GetAdapterRequest, get_adapter, is_probe=True),
         RpcMethod("UploadAdapter", pb.UploadAdapterRequest, upload_adapter, "in", "adapters"),
         RpcMethod("LoadAdapter", pb.LoadAdapterRequest, load_adapter, role="adapters"),
         RpcMethod("UnloadAdapter", pb.UnloadAdapterRequest, unload_adapter, role="adapters"),

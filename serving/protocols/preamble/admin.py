@@ -6,7 +6,7 @@ All methods stay available while the server drains, because operators need them 
 from gpt.costs.inference import parameter_count
 from protos.preamble.v1 import admin_pb2 as pb
 from serving.frontend.call import Call
-from serving.frontend.grpc_transport import RpcMethod
+from serving.frontend.grpc_transport import RpcMethod, probe_method
 from serving.service.metrics import version
 from serving.service.service import Service
 
@@ -15,8 +15,8 @@ SERVICE = "preamble.v1.AdminService"
 
 def methods() -> list[RpcMethod]:
     return [
-        RpcMethod("GetServerInfo", pb.GetServerInfoRequest, get_server_info, while_draining=True),
-        RpcMethod("GetLoad", pb.GetLoadRequest, get_load, while_draining=True),
+        probe_method("GetServerInfo", pb.GetServerInfoRequest, get_server_info),
+        probe_method("GetLoad", pb.GetLoadRequest, get_load),
         RpcMethod("Drain", pb.DrainRequest, drain, role="operator", while_draining=True),
     ]
 

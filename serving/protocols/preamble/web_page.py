@@ -74,7 +74,12 @@ def _rpc_handler(frontend: Frontend, method: RpcMethod) -> Handler:
         credential = request.headers.get("Authorization")
         origin = call_origin(request, request.path)
         async with frontend.call(
-            PROTOCOL, method.name, credential, while_draining=method.while_draining, origin=origin
+            PROTOCOL,
+            method.name,
+            credential,
+            while_draining=method.while_draining,
+            is_probe=method.is_probe,
+            origin=origin,
         ) as call:
             call.caller.require_role(method.role)
             response = await method.handle(_parse_query(request, method), call)

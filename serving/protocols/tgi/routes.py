@@ -71,7 +71,7 @@ class _TgiHandlers:
         self._frontend = frontend
 
     async def info(self, request: web.BaseRequest) -> web.StreamResponse:
-        async with self._open_call(request, "info", INFO_PATH) as call:
+        async with self._open_call(request, "info", INFO_PATH, is_probe=True) as call:
             return json_response(_describe_server(call))
 
     async def generate_by_field(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -108,10 +108,11 @@ class _TgiHandlers:
 
     @asynccontextmanager
     async def _open_call(
-        self, request: web.BaseRequest, method: str, route: str
+        self, request: web.BaseRequest, method: str, route: str, *, is_probe: bool = False
     ) -> AsyncIterator[Call]:
+        origin = call_origin(request, route)
         async with self._frontend.call(
-            PROTOCOL, method, credential(request), origin=call_origin(request, route)
+            PROTOCOL, method, credential(request), is_probe=is_probe, origin=origin
         ) as call:
             call.caller.require_role("generate")
             yield call

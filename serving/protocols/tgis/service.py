@@ -41,7 +41,7 @@ def methods() -> list[RpcMethod]:
         RpcMethod("Generate", pb.BatchedGenerationRequest, generate),
         RpcMethod("GenerateStream", pb.SingleGenerationRequest, generate_stream, "out"),
         RpcMethod("Tokenize", pb.BatchedTokenizeRequest, tokenize),
-        RpcMethod("ModelInfo", pb.ModelInfoRequest, model_info),
+        RpcMethod("ModelInfo", pb.ModelInfoRequest, model_info, is_probe=True),
     ]
 
 
