@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from gpt.abandoned_files import temporary_folder
 from gpt.atomic_files import write_atomic
 from gpt.child_processes import ChildProcess, die_with_parent
 from gpt.errors import ConfigError
@@ -88,10 +88,10 @@ def join_mesh(config: TuneConfig, restart: bool) -> Iterator[Mesh]:
     else:
         _check_devices(parallel_config, device)
         with (
-            tempfile.TemporaryDirectory(prefix="preamble-tune-") as folder,
-            _child_ranks(config, Path(folder), restart=restart),
+            temporary_folder("tune") as folder,
+            _child_ranks(config, folder, restart=restart),
         ):
-            yield _join_local(parallel_config, device, 0, Path(folder))
+            yield _join_local(parallel_config, device, 0, folder)
             dist.destroy_process_group()
 
 

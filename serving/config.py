@@ -35,6 +35,28 @@ TOOL_CALL_FORMATS = ("auto", *get_args(CallFormat))
 MODEL_NAME_PATTERN = re.compile(r"[!-~]{1,200}")
 HOST_PATTERN = re.compile(r"[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?")
 ORIGIN_PATTERN = re.compile(rf"[a-z][a-z0-9+.-]*://({HOST_PATTERN.pattern})(:\d{{1,5}})?")
+# Bounds of settings. Larger values are mistakes: they overflow the integers of the network library,
+# or the server would allocate tables of this size.
+POLL_S_MIN = 0.01
+SECONDS_MAX = 1_000_000_000
+BYTES_MAX = 1 << 50
+COUNT_MAX = (1 << 31) - 1
+UPPER_BOUNDS: Mapping[str, int] = {
+    "tp": 1024,
+    "pp": 1024,
+    "kv_block_tokens": 1 << 16,
+    "running_requests_max": 1 << 16,
+    "queue_requests_max": 1 << 24,
+    "step_tokens_max": 1 << 22,
+    "speculate_tokens_max": 1024,
+    "speculate_rows_max": 1 << 16,
+    "cuda_graph_rows_max": 1 << 16,
+    "adapter_rows_max": 1 << 24,
+    "adapters_max": 1 << 24,
+    "uploads_max": 1024,
+    "flight_steps_max": 1 << 20,
+    "message_bytes_max": (1 << 31) - 1,
+}
 _SAFEGUARD_NAMES = {"tls_cert": "encryption", "tokens": "tokens"}
 
 
@@ -76,6 +98,10 @@ class ModelConfig:
         _check_choice(self, "tool_call_format", TOOL_CALL_FORMATS)
         for name in self.served_model_name:
             _check_model_name(name)
+        if self.true_vocab_size is not None and not 1 <= self.true_vocab_size <= COUNT_MAX:
+            raise ConfigError(
+                f"true_vocab_size is {self.true_vocab_size}; it must be from 1 to {COUNT_MAX}"
+            )
         if self.weights == "int8" and self.linear_backend != "auto":
             raise ConfigError(
                 f"weights is int8 and linear_backend is {self.linear_backend!r}, but only one of "
@@ -104,8 +130,10 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _check_bounds(self)
         for name in ("tp", "pp"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            if not 1 <= getattr(self, name) <= UPPER_BOUNDS[name]:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it must be from 1 to {UPPER_BOUNDS[name]}"
+                )
 
     @property
     def ranks(self) -> int:
@@ -163,10 +191,6 @@ class SchedulerConfig:
         _check_bounds(self)
         _check_choice(self, "cuda_graphs", CUDA_GRAPH_MODES)
         _check_choice(self, "step_ahead", STEP_AHEAD_MODES)
-        if self.speculate_tokens_max < 0:
-            raise ConfigError(
-                f"speculate_tokens_max is {self.speculate_tokens_max}; it must be 0 (off) or more"
-            )
 
 
 @dataclass(frozen=True)
@@ -176,6 +200,11 @@ class AdapterConfig:
     adapters: str | None = None  # Directory of adapters; None: serve the base model only.
     adapters_max: int = 10_000
     adapters_poll_s: float = 2.0  # Interval between scans of the adapter directory.
+    # Time limit of a call's access to the adapter directory. A directory that does not answer, for
+    # example on a network file system, delays only the calls that need it.
+    adapters_answer_s: float = 10.0
+    # Time limit of reading an adapter's file, while requests for the adapter wait.
+    adapter_read_s: float = 60.0
     upload_bytes_max: int = 256 << 20  # Bytes of an uploaded adapter file.
     uploads_max: int = 2  # Concurrent uploads.
     upload_s: float = 600.0  # Time limit of an upload.
@@ -435,14 +464,31 @@ def is_loopback(host: str) -> bool:
 
 
 def _check_bounds(part: Any) -> None:
-    """Raise ConfigError if a limit, default or time of a part is not positive and finite."""
+    """Raise ConfigError if a limit, default or time of a part is outside its range."""
     for field in fields(part):
-        value = getattr(part, field.name)
-        is_bounded = field.name.endswith(("_max", "_default", "_s", "_tokens"))
-        is_bounded &= field.name != "speculate_tokens_max"  # 0 turns speculation off.
-        is_bounded &= not isinstance(value, str)  # A choice, not a number.
-        if is_bounded and value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"{field.name} is {value}; it must be more than 0, and finite")
+        name, value = field.name, getattr(part, field.name)
+        is_bounded = name.endswith(("_max", "_default", "_s", "_ms", "_tokens"))
+        if not is_bounded or value is None or isinstance(value, str):  # A text is a choice.
+            continue
+        may_be_zero = name in ("speculate_tokens_max", "gather_ms")  # 0: off.
+        if not (value >= 0 if may_be_zero else value > 0) or not value < float("inf"):
+            bound = "0 or more" if may_be_zero else "more than 0"
+            raise ConfigError(f"{name} is {short_repr(value)}; it must be {bound}, and finite")
+        minimum = POLL_S_MIN if name.endswith("_poll_s") else 0
+        maximum = UPPER_BOUNDS.get(name) or _upper_bound(name, value)
+        if not minimum <= value <= maximum:
+            raise ConfigError(
+                f"{name} is {short_repr(value)}; it must be from {minimum:g} to {maximum}"
+            )
+
+
+def _upper_bound(name: str, value: float) -> float:
+    """Return the upper bound of a setting that has none in `UPPER_BOUNDS`, by its unit."""
+    if name.endswith(("_s", "_ms", "_ms_max")):
+        return SECONDS_MAX
+    if name.endswith("_bytes_max"):
+        return BYTES_MAX
+    return COUNT_MAX if isinstance(value, int) else float("inf")
 
 
 def _check_choice(part: Any, name: str, choices: Sequence[str]) -> None:

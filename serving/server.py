@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -34,6 +34,12 @@ from serving.config import (
     is_loopback,
 )
 from serving.engine.transport import EngineTransport
+from serving.file_threads import (
+    FLIGHT_OWNER,
+    TLS_OWNER,
+    TOKENS_OWNER,
+    FileThreads,
+)
 from serving.frontend.call import Frontend
 from serving.frontend.grpc_transport import ProbeInterceptor
 from serving.frontend.health_reflection import HealthService, add_reflection
@@ -54,6 +60,7 @@ from serving.protocols.openai import routes
 from serving.protocols.preamble import web_page
 from serving.protocols.tgi import routes as tgi
 from serving.ranks.launcher import open_transport
+from serving.request import UnavailableError
 from serving.service.metrics import CONTENT_TYPE, ENGINE_STATES, Metrics, version
 from serving.service.service import ServableCheckpoint, Service
 
@@ -140,7 +147,7 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
             coroutines = (
                 _poll_adapters(service),
                 _report_health(service, health),
-                _reload_secrets(security, access, tls),
+                *_secrets_polls(security, access, tls, service.file_threads),
                 golden_replays,
             )
             tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
@@ -236,7 +243,8 @@ def _bind_grpc(
 
 def _grpc_options(config: NetworkConfig, limits: LimitsConfig) -> list[tuple[str, int]]:
     def ms(seconds: float) -> int:
-        return round(1000 * seconds)
+        # The largest value of gRPC's integers means that there is no limit.
+        return min(round(1000 * seconds), (1 << 31) - 1)
 
     return [
         ("grpc.max_receive_message_length", limits.message_bytes_max),
@@ -276,10 +284,14 @@ def _install_signal_handlers(frontend: Frontend) -> asyncio.Event:
 
     def dump() -> None:
         if frontend.service is not None:
-            log.info("event=flight_asked path=%s", frontend.service.engine.dump())
+            frontend.service.file_threads.submit(FLIGHT_OWNER, _request_flight, frontend.service)
 
     loop.add_signal_handler(signal.SIGUSR2, dump)
     return stop_now
+
+
+def _request_flight(service: Service) -> None:
+    log.info("event=flight_asked path=%s", service.engine.dump())
 
 
 async def _finishes_first(future: "asyncio.Future[Any]", event: asyncio.Event) -> bool:
@@ -321,10 +333,15 @@ async def _poll_adapters(service: Service) -> None:
         await asyncio.sleep(max(service.config.adapter_config.adapters_poll_s, scan_s / SCAN_SHARE))
         started = time.monotonic()
         try:
-            await asyncio.to_thread(service.adapters.scan)
-        except Exception:  # Such as an unavailable network file system. The next scan retries.
+            await service.scan_adapters()
+        except UnavailableError as error:
+            # The thread still waits for the directory, so the next scan skips this directory.
+            log.warning("event=adapters_not_scanned reason=%r", str(error))
+            scan_s = 0.0
+        except Exception:  # Such as an error of a network file system. The next scan retries.
             log.exception("event=adapters_not_scanned")
-        scan_s = time.monotonic() - started
+        else:
+            scan_s = time.monotonic() - started
 
 
 async def _report_health(service: Service, health: HealthService) -> None:
@@ -337,15 +354,29 @@ async def _report_health(service: Service, health: HealthService) -> None:
         await changed.wait()
 
 
-async def _reload_secrets(
-    config: SecurityConfig, access: Authenticator, tls: TlsCertificates | None
+async def _poll_secrets(
+    refresh: Callable[[], None], owner: str, poll_s: float, threads: FileThreads
 ) -> None:
-    """Reload the tokens and TLS files periodically if they changed; `refresh` logs errors."""
+    """Reload the tokens or the TLS files periodically if they changed; `refresh` logs errors."""
     while True:
-        await asyncio.sleep(config.secrets_poll_s)
-        await asyncio.to_thread(access.refresh)
-        if tls is not None:
-            await asyncio.to_thread(tls.refresh)
+        await asyncio.sleep(poll_s)
+        try:
+            await threads.run(owner, refresh)
+        except UnavailableError as error:
+            log.warning("event=secrets_not_read files=%s reason=%r", owner, str(error))
+
+
+def _secrets_polls(
+    config: SecurityConfig,
+    access: Authenticator,
+    tls: TlsCertificates | None,
+    threads: FileThreads,
+) -> list[Coroutine[Any, Any, None]]:
+    """Return the coroutines that reload the tokens and the TLS files."""
+    polls = [_poll_secrets(access.refresh, TOKENS_OWNER, config.secrets_poll_s, threads)]
+    if tls is not None:
+        polls.append(_poll_secrets(tls.refresh, TLS_OWNER, config.secrets_poll_s, threads))
+    return polls
 
 
 async def _set_health(health: HealthService, *, is_ready: bool, is_live: bool = True) -> None:

@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from gpt.abandoned_files import remove_abandoned_partials
 from gpt.adapters.card import (
     CARD_BYTES_MAX,
     Adapter,
@@ -107,12 +108,15 @@ def latest_adapter(folder: Path, name: str) -> tuple[Path, Adapter] | None:
 def check_publish_directory(folder: Path) -> None:
     """Check that `publish_adapter` can write to a folder: create it, write and remove a file.
 
+    Partial files that killed processes left in the folder are removed.
+
     `publish_adapter` needs a file system with hard links: `write_atomic` with overwrite=False gives
     a file its name by a hard link, which cannot replace an existing version.
     """
     probe = folder / f".{secrets.token_hex(8)}.probe"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        remove_abandoned_partials(folder)
         write_atomic(probe, b"", overwrite=False, durable=False)
         probe.unlink()
     except FileExistsError:
@@ -178,7 +182,8 @@ def open_adapter(path: Path, *, task: str | None = None, base: Checkpoint | None
                 return open_tgis(path / "decoder.pt")
             return open_peft(path, task, base.config if base else None)
         if not path.is_file():
-            raise AdapterError(f"{path} does not exist; give the file or directory of an adapter")
+            problem = "is not a regular file" if path.exists() else "does not exist"
+            raise AdapterError(f"{path} {problem}; give the file or directory of an adapter")
         if path.suffix in (".pt", ".pth"):
             return open_tgis(path)
         if path.name in ("adapter_config.json", "adapter_model.bin", "adapter_model.safetensors"):

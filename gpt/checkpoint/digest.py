@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from gpt.abandoned_files import remove_abandoned_partials
 from gpt.atomic_files import write_atomic
 from gpt.checkpoint.logical_tensor import Checkpoint, LogicalTensor, ModelIdentity, allocate_scratch
 from gpt.config import GPTConfig
@@ -186,6 +187,7 @@ def _write_cache(path: Path, record: dict[str, str]) -> None:
     """Write a cache record; log a failure, because the digest can be computed again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned_partials(path.parent)
         write_atomic(path, json.dumps(record).encode(), durable=False)
     except OSError as error:
         logging.getLogger(__name__).warning("event=digest_not_cached reason=%s", error)

@@ -84,7 +84,7 @@ class HFTokenizer(TokenizerBase):
         self.stop_ids = collect_stop_ids(next(eos_ids, None), special_tokens)
         self.eos_id = next(iter(self.stop_ids), None)
         bos_ids = (vocabulary[text] for text in bos_names if text in vocabulary)
-        self.bos_id = next(bos_ids, special_tokens.bos_id)
+        self.bos_id = next(bos_ids, special_tokens.bos_id_below(self.vocab_size))
         self.prefix_ids, self.suffix_ids = _post_processor_ids(library)
         if special_tokens.adds_bos is not None:
             bos_id = self.bos_id if special_tokens.adds_bos else None

@@ -82,7 +82,8 @@ class SentencePieceTokenizer(TokenizerBase):
         self._splitter = ControlTokenSplitter(parsed_tokens)
         self._spaces_each_text = special_tokens.spaces_each_text
         bos_id, eos_id = self._model.bos_id(), self._model.eos_id()
-        self.bos_id = bos_id if bos_id >= 0 else ids.get(special_tokens.bos, special_tokens.bos_id)
+        declared_bos_id = special_tokens.bos_id_below(self.vocab_size)
+        self.bos_id = bos_id if bos_id >= 0 else ids.get(special_tokens.bos, declared_bos_id)
         self.stop_ids = collect_stop_ids(
             eos_id if eos_id >= 0 else ids.get(special_tokens.eos), special_tokens
         )

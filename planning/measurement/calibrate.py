@@ -8,7 +8,6 @@ prompt token.
 
 import platform
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ import yaml
 from checkpoints_tools.conversion.convert import write_native
 from clients.load.generator import LengthSampler, LoadError, LoadSpec, ServerEndpoint, run_load
 from clients.load.report import LoadReport
+from gpt.abandoned_files import temporary_folder
 from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import PreambleError
@@ -188,9 +188,9 @@ def random_checkpoint(config: GPTConfig) -> Iterator[Path]:
 
     The checkpoint has no tokenizer, so no end-of-text token ends a completion early.
     """
-    with tempfile.TemporaryDirectory(prefix="preamble-plan-") as folder:
-        write_native(random_init_checkpoint(config, 0), Path(folder) / "model")
-        yield Path(folder) / "model"
+    with temporary_folder("plan") as folder:
+        write_native(random_init_checkpoint(config, 0), folder / "model")
+        yield folder / "model"
 
 
 def _measure_overhead(
@@ -221,11 +221,11 @@ def _measure_overhead(
 @contextmanager
 def _run_server(model: Path, settings: Mapping[str, object]) -> Iterator[str]:
     """Run a server with these settings and yield its HOST:PORT."""
-    with tempfile.TemporaryDirectory(prefix="preamble-plan-") as folder:
-        config = Path(folder) / "serve.yaml"
+    with temporary_folder("plan") as folder:
+        config = folder / "serve.yaml"
         config.write_text(yaml.safe_dump(dict(settings)))
         server_args: list[str | Path] = [model, "--config", config, "--no-page"]
-        with run_server(server_args, Path(folder) / "log", START_TIMEOUT_S) as (_, address):
+        with run_server(server_args, folder / "log", START_TIMEOUT_S) as (_, address):
             yield address
 
 

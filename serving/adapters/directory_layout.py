@@ -17,6 +17,7 @@ from pathlib import Path
 from gpt.adapters.adapter_file import SUFFIX, AdapterName, parse_name
 from gpt.atomic_files import write_atomic
 from gpt.errors import ConfigError, RequestError
+from gpt.regular_files import open_regular_file
 
 ALIAS_SUFFIX = ".current"
 UPLOAD_PREFIX = ".upload-"
@@ -52,7 +53,7 @@ def read_alias(folder: Path, name: str) -> AliasRecord:
     """Read the alias record; return an empty record if the file does not exist."""
     path = alias_path(folder, name)
     try:
-        with open(path, "rb") as file:
+        with open_regular_file(path) as file:
             record = json.loads(file.read(ALIAS_BYTES_MAX + 1))
     except FileNotFoundError:
         return AliasRecord()

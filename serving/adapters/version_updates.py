@@ -5,7 +5,6 @@ reads the directory. A caller changes only its own tenant's folder. The registry
 immediately after each change. Methods that access files are blocking; call them in a thread.
 """
 
-import fcntl
 import logging
 import os
 import secrets
@@ -16,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from gpt.abandoned_files import is_abandoned, lock_descriptor, remove_abandoned_partials
 from gpt.adapters.adapter_file import SUFFIX, Adapter, AdapterName, open_adapter, parse_name
 from gpt.adapters.card import NAME_PATTERN
 from gpt.atomic_files import rename_durable
@@ -37,9 +37,6 @@ from serving.request import OverloadedError, RefusedError, UnknownAdapterError
 log = logging.getLogger(__name__)
 
 VERSION_MAX = 999_999  # A version in a name has at most six digits.
-# An upload creates its file and then locks it. Therefore `_sweep_folder` removes an unlocked upload
-# file only if it was not modified for this time.
-UPLOAD_LOCK_DELAY_MAX_S = 1.0
 # Time after which the file of an unloaded adapter is deleted. Requests that were accepted before
 # the adapter was unloaded are expected to end within this time.
 UNLOADED_KEEP_S = 3600.0
@@ -51,13 +48,19 @@ class AdapterStore:
     def __init__(self, adapters: AdapterRegistry, config: AdapterConfig) -> None:
         self.adapters = adapters
         self.config = config
-        self.change_lock = threading.Lock()  # Serializes the changes of this server.
+        # By tenant, since a tenant's folder may be on a disk that does not answer.
+        self._change_locks: dict[str, threading.Lock] = {}
+        self._upload_count_lock = threading.Lock()  # Never held during a file access.
         self._active_uploads = 0
+
+    def change_lock(self, tenant: str) -> threading.Lock:
+        """Return the lock that serializes the changes of this server in a tenant's folder."""
+        return self._change_locks.setdefault(tenant, threading.Lock())
 
     def start_upload(self, name: str, tenant: str) -> "AdapterUpload":
         """Reserve an upload slot, which `AdapterUpload.discard` releases; no file is accessed."""
         adapter_name, folder = self._parse_name(name, "name"), self._tenant_folder(tenant)
-        with self.change_lock:
+        with self._upload_count_lock:
             if self._active_uploads >= self.config.uploads_max:
                 raise OverloadedError(
                     f"{self._active_uploads} uploads are in progress (uploads_max); try again later"
@@ -66,7 +69,7 @@ class AdapterStore:
         return AdapterUpload(self, adapter_name, tenant, folder)
 
     def release_upload(self) -> None:
-        with self.change_lock:
+        with self._upload_count_lock:
             self._active_uploads -= 1
 
     def get(self, name: str, tenant: str) -> LoadedAdapter:
@@ -93,7 +96,7 @@ class AdapterStore:
         UNLOADED_KEEP_S.
         """
         adapter_name, folder = self._parse_versioned_name(name), self._tenant_folder(tenant)
-        with self.change_lock, _reraise_os_errors():
+        with self.change_lock(tenant), _reraise_os_errors():
             file = (
                 version_files(folder, adapter_name.name).get(adapter_name.version or 1)
                 if folder.is_dir()
@@ -118,7 +121,7 @@ class AdapterStore:
         """Make this version the current version of its name."""
         adapter_name, folder = self._parse_versioned_name(name), self._tenant_folder(tenant)
         adapter = self._resolve_own(name, tenant)
-        with self.change_lock, _reraise_os_errors():
+        with self.change_lock(tenant), _reraise_os_errors():
             alias = _read_alias(folder, adapter_name.name)
             current = self._resolve_own(adapter_name.name, tenant)
             write_alias(
@@ -134,7 +137,7 @@ class AdapterStore:
         if adapter_name.version is not None:
             raise RequestError(f"name is {name!r}; give it without a version", "name")
         self._resolve_own(name, tenant)
-        with self.change_lock, _reraise_os_errors():
+        with self.change_lock(tenant), _reraise_os_errors():
             alias = _read_alias(folder, name)
             files = version_files(folder, name)
             previous = [version for version in alias.previous if version in files]
@@ -240,11 +243,10 @@ class AdapterUpload:
         with self._locked():
             self._folder.mkdir(exist_ok=True)
             self._choose_version()
-            with self._store.change_lock:
+            with self._store.change_lock(self._tenant):
                 _sweep_folder(self._folder)
                 self._file = open(self._partial_path, "xb")  # noqa: SIM115, closed by discard.
-                with suppress(OSError):  # The lock keeps `sweep` from removing the file.
-                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_descriptor(self._file.fileno())  # Keeps `sweep` from removing the file.
 
     def write_chunk(self, data: bytes) -> None:
         with self._locked():
@@ -356,7 +358,7 @@ class AdapterUpload:
         return requested
 
     def _publish_version(self) -> str:
-        with self._store.change_lock:
+        with self._store.change_lock(self._tenant):
             while True:
                 key = f"{self._name.name}@{self._choose_version()}"
                 try:
@@ -396,26 +398,16 @@ def _reraise_os_errors() -> Iterator[None]:
 
 
 def _sweep_folder(folder: Path) -> None:
+    remove_abandoned_partials(folder)
     now = time.time()
     with os.scandir(folder) as entries:
         for entry in entries:
             with suppress(OSError):  # Another server may remove the file meanwhile.
                 if entry.name.startswith(UPLOAD_PREFIX):
-                    idle_s = now - entry.stat().st_mtime
-                    if idle_s > UPLOAD_LOCK_DELAY_MAX_S and _is_abandoned(entry.path):
+                    if is_abandoned(Path(entry.path)):
                         log.info("event=upload_swept file=%s", entry.name)
                         os.unlink(entry.path)
                 elif entry.name.startswith(UNLOADED_PREFIX):
                     status = entry.stat()
                     if now - max(status.st_mtime, status.st_ctime) > UNLOADED_KEEP_S:
                         os.unlink(entry.path)
-
-
-def _is_abandoned(path: str) -> bool:
-    """Return whether an upload's file is unlocked: the process that wrote it has ended."""
-    with open(path, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-    return True

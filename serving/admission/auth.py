@@ -19,6 +19,7 @@ from typing import Literal, get_args
 import yaml
 
 from gpt.errors import ConfigError
+from gpt.regular_files import open_regular_file
 from gpt.settings import YAML_BYTES_MAX, BoundedYamlLoader, parse_settings, short_repr
 from serving.admission.rate_limits import UNLIMITED, RateLimits
 from serving.request import RefusedError
@@ -174,7 +175,7 @@ def _check_file_mode(path: Path, plaintext_tokens: int) -> None:
 def _load_yaml(path: Path) -> dict[object, object]:
     """Read the file as a mapping. Error messages do not quote the file, which contains tokens."""
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             content = file.read(YAML_BYTES_MAX + 1)
         if len(content) > YAML_BYTES_MAX:
             raise ConfigError(f"tokens: {path} is over {YAML_BYTES_MAX} bytes")

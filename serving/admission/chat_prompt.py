@@ -339,12 +339,19 @@ class _TemplateProcess:
         if self._closed:
             raise UnavailableError("this server is shutting down; try another server", "DRAINING")
         environment = {name: os.environ[name] for name in INHERITED_VARIABLES & os.environ.keys()}
-        return ChildProcess(
-            [sys.executable, "-m", "serving.admission.template_sandbox"],
-            environment=child_environment(environment),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        try:
+            return ChildProcess(
+                [sys.executable, "-m", "serving.admission.template_sandbox"],
+                environment=child_environment(environment),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        except OSError as error:  # For example, no free file descriptor, or too little memory.
+            raise UnavailableError(
+                f"the chat template's process cannot be started ({error.strerror}); try again in a "
+                "moment",
+                "ENGINE_LOST",
+            ) from None
 
     def _exchange(self, process: ChildProcess, request_line: str, timeout_s: float) -> RenderReply:
         """Send a line and return the reply; raise _ProcessStuckError after the time limit.

@@ -65,6 +65,7 @@ REASONS = {
         Reason("LOADING", _C.UNAVAILABLE, 503, 5.0),
         Reason("ENGINE_LOST", _C.UNAVAILABLE, 503, 1.0),
         Reason("ENGINE_RESTARTING", _C.UNAVAILABLE, 503, 1.0),
+        Reason("STORAGE_TIMEOUT", _C.UNAVAILABLE, 503, 5.0),
         Reason("DRAINING", _C.UNAVAILABLE, 503),
         Reason("STOPPED", _C.UNAVAILABLE, 503),
         # Calls ended by their deadline or by the caller.

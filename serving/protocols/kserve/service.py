@@ -174,7 +174,8 @@ async def repository_model_load(message: Any, call: Call) -> Any:
     adapter_name = service.adapter_name(name, call.caller.tenant)
     if adapter_name is not None:
         try:
-            await asyncio.to_thread(service.store.load, adapter_name, call.caller.tenant)
+            tenant = call.caller.tenant
+            await service.file_threads.run(tenant, service.store.load, adapter_name, tenant)
         except RequestError as error:
             raise unknown_model_error(str(error)) from None
     return pb.RepositoryModelLoadResponse()

@@ -125,9 +125,10 @@ async def detokenize(body: DetokenizeRequest, call: Call) -> dict[str, Any]:
 async def _requested_adapters(model: str | None, call: Call) -> tuple[str, ...]:
     """Return the adapter that the model means, if any; raise if there is no such model."""
     adapters = call.requested_adapters(model)
+    await call.service.load_new_adapters(adapters, call.caller.tenant)
     for name in adapters:
         try:
-            await asyncio.to_thread(call.service.adapters.resolve, name, call.caller.tenant)
+            call.service.adapters.lookup(name, call.caller.tenant)
         except RequestError:  # There is no adapter of this name, or it is not a valid name.
             raise unknown_model_error(name) from None
     return adapters

@@ -52,31 +52,33 @@ async def list_adapters(message: pb.ListAdaptersRequest, call: Call) -> pb.ListA
 
 
 async def get_adapter(message: pb.GetAdapterRequest, call: Call) -> pb.GetAdapterResponse:
-    adapter = await _run_in_thread(call.service.store.get, message.name, call.caller.tenant)
+    adapter = await _run_in_thread(call, call.service.store.get, message.name, call.caller.tenant)
     return pb.GetAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
 async def load_adapter(message: pb.LoadAdapterRequest, call: Call) -> pb.LoadAdapterResponse:
-    adapter = await _run_in_thread(call.service.store.load, message.name, call.caller.tenant)
+    adapter = await _run_in_thread(call, call.service.store.load, message.name, call.caller.tenant)
     return pb.LoadAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
 async def unload_adapter(message: pb.UnloadAdapterRequest, call: Call) -> pb.UnloadAdapterResponse:
-    await _run_in_thread(call.service.store.unload, message.name, call.caller.tenant)
+    await _run_in_thread(call, call.service.store.unload, message.name, call.caller.tenant)
     return pb.UnloadAdapterResponse()
 
 
 async def promote_adapter(
     message: pb.PromoteAdapterRequest, call: Call
 ) -> pb.PromoteAdapterResponse:
-    adapter = await _run_in_thread(call.service.store.promote, message.name, call.caller.tenant)
+    store = call.service.store
+    adapter = await _run_in_thread(call, store.promote, message.name, call.caller.tenant)
     return pb.PromoteAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
 async def rollback_adapter(
     message: pb.RollbackAdapterRequest, call: Call
 ) -> pb.RollbackAdapterResponse:
-    adapter = await _run_in_thread(call.service.store.rollback, message.name, call.caller.tenant)
+    store = call.service.store
+    adapter = await _run_in_thread(call, store.rollback, message.name, call.caller.tenant)
     return pb.RollbackAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
@@ -105,11 +107,11 @@ async def _receive_upload(
         )
     upload = call.service.store.start_upload(first_message.name, call.caller.tenant)
     try:
-        await _run_in_thread(upload.create_file)
+        await _run_in_thread(call, upload.create_file)
         async for message in messages:
             match message.WhichOneof("part"):
                 case "data":
-                    await _run_in_thread(upload.write_chunk, message.data)
+                    await _run_in_thread(call, upload.write_chunk, message.data)
                 case "name":
                     raise RequestError(
                         "a second name was sent; send one adapter per upload", "name"
@@ -118,15 +120,21 @@ async def _receive_upload(
                     raise RequestError(
                         "a message has no data; send the file as data messages", "data"
                     )
-        return await _run_in_thread(upload.finish)
+        # Checking and flushing a large file takes long, so only `upload_s` limits it.
+        return await _run_in_thread(
+            call, upload.finish, limit_s=call.service.config.adapter_config.upload_s
+        )
     finally:
-        await _run_in_thread(upload.discard)
+        await call.service.file_threads.run_to_end(call.caller.tenant, upload.discard)
 
 
-async def _run_in_thread(function: Callable[..., T], *args: object) -> T:
-    """Call `function`, which does file I/O, in a thread."""
+async def _run_in_thread(
+    call: Call, function: Callable[..., T], *args: object, limit_s: float | None = None
+) -> T:
+    """Call `function`, which does file I/O, in a thread of the caller's tenant."""
+    threads = call.service.file_threads
     try:
-        return await asyncio.to_thread(function, *args)
+        return await threads.run(call.caller.tenant, function, *args, limit_s=limit_s)
     except UnknownAdapterError as error:
         error.field = "name"  # The field with the adapter's name in the request messages.
         raise

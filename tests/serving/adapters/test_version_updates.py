@@ -28,7 +28,8 @@ from serving.adapters.directory_layout import (
 from serving.adapters.registry import AdapterRegistry
 from serving.adapters.version_updates import UNLOADED_KEEP_S, AdapterStore
 from serving.config import AdapterConfig
-from serving.engine_core.adapter_cache import AdapterCache, AdapterReadResult
+from serving.engine_core.adapter_cache import AdapterCache
+from serving.engine_core.adapter_reader import AdapterReadResult
 from serving.frontend.call import to_call_failure
 from serving.messages import AdapterRef
 from serving.request import RefusedError, UnknownAdapterError
