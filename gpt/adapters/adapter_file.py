@@ -42,7 +42,9 @@ __all__ = [
     "build_adapter",
     "check_adapter",
     "check_publish_directory",
+    "find_adapter",
     "instruction_adapter",
+    "last_version",
     "latest_adapter",
     "open_adapter",
     "parse_name",
@@ -79,7 +81,7 @@ def publish_adapter(adapter: Adapter, folder: Path) -> Path:
     Existing versions are not changed.
     """
     name = adapter.card.name
-    version = _last_version(folder, name)
+    version = last_version(folder, name)
     while True:
         version += 1
         path = folder / f"{name}@{version}{SUFFIX}"
@@ -100,8 +102,26 @@ def publish_adapter(adapter: Adapter, folder: Path) -> Path:
 
 def latest_adapter(folder: Path, name: str) -> tuple[Path, Adapter] | None:
     """Open the file NAME@N with the largest N; return None if no file has a version number."""
-    path = folder / f"{name}@{_last_version(folder, name)}{SUFFIX}"
+    path = folder / f"{name}@{last_version(folder, name)}{SUFFIX}"
     return (path, open_adapter(path)) if path.exists() else None
+
+
+def find_adapter(
+    folder: Path, name: str, digest: str, *, after_version: int
+) -> tuple[Path, Adapter] | None:
+    """Open the adapter with this digest among the versions after `after_version`.
+
+    Files that are not valid adapters are ignored. Return None if no version has this digest.
+    """
+    for version in range(after_version + 1, last_version(folder, name) + 1):
+        path = folder / f"{name}@{version}{SUFFIX}"
+        try:
+            adapter = open_adapter(path)
+        except AdapterError:
+            continue
+        if adapter.digest == digest:
+            return path, adapter
+    return None
 
 
 def check_publish_directory(folder: Path) -> None:
@@ -124,7 +144,7 @@ def check_publish_directory(folder: Path) -> None:
         ) from None
 
 
-def _last_version(folder: Path, name: str) -> int:
+def last_version(folder: Path, name: str) -> int:
     """Return the largest version number of an adapter, or 0 if the adapter has no files.
 
     A file name without a number counts as version 1.

@@ -2,7 +2,7 @@
 
 Each run has its own folder, which contains its adapters and, after the run has finished without an
 error, its result file. When the same command is started again, it executes only the runs without a
-valid result file, so failed runs are repeated. The runs are compared by `measure`. The caller
+valid result file, so failed runs are repeated. The runs are compared by `monitor`. The caller
 passes the function that executes one run; this module is independent of training.
 """
 
@@ -57,6 +57,7 @@ FIXED_SETTINGS = (
     "validation",
     "validation_examples",
     "measure",
+    "monitor",
 )
 # Combinations that can be folder names: short, with ASCII letters, digits and a few signs.
 SAFE_LABEL_PATTERN = re.compile(r"[\w.=,+-]{1,120}", re.ASCII)
@@ -86,12 +87,12 @@ class Sweep:
     def compared_by(self) -> str:
         """Name of the metric by which runs are compared.
 
-        The metric is `measure`. For the measure "loss" it is the validation loss, or the last
+        The metric is `monitor`. For the metric "loss" it is the validation loss, or the last
         training loss if there are no validation records.
         """
-        measure = self.config.validation_config.measure
-        if measure != "loss":
-            return measure
+        monitor = self.config.validation_config.monitor
+        if monitor != "loss":
+            return monitor
         has_validation = any(task.validation for task in self.config.data_config.resolved_tasks)
         return "validation_loss" if has_validation else "last_loss"
 
@@ -202,10 +203,10 @@ def _parse_assignment(
             f"--sweep: {key} must be the same in all runs, because the runs are compared and the "
             f"best one is published under one name; remove --sweep {key}"
         )
-    if key == "answer_only_loss" and validation_config.measure == "loss":
+    if key == "answer_only_loss" and validation_config.monitor == "loss":
         raise ConfigError(
             "--sweep: answer_only_loss changes the meaning of the loss, so the loss cannot compare "
-            "these runs; set another measure, or remove answer_only_loss"
+            "these runs; set another monitor, or remove answer_only_loss"
         )
     if key not in setting_names:
         raise ConfigError(
@@ -249,12 +250,17 @@ def _folder_label(values: Mapping[str, Any]) -> str:
 
 
 def run_sweep(
-    sweep: Sweep, run: RunFunction, print_line: Callable[[str], None], *, restart: bool
+    sweep: Sweep,
+    run: RunFunction,
+    print_line: Callable[[str], None],
+    *,
+    restart: bool,
+    complete_run: Callable[[RunOutcome], None],
 ) -> SweepResult:
     """Execute the runs without a saved result, one after another; publish the best run's adapters.
 
-    With `restart`, saved results are removed first. If a run is interrupted, return the results so
-    far; their `best` is None.
+    `complete_run` is called after the result of a run is saved. With `restart`, saved results are
+    removed first. If a run is interrupted, return the results so far; their `best` is None.
     """
     if sweep.compared_by == "last_loss":
         print_line(
@@ -283,13 +289,15 @@ def run_sweep(
             title = f"run {number} of {len(sweep.variants)}: {variant}"
             print_line(f"{title}{' (already finished)' if result is not None else ''}")
             if result is None:
-                result = _run_variant(variant, run, restart=restart)
+                outcome, result = _run_variant(variant, run, restart=restart)
                 if result.state == "interrupted":
                     return SweepResult(sweep, tuple(results))
                 if result.trouble:
                     print_line(f"warning: {variant}: {result.trouble}")
                 else:
                     _save_result(variant, fingerprint, result)
+                if outcome is not None:
+                    complete_run(outcome)
             results.append(result)
             _write_atomic(
                 sweep.folder / TABLE_FILE,
@@ -303,8 +311,10 @@ def run_sweep(
         return SweepResult(sweep, tuple(results), best, _publish(sweep, best, results[best]))
 
 
-def _run_variant(variant: Variant, run: RunFunction, *, restart: bool) -> VariantResult:
-    """Execute one run.
+def _run_variant(
+    variant: Variant, run: RunFunction, *, restart: bool
+) -> tuple[RunOutcome | None, VariantResult]:
+    """Execute one run; the outcome of a failed run is None.
 
     A failed run does not end the sweep: if one learning rate is too large, only the run with this
     learning rate fails.
@@ -314,9 +324,9 @@ def _run_variant(variant: Variant, run: RunFunction, *, restart: bool) -> Varian
     except PreambleError as error:
         if dist.is_initialized():
             dist.destroy_process_group()  # The next run creates its own process group.
-        return VariantResult("failed", str(error))
+        return None, VariantResult("failed", str(error))
     last_validation = facts.validations[-1] if facts.validations else None
-    return VariantResult(
+    result = VariantResult(
         outcome.state,
         steps=outcome.step,
         best_step=outcome.best_step,
@@ -327,6 +337,7 @@ def _run_variant(variant: Variant, run: RunFunction, *, restart: bool) -> Varian
         seconds=sum(step.seconds for step in facts.progress),
         paths=tuple(str(path.relative_to(variant.folder)) for path in outcome.paths),
     )
+    return outcome, result
 
 
 def _load_result(variant: Variant, fingerprint: RunFingerprint) -> VariantResult | None:

@@ -31,7 +31,7 @@ from gpt.atomic_files import fsync_folder, rename_durable, write_synced
 from gpt.checkpoint.files.safetensors_file import read_small_file
 from gpt.errors import ConfigError
 from gpt.parallel.mesh import Mesh
-from ptuning.config import TuneConfig
+from ptuning.config import TuneConfig, rename_monitor
 from ptuning.data.dataset import Example
 
 FORMAT, VERSION = "preamble.run", 1
@@ -39,7 +39,7 @@ FACTS_FILE = "facts.json"
 STATE_PATTERN = re.compile(r"state-(\d{8})")  # Name of a state's folder, with the step.
 RUN_PATTERN = re.compile(r"[1-9]\d{0,5}")  # Name of a run's folder: the number of the run.
 # Settings that may change when a run resumes, because they do not affect the training result.
-RESUMABLE_CHANGES = {"output", "run", "save_every", "tensorboard", "golden_examples"}
+RESUMABLE_CHANGES = {"output", "run", "save_every", "tensorboard", "golden_examples", "measure"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class RunFingerprint:
 
         `path` is the state's folder.
         """
-        saved_settings = saved.get("settings", {})
+        saved_settings = {"monitor": "loss", **rename_monitor(saved.get("settings", {}))}
         for key, value in self.settings.items():
             if saved_settings.get(key) != value:
                 raise ConfigError(
