@@ -28,7 +28,14 @@ from serving.admission.chat_prompt import ChatPromptRenderer
 from serving.admission.template_sandbox import SECONDS_MAX
 from serving.config import ServerConfig
 from serving.service.service import ServableCheckpoint
-from tests.support.chat_server import BASE, PROMPT, USER, ChatServer, tool
+from tests.support.chat_server import (
+    BASE,
+    PROMPT,
+    USER,
+    ChatServer,
+    tool,
+    write_chat_checkpoint,
+)
 from tests.support.chat_templates import CHATML
 from tests.support.models import lively
 from tests.support.servers import (
@@ -60,13 +67,7 @@ GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
     folder = tmp_path_factory.mktemp("chat")
-    folder_words = folder / "words"
-    folder_words.mkdir()
-    model = sentencepiece_model(model_type="bpe", byte_fallback=True)
-    (folder_words / "tokenizer.model").write_bytes(model)
-    (folder_words / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    checkpoint = folder / BASE
-    write_native(lively(CONFIG), checkpoint, tokenizer=folder_words)
+    checkpoint = write_chat_checkpoint(folder, TEMPLATE)
     tokenizer = open_tokenizer(checkpoint / "tokenizer")
     adapters = folder / "adapters"
     adapters.mkdir()
