@@ -16,12 +16,15 @@ DEVELOPMENT := $(VENV)/.development
 STUBS       := protos/preamble/v1/generation_pb2.py
 # Time stamp of the demo's tuning run.
 DEMO_ADAPTER := build/demo/learned
+# Third-party clients, each in an environment of its own (tests/third_party_clients/install.sh).
+REQUIREMENTS := tests/third_party_clients/requirements
+CLIENTS      := $(patsubst $(REQUIREMENTS)/%,build/clients/%/installed,$(basename $(wildcard $(REQUIREMENTS)/*)))
 # The C library of CPU kernels (gpt/cpu/build.py). Without it, torch computes the same operations,
 # except int8 weights.
 KERNELS     := gpt/cpu/libkernels.so
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo serve-demo test test-slow test-gpu soak bench bench-gpu bench-peers peers check tools protos wheel kernels clean help
+.PHONY: setup demo serve-demo test test-slow test-clients test-gpu soak bench bench-gpu bench-peers peers check tools clients-tools protos wheel kernels clean help
 
 setup: $(DEVELOPMENT) $(STUBS) $(KERNELS)  ## installs the development environment
 demo: $(DEMO_ADAPTER)  ## p-tunes the bundled demo model, serves it and sends it requests
@@ -32,9 +35,11 @@ test: setup  ## runs the test suite (at most five minutes on two cores)
 	$(PYTEST)
 test-slow: setup tools  ## runs the slow tests and prints the duration of each
 	$(PYTEST) -m slow
+test-clients: setup clients-tools  ## runs third-party clients against real servers (at most 12 minutes)
+	$(PYTEST) -m clients
 test-gpu: $(if $(PYTHON),,setup)  ## runs the tests that need a CUDA device
 	$(or $(PYTHON),$(VENV)/bin/python) -m pytest -m gpu -W default
-soak: setup  ## runs the soak tests, each of which takes longer than the test suite
+soak: setup clients-tools  ## runs the soak tests, each of which takes longer than the test suite
 	$(VENV)/bin/python -m pytest -m soak
 bench: setup  ## runs the benchmarks of speed and memory, and compares other engines
 	$(VENV)/bin/python -m bench
@@ -50,13 +55,12 @@ peers:  ## installs the other engines of `make bench-peers` under build/peers
 	bench/peers_install.sh
 bench-peers: setup  ## compares the generation speed with the other engines
 	$(VENV)/bin/python -m bench --only peers
-tools: setup  ## installs the dependencies of the slow tests
+tools: setup clients-tools  ## installs the dependencies of the slow tests and the third-party clients
 	@$(PIP) --no-deps megatron-core triton==3.6.0
-	@test -d build/tgis || $(PIP) --no-deps --target build/tgis vllm-tgis-adapter==0.10.0
-	@test -d build/lm_eval || { $(BASE) -m venv build/lm_eval && build/lm_eval/bin/pip install -q 'lm_eval[api]==0.4.13' transformers; }
-	@deploy/prometheus/install.sh
 	@tests/install_chromium.sh
-	@test -d build/node || timeout 100 npm install --silent --no-fund --prefix build/node @grpc/grpc-js@1.14 @grpc/proto-loader@0.8 || echo 'npm or its registry is unavailable: the test of the Node client will be skipped'
+clients-tools: setup  ## installs the third-party clients
+	@deploy/prometheus/install.sh
+	@$(MAKE) --silent --no-print-directory -j 2 $(CLIENTS)
 protos: setup  ## compiles the protos into Python stubs
 kernels: $(KERNELS)  ## compiles the C kernels, if a C compiler is available
 wheel: setup  ## builds dist/preamble-*.whl
@@ -64,7 +68,7 @@ wheel: setup  ## builds dist/preamble-*.whl
 clean:  ## removes build products; keeps .venv
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis protos/preamble/v1/*_pb2* protos/foreign/*.binpb $(KERNELS)
 help:  ## lists the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(INTERPRETER):
 	@$(BASE) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("preamble needs Python 3.11 to 3.13, and $(BASE) is $(MINOR); try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
@@ -79,6 +83,8 @@ $(STUBS): $(PROTOS) protos/build.py | $(RUNTIME)
 	@$(VENV)/bin/python protos/build.py && touch $@
 $(KERNELS): $(wildcard gpt/cpu/src/*) gpt/cpu/build.py
 	@$(BASE) gpt/cpu/build.py || :
+build/clients/%/installed: $(REQUIREMENTS)/%.* tests/third_party_clients/install.sh constraints.txt
+	@tests/third_party_clients/install.sh $*
 $(DEMO_ADAPTER): examples/demo/tune.yaml $(wildcard examples/demo/checkpoint/*/*/*) | $(RUNTIME) $(STUBS)
 	@rm -rf build/demo && mkdir -p build/demo/adapters
 	$(VENV)/bin/python -m examples.demo.tasks --task mood --count 400 > build/demo/mood.jsonl

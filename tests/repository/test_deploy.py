@@ -2,7 +2,7 @@
 
 These files name flags, settings, ports, error reasons and metrics of the server. The tests compare
 them with the tables of the server. Tests that need the programs of Prometheus are in
-tests/e2e/test_prometheus.py.
+tests/third_party_clients/test_prometheus.py.
 """
 
 import json

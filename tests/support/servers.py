@@ -158,7 +158,12 @@ def command(*words: str | Path) -> list[str]:
 
 @contextmanager
 def serving(
-    model: Path, settings: Path | None = None, log: Path | None = None, **limits: object
+    model: Path,
+    settings: Path | None = None,
+    log: Path | None = None,
+    *,
+    dtype: str = "float64",
+    **limits: object,
 ) -> Iterator[Server]:
     """A separate server on free ports; `limits` are settings, written to the file `settings`.
 
@@ -166,7 +171,7 @@ def serving(
     """
     limits = {"step_timeout_s": 60.0, **limits}
     arguments: list[str | Path] = ["serve", model, "--port", "0", "--http-port", "0"]
-    arguments += ["--dtype", "float64"]
+    arguments += ["--dtype", dtype]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with ExitStack() as resources:
         if settings is None:

@@ -1,8 +1,8 @@
 """Metrics and logs: exported series, their documentation, log lines, and no prompt in any of them.
 
 One server takes calls that end in several ways; its scrape is compared with the document of the
-series, the dashboard and the alerts. tests/e2e/test_prometheus.py has the tests that need
-Prometheus itself.
+series, the dashboard and the alerts. tests/third_party_clients/test_prometheus.py has the tests
+that need Prometheus itself.
 """
 
 import asyncio

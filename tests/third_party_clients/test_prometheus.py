@@ -31,14 +31,14 @@ from tests.support.servers import (
     write_checkpoint,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.clients
 
 RULES = ROOT / "deploy/prometheus"
 SCRAPE_S = 1
 UP_S = 60.0
 # Alerts that a busy machine may raise, until they have lasted some minutes.
 BY_THE_CLOCK = {"PreambleDown", "PreambleSlowFirstToken", "PreambleSlowNextToken"}
-INSTALL = "run deploy/prometheus/install.sh (make tools)"
+INSTALL = "run deploy/prometheus/install.sh (make clients-tools)"
 
 
 def program(name: str) -> str:
