@@ -14,14 +14,24 @@ INTERPRETER := $(VENV)/bin/python$(MINOR)
 RUNTIME     := $(VENV)/.runtime
 DEVELOPMENT := $(VENV)/.development
 STUBS       := protos/preamble/v1/generation_pb2.py
+# Tests of `make test-lowest`: they use the dependencies of the product. Tests that use newer features
+# of protobuf or need libraries for tests only are not among them.
+LOWEST_TESTS := tests/gpt/test_settings.py tests/gpt/tokenizers/test_tokenizer.py \
+	tests/gpt/formats/test_native.py tests/clients/test_client.py tests/serving/frontend \
+	--deselect tests/gpt/tokenizers/test_tokenizer.py::test_transformers_reads_the_same_ids_from_the_same_files
 # Time stamp of the demo's tuning run.
 DEMO_ADAPTER := build/demo/learned
+# Third-party clients, each in an environment of its own (tests/third_party_clients/install.sh).
+REQUIREMENTS := tests/third_party_clients/requirements
+CLIENTS      := $(patsubst $(REQUIREMENTS)/%,build/clients/%/installed,$(basename $(wildcard $(REQUIREMENTS)/*)))
+# Clients that only `make soak` runs: their packages are large, or their tests take long.
+SOAK_CLIENTS := $(patsubst %,build/clients/%/installed,aiperf guidellm smollm2)
 # The C library of CPU kernels (gpt/cpu/build.py). Without it, torch computes the same operations,
 # except int8 weights.
 KERNELS     := gpt/cpu/libkernels.so
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo serve-demo test test-slow test-gpu soak bench bench-gpu bench-peers peers check tools protos wheel kernels clean help
+.PHONY: setup demo serve-demo test test-slow test-clients test-lowest test-gpu sbom release soak bench bench-gpu bench-peers peers check tools clients-tools protos wheel kernels clean help
 
 setup: $(DEVELOPMENT) $(STUBS) $(KERNELS)  ## installs the development environment
 demo: $(DEMO_ADAPTER)  ## p-tunes the bundled demo model, serves it and sends it requests
@@ -32,39 +42,49 @@ test: setup  ## runs the test suite (at most five minutes on two cores)
 	$(PYTEST)
 test-slow: setup tools  ## runs the slow tests and prints the duration of each
 	$(PYTEST) -m slow
+test-clients: setup clients-tools  ## runs third-party clients against real servers (at most 12 minutes)
+	$(PYTEST) -m clients
+test-lowest: wheel  ## installs the lowest supported versions under build/lowest, and runs tests with them
+	$(BASE) -m venv --clear build/lowest
+	build/lowest/bin/python -m pip --disable-pip-version-check install -q -c constraints-lowest.txt "$$(ls -t dist/preamble-*.whl | head -1)[guided,traces]" pytest hypothesis httpx2
+	build/lowest/bin/python -m pytest -q -W default $(LOWEST_TESTS)
 test-gpu: $(if $(PYTHON),,setup)  ## runs the tests that need a CUDA device
 	$(or $(PYTHON),$(VENV)/bin/python) -m pytest -m gpu -W default
-soak: setup  ## runs the soak tests, each of which takes longer than the test suite
+soak: setup clients-tools $(SOAK_CLIENTS)  ## runs the soak tests, each of which takes longer than the test suite
 	$(VENV)/bin/python -m pytest -m soak
 bench: setup  ## runs the benchmarks of speed and memory, and compares other engines
 	$(VENV)/bin/python -m bench
 bench-gpu: $(if $(PYTHON),,setup)  ## runs the benchmarks that need a CUDA device
 	$(or $(PYTHON),$(VENV)/bin/python) -m bench --device cuda
-check: setup  ## checks lint, format, types, protos and repository rules
+check: setup  ## checks lint, format, types, protos, repository rules and known vulnerabilities
 	$(VENV)/bin/ruff check && $(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/buf lint protos
 	$(VENV)/bin/buf breaking protos --against tests/golden/preamble_v1.binpb  # The released API.
 	$(VENV)/bin/python -m pytest -q tests/repository/test_tidy.py
+	@$(VENV)/bin/python -m tests.support.vulnerabilities
 peers:  ## installs the other engines of `make bench-peers` under build/peers
 	bench/peers_install.sh
 bench-peers: setup  ## compares the generation speed with the other engines
 	$(VENV)/bin/python -m bench --only peers
-tools: setup  ## installs the dependencies of the slow tests
+tools: setup clients-tools  ## installs the dependencies of the slow tests and the third-party clients
 	@$(PIP) --no-deps megatron-core triton==3.6.0
-	@test -d build/tgis || $(PIP) --no-deps --target build/tgis vllm-tgis-adapter==0.10.0
-	@test -d build/lm_eval || { $(BASE) -m venv build/lm_eval && build/lm_eval/bin/pip install -q 'lm_eval[api]==0.4.13' transformers; }
-	@deploy/prometheus/install.sh
 	@tests/install_chromium.sh
-	@test -d build/node || timeout 100 npm install --silent --no-fund --prefix build/node @grpc/grpc-js@1.14 @grpc/proto-loader@0.8 || echo 'npm or its registry is unavailable: the test of the Node client will be skipped'
+clients-tools: setup  ## installs the third-party clients
+	@deploy/prometheus/install.sh
+	@$(MAKE) --silent --no-print-directory -j 2 $(filter-out $(SOAK_CLIENTS),$(CLIENTS))
 protos: setup  ## compiles the protos into Python stubs
 kernels: $(KERNELS)  ## compiles the C kernels, if a C compiler is available
 wheel: setup  ## builds dist/preamble-*.whl
 	rm -rf build/lib build/bdist.* && $(VENV)/bin/python -m pip wheel -q --no-deps -w dist .
+sbom: wheel  ## writes the bill of materials of the wheel, dist/preamble-*.cdx.json
+	$(VENV)/bin/python -m tests.support.bill_of_materials dist
+release: setup  ## writes VERSION into pyproject.toml, CHANGELOG.md and the manifests (docs/releases.md)
+	$(VENV)/bin/python -m tests.support.release $(VERSION)
 clean:  ## removes build products; keeps .venv
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis protos/preamble/v1/*_pb2* protos/foreign/*.binpb $(KERNELS)
 help:  ## lists the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(INTERPRETER):
 	@$(BASE) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("preamble needs Python 3.11 to 3.13, and $(BASE) is $(MINOR); try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
@@ -79,6 +99,8 @@ $(STUBS): $(PROTOS) protos/build.py | $(RUNTIME)
 	@$(VENV)/bin/python protos/build.py && touch $@
 $(KERNELS): $(wildcard gpt/cpu/src/*) gpt/cpu/build.py
 	@$(BASE) gpt/cpu/build.py || :
+build/clients/%/installed: $(REQUIREMENTS)/%.* tests/third_party_clients/install.sh constraints.txt
+	@tests/third_party_clients/install.sh $*
 $(DEMO_ADAPTER): examples/demo/tune.yaml $(wildcard examples/demo/checkpoint/*/*/*) | $(RUNTIME) $(STUBS)
 	@rm -rf build/demo && mkdir -p build/demo/adapters
 	$(VENV)/bin/python -m examples.demo.tasks --task mood --count 400 > build/demo/mood.jsonl

@@ -7,7 +7,6 @@ package reports its own errors. Exit codes: 0 success, 1 failure, 2 usage error,
 import difflib
 import errno
 import importlib
-import importlib.metadata
 import io
 import os
 import sys
@@ -36,9 +35,11 @@ COMMANDS = {
 }
 
 # Actions of `adapters` that work on files and need no server.
-ADAPTER_FILE_ACTIONS = ("check", "import", "export")
+ADAPTER_FILE_ACTIONS = ("check", "import", "export", "log")
 
-USAGE = "usage: preamble COMMAND ...   (preamble COMMAND --help describes a command)"
+USAGE = """\
+usage: preamble COMMAND ...   (preamble COMMAND --help describes a command)
+       preamble --version [-v]"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,8 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         print(_help_text(), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        print(f"preamble {_version()}")
-        return 0
+        return _run_command("gpt", arguments)
     if arguments[0] not in COMMANDS:
         matches = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
         choices = f"choose one of {', '.join(COMMANDS)}"
@@ -56,13 +56,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"preamble: no command {arguments[0]!r}; {hint}", file=sys.stderr)
         return 2
     return _run_command(_command_package(arguments), arguments)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("preamble")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+checkout"  # A checkout that is not installed.
 
 
 def _help_text() -> str:

@@ -1,9 +1,10 @@
-"""Build steps beyond pyproject.toml: generates the gRPC stubs and compiles the CPU kernels.
+"""Build steps beyond pyproject.toml: gRPC stubs, CPU kernels and the commit of a wheel.
 
 A wheel with the compiled library has a platform tag. It works with every supported Python version,
 since the library does not use Python's C API.
 """
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,12 @@ class BuildModules(build_py):
         package_root = ROOT if self.editable_mode else Path(self.build_lib).resolve()
         # A failure is not an error: without the library, torch runs the same operations.
         _run_script("gpt/cpu/build.py", str(package_root / "gpt" / "cpu"))
+        if not self.editable_mode:  # A checkout reads its git history instead.
+            # Run by its path, because an isolated build cannot import the package `gpt`.
+            describe_commit = runpy.run_path(str(ROOT / "gpt/software_versions.py"))[
+                "describe_commit"
+            ]
+            (package_root / "gpt" / "commit.txt").write_text(describe_commit(ROOT) or "")
 
 
 class PlatformWheel(bdist_wheel):

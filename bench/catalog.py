@@ -76,6 +76,12 @@ def _prompt_tuning_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     return prompt_tuning.run_suite(flags.parts, prompt_tuning.TuningSizes(rounds=flags.rounds))
 
 
+def _contention_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
+    from bench.peers import contention
+
+    return contention.run_suite(flags.parts, contention.ContentionSizes(flags.rounds))
+
+
 def _gpu_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     outputs: Iterator[SuiteOutput] = import_module("bench.suites.gpu").run_suite(flags.rounds)
     return outputs
@@ -113,6 +119,7 @@ SUITES: Mapping[str, Suite] = {
         ("mixed", "first", "registry"),
     ),
     "tuning": Suite(_prompt_tuning_suite, ("speed", "memory", "losses")),
+    "contention": Suite(_contention_suite, ("serving", "tuning")),
     "gpu": Suite(_gpu_suite),
     "engine": Suite(_offline_engine_suite, on_request=True),
     "planning": Suite(_plan_accuracy_suite, ("gpt2-small", "modern", "choice"), on_request=True),

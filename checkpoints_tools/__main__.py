@@ -1,4 +1,4 @@
-"""Commands `preamble convert`, `inspect`, `verify` and `adapters check|import|export`.
+"""Commands `preamble convert`, `inspect`, `verify` and `adapters check|import|export|log`.
 
 `convert` makes a conversion plan from its flags and prints the plan; without `--dry-run` it then
 executes the plan. Results are printed to stdout, messages and progress to stderr.
@@ -46,12 +46,16 @@ def main(argv: list[str]) -> int:
 
 
 def _adapters(argv: list[str]) -> int:
+    if argv[:1] == ["log"]:
+        from checkpoints_tools.adapters.changes import log_command
+
+        return log_command(argv[1:])
     from checkpoints_tools.adapters.check import check_command
     from checkpoints_tools.adapters.exchange import export_command, import_command
 
     actions = {"check": check_command, "import": import_command, "export": export_command}
     if not argv or argv[0] not in actions:
-        print(f"usage: preamble adapters {{{','.join(actions)}}} ...", file=sys.stderr)
+        print(f"usage: preamble adapters {{{','.join(actions)},log}} ...", file=sys.stderr)
         return 2
     return actions[argv[0]](argv[1:])
 

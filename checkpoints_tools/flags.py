@@ -7,17 +7,17 @@ wrongly. `preamble adapters check|import|export` have these flags too, from the 
 
 import argparse
 import math
-import os
 from typing import Any
 
 from gpt.formats.overrides import read_overrides
+from gpt.host_limits import usable_cores
 
 FORMATS = ("native", "megatron", "megatron-dist", "nemo", "hf")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # With more than 8 threads the disk is the bottleneck.
-DEFAULT_WORKERS = min(8, os.cpu_count() or 1)
+DEFAULT_WORKERS = min(8, usable_cores())
 WORKERS_HELP = (
-    f"worker threads (default: one per CPU, at most 8; {DEFAULT_WORKERS} on this machine)"
+    f"worker threads (default: one per CPU core, at most 8; {DEFAULT_WORKERS} on this machine)"
 )
 
 

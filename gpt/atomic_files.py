@@ -3,7 +3,8 @@
 A reader sees either the complete old content or the complete new content, even if the process is
 killed or the disk is full. The one exception: a folder that is replaced is absent for an instant. A
 durable write also flushes the content and the folder's entries to disk, so that the new content
-survives a power failure. The module imports only the standard library.
+survives a power failure. A partial file or folder is locked, so that `gpt.abandoned_files` can
+distinguish it from one that a killed process left.
 """
 
 import os
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from gpt.abandoned_files import lock_descriptor, locked
 
 DEFAULT_MODE = 0o666  # Permissions before the umask, as for any new file.
 
@@ -60,7 +63,9 @@ def open_atomic(
         "wb" if partial_path else "xb",
         opener=lambda name, flags: os.open(name, flags, mode),
     )
+    lock = os.dup(file.fileno())  # The lock outlives `file`, which is closed before the rename.
     try:
+        lock_descriptor(lock)
         with file:
             yield file
             if durable:
@@ -73,6 +78,8 @@ def open_atomic(
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(lock)
 
 
 @contextmanager
@@ -91,13 +98,14 @@ def stage_folder(
         shutil.rmtree(partial_path, ignore_errors=True)
     partial.mkdir()
     try:
-        yield partial
-        _fsync_files(partial)
-        fsync_folders(partial)
-        if overwrite and folder.exists():
-            _replace_folder(partial, folder)
-        else:
-            rename_durable(partial, folder)
+        with locked(partial):
+            yield partial
+            _fsync_files(partial)
+            fsync_folders(partial)
+            if overwrite and folder.exists():
+                _replace_folder(partial, folder)
+            else:
+                rename_durable(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -20,9 +20,10 @@ ScoreFunction = Literal["softmax", "sigmoid"]
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
-# The largest number of layers, and of experts per layer. A larger number means a damaged file, and
-# the table of all parameters would not fit in memory.
+# The largest number of layers, of experts per layer, and of experts in all layers. A larger number
+# means a damaged file, and the table of all parameters would not fit in memory.
 LAYERS_OR_EXPERTS_MAX = 65535
+LAYERS_TIMES_EXPERTS_MAX = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,14 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        _check_types(self, "rope_scaling.")
         if self.kind not in ("linear", "llama3"):
             raise ConfigError(f"rope_scaling.kind is {self.kind!r}; choose one of: linear, llama3")
+        if self.original_max_position_embeddings < 1:
+            raise ConfigError(
+                "rope_scaling.original_max_position_embeddings is "
+                f"{self.original_max_position_embeddings}; it must be a whole number of at least 1"
+            )
         if self.factor <= 0 or not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ConfigError(
                 f"rope_scaling has factor {self.factor}, low_freq_factor {self.low_freq_factor} "
@@ -117,6 +123,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        self._check_head_width()
         defaults = {
             "ffn_hidden_size": 4 * self.hidden_size,
             "num_query_groups": self.num_attention_heads,
@@ -128,9 +135,18 @@ class GPTConfig:
         if not self.moe_ffn_hidden_size:
             object.__setattr__(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
         self._check_values()
+        self._check_expert_count()
         if not self.moe_layers:
             object.__setattr__(self, "moe_layers", (self.num_experts > 0,) * self.num_layers)
         self._check_experts()
+
+    def _check_head_width(self) -> None:
+        heads = self.num_attention_heads
+        if not self.kv_channels and heads and self.hidden_size % heads:
+            raise ConfigError(
+                f"hidden_size is {self.hidden_size}, which the {heads} attention heads do not "
+                "divide; correct num_attention_heads, or give kv_channels, the width of a head"
+            )
 
     def _check_values(self) -> None:
         for name in _POSITIVE_FIELDS:
@@ -142,9 +158,13 @@ class GPTConfig:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}; it must be at most {LAYERS_OR_EXPERTS_MAX}"
                 )
-        for name in ("rotary_base", "layernorm_epsilon", "moe_router_topk_scaling_factor"):
+        for name in ("layernorm_epsilon", "moe_router_topk_scaling_factor"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.layernorm_epsilon >= 1:
+            raise ConfigError(f"layernorm_epsilon is {self.layernorm_epsilon}; it must be below 1")
+        if self.rotary_base < 1:
+            raise ConfigError(f"rotary_base is {self.rotary_base}; it must be at least 1")
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be in [0, 1)")
@@ -154,18 +174,27 @@ class GPTConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; choose one of: {choices}")
         if self.num_attention_heads % self.num_query_groups:
             raise ConfigError(
-                f"{self.num_attention_heads} attention heads do not divide into "
-                f"{self.num_query_groups} query groups; num_query_groups must divide the heads"
+                f"num_query_groups is {self.num_query_groups}, but {self.num_attention_heads} "
+                f"attention heads do not divide into {self.num_query_groups} query groups; it "
+                "must divide the heads"
             )
         if not 0 < self.rotary_percent <= 1:
             raise ConfigError(f"rotary_percent is {self.rotary_percent}; it must be in (0, 1]")
         if self.uses_rope and (self.rotary_dim < 2 or self.rotary_dim % 2):
             raise ConfigError(
-                f"rotary_percent {self.rotary_percent} of {self.kv_channels} channels gives "
-                f"{self.rotary_dim} rotary channels; the number must be even and at least 2"
+                f"kv_channels is {self.kv_channels}, and rotary_percent {self.rotary_percent} of "
+                f"{self.kv_channels} channels gives {self.rotary_dim} rotary channels; the number "
+                "must be even and at least 2"
             )
         if self.window_size is not None and self.window_size < 1:
             raise ConfigError(f"window_size is {self.window_size}; it must be at least 1 token")
+
+    def _check_expert_count(self) -> None:
+        if self.num_layers * self.num_experts > LAYERS_TIMES_EXPERTS_MAX:
+            raise ConfigError(
+                f"num_layers is {self.num_layers} and num_experts is {self.num_experts}; their "
+                f"product must be at most {LAYERS_TIMES_EXPERTS_MAX}"
+            )
 
     def _check_experts(self) -> None:
         if len(self.moe_layers) != self.num_layers:
@@ -279,8 +308,10 @@ _TYPE_CHECKS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _check_types(config: Any) -> None:
+def _check_types(config: Any, prefix: str = "") -> None:
     """Raise ConfigError if a value fails the check of its field's type (`_TYPE_CHECKS`).
+
+    `prefix`: the beginning of the names in messages.
 
     Fields of all other types must be text. Damaged and malicious files can have wrong values.
     """
@@ -290,7 +321,7 @@ def _check_types(config: Any) -> None:
         )
         value = getattr(config, name)
         if not is_valid(value):
-            raise ConfigError(f"{name} is {_short_repr(value)}; it must be {requirement}")
+            raise ConfigError(f"{prefix}{name} is {_short_repr(value)}; it must be {requirement}")
 
 
 def _short_repr(value: Any) -> str:

@@ -6,6 +6,11 @@ a bug.
 """
 
 
+def printable(text: str) -> str:
+    """Escape the characters of a text that are not printable, such as terminal control codes."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 class PreambleError(Exception):
     """The base class of all errors whose message is written for a user.
 
@@ -14,8 +19,7 @@ class PreambleError(Exception):
     """
 
     def __str__(self) -> str:
-        text = super().__str__()
-        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+        return printable(super().__str__())
 
 
 class CheckpointError(PreambleError):

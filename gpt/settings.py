@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -205,6 +205,10 @@ def _convert_setting(value: object, hint: Any, key: str, source: str) -> Any:
             return float(value)
         except (ValueError, OverflowError):
             pass
+    if get_origin(hint) is Literal:
+        word = "on" if value is True else "off" if value is False else value
+        # YAML 1.1 parses `on` and `off`, which some settings have as values, as booleans.
+        value, hint = word if word in get_args(hint) else value, str
     if get_origin(hint) is tuple and isinstance(value, list):
         element_type = get_args(hint)[0]
         return tuple(_convert_setting(item, element_type, key, source) for item in value)

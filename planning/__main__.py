@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from gpt.cpu_threads import limit_openmp_spinning
 from gpt.errors import PreambleError
 from gpt.json_output import nonfinite_to_none
 from planning.cli.result import CommandResult
@@ -45,6 +46,7 @@ USAGE = "usage: preamble plan COMMAND ...   (for details: preamble plan COMMAND 
 def main(argv: list[str]) -> int:
     """Run the command. `argv[0]` is the command name, `plan`."""
     command_args = argv[1:]
+    limit_openmp_spinning()  # Before any import of torch.
     if not command_args or command_args[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS)) + 2
         lines = [f"  {name:{width}}{command.summary}" for name, command in COMMANDS.items()]

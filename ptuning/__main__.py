@@ -15,13 +15,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpt.cpu_threads import limit_openmp_spinning
 from gpt.errors import PreambleError
+from gpt.settings import read_yaml
 from ptuning.config import TuneConfig
 
 if TYPE_CHECKING:
     from gpt.parallel.mesh import Mesh
+    from ptuning.activity import ActivityCallback
     from ptuning.data.records import ProgressCallback
     from ptuning.run.artifacts import RunOutcome
     from ptuning.run.preparation import PreparedRun
@@ -31,7 +35,6 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130  # Exit code of an interrupted run, as after SIGINT in a shell.
 TORCHRUN_STOP_WAIT_S = 5.0  # After rank 0 fails, torchrun ends the other ranks within this time.
-RECORDS_PER_PROGRESS_LINE = 100_000
 
 
 def main(argv: list[str]) -> int:
@@ -42,14 +45,13 @@ def main(argv: list[str]) -> int:
         print("usage: python -m ptuning tune CONFIG.yaml", file=sys.stderr)
         return 2
     args = tune_parser().parse_args(argv[1:])
+    limit_openmp_spinning()  # Before any import of torch; child ranks inherit the environment.
     with _ensure_stderr():
         try:
             if args.sweep and (args.check or args.evaluate):
                 tune_parser().error("--sweep cannot be used with --check or --evaluate; remove it")
             if args.evaluate is not None:
-                from ptuning.evaluation.adapter_evaluation import evaluate_command
-
-                return evaluate_command(args)
+                return _evaluate(args)
             if args.config is None:
                 tune_parser().error("give a CONFIG.yaml, or --evaluate ADAPTER FILE")
             if args.sweep:
@@ -156,6 +158,13 @@ def tune_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _evaluate(args: argparse.Namespace) -> int:
+    from ptuning.evaluation.adapter_evaluation import evaluate_command
+
+    with _activity_display() as report_activity:
+        return evaluate_command(args, report_activity)
+
+
 def _check(config: TuneConfig, args: argparse.Namespace) -> int:
     """Print rendered examples, token counts and memory of the run, or the counts as JSON."""
     from ptuning.data.preflight import preflight_lines, preflight_report
@@ -174,11 +183,21 @@ def _check(config: TuneConfig, args: argparse.Namespace) -> int:
 def _tune(config: TuneConfig, args: argparse.Namespace) -> int:
     from ptuning.launch import is_rank_zero
     from ptuning.run.preparation import prepare
+    from ptuning.run.resumed_settings import describe_settings, resumed_settings
 
+    if not args.restart:
+        settings = resumed_settings(config, read_yaml(Path(args.config)))
+        if settings and is_rank_zero():
+            _print_stderr(describe_settings(settings))
+        config = config.with_fields(**settings)
     if not is_rank_zero():
         return _tune_on_torchrun_worker(config, args)
-    outcome, facts = _run_on_rank_zero(prepare(config, _progress_printer()), restart=args.restart)
-    return _print_summary(outcome, facts, args)
+    with _activity_display() as report_activity:
+        prepared = prepare(config, _record_progress(report_activity))
+    outcome, facts = _run_on_rank_zero(prepared, restart=args.restart)
+    code = _print_summary(outcome, facts, args)
+    _complete_run(outcome)
+    return code
 
 
 def _run_on_rank_zero(prepared: "PreparedRun", restart: bool) -> "tuple[RunOutcome, RunFacts]":
@@ -198,13 +217,29 @@ def _run_on_rank_zero(prepared: "PreparedRun", restart: bool) -> "tuple[RunOutco
     return outcome, observer.facts
 
 
+def _complete_run(outcome: "RunOutcome") -> None:
+    """Remove the state of a finished run, so that the same command starts a new run.
+
+    This is the last action of a run: if the run is killed before, the command resumes it.
+    """
+    from ptuning.run.training_state import remove_states
+
+    if outcome.state != "interrupted":
+        sys.stdout.flush()
+        remove_states(outcome.folder)
+
+
 def _sweep(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ptuning.run.sweep import read_sweep, render_table, run_sweep, summary
 
     sweep_result = run_sweep(
-        read_sweep(args.config, args.sweep), _run_on_rank_zero, _print_stderr, restart=args.restart
+        read_sweep(args.config, args.sweep),
+        _run_on_rank_zero,
+        _print_stderr,
+        restart=args.restart,
+        complete_run=_complete_run,
     )
     if sweep_result.best is None:
         _print_stderr("the same command resumes the sweep")
@@ -251,8 +286,8 @@ def _train(
     from ptuning.launch import is_rank_zero
     from ptuning.run.training_loop import TrainingLoop, load_trainer
 
-    trainer = load_trainer(prepared, mesh)
-    loop = TrainingLoop(prepared, trainer, callback, restart=restart)
+    trainer = load_trainer(prepared, mesh, callback.on_activity)
+    loop = TrainingLoop(prepared, trainer, callback, restart=restart, keeps_final_state=True)
     with _stop_on_signals(trainer, quiet=not is_rank_zero()):
         return loop.run()
 
@@ -296,18 +331,26 @@ def _print_summary(outcome: "RunOutcome", facts: "RunFacts", args: argparse.Name
     return 0
 
 
-def _progress_printer() -> "ProgressCallback":
-    """Return a callback that prints a line to stderr every RECORDS_PER_PROGRESS_LINE records."""
-    last_printed_count = 0
+@contextmanager
+def _activity_display() -> "Iterator[ActivityCallback]":
+    """Yield a callback that shows the progress of activities on stderr."""
+    from ptuning.reporting.progress_bar import ActivityDisplay
 
-    def print_progress(count: int, total: int | None) -> None:
-        nonlocal last_printed_count
-        if count - last_printed_count >= RECORDS_PER_PROGRESS_LINE:
-            last_printed_count = count
-            total_suffix = f" of about {total:,}" if total else ""
-            _print_stderr(f"read {count:,}{total_suffix} records")
+    display = ActivityDisplay(sys.stderr)
+    try:
+        yield display.show
+    finally:
+        display.close()
 
-    return print_progress
+
+def _record_progress(report_activity: "ActivityCallback") -> "ProgressCallback":
+    """Return the progress callback of reading records."""
+
+    def report_records(count: int, total: int | None) -> None:
+        # The total is an estimate until the last call.
+        report_activity("reading records", count, count + 1 if total is None else total)
+
+    return report_records
 
 
 def _run_rank_process() -> int:
@@ -321,7 +364,10 @@ def _run_rank_process() -> int:
     try:
         prepared = prepare(spec.config)
         trainer = load_trainer(prepared, spec.join())
-        TrainingLoop(prepared, trainer, NullObserver(), restart=spec.restart).run()
+        loop = TrainingLoop(
+            prepared, trainer, NullObserver(), restart=spec.restart, keeps_final_state=True
+        )
+        loop.run()
     except PreambleError as error:
         report_rank_error(spec.folder, spec.rank, str(error))
         return 1

@@ -7,7 +7,8 @@ does not record. The settings of a single task are top-level keys; several tasks
 list `tasks`. This module opens no file other than the YAML file and does not import torch.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +22,7 @@ from gpt.settings import (
     short_repr,
     suggest_nearest,
 )
-from ptuning.task import DEFAULT_TEMPLATE, Task, parse_nemo_tasks
+from ptuning.task import COUNT_MAX, DEFAULT_TEMPLATE, Range, Task, final_field, parse_nemo_tasks
 
 # Maps each tuning method to its default learning rate; see also ADAFACTOR_LEARNING_RATES. The
 # virtual-token table has one embedding row per virtual token. A method that trains the table
@@ -55,40 +56,57 @@ ADAFACTOR_LEARNING_RATES = {"prompt-tuning": 0.3}
 OPTIMIZERS = ("adamw", "adafactor")
 SCHEDULES = ("cosine", "constant", "inverse-sqrt")
 RECOMPUTE_MODES = ("none", "selective", "block", "full")
-MEASURES = ("loss", "exact_match", "accuracy", "f1")
+MEASURE_MODES = ("none", "sample", "all")
+MONITORS = ("loss", "exact_match", "accuracy", "f1")
+# By default a run validates this number of times, if it has validation records.
+AUTOMATIC_VALIDATIONS = 8
+# By default a run stops early after this share of its steps without an improvement.
+AUTOMATIC_PATIENCE_SHARE = 3 / 8
 
 # Task settings that are also allowed as top-level keys beside `tasks`, as defaults for all tasks.
 SHARED_TASK_SETTINGS = {"data", "validation", "answer_only_loss"}
-POSITIVE_SETTINGS = (
-    "tokens_max",
-    "encoder_hidden",
-    "encoder_layers",
-    "steps",
-    "batch_examples",
-    "micro_batch_examples",
-    "micro_batch_tokens",
-    "learning_rate",
-    "gradient_norm_max",
-    "validate_every",
-    "validation_examples",
-    "save_every",
-    "patience",
-    "tp",
-    "pp",
-    "dp",
-    "virtual_stages",
-    "recompute_layers",
-)
-NON_NEGATIVE_SETTINGS = ("warmup_steps", "weight_decay", "seed", "golden_examples", "minimum_rate")
+# The allowed values of the numeric settings.
+SETTING_RANGES = {
+    "tokens_max": Range(1, COUNT_MAX),
+    "encoder_hidden": Range(1, 1_000_000),
+    "encoder_layers": Range(1, 64),
+    "encoder_dropout": Range(0, 1, excludes_maximum=True),
+    "steps": Range(1, 100_000_000),
+    "batch_examples": Range(1, 1_000_000),
+    "micro_batch_examples": Range(1, COUNT_MAX),
+    "micro_batch_tokens": Range(1, COUNT_MAX),
+    # A step changes each value by up to the learning rate, and token embeddings are below 10.
+    "learning_rate": Range(0, 10, excludes_minimum=True),
+    "minimum_rate": Range(0, 1),
+    "warmup_steps": Range(0, 100_000_000),
+    "weight_decay": Range(0, 10),
+    "beta1": Range(0, 1, excludes_maximum=True),
+    "beta2": Range(0, 1, excludes_maximum=True),
+    "epsilon": Range(0, 1, excludes_minimum=True),
+    "gradient_norm_max": Range(0, 1e38, excludes_minimum=True),
+    "hidden_dropout": Range(0, 1, excludes_maximum=True),
+    "attention_dropout": Range(0, 1, excludes_maximum=True),
+    "seed": Range(0, 2**63 - 1),
+    "validate_every": Range(0, COUNT_MAX),
+    "validation_examples": Range(1, COUNT_MAX),
+    "patience": Range(0, COUNT_MAX),
+    "save_every": Range(1, COUNT_MAX),
+    "golden_examples": Range(0, COUNT_MAX),
+    "tp": Range(1, 65_536),
+    "pp": Range(1, 65_536),
+    "dp": Range(1, 65_536),
+    "virtual_stages": Range(1, 65_536),
+    "recompute_layers": Range(1, COUNT_MAX),
+}
 CHOICES = {
     "method": tuple(METHOD_LEARNING_RATES),
     "initial": INITIALIZATIONS,
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
     "recompute": RECOMPUTE_MODES,
-    "measure": MEASURES,
+    "measure": MEASURE_MODES,
+    "monitor": MONITORS,
 }
-FRACTIONS = ("hidden_dropout", "attention_dropout", "encoder_dropout", "beta1", "beta2")
 
 
 @dataclass(frozen=True)
@@ -121,7 +139,8 @@ class DataConfig:
     validation: str = ""  # File of held-out records, which are never trained on; empty: none.
     task: str = ""  # Purpose of the adapter in a few words.
     template: str = DEFAULT_TEMPLATE  # Prompt template; its fields are keys of the records.
-    answer_field: str = "completion"  # Field with the answer; must be at the end of the template.
+    # Field with the answer; must be at the end of the template. None: the field that ends it.
+    answer_field: str | None = None
     # Field to truncate in examples that are too long; None: such examples are dropped.
     truncate_field: str | None = None
     stop: tuple[str, ...] = ()  # Stop strings of an answer, in addition to the end-of-text token.
@@ -144,6 +163,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _check_settings(self)
+        if self.answer_field is None:
+            object.__setattr__(self, "answer_field", final_field(self.template))
         names = [task.name for task in self.resolved_tasks]
         duplicate = next((name for name in names if names.count(name) > 1), None)
         if duplicate is not None:
@@ -228,30 +249,49 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         _check_settings(self)
-        if self.minimum_rate > 1:
-            raise ConfigError(
-                f"minimum_rate is {self.minimum_rate}; it is a share of the learning rate and "
-                "must be at most 1"
-            )
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Validations during the run, the metric by which they are compared, and early stopping."""
+    """Validations: when, on which records, and what selects the best step and stops the run."""
 
-    # Number of steps between validations; None: validations only before the first step and at the
-    # end. The run writes the adapter of the best validation, but method `full` always writes the
-    # last weights.
+    # Number of steps between validations; 0: validations only before the first step and at the end.
+    # None: AUTOMATIC_VALIDATIONS validations in the run. The run writes the adapter of the best
+    # validation, but method `full` always writes the last weights.
     validate_every: int | None = None
-    # Number of records per task that are evaluated, from the start of the validation file.
-    validation_examples: int = 200
-    # Metric that selects the best validation and decides early stopping: one of MEASURES.
-    measure: str = "loss"
-    # Number of validations without improvement after which the run stops early; None: never.
+    # Which validation records are evaluated: one of MEASURE_MODES. `sample` evaluates a fixed
+    # random sample, `all` evaluates all of them, and `none` computes the loss of the sample but
+    # generates no answers.
+    measure: str = "sample"
+    validation_examples: int = 100  # Maximum number of records of a task's sample.
+    # Metric that selects the best validation and decides early stopping: one of MONITORS.
+    monitor: str = "loss"
+    # Number of validations without improvement after which the run stops early; 0: never. None: the
+    # validations of AUTOMATIC_PATIENCE_SHARE of the steps; method `full` does not stop early then.
     patience: int | None = None
 
     def __post_init__(self) -> None:
         _check_settings(self)
+        if self.measure == "none" and self.monitor != "loss":
+            raise ConfigError(
+                f"monitor is {self.monitor}, but measure is none, so no answers are generated; set "
+                "monitor: loss, or measure: sample"
+            )
+
+    def interval(self, steps: int) -> int:
+        """Return the number of steps between validations of a run; 0: no validation in the run."""
+        if self.validate_every is not None:
+            return self.validate_every
+        return math.ceil(steps / AUTOMATIC_VALIDATIONS)
+
+    def patience_validations(self, steps: int, method: str) -> int:
+        """Return after how many validations without improvement a run stops early; 0: never."""
+        if self.patience is not None:
+            return self.patience
+        interval = self.interval(steps)
+        if not interval or method == "full":
+            return 0
+        return math.ceil(AUTOMATIC_PATIENCE_SHARE * steps / interval)
 
 
 @dataclass(frozen=True)
@@ -314,7 +354,7 @@ class TuneConfig(ComposedSettings):
 
     def __init__(self, model: str, **settings: Any) -> None:
         """Check all settings. `settings` has the keys of the settings file except `model`."""
-        super().__init__(model=model, **settings)
+        super().__init__(model=model, **rename_monitor(settings))
         self._check_unused_settings()
         self._check_optimizer()
         self._check_tasks()
@@ -335,8 +375,12 @@ class TuneConfig(ComposedSettings):
             "epsilon": (uses_adamw, "optimizer is adamw"),
             "recompute_layers": (self.parallel_config.recompute == "block", "recompute is block"),
             "patience": (
-                self.validation_config.validate_every is not None,
-                "validate_every is set",
+                self.validation_config.validate_every != 0,
+                "validate_every is not 0",
+            ),
+            "validation_examples": (
+                self.validation_config.measure != "all",
+                "measure is not all",
             ),
             "golden_examples": (method != "full", "method is not full"),
         }
@@ -357,12 +401,23 @@ class TuneConfig(ComposedSettings):
                 f"adafactor needs whole rows and columns of each matrix, but method {method} "
                 f"shards them over {tp} tensor ranks; set tp: 1, or optimizer: adamw"
             )
+        rate, weight_decay = self.peak_learning_rate, self.training_config.weight_decay
+        if rate * weight_decay >= 1:
+            raise ConfigError(
+                f"learning_rate x weight_decay is {rate * weight_decay:g}; it must be less than 1, "
+                "because each step multiplies the values by 1 minus this product"
+            )
 
     def _check_tasks(self) -> None:
         for task in self.data_config.resolved_tasks:
+            task.check_answer_field()
             if not task.name and self.method_config.method != "full":
                 raise ConfigError("name is missing; set it to the name of the adapter")
             _check_path("data", task.data or "")
+
+    def with_fields(self, **settings: Any) -> Self:
+        """Return a copy with changed settings; the constructors check all values again."""
+        return super().with_fields(**rename_monitor(settings))
 
     @property
     def peak_learning_rate(self) -> float:
@@ -386,7 +441,7 @@ class TuneConfig(ComposedSettings):
     @classmethod
     def from_dict(cls, settings: dict[str, Any], source: str) -> Self:
         """Parse a mapping of settings; `source` names its file in error messages."""
-        settings = dict(settings)
+        settings = rename_monitor(settings)
         if "task_templates" in settings:
             if "tasks" in settings:
                 raise ConfigError(
@@ -415,23 +470,27 @@ class TuneConfig(ComposedSettings):
         return parse_settings(cls, settings, source)
 
 
+def rename_monitor(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with a metric in `measure` as `monitor`.
+
+    Until version 0.1, `measure` was the name of `monitor`.
+    """
+    renamed = dict(settings)
+    if "monitor" not in renamed and renamed.get("measure") in MONITORS:
+        renamed["monitor"] = renamed.pop("measure")
+    return renamed
+
+
 def _check_settings(part: Any) -> None:
     """Raise if a setting of a part is out of range or not one of its choices."""
-    for name, value in _select_settings(part, POSITIVE_SETTINGS):
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"{name} is {value}; it must be more than 0 and finite")
-    for name, value in _select_settings(part, NON_NEGATIVE_SETTINGS):
-        if not 0 <= value < 2**63:
-            requirement = "must not be negative" if value < 0 else "must be less than 2^63"
-            raise ConfigError(f"{name} is {value}; it {requirement}")
+    for name, value in _select_settings(part, SETTING_RANGES):
+        if value is not None:
+            SETTING_RANGES[name].check(name, value)
     for name, value in _select_settings(part, CHOICES):
         if value not in CHOICES[name]:
             raise ConfigError(
                 f"{name} is {short_repr(value)}; {suggest_nearest(value, CHOICES[name])}"
             )
-    for name, value in _select_settings(part, FRACTIONS):
-        if not 0 <= value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 0 and less than 1")
 
 
 def _select_settings(part: Any, names: Iterable[str]) -> list[tuple[str, Any]]:

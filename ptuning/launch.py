@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,10 +24,11 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from gpt.abandoned_files import temporary_folder
 from gpt.atomic_files import write_atomic
 from gpt.child_processes import ChildProcess, die_with_parent
+from gpt.cpu_threads import set_thread_count
 from gpt.errors import ConfigError
-from gpt.host_limits import usable_cores
 from gpt.parallel.mesh import Mesh
 from ptuning.config import SHARED_TASK_SETTINGS, ParallelConfig, TuneConfig
 
@@ -84,14 +84,15 @@ def join_mesh(config: TuneConfig, restart: bool) -> Iterator[Mesh]:
             raise PeerLostError(_peer_lost_message(str(error))) from error
         dist.destroy_process_group()
     elif parallel_config.ranks == 1:
+        set_thread_count()
         yield Mesh.single(device)
     else:
         _check_devices(parallel_config, device)
         with (
-            tempfile.TemporaryDirectory(prefix="preamble-tune-") as folder,
-            _child_ranks(config, Path(folder), restart=restart),
+            temporary_folder("tune") as folder,
+            _child_ranks(config, folder, restart=restart),
         ):
-            yield _join_local(parallel_config, device, 0, Path(folder))
+            yield _join_local(parallel_config, device, 0, folder)
             dist.destroy_process_group()
 
 
@@ -251,7 +252,7 @@ def config_to_dict(config: TuneConfig) -> dict[str, Any]:
 def _join_local(parallel_config: ParallelConfig, device: str, rank: int, folder: Path) -> Mesh:
     world_size = parallel_config.ranks
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(max(1, usable_cores(within_quota=False) // world_size))
+    set_thread_count(world_size, respect_environment=False)
     store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]
     return _create_mesh(
         parallel_config, device, local_rank=rank, store=store, rank=rank, world_size=world_size
@@ -266,9 +267,8 @@ def _join_torchrun(parallel_config: ParallelConfig, device: str) -> Mesh:
             f"{_describe_split(parallel_config)} needs {ranks} ranks, but torchrun has started "
             f"{torchrun_size}; set nnodes x nproc-per-node to {ranks}"
         )
-    torch.set_num_threads(
-        max(1, usable_cores(within_quota=False) // int(os.environ["LOCAL_WORLD_SIZE"]))
-    )
+    # torchrun sets OMP_NUM_THREADS to 1.
+    set_thread_count(int(os.environ["LOCAL_WORLD_SIZE"]), respect_environment=False)
     return _create_mesh(parallel_config, device, local_rank=local_rank)
 
 

@@ -43,7 +43,7 @@ class Sample:
     expected: str  # The answer in the record.
     before: str  # Answer generated without the adapter.
     after: str  # Answer generated with the adapter.
-    cut: bool = False  # Whether the answer `after` ended because it reached max_new_tokens.
+    cut: bool = False  # Whether the answer `after` ended because it reached the length limit.
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,13 @@ class TaskFacts:
     validation: str = ""  # File of the held-out records; empty: none.
     examples: int = 0  # Number of training examples.
     validation_examples: int = 0  # Number of held-out examples that are evaluated.
+    validation_records: int = 0  # Number of held-out examples in the file.
     overlapping_examples: int = 0  # Number of held-out examples that are also training examples.
     truncated: int = 0  # Number of truncated training examples.
     dropped: Sequence[str] = ()  # The reason for each dropped record.
     lengths: Sequence[int] = ()  # Length of each training example in tokens.
-    answers_cut: int = 0  # Number of evaluated answers that reached max_new_tokens.
+    answers_cut: int = 0  # Number of evaluated answers that reached the length limit.
+    answer_tokens_max: int = 0  # Length limit of the evaluated answers in tokens.
     # Answer metrics of each evaluated variant, keyed by the names in VARIANTS.
     metrics_by_variant: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     samples: Sequence[Sample] = ()

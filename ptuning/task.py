@@ -13,6 +13,34 @@ from gpt.errors import ConfigError
 from gpt.settings import parse_settings, short_repr
 
 DEFAULT_TEMPLATE = "<|VIRTUAL_PROMPT_0|>{prompt}{completion}"
+COUNT_MAX = 2**31 - 1  # Largest value of settings that count tokens, records or steps.
+
+
+@dataclass(frozen=True)
+class Range:
+    """The allowed values of a numeric setting."""
+
+    minimum: float
+    maximum: float
+    excludes_minimum: bool = False
+    excludes_maximum: bool = False
+
+    def check(self, name: str, value: float) -> None:
+        """Raise ConfigError if the value of the setting `name` is outside the range, or NaN."""
+        is_low = not value > self.minimum if self.excludes_minimum else not value >= self.minimum
+        is_high = not value < self.maximum if self.excludes_maximum else not value <= self.maximum
+        if is_low or is_high:
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            lower_bound = "more than" if self.excludes_minimum else "at least"
+            upper_bound = "less than" if self.excludes_maximum else "at most"
+            raise ConfigError(
+                f"{name} is {shown}; it must be {lower_bound} {self.minimum:,} and {upper_bound} "
+                f"{self.maximum:,}"
+            )
+
+
+VIRTUAL_TOKENS_RANGE = Range(1, COUNT_MAX)
+NEW_TOKENS_RANGE = Range(1, COUNT_MAX)
 
 
 @dataclass(frozen=True)
@@ -27,7 +55,8 @@ class Task:
     validation: str | None = None  # File of held-out records, which are never trained on.
     task: str = ""  # Purpose of the adapter in a few words.
     template: str = DEFAULT_TEMPLATE  # Prompt template; its fields are keys of the records.
-    answer_field: str = "completion"  # Field with the answer; must be at the end of the template.
+    # Field with the answer; must be at the end of the template. None: the field that ends it.
+    answer_field: str | None = None
     # Whether the loss covers only the tokens of the answer; False: it covers all text tokens.
     answer_only_loss: bool | None = None
     # Field to truncate in examples that are too long; None: such examples are dropped.
@@ -47,15 +76,34 @@ class Task:
     initial_text: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("virtual_tokens", "max_new_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be more than 0")
+        VIRTUAL_TOKENS_RANGE.check("virtual_tokens", self.virtual_tokens)
+        if self.max_new_tokens is not None:
+            NEW_TOKENS_RANGE.check("max_new_tokens", self.max_new_tokens)
+        if self.answer_field is None:
+            object.__setattr__(self, "answer_field", final_field(self.template))
         if self.splits and sum(self.splits) != self.virtual_tokens:
             raise ConfigError(
                 f"splits are {list(self.splits)}, with the sum {sum(self.splits)}; "
                 f"they must sum to virtual_tokens, {self.virtual_tokens}"
             )
+
+    def check_answer_field(self) -> None:
+        """Raise ConfigError if neither the settings nor the template name the answer's field."""
+        if self.answer_field is None:
+            raise ConfigError(
+                f"answer_field is missing, and the template {short_repr(self.template)} does not "
+                "end with a field; end the template with the field of the answer"
+            )
+
+
+def final_field(template: str) -> str | None:
+    """Return the field with which a template ends, as NeMo does; None if it ends with other text.
+
+    A server needs the field of the answer to know where the prompt ends.
+    """
+    start = template.rfind("{")
+    name = template[start + 1 : -1]
+    return name if start >= 0 and name and template.endswith("}") else None
 
 
 @dataclass(frozen=True)
@@ -71,17 +119,13 @@ class NemoTask:
     answer_field: str | None = None
 
     def to_task(self, source: str) -> Task:
-        answer_field = self.answer_field
+        # NeMo needs no answer field if the loss covers the whole text.
+        answer_field = self.answer_field or final_field(self.prompt_template)
         if answer_field is None:
-            # NeMo needs no answer field if the loss covers the whole text. A server needs an answer
-            # field to know where the prompt ends, so use the field at the end of the template.
-            field_start = self.prompt_template.rfind("{")
-            answer_field = self.prompt_template[field_start + 1 : -1]
-            if field_start < 0 or not self.prompt_template.endswith("}") or not answer_field:
-                raise ConfigError(
-                    f"{source}: answer_field is missing, and prompt_template does not end with a "
-                    "field; set answer_field to the answer's field, and end prompt_template with it"
-                )
+            raise ConfigError(
+                f"{source}: answer_field is missing, and prompt_template does not end with a "
+                "field; set answer_field to the answer's field, and end prompt_template with it"
+            )
         try:
             return Task(
                 self.taskname,

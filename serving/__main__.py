@@ -21,6 +21,7 @@ from clients.cli.generate import (
     write_completions,
     write_text,
 )
+from gpt.cpu_threads import limit_openmp_spinning, set_thread_count
 from gpt.errors import ConfigError, PreambleError
 from serving.config import TOOL_CALL_FORMATS, ServerConfig
 from serving.logs import log_to_stderr
@@ -39,6 +40,7 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] not in commands:
         print(f"usage: python -m serving {{{','.join(commands)}}} ...", file=sys.stderr)
         return 2
+    limit_openmp_spinning()  # Before any import of torch.
     try:
         return commands[argv[0]](argv[1:])
     except PreambleError as error:
@@ -223,6 +225,7 @@ async def _stream(config: ServerConfig, ask: "Ask") -> int:
     servable = ServableCheckpoint.from_config(config)
     # Loading weights takes long, so all checks that do not need weights come first.
     check_ask(ask, config.limits_config, servable.checkpoint.config.vocab_size)
+    set_thread_count()
     service = Service(servable)
     service.adapters.scan()
     request = service.admission.admit(ask)

@@ -14,6 +14,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+from gpt.adapters.change_log import LOG_BYTES_MAX, LOG_FILES_MAX
 from gpt.errors import ConfigError
 from gpt.sampling_params import LOGPROBS_MAX
 from gpt.settings import ComposedSettings, parse_settings, read_yaml, short_repr
@@ -23,7 +24,9 @@ from serving.profiles import find_profile
 
 GOLDEN_MODES = ("ignore", "warn", "strict")
 ATTENTION_BACKENDS, KV_DTYPES = ("auto", "torch", "triton", "flashinfer"), ("auto", "fp8")
-CUDA_GRAPH_MODES, STEP_AHEAD_MODES = ("auto", "off"), ("auto", "on", "off")
+StepAheadMode = Literal["auto", "on", "off"]
+MetricAliases = Literal["vllm", "off"]
+CudaGraphMode = Literal["auto", "off"]
 LINEAR_BACKENDS = ("auto", "torch", "fp8", "te")
 TE_RECIPES = ("none", "current", "delayed", "block")
 WEIGHT_FORMATS = ("auto", "int8")
@@ -32,9 +35,33 @@ SPECIAL_TOKEN_PARSING = ("auto", "never")
 # objects with name and arguments (or parameters).
 CallFormat = Literal["hermes", "llama3_json", "mistral", "json"]
 TOOL_CALL_FORMATS = ("auto", *get_args(CallFormat))
+USAGE_LABELS_MAX = 500
+USAGE_INTERVAL_S_MIN = 0.1  # Each write flushes the disk.
 MODEL_NAME_PATTERN = re.compile(r"[!-~]{1,200}")
 HOST_PATTERN = re.compile(r"[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?")
 ORIGIN_PATTERN = re.compile(rf"[a-z][a-z0-9+.-]*://({HOST_PATTERN.pattern})(:\d{{1,5}})?")
+# Bounds of settings. Larger values are mistakes: they overflow the integers of the network library,
+# or the server would allocate tables of this size.
+POLL_S_MIN = 0.01
+SECONDS_MAX = 1_000_000_000
+BYTES_MAX = 1 << 50
+COUNT_MAX = (1 << 31) - 1
+UPPER_BOUNDS: Mapping[str, int] = {
+    "tp": 1024,
+    "pp": 1024,
+    "kv_block_tokens": 1 << 16,
+    "running_requests_max": 1 << 16,
+    "queue_requests_max": 1 << 24,
+    "step_tokens_max": 1 << 22,
+    "speculate_tokens_max": 1024,
+    "speculate_rows_max": 1 << 16,
+    "cuda_graph_rows_max": 1 << 16,
+    "adapter_rows_max": 1 << 24,
+    "adapters_max": 1 << 24,
+    "uploads_max": 1024,
+    "flight_steps_max": 1 << 20,
+    "message_bytes_max": (1 << 31) - 1,
+}
 _SAFEGUARD_NAMES = {"tls_cert": "encryption", "tokens": "tokens"}
 
 
@@ -76,6 +103,10 @@ class ModelConfig:
         _check_choice(self, "tool_call_format", TOOL_CALL_FORMATS)
         for name in self.served_model_name:
             _check_model_name(name)
+        if self.true_vocab_size is not None and not 1 <= self.true_vocab_size <= COUNT_MAX:
+            raise ConfigError(
+                f"true_vocab_size is {self.true_vocab_size}; it must be from 1 to {COUNT_MAX}"
+            )
         if self.weights == "int8" and self.linear_backend != "auto":
             raise ConfigError(
                 f"weights is int8 and linear_backend is {self.linear_backend!r}, but only one of "
@@ -104,8 +135,10 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _check_bounds(self)
         for name in ("tp", "pp"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            if not 1 <= getattr(self, name) <= UPPER_BOUNDS[name]:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it must be from 1 to {UPPER_BOUNDS[name]}"
+                )
 
     @property
     def ranks(self) -> int:
@@ -150,23 +183,19 @@ class SchedulerConfig:
     # Maximum number of decode tokens + draft tokens in a step that has draft tokens.
     speculate_rows_max: int = 8
     # Run decode-only steps as CUDA graphs. auto: on a CUDA device, if the model permits it.
-    cuda_graphs: str = "auto"
+    cuda_graphs: CudaGraphMode = "auto"
     cuda_graph_rows_max: int = 256  # Maximum number of sequences of a CUDA graph.
     # Asynchronous scheduling: launch a step before the tokens of the previous step are known.
     # auto: only on a CUDA device.
-    step_ahead: str = "auto"
+    step_ahead: StepAheadMode = "auto"
     priority_age_s: float = 10.0  # A waiting request gains one priority level per this time.
     # Minimum interval between two messages of a stream; first tokens and ends are sent at once.
     gather_ms: float = 0.0
 
     def __post_init__(self) -> None:
         _check_bounds(self)
-        _check_choice(self, "cuda_graphs", CUDA_GRAPH_MODES)
-        _check_choice(self, "step_ahead", STEP_AHEAD_MODES)
-        if self.speculate_tokens_max < 0:
-            raise ConfigError(
-                f"speculate_tokens_max is {self.speculate_tokens_max}; it must be 0 (off) or more"
-            )
+        _check_choice(self, "cuda_graphs", get_args(CudaGraphMode))
+        _check_choice(self, "step_ahead", get_args(StepAheadMode))
 
 
 @dataclass(frozen=True)
@@ -176,12 +205,21 @@ class AdapterConfig:
     adapters: str | None = None  # Directory of adapters; None: serve the base model only.
     adapters_max: int = 10_000
     adapters_poll_s: float = 2.0  # Interval between scans of the adapter directory.
+    # Time limit of a call's access to the adapter directory. A directory that does not answer, for
+    # example on a network file system, delays only the calls that need it.
+    adapters_answer_s: float = 10.0
+    # Time limit of reading an adapter's file, while requests for the adapter wait.
+    adapter_read_s: float = 60.0
     upload_bytes_max: int = 256 << 20  # Bytes of an uploaded adapter file.
     uploads_max: int = 2  # Concurrent uploads.
     upload_s: float = 600.0  # Time limit of an upload.
     # Maximum L2 norm of a virtual token's row in an uploaded adapter. For an uploaded prefix
     # adapter, the maximum absolute value of an element instead.
     row_norm_max: float = 1e4
+    # Size and number of the files of the adapter change log. There are two series of files: for
+    # changes, and for refused changes.
+    adapter_log_bytes_max: int = LOG_BYTES_MAX
+    adapter_log_files_max: int = LOG_FILES_MAX
     # Use of the golden examples in adapter files. "ignore": do not replay them; "warn": replay them
     # and log the verdict; "strict": also refuse requests for an adapter until its examples pass.
     golden: str = "warn"
@@ -318,6 +356,8 @@ class ObservabilityConfig:
     """Logs, flight recordings and traces."""
 
     log_format: str = "text"  # text, or json: one JSON object per line.
+    # Names under which /metrics also has our metrics. vllm: vLLM's names; off: only our names.
+    metric_aliases: MetricAliases = "vllm"
     flight_steps_max: int = 1000  # Steps kept in memory by the flight recorder.
     # Directory for flight recordings, which are written on a crash or on SIGUSR2.
     # None: the system's temporary directory.
@@ -326,13 +366,28 @@ class ObservabilityConfig:
     # OTLP receiver (gRPC) for traces, as http://HOST:PORT or https://HOST:PORT. None: no tracing.
     traces: str | None = None
     traces_share: float = 1.0  # Of the calls without a trace context, this fraction is traced.
+    # Maximum number of combinations of tenant and adapter with counts of their own in the usage
+    # metrics and in usage_file.
+    usage_labels_max: int = USAGE_LABELS_MAX
+    # File for billing: the requests and tokens of each tenant and adapter as JSON lines; None: no
+    # file.
+    usage_file: str | None = None
+    usage_interval_s: float = 60.0  # Interval between two writes of usage_file, in seconds.
+    usage_file_bytes_max: int = 64 << 20  # Size above which usage_file is rotated.
+    usage_files_max: int = 100  # Number of these files; the oldest is deleted for a new one.
 
     def __post_init__(self) -> None:
         _check_bounds(self)
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"log_format is {self.log_format!r}; it must be text or json")
+        _check_choice(self, "metric_aliases", get_args(MetricAliases))
         if not 0 <= self.traces_share <= 1:
             raise ConfigError(f"traces_share is {self.traces_share}; it must be from 0 to 1")
+        if self.usage_interval_s < USAGE_INTERVAL_S_MIN:
+            raise ConfigError(
+                f"usage_interval_s is {self.usage_interval_s}; it must be at least "
+                f"{USAGE_INTERVAL_S_MIN}"
+            )
         pattern = r"https?://(\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}/?"
         if self.traces is not None and not re.fullmatch(pattern, self.traces):
             raise ConfigError(
@@ -435,14 +490,31 @@ def is_loopback(host: str) -> bool:
 
 
 def _check_bounds(part: Any) -> None:
-    """Raise ConfigError if a limit, default or time of a part is not positive and finite."""
+    """Raise ConfigError if a limit, default or time of a part is outside its range."""
     for field in fields(part):
-        value = getattr(part, field.name)
-        is_bounded = field.name.endswith(("_max", "_default", "_s", "_tokens"))
-        is_bounded &= field.name != "speculate_tokens_max"  # 0 turns speculation off.
-        is_bounded &= not isinstance(value, str)  # A choice, not a number.
-        if is_bounded and value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"{field.name} is {value}; it must be more than 0, and finite")
+        name, value = field.name, getattr(part, field.name)
+        is_bounded = name.endswith(("_max", "_default", "_s", "_ms", "_tokens"))
+        if not is_bounded or value is None or isinstance(value, str):  # A text is a choice.
+            continue
+        may_be_zero = name in ("speculate_tokens_max", "gather_ms")  # 0: off.
+        if not (value >= 0 if may_be_zero else value > 0) or not value < float("inf"):
+            bound = "0 or more" if may_be_zero else "more than 0"
+            raise ConfigError(f"{name} is {short_repr(value)}; it must be {bound}, and finite")
+        minimum = POLL_S_MIN if name.endswith("_poll_s") else 0
+        maximum = UPPER_BOUNDS.get(name) or _upper_bound(name, value)
+        if not minimum <= value <= maximum:
+            raise ConfigError(
+                f"{name} is {short_repr(value)}; it must be from {minimum:g} to {maximum}"
+            )
+
+
+def _upper_bound(name: str, value: float) -> float:
+    """Return the upper bound of a setting that has none in `UPPER_BOUNDS`, by its unit."""
+    if name.endswith(("_s", "_ms", "_ms_max")):
+        return SECONDS_MAX
+    if name.endswith("_bytes_max"):
+        return BYTES_MAX
+    return COUNT_MAX if isinstance(value, int) else float("inf")
 
 
 def _check_choice(part: Any, name: str, choices: Sequence[str]) -> None:

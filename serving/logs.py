@@ -2,12 +2,17 @@
 
 A message is `event=NAME key=value ...`. The JSON formatter parses this text into fields, so that
 one log call serves both formats. No line contains a prompt or a completion. An event that can occur
-a thousand times a second is logged at most once a second, with the number of suppressed lines.
+a thousand times a second is logged at most once a second, with the number of suppressed lines. If
+the program that reads stderr stops reading, lines are dropped, because a write that blocks would
+stop the event loop.
 """
 
 import json
 import logging
+import os
 import re
+import select
+import stat
 import sys
 import time
 from dataclasses import dataclass, field
@@ -15,6 +20,11 @@ from datetime import UTC, datetime
 from typing import TextIO
 
 LOG_FORMATS = ("text", "json")
+
+# A pipe to which `poll` reports free space accepts this number of bytes at once (PIPE_BUF).
+PIPE_WRITE_BYTES_MAX = 4096
+# Time that the first line waits for a reader that does not read; the next lines do not wait.
+READER_WAIT_MS = 200
 
 _FIELD_PATTERN = re.compile(r"""(\w+)=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\S+)""")
 
@@ -45,7 +55,69 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """The handler that `log_to_stderr` installs; the type distinguishes it from other handlers."""
+    """The handler that `log_to_stderr` installs; the type distinguishes it from other handlers.
+
+    Lines to a pipe or a socket are dropped while its reader does not read. The first line after
+    such a time has the number of dropped lines.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._descriptor = _pipe_descriptor(stream)
+        self._dropped_lines = 0
+        self._is_cut = False  # The last line was written in part.
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._descriptor is None:
+            super().emit(record)
+            return
+        try:
+            line = self.format(record) + self.terminator
+        except Exception:  # For example, arguments that do not fit the message.
+            self.handleError(record)
+            return
+        if self._dropped_lines:
+            note = logging.LogRecord(
+                __name__,
+                logging.WARNING,
+                __file__,
+                0,
+                "event=log_lines_dropped unsaid=%d",
+                (self._dropped_lines,),
+                None,
+            )
+            line = self.format(note) + self.terminator + line
+        if self._write(self._descriptor, line.encode("utf-8", "backslashreplace")):
+            self._dropped_lines = 0
+        else:
+            self._dropped_lines += 1
+
+    def _write(self, descriptor: int, line: bytes) -> bool:
+        """Write a line in parts that cannot block; return False if not all of it was written."""
+        line = b"\n" + line if self._is_cut else line
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        for start in range(0, len(line), PIPE_WRITE_BYTES_MAX):
+            wait_ms = 0 if self._dropped_lines else READER_WAIT_MS
+            try:
+                if not poll.poll(wait_ms):
+                    self._is_cut |= start > 0
+                    return False
+                os.write(descriptor, line[start : start + PIPE_WRITE_BYTES_MAX])
+            except OSError:  # The reader has closed the pipe.
+                return False
+        self._is_cut = False
+        return True
+
+
+def _pipe_descriptor(stream: TextIO) -> int | None:
+    """Return the file descriptor of a stream to a pipe or a socket; None for other streams."""
+    try:
+        descriptor = stream.fileno()
+        mode = os.fstat(descriptor).st_mode
+    except (OSError, ValueError, AttributeError):  # Closed, or not a file, as in tests.
+        return None
+    return descriptor if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else None
 
 
 def log_to_stderr(log_format: str, rank: int | None = None) -> None:

@@ -191,7 +191,8 @@ class EngineStats(_Part, frozen=True):
     adapter_loads: int = 0  # Copies of adapters onto the device.
     drafted_tokens: int = 0  # Draft tokens that were verified.
     accepted_tokens: int = 0  # Draft tokens that were accepted.
-    replayed_steps: int = 0  # Steps that ran in the CUDA graph runner.
+    # Steps that ran in the CUDA graph runner, with a graph or, if the size has none, without.
+    replayed_steps: int = 0
     early_steps: int = 0  # Steps that were planned before the previous step's tokens were known.
 
 
@@ -238,6 +239,9 @@ class Update(_Message, frozen=True):
     completed_steps: list[StepTime] = []  # Since the last update.
     # Also has the step that the engine loop launches directly after it sends this message, if any.
     steps_in_flight: list[StepSize] = []
+    # By digest: the adapters that were put on the device (True) or evicted from it (False) since
+    # the last update. The last change of each adapter counts.
+    adapter_changes: dict[str, bool] = {}
 
 
 class WarmingUp(_Message, frozen=True):

@@ -12,8 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -22,8 +21,10 @@ from typing import Any
 import grpc
 import grpc.aio
 import msgspec
+from aiohttp import web
 
 from gpt.errors import ConfigError
+from gpt.software_versions import preamble_version
 from serving.admission.auth import Authenticator
 from serving.config import (
     LimitsConfig,
@@ -34,18 +35,28 @@ from serving.config import (
     is_loopback,
 )
 from serving.engine.transport import EngineTransport
+from serving.file_threads import (
+    CHANGE_LOG_OWNER,
+    FLIGHT_OWNER,
+    TLS_OWNER,
+    TOKENS_OWNER,
+    FileThreads,
+)
 from serving.frontend.call import Frontend
 from serving.frontend.grpc_transport import ProbeInterceptor
 from serving.frontend.health_reflection import HealthService, add_reflection
 from serving.frontend.http_transport import (
     JSON_TYPE,
+    Handler,
     HttpServer,
     Routes,
     TextPage,
     address_family,
+    credential,
     merge_routes,
     page_handlers,
 )
+from serving.frontend.metrics_page import MetricsPage
 from serving.frontend.open_files import fit_connections, log_accept_errors
 from serving.frontend.tls import TlsCertificates
 from serving.protocols.grpc_services import all_services, handlers
@@ -54,8 +65,11 @@ from serving.protocols.openai import routes
 from serving.protocols.preamble import web_page
 from serving.protocols.tgi import routes as tgi
 from serving.ranks.launcher import open_transport
-from serving.service.metrics import CONTENT_TYPE, ENGINE_STATES, Metrics, version
+from serving.request import UnavailableError
+from serving.service.metrics import ENGINE_STATES, Metrics
 from serving.service.service import ServableCheckpoint, Service
+from serving.service.usage import UsageMeter
+from serving.service.usage_file import UsageFile
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +82,17 @@ LIVENESS, READINESS = "liveness", "readiness"
 # (`/ping`) and Kubernetes components, which clients, routers and charts request.
 LIVENESS_PATHS = ("/health/live", "/livez", "/healthz")
 READINESS_PATHS = ("/health/ready", "/health", "/ping", "/readyz", "/v1/health")
+METRICS_PATH = "/metrics"
+# Paths that are answered even if the HTTP port has its maximum of connections.
+PROBE_PATHS = frozenset(
+    {
+        *LIVENESS_PATHS,
+        *READINESS_PATHS,
+        kserve_http.LIVE_PATH,
+        kserve_http.READY_PATH,
+        METRICS_PATH,
+    }
+)
 
 # The error formats of the HTTP paths; other paths have OpenAI's format.
 ERROR_FORMATS = {**kserve_http.ERROR_FORMATS, **tgi.ERROR_FORMATS}
@@ -87,14 +112,16 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
     log_accept_errors(asyncio.get_running_loop())
     tls, access = TlsCertificates.from_config(security), Authenticator(security.tokens)
     service = Service(ServableCheckpoint.from_config(config))
-    metrics = Metrics()
+    metrics = Metrics(service.name, config.observability_config.metric_aliases)
     frontend = Frontend(
         metrics,
         access,
         calls_max=network.calls_max,
         slow_reader_s=network.slow_reader_s,
         message_bytes_max=config.limits_config.message_bytes_max,
+        usage=UsageMeter(config.observability_config.usage_labels_max),
     )
+    metrics.watch_usage(frontend.usage, service.name)
     help_text = "Engine state; 1 for the current state."
     metrics.watch_state("engine_state", help_text, ENGINE_STATES, partial(_engine_state, frontend))
     if tls is not None:
@@ -114,11 +141,14 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
     http = HttpServer(
         network,
         _http_routes(network, frontend),
+        probe_paths=PROBE_PATHS,
         error_formats=ERROR_FORMATS,
         tls=tls_context,
         security=security,
     )
-    async with _tracing(config.observability_config, frontend), http, metrics_server:
+    usage_file = _usage_file(config.observability_config, frontend, service.name)
+    # The usage file is closed last, after the last call has ended.
+    async with usage_file, _tracing(config.observability_config, frontend), http, metrics_server:
         transport = open_transport(config)
         await server.start()
         stop_now = _install_signal_handlers(frontend)
@@ -140,7 +170,7 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
             coroutines = (
                 _poll_adapters(service),
                 _report_health(service, health),
-                _reload_secrets(security, access, tls),
+                *_secrets_polls(security, access, tls, service.file_threads),
                 golden_replays,
             )
             tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
@@ -161,6 +191,23 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
 
 
 @asynccontextmanager
+async def _usage_file(
+    config: ObservabilityConfig, frontend: Frontend, model: str
+) -> AsyncIterator[None]:
+    """Write the usage file during the block, if `usage_file` is configured."""
+    if config.usage_file is None:
+        yield
+        return
+    with UsageFile(config, frontend.usage, model) as usage_file:
+        frontend.metrics.watch_gauge(
+            "usage_written_timestamp_seconds",
+            "Unix time up to which all counts are in usage_file.",
+            lambda: usage_file.written_until,
+        )
+        yield
+
+
+@asynccontextmanager
 async def _tracing(config: ObservabilityConfig, frontend: Frontend) -> AsyncIterator[None]:
     """Trace calls if `traces` is configured; export the remaining spans when the block ends."""
     if config.traces is None:
@@ -173,7 +220,7 @@ async def _tracing(config: ObservabilityConfig, frontend: Frontend) -> AsyncIter
             f"traces is {config.traces}, but {error.name or 'a package'} is not installed; "
             "run pip install 'preamble[traces]', or remove traces"
         ) from None
-    tracer = CallTracer(config.traces, config.traces_share, version())
+    tracer = CallTracer(config.traces, config.traces_share, preamble_version())
     processor, watch_counter = tracer.processor, frontend.metrics.watch_counter
     watch_counter("trace_spans_sent", "Trace spans exported.", lambda: processor.exported)
     watch_counter("trace_spans_dropped", "Trace spans dropped.", lambda: processor.dropped)
@@ -236,7 +283,8 @@ def _bind_grpc(
 
 def _grpc_options(config: NetworkConfig, limits: LimitsConfig) -> list[tuple[str, int]]:
     def ms(seconds: float) -> int:
-        return round(1000 * seconds)
+        # The largest value of gRPC's integers means that there is no limit.
+        return min(round(1000 * seconds), (1 << 31) - 1)
 
     return [
         ("grpc.max_receive_message_length", limits.message_bytes_max),
@@ -276,10 +324,14 @@ def _install_signal_handlers(frontend: Frontend) -> asyncio.Event:
 
     def dump() -> None:
         if frontend.service is not None:
-            log.info("event=flight_asked path=%s", frontend.service.engine.dump())
+            frontend.service.file_threads.submit(FLIGHT_OWNER, _request_flight, frontend.service)
 
     loop.add_signal_handler(signal.SIGUSR2, dump)
     return stop_now
+
+
+def _request_flight(service: Service) -> None:
+    log.info("event=flight_asked path=%s", service.engine.dump())
 
 
 async def _finishes_first(future: "asyncio.Future[Any]", event: asyncio.Event) -> bool:
@@ -321,10 +373,17 @@ async def _poll_adapters(service: Service) -> None:
         await asyncio.sleep(max(service.config.adapter_config.adapters_poll_s, scan_s / SCAN_SHARE))
         started = time.monotonic()
         try:
-            await asyncio.to_thread(service.adapters.scan)
-        except Exception:  # Such as an unavailable network file system. The next scan retries.
+            await service.scan_adapters()
+        except UnavailableError as error:
+            # The thread still waits for the directory, so the next scan skips this directory.
+            log.warning("event=adapters_not_scanned reason=%r", str(error))
+            scan_s = 0.0
+        except Exception:  # Such as an error of a network file system. The next scan retries.
             log.exception("event=adapters_not_scanned")
-        scan_s = time.monotonic() - started
+        else:
+            scan_s = time.monotonic() - started
+        with suppress(UnavailableError):  # The records stay pending.
+            await service.file_threads.run(CHANGE_LOG_OWNER, service.store.changes.write_pending)
 
 
 async def _report_health(service: Service, health: HealthService) -> None:
@@ -337,15 +396,29 @@ async def _report_health(service: Service, health: HealthService) -> None:
         await changed.wait()
 
 
-async def _reload_secrets(
-    config: SecurityConfig, access: Authenticator, tls: TlsCertificates | None
+async def _poll_secrets(
+    refresh: Callable[[], None], owner: str, poll_s: float, threads: FileThreads
 ) -> None:
-    """Reload the tokens and TLS files periodically if they changed; `refresh` logs errors."""
+    """Reload the tokens or the TLS files periodically if they changed; `refresh` logs errors."""
     while True:
-        await asyncio.sleep(config.secrets_poll_s)
-        await asyncio.to_thread(access.refresh)
-        if tls is not None:
-            await asyncio.to_thread(tls.refresh)
+        await asyncio.sleep(poll_s)
+        try:
+            await threads.run(owner, refresh)
+        except UnavailableError as error:
+            log.warning("event=secrets_not_read files=%s reason=%r", owner, str(error))
+
+
+def _secrets_polls(
+    config: SecurityConfig,
+    access: Authenticator,
+    tls: TlsCertificates | None,
+    threads: FileThreads,
+) -> list[Coroutine[Any, Any, None]]:
+    """Return the coroutines that reload the tokens and the TLS files."""
+    polls = [_poll_secrets(access.refresh, TOKENS_OWNER, config.secrets_poll_s, threads)]
+    if tls is not None:
+        polls.append(_poll_secrets(tls.refresh, TLS_OWNER, config.secrets_poll_s, threads))
+    return polls
 
 
 async def _set_health(health: HealthService, *, is_ready: bool, is_live: bool = True) -> None:
@@ -361,8 +434,14 @@ async def _set_health(health: HealthService, *, is_ready: bool, is_live: bool = 
 def _http_routes(config: NetworkConfig, frontend: Frontend) -> Routes:
     """Return all routes of the HTTP port."""
     pages = dict(_monitoring_routes(frontend))
+    metrics_page = MetricsPage(frontend.metrics)
+    pages[METRICS_PATH] = _select_by_credential(
+        partial(frontend.access.has_role, role="operator"),
+        metrics_page.handlers(with_usage=True),
+        metrics_page.handlers(),
+    )
     if config.metrics_port is not None:
-        del pages["/metrics"]
+        del pages[METRICS_PATH]
     return merge_routes(
         pages,
         routes.routes(frontend),
@@ -388,20 +467,34 @@ def _open_metrics_server(
     host = config.metrics_host or config.host
     # This port needs no tokens. Scrapers on other machines may use any name for it.
     security = replace(security, tokens=None) if is_loopback(host) else SecurityConfig()
+    # Operators alone may reach this port, so its metrics have the usage of each tenant.
+    pages = dict(_monitoring_routes(frontend))
+    pages[METRICS_PATH] = MetricsPage(frontend.metrics).handlers(with_usage=True)
     return HttpServer(
         config,
-        _monitoring_routes(frontend),
+        pages,
+        probe_paths=PROBE_PATHS,
         address=(host, config.metrics_port),
         security=security,
         setting="metrics_port",
     )
 
 
-def _monitoring_routes(frontend: Frontend) -> Routes:
-    # A scrape takes milliseconds, which would delay tokens if it ran on the event loop. A single
-    # thread runs one scrape at a time.
-    scrape_executor = ThreadPoolExecutor(1, "scrape")
+def _select_by_credential(
+    is_allowed: Callable[[str | None], bool],
+    handlers: Mapping[str, Handler],
+    other_handlers: Mapping[str, Handler],
+) -> Mapping[str, Handler]:
+    """Return handlers that serve `handlers` if the request's credential is allowed, else others."""
 
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        selected = handlers if is_allowed(credential(request)) else other_handlers
+        return await selected[request.method](request)
+
+    return dict.fromkeys(other_handlers, handle)
+
+
+def _monitoring_routes(frontend: Frontend) -> Routes:
     def liveness() -> TextPage:
         # The probe passes while lost ranks are restarted. It fails after a permanent failure.
         if frontend.is_live:
@@ -414,14 +507,8 @@ def _monitoring_routes(frontend: Frontend) -> Routes:
         state = "the engine is lost" if frontend.state == "serving" else frontend.state
         return TextPage(503, f"{state}\n".encode())
 
-    async def metrics() -> TextPage:
-        loop = asyncio.get_running_loop()
-        return TextPage(
-            200, await loop.run_in_executor(scrape_executor, frontend.metrics.render), CONTENT_TYPE
-        )
-
     def version_page() -> TextPage:
-        return TextPage(200, msgspec.json.encode({"version": version()}), JSON_TYPE)
+        return TextPage(200, msgspec.json.encode({"version": preamble_version()}), JSON_TYPE)
 
     def load() -> TextPage:
         # vLLM's name for the number of requests in progress.
@@ -430,7 +517,6 @@ def _monitoring_routes(frontend: Frontend) -> Routes:
         return TextPage(200, msgspec.json.encode({"server_load": requests}), JSON_TYPE)
 
     return {
-        "/metrics": page_handlers(metrics),
         **dict.fromkeys(LIVENESS_PATHS, page_handlers(liveness)),
         **dict.fromkeys(READINESS_PATHS, page_handlers(readiness)),
         "/version": page_handlers(version_page),
@@ -451,6 +537,7 @@ def _engine_state(frontend: Frontend) -> str:
 def _watch_engine(metrics: Metrics, service: Service) -> None:
     """Register gauges and counters that read the engine's state at each scrape."""
     engine, adapters = service.engine, service.adapters
+    cache_config = service.config.cache_config
     engine.on_step = metrics.record_step
     for name, help_text, read in (
         ("scheduler_running_requests", "Running sequences.", lambda: engine.stats.running),
@@ -461,6 +548,11 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
             "kv_blocks_cached",
             "KV cache blocks kept by the prefix cache.",
             lambda: engine.stats.blocks_cached,
+        ),
+        (
+            "kv_block_tokens",
+            "Tokens of a KV cache block.",
+            lambda: cache_config.kv_block_tokens,
         ),
         ("adapters_resident", "Adapters on the device.", lambda: engine.stats.adapters_resident),
         ("adapters_loaded", "Adapters that requests can name.", lambda: len(adapters)),
@@ -516,7 +608,7 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
         ),
         (
             "engine_replayed_steps",
-            "Steps replayed as CUDA graphs.",
+            "Steps that the CUDA graph runner ran, with a graph or without.",
             lambda: engine.stats.replayed_steps,
         ),
         (
@@ -542,4 +634,13 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
         metrics.watch_gauge("weights_divergence", help_text, lambda: divergence[0])
         help_text = "Fraction of positions where quantized weights keep the most likely token."
         metrics.watch_gauge("weights_agreement_ratio", help_text, lambda: divergence[1])
-    metrics.set_build_info(version=version(), model=service.name, dtype=service.dtype)
+    metrics.watch_adapter_residency(engine.adapter_residency)
+    ready_message = engine.ready_message
+    assert ready_message is not None
+    metrics.set_cache_info(
+        block_tokens=str(cache_config.kv_block_tokens),
+        blocks=str(ready_message.kv_tokens // cache_config.kv_block_tokens),
+        dtype=cache_config.kv_dtype,
+        prefix_cache=str(cache_config.prefix_cache).lower(),
+    )
+    metrics.set_build_info(version=preamble_version(), model=service.name, dtype=service.dtype)

@@ -1,8 +1,8 @@
 """Configuration of all tests: check of the stubs, seeds of random draws, times of slow suites.
 
-A run that selects one marker (`-m gpu`, `-m slow`, `-m soak`) reads only the files with that
-marker, so a machine with a GPU needs no packages that only other tests import. Fixtures are in the
-files of their tests.
+A run that selects one marker (`-m gpu`, `-m slow`, `-m clients`, `-m soak`) reads only the files
+with that marker, so a machine with a GPU needs no packages that only other tests import. Fixtures
+are in the files of their tests.
 
 The fast suite draws the same numbers in every run. `-m slow` and `-m soak` draw from a new seed,
 which the header of the run prints; PREAMBLE_TEST_SEED or --hypothesis-seed sets the seed of any
@@ -42,7 +42,7 @@ with suppress(ImportError):  # GPU tests run without hypothesis.
     setattr(providers, "is_local_module_file", lambda path: False)  # noqa: B010
 
 ROOT = Path(__file__).resolve().parent.parent
-SUITES = ("slow", "gpu", "soak")
+SUITES = ("slow", "clients", "gpu", "soak")
 SEED_VARIABLE = "PREAMBLE_TEST_SEED"
 
 # Set before torch is loaded in this process and in the processes that tests start. Tiny models gain

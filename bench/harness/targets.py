@@ -171,6 +171,13 @@ _TOOL_TARGETS = (
     _maximum_target("tuning/loss-20", 1e-4, "nats", "20 virtual tokens, fp32 loss difference"),
     _maximum_target("tuning/loss-100", 1e-4, "nats", "100 virtual tokens, fp32 loss difference"),
     _maximum_target("tuning/loss-mixed", 1e-4, "nats", "mixed lengths, fp32 loss difference"),
+    *(
+        _minimum_target(
+            f"contention/{part}-{busy}", 60, "%", f"{part} beside {busy} busy, share of fair speed"
+        )
+        for part in ("serving", "tuning")
+        for busy in (1, 2)
+    ),
     _maximum_target("planner/training", 5, "%", "published training runs, mean error"),
     _maximum_target("planner/inference", 12, "%", "published inference runs, mean error"),
     _maximum_target("planner/activations", 0.5, "%", "activation memory, worst error"),

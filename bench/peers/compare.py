@@ -29,6 +29,7 @@ from bench.harness.targets import TARGETS, Settings, measured_row, not_run_row
 from gpt.child_processes import ChildProcess
 from gpt.cpu import int8_linear
 from gpt.cpu.exact_argmax import ROWS_MAX
+from gpt.cpu_threads import limit_openmp_spinning
 from gpt.formats.registry import open_checkpoint
 
 PEERS_FOLDER = Path("build/peers")
@@ -129,7 +130,7 @@ class EngineProcess:
         self._process = ChildProcess(
             [python, Path(__file__).with_name("engine_process.py"), name, model, weights],
             # The default environment would add modules of this checkout.
-            environment=os.environ | _engine_environment(),
+            environment=_engine_environment(name),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -178,15 +179,18 @@ class EngineProcess:
         return reply
 
 
-def _engine_environment() -> dict[str, str]:
-    """Return the environment variables of all engines; each engine reads its own."""
+def _engine_environment(name: str) -> dict[str, str]:
+    """Return the environment of an engine process."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    return {
+    environment = os.environ | {
         # Huge pages for malloc, in our engine and in the others.
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         # By default vLLM reserves one core; give it all cores for compute, like the other engines.
         "VLLM_CPU_OMP_THREADS_BIND": cores,
     }
+    if name == "ours":
+        limit_openmp_spinning(environment)  # As `preamble serve` does.
+    return environment
 
 
 def run_suite(selection: PeerSelection = PeerSelection()) -> Iterator[SuiteOutput]:

@@ -8,6 +8,7 @@ verdict and does not change the exit status.
 """
 
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -28,7 +29,8 @@ from bench.harness.record import SuiteOutput
 from bench.harness.targets import Settings, measured_row
 from bench.peers.peft_process import Batches
 from bench.suites.conversion import process_memory_kib
-from gpt.child_processes import ChildProcess
+from gpt.child_processes import ChildProcess, child_environment
+from gpt.cpu_threads import limit_openmp_spinning
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("speed", "memory", "losses")
@@ -95,8 +97,12 @@ class TrainerProcess:
     def __init__(self, name: str, threads: int, log: Path) -> None:
         self.name = name
         self._log = log.open("w+")
+        environment = child_environment(os.environ)
+        if name == "ours":
+            limit_openmp_spinning(environment)  # As `preamble tune` does.
         self._process = ChildProcess(
             [sys.executable, "-m", "bench.peers.peft_process", name, str(threads)],
+            environment=environment,
             folder=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -19,7 +19,7 @@ from gpt.adapters.adapter_file import Adapter, check_adapter, open_adapter
 from gpt.adapters.golden_examples import GoldenReplay, replay_golden_examples
 from gpt.checkpoint.digest import identify
 from gpt.checkpoint.logical_tensor import Checkpoint
-from gpt.errors import ConfigError, PreambleError
+from gpt.errors import ConfigError, PreambleError, printable
 from gpt.formats.overrides import open_with_overrides
 from gpt.model.gpt_model import GPT
 from gpt.model.loading import load_model, parse_device
@@ -127,12 +127,10 @@ def check_command(argv: Sequence[str]) -> int:
         sys.stdout.write(_verdict_text(checks[0], flags.model) + "\n")
     else:
         for check in checks:
-            sys.stdout.write(
-                f"{_printable(check.file.name)}: {_verdict_text(check, flags.model)}\n"
-            )
+            sys.stdout.write(f"{printable(check.file.name)}: {_verdict_text(check, flags.model)}\n")
     for check in checks:
         for line in check.replay.mismatch_lines if check.replay else ():
-            sys.stderr.write(_printable(f"{check.file.name}: {line}") + "\n")
+            sys.stderr.write(printable(f"{check.file.name}: {line}") + "\n")
     return 0 if all(check.passed for check in checks) else 1
 
 
@@ -175,7 +173,7 @@ class _AdapterChecker:
 
 def _verdict_text(check: AdapterCheck, model: str | None) -> str:
     if check.error:
-        return f"refused: {_printable(check.error)}"
+        return f"refused: {printable(check.error)}"
     golden_replay = check.replay
     golden_text = ""
     if golden_replay is not None:
@@ -239,10 +237,5 @@ def format_adapter(adapter: Adapter, notes: Sequence[str]) -> str:
     for name, value in adapter_record(adapter, notes).items():
         for element in value if isinstance(value, list) else [value]:
             if element:
-                lines.append(f"{name.replace('_', ' '):16} {_printable(str(element))}\n")
+                lines.append(f"{name.replace('_', ' '):16} {printable(str(element))}\n")
     return "".join(lines)
-
-
-def _printable(text: str) -> str:
-    """Escape control characters: adapter metadata is untrusted, and may have terminal codes."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -31,8 +31,10 @@ from gpt.adapters.adapter_file import (
     open_adapter,
     parse_name,
     publish_adapter,
+    recording_upload,
     save_adapter,
 )
+from gpt.adapters.change_log import AdapterChangeLog
 from gpt.adapters.export_nemo import check_nemo_target, convert_to_nemo, write_nemo
 from gpt.adapters.export_peft import (
     check_export_target,
@@ -47,6 +49,7 @@ from gpt.errors import AdapterError, ConfigError, RequestError
 from gpt.tokenizers.tokenizer import open_tokenizer
 
 TEMPLATE_BYTES_MAX = 1 << 20
+COMMAND = "adapters import"  # The author in the change log.
 
 
 def import_parser() -> argparse.ArgumentParser:
@@ -136,9 +139,9 @@ def import_command(argv: Sequence[str]) -> int:
     elif not adapter.card.base_digest:
         notes = ("the adapter does not record its base model; give --model to record it",)
     if target.is_dir():
-        target = publish_adapter(adapter, target)
+        target = publish_adapter(adapter, target, COMMAND)
     else:
-        save_adapter(adapter, target, overwrite=flags.overwrite)
+        _save_file(adapter, target, overwrite=flags.overwrite)
     notes = tuple(dict.fromkeys((*adapter.card.notes, *notes)))
     if flags.json:
         record = {"file": str(target), **adapter_record(adapter, notes)}
@@ -148,10 +151,25 @@ def import_command(argv: Sequence[str]) -> int:
     return 0
 
 
+def _save_file(adapter: Adapter, target: Path, *, overwrite: bool) -> None:
+    """Write the target file; in an adapter directory, the change log records it."""
+    try:
+        version = parse_name(target.stem).version or 1
+    except RequestError:  # No server reads a file with such a name.
+        return save_adapter(adapter, target, overwrite=overwrite)
+    with recording_upload(target.parent, target.stem, COMMAND) as change:
+        change.begin(version, None, adapter.digest)
+        save_adapter(adapter, target, overwrite=overwrite)
+        change.finish(None)
+
+
 def _check_target(target: Path, *, overwrite: bool) -> None:
     """Refuse an unusable target, before the command reads the model, which can take long."""
     if target.is_dir():
         check_publish_directory(target)
+        # The target is an adapter directory from now on, or one of its tenants' folders.
+        if AdapterChangeLog.find(target) is None:
+            AdapterChangeLog(target).create_folder()
     elif target.exists() and not overwrite:
         raise AdapterError(f"{target} already exists; give --overwrite, or choose another name")
     elif target.suffix != SUFFIX or not target.parent.is_dir():

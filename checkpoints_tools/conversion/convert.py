@@ -152,15 +152,14 @@ def plan(source: Checkpoint, target: Path, options: ConversionOptions) -> Conver
         return ConversionPlan(
             source, converted, target, replace(layout, notes=(*layout.notes, note)), options.prove
         )
-    if layout.is_single_file:  # The writer has already embedded the tokenizer, if possible.
-        return ConversionPlan(source, converted, target, layout)
-    files = plan_tokenizer_files(tokenizer, layout)
-    notes = layout.notes
-    try:
-        check_tokenizer(open_tokenizer(tokenizer), converted.config.vocab_size, tokenizer)
-    except CheckpointError as error:
-        notes = (*notes, f"the tokenizer is copied unchanged, but {error}")
-    layout = replace(layout, files=(*layout.files, *files), notes=notes)
+    if not layout.includes_tokenizer:
+        files = plan_tokenizer_files(tokenizer, layout)
+        notes = layout.notes
+        try:
+            check_tokenizer(open_tokenizer(tokenizer), converted.config.vocab_size, tokenizer)
+        except CheckpointError as error:
+            notes = (*notes, f"the tokenizer is copied unchanged, but {error}")
+        layout = replace(layout, files=(*layout.files, *files), notes=notes)
     return ConversionPlan(source, converted, target, layout, options.prove)
 
 

@@ -3,10 +3,12 @@
 A tensor is recorded only after all its bytes are on disk. If a run is killed, the last line can be
 incomplete; that line is ignored. The first line has the hash of the conversion plan. This hash
 covers the target's layout and samples of the source's weights. A journal with another hash is
-refused.
+refused, except a journal of another release of Preamble: releases may plan other files for the same
+command, so such a journal is discarded, and the conversion starts over.
 """
 
 import json
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -14,6 +16,9 @@ from pathlib import Path
 from typing import Self
 
 from gpt.errors import CheckpointError
+from gpt.software_versions import preamble_version
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,25 +46,40 @@ class Journal:
         complete_lines = text[: text.rfind(b"\n") + 1]
         self._file.truncate(len(complete_lines))
         lines = complete_lines.splitlines()
+        release = preamble_version()
+        header = json.dumps({"plan": plan_hash, "release": release})
         if not lines:
-            self._append([json.dumps({"plan": plan_hash})])
+            self._append([header])
             return
         try:
-            is_same_plan = json.loads(lines[0]) == {"plan": plan_hash}
+            old_header = dict(json.loads(lines[0]))
+            is_same_plan = old_header["plan"] == plan_hash
+            # A journal without a release is of a release before 0.2.
+            is_other_release = old_header.get("release") != release
             if is_same_plan:
                 for line in lines[1:]:
                     record = json.loads(line)
                     tensor = FinishedTensor(**{**record, "crcs": tuple(record["crcs"])})
                     self.finished[tensor.name] = tensor
         except (ValueError, KeyError, TypeError):
-            is_same_plan = False  # The file is not a journal of this plan.
-        if not is_same_plan:
-            self.close()
-            raise CheckpointError(
-                f"{path.parent} has the files of a different conversion: of another source, with "
-                "other options, or by another version of Preamble; remove that directory, and run "
-                "again"
+            # The file is not a journal of this plan.
+            is_same_plan, is_other_release = False, False
+        if is_same_plan:
+            return
+        if is_other_release:
+            log.warning(
+                "another release of Preamble began the conversion in %s and planned other files; "
+                "the conversion starts over",
+                path.parent,
             )
+            self._file.truncate(0)
+            self._append([header])
+            return
+        self.close()
+        raise CheckpointError(
+            f"{path.parent} has the files of a different conversion: of another source or with "
+            "other options; remove that directory, and run again"
+        )
 
     def reset(self) -> None:
         """Remove the records of all tensors; the first line remains.

@@ -102,6 +102,8 @@ class Layout:
     last_files: tuple[TargetFile, ...] = ()
     notes: tuple[str, ...] = ()  # Hints for the user, such as flags needed to load the target.
     padded_vocab_size: int | None = None  # None: the format does not pad the vocabulary.
+    # Whether `files` contains the tokenizer's files; False: the conversion copies them.
+    includes_tokenizer: bool = False
     is_single_file: bool = False  # The target is a file, not a directory, and has no manifest.
 
     @property

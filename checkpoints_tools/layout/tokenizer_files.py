@@ -23,6 +23,14 @@ TOKENIZER_PATTERNS = (
     "*.tiktoken",
     "*.jinja",
     "chat_template.json",
+    "generation_config.json",  # Its end-of-text ids are the model's stop tokens.
+)
+COMPANION_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
 )
 TOKENIZER_BYTES_MAX = 256 << 20
 # Tokenizer directory by format, relative to the directory with the weights. In the formats that are
@@ -40,14 +48,8 @@ def plan_tokenizer_files(tokenizer: Path, layout: Layout) -> list[TargetFile]:
         )
     parents = [layout.folder, TOKENIZER_FOLDERS.get(layout.format, "")]
     folder = "".join(f"{parent}/" for parent in parents if parent)
-    try:
-        sources = _source_files(tokenizer)
-        return [literal_file(f"{folder}{file.name}", _read_content(file)) for file in sources]
-    except OSError as error:
-        raise CheckpointError(
-            f"the tokenizer file {error.filename} cannot be read ({error.strerror}); copy it "
-            "again, or give another tokenizer with --tokenizer"
-        ) from None
+    sources = _source_files(tokenizer)
+    return [literal_file(f"{folder}{file.name}", read_tokenizer_file(file)) for file in sources]
 
 
 def _source_files(tokenizer: Path) -> list[Path]:
@@ -79,7 +81,11 @@ def _source_files(tokenizer: Path) -> list[Path]:
                 f"the tokenizer {tokenizer} has no {file.name} beside its vocab.json; copy both "
                 "BPE files, or give another tokenizer with --tokenizer"
             )
-    return files if tokenizer.is_dir() else files + merges_files
+    if tokenizer.is_dir():
+        return files
+    # The files beside the tokenizer's file that `open_tokenizer` and chats read too.
+    companions = [tokenizer.with_name(name) for name in COMPANION_FILES]
+    return [*files, *merges_files, *(file for file in companions if file.is_file())]
 
 
 def _is_tiktoken(file: Path) -> bool:
@@ -90,12 +96,19 @@ def _is_tiktoken(file: Path) -> bool:
     return file.suffix == ".tiktoken"
 
 
-def _read_content(file: Path) -> bytes:
-    size = file.stat().st_size
-    if size > TOKENIZER_BYTES_MAX:
+def read_tokenizer_file(file: Path) -> bytes:
+    """Read a file of a tokenizer; refuse a file that is too large to be one."""
+    try:
+        size = file.stat().st_size
+        if size <= TOKENIZER_BYTES_MAX:
+            return file.read_bytes()
+    except OSError as error:
         raise CheckpointError(
-            f"the tokenizer file {file} has {size:,} bytes, which is too large for a tokenizer "
-            f"file (at most {TOKENIZER_BYTES_MAX:,}); give --tokenizer a path that contains only "
-            "the tokenizer"
-        )
-    return file.read_bytes()
+            f"the tokenizer file {error.filename} cannot be read ({error.strerror}); copy it "
+            "again, or give another tokenizer with --tokenizer"
+        ) from None
+    raise CheckpointError(
+        f"the tokenizer file {file} has {size:,} bytes, which is too large for a tokenizer "
+        f"file (at most {TOKENIZER_BYTES_MAX:,}); give --tokenizer a path that contains only "
+        "the tokenizer"
+    )

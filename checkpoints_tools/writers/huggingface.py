@@ -18,9 +18,9 @@ from checkpoints_tools.layout.safetensors import (
     split_into_shards,
 )
 from checkpoints_tools.writers.huggingface_config import choose_family
+from checkpoints_tools.writers.huggingface_tokenizer import plan_tokenizer
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
-from gpt.errors import CheckpointError
 from gpt.formats.huggingface.families import FAMILIES, Family, FusedQKV
 from gpt.parallel.weight_sharding import (
     ParameterSpec,
@@ -29,7 +29,6 @@ from gpt.parallel.weight_sharding import (
     ShardSpec,
     parameter_specs,
 )
-from gpt.tokenizers.tokenizer import check_tokenizer, open_tokenizer
 
 SHARD_BYTES_MAX = 5_000_000_000  # Default of --shard-gb.
 WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
@@ -43,7 +42,8 @@ def plan_layout(
 ) -> Layout:
     """Plan the target's files; `checkpoint` already has the target's dtype.
 
-    The checkpoint's tokenizer provides the BOS and EOS ids of config.json.
+    The layout includes the checkpoint's tokenizer, which provides the BOS and EOS ids of
+    config.json.
     """
     choice = choose_family(checkpoint.config, checkpoint.path, family)
     entries = [
@@ -65,32 +65,22 @@ def plan_layout(
         total = sum(entry.nbytes for entry in entries)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         last_files.append(literal_file(f"{WEIGHTS_FILE}.index.json", _encode_json(index)))
-    special_tokens, notes = _special_token_ids(checkpoint)
+    tokenizer = plan_tokenizer(checkpoint.tokenizer, checkpoint.config, choice.family)
+    # An unknown id is written as null, because without the field transformers would use the
+    # family's default id.
+    special_tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     last_files.append(literal_file(CONFIG_FILE, _encode_json(choice.record | special_tokens)))
     return Layout(
-        "huggingface", tuple(files), last_files=tuple(last_files), notes=choice.notes + notes
+        "huggingface",
+        (*files, *tokenizer.files),
+        last_files=tuple(last_files),
+        notes=choice.notes + tokenizer.notes,
+        includes_tokenizer=True,
     )
 
 
 def _encode_json(record: dict[str, Any]) -> bytes:
     return json.dumps(record, indent=2).encode() + b"\n"
-
-
-def _special_token_ids(checkpoint: Checkpoint) -> tuple[dict[str, int | None], tuple[str, ...]]:
-    """Return the BOS and EOS ids for config.json, and notes.
-
-    An unknown id is written as null, because without the field transformers would use the family's
-    default id.
-    """
-    token_ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
-    if checkpoint.tokenizer is None:
-        return token_ids, ()
-    try:
-        tokenizer = open_tokenizer(checkpoint.tokenizer)
-        check_tokenizer(tokenizer, checkpoint.config.vocab_size, checkpoint.tokenizer)
-    except CheckpointError as error:
-        return token_ids, (f"config.json has no BOS and EOS token ids: {error}",)
-    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}, ()
 
 
 def _parameter_entries(

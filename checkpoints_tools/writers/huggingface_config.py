@@ -113,13 +113,15 @@ def _fit_family(config: GPTConfig, family: str) -> _FamilyFit:
     writer, heads = FAMILY_WRITERS[family], config.num_attention_heads
     if writer.has_experts != any(config.moe_layers):
         return _FamilyFit([_describe_experts(config)], is_complete=False)
-    missing_traits = []
+    missing_traits, readable_config = [], config
     if writer.heads_divide_hidden and config.hidden_size % heads:
         missing_traits.append(
             f"a hidden_size of {config.hidden_size}, which {heads} heads do not divide"
         )
+        # The reader would refuse the record. The other traits do not depend on hidden_size.
+        readable_config = config.with_fields(hidden_size=heads * config.kv_channels)
     try:
-        read_back = _read_back(config, family)
+        read_back = _read_back(readable_config, family)
     except (CheckpointError, ConfigError):
         # The reader refused the record. The cause can only be the head width: some families have no
         # field for it, and compute it from hidden_size. All other sizes are copied unchanged.

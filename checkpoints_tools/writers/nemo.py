@@ -1,9 +1,10 @@
 """NeMo 1 `.nemo` writer: plans one tar of the config, tokenizer files and every rank's weights.
 
 The tar has one `torch.save` archive per rank. The archive has the rank's tensors as in Megatron's
-format, and each tensor name has NeMo's prefix. The tokenizer is included if NeMo's config can refer
-to it. The names of the tokenizer's files are derived from their content, so two conversions of a
-model write the same bytes. The output was not tested with NeMo itself.
+format, and each tensor name has NeMo's prefix. NeMo's config refers to the tokenizer if it can; all
+other files of the tokenizer are in a folder that only Preamble reads. The names of the files for
+NeMo are derived from their content, so two conversions of a model write the same bytes. The output
+was not tested with NeMo itself.
 """
 
 import hashlib
@@ -22,7 +23,12 @@ from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.errors import CheckpointError
 from gpt.formats.megatron.rank_files import RankCoordinates
 from gpt.formats.nemo.archive import CONFIG_FILE
-from gpt.formats.nemo.reader import BPE_FILES, SENTENCEPIECE_FILES, WEIGHTS_FILE
+from gpt.formats.nemo.reader import (
+    BPE_FILES,
+    CARRIED_TOKENIZER_FOLDER,
+    SENTENCEPIECE_FILES,
+    WEIGHTS_FILE,
+)
 from gpt.parallel.vocabulary_padding import VOCABULARY_MULTIPLE
 from gpt.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
@@ -42,6 +48,9 @@ class _TokenizerBundle:
     files: dict[str, bytes] = field(default_factory=dict)
     vocab_size: int = 0  # 0: unknown.
     notes: tuple[str, ...] = ()
+    # All files of the tokenizer, if `files` are not all. Preamble's reader prefers them, and NeMo
+    # ignores them.
+    carried_files: dict[str, bytes] = field(default_factory=dict)
 
 
 def plan_layout(
@@ -65,6 +74,8 @@ def plan_layout(
     tar.add_bytes(f"./{CONFIG_FILE}", yaml.safe_dump(model_section).encode())
     for name, content in tokenizer.files.items():
         tar.add_bytes(f"./{name}", content)
+    for name, content in tokenizer.carried_files.items():
+        tar.add_bytes(f"./{CARRIED_TOKENIZER_FOLDER}/{name}", content)
     vocab_rows = stored_vocab_rows(config, split.tp, vocabulary_multiple)
     for rank, (state_dict,) in rank_state_dicts(checkpoint, split, vocab_rows):
         weights = {
@@ -77,6 +88,7 @@ def plan_layout(
         (tar.finish(NEMO_FILE),),
         notes=layout_notes,
         padded_vocab_size=vocab_rows,
+        includes_tokenizer=True,
         is_single_file=True,
     )
 
@@ -90,8 +102,8 @@ def _rank_folder(rank: RankCoordinates, split: ParallelSplit) -> str:
 def _bundle_tokenizer(tokenizer: Path | None) -> _TokenizerBundle:
     """Bundle a SentencePiece model, or GPT-2's vocab.json and merges.txt.
 
-    NeMo's config cannot refer to any other tokenizer. Such a tokenizer is left out, and a note says
-    so.
+    NeMo's config cannot refer to any other tokenizer, and a note says so. Other files of the
+    tokenizer are carried for conversions back to other formats.
     """
     section: dict[str, Any] = dict.fromkeys(("library", "type", *SENTENCEPIECE_FILES, *BPE_FILES))
     if tokenizer is None:
@@ -100,6 +112,7 @@ def _bundle_tokenizer(tokenizer: Path | None) -> _TokenizerBundle:
         file.path: b"".join(literal.content for literal in file.literals)
         for file in plan_tokenizer_files(tokenizer, Layout(FORMAT, ()))
     }
+    names_fit = all(map(_fits_member_name, files))
     opened_tokenizer = _try_open(tokenizer)
     models = [name for name in files if name.endswith(".model")]
     sentencepiece = _try_open(tokenizer, "sentencepiece") if len(models) == 1 else None
@@ -120,20 +133,25 @@ def _bundle_tokenizer(tokenizer: Path | None) -> _TokenizerBundle:
             f"merges.txt, and {tokenizer} is equivalent to neither"
         )
         note = (
-            f"the target has no tokenizer, because {reason}; set model.tokenizer in NeMo when it "
-            "loads the target"
+            f"NeMo finds no tokenizer in the target, because {reason}; set model.tokenizer in NeMo "
+            "when it loads the target"
         )
-        return _TokenizerBundle(section, notes=(note,))
+        return _TokenizerBundle(section, notes=(note,), carried_files=files if names_fit else {})
     artifacts = {key: _artifact_name(name, files[name]) for key, name in chosen_files.items()}
     section |= {key: f"nemo:{artifact}" for key, artifact in artifacts.items()}
     bundled_files = {artifacts[key]: files[name] for key, name in chosen_files.items()}
-    bos_notes = ("prompts of this model begin with a BOS token, which a .nemo cannot record",)
+    bos_notes = ("prompts of this model begin with a BOS token, which NeMo's config cannot record",)
     return _TokenizerBundle(
         section,
         bundled_files,
         opened_tokenizer.vocab_size,
         bos_notes if opened_tokenizer.adds_bos else (),
+        files if names_fit and len(files) > len(chosen_files) else {},
     )
+
+
+def _fits_member_name(name: str) -> bool:
+    return name.isascii() and len(f"./{CARRIED_TOKENIZER_FOLDER}/{name}") <= NAME_BYTES_MAX
 
 
 def _try_open(tokenizer: Path, kind: str | None = None) -> Tokenizer | None:

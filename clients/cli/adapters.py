@@ -38,10 +38,11 @@ def adapters_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble adapters",
         description="List and change the adapters of a running server.",
-        epilog="Three more actions need no server: `preamble adapters check FILE` checks a file, "
+        epilog="Four more actions need no server: `preamble adapters check FILE` checks a file, "
         "`preamble adapters import SOURCE TARGET` converts an adapter of PEFT, TGIS or NeMo to an "
-        "adapter file, and `preamble adapters export FILE TARGET --to FORMAT` converts an adapter "
-        "file to one of these formats.",
+        "adapter file, `preamble adapters export FILE TARGET --to FORMAT` converts an adapter "
+        "file to one of these formats, and `preamble adapters log DIR` prints who changed the "
+        "adapters of a directory.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for action_name, (name, text) in ACTIONS.items():

@@ -7,7 +7,8 @@ adapter fits a model; it does not apply adapters.
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from gpt.abandoned_files import remove_abandoned_partials
 from gpt.adapters.card import (
     CARD_BYTES_MAX,
     Adapter,
@@ -25,6 +27,7 @@ from gpt.adapters.card import (
     build_adapter,
     parse_name,
 )
+from gpt.adapters.change_log import AdapterChange, AdapterChangeLog, ChangeAuthor
 from gpt.adapters.import_nemo import is_nemo_prompt, open_nemo_prompt
 from gpt.adapters.import_peft import open_peft, open_tgis
 from gpt.atomic_files import write_atomic
@@ -42,11 +45,14 @@ __all__ = [
     "build_adapter",
     "check_adapter",
     "check_publish_directory",
+    "find_adapter",
     "instruction_adapter",
+    "last_version",
     "latest_adapter",
     "open_adapter",
     "parse_name",
     "publish_adapter",
+    "recording_upload",
     "save_adapter",
     "table_width",
 ]
@@ -73,39 +79,84 @@ def save_adapter(adapter: Adapter, path: Path, *, overwrite: bool = True) -> Non
         raise AdapterError(f"{path} exists already; remove it or choose another name") from None
 
 
-def publish_adapter(adapter: Adapter, folder: Path) -> Path:
+def publish_adapter(adapter: Adapter, folder: Path, command: str = "") -> Path:
     """Write the adapter as NAME@N with the next version number N, and return the path.
 
-    Existing versions are not changed.
+    Existing versions are not changed. `command`: the author in the change log (`recording_upload`).
     """
     name = adapter.card.name
-    version = _last_version(folder, name)
-    while True:
-        version += 1
-        path = folder / f"{name}@{version}{SUFFIX}"
-        try:
-            parse_name(f"{name}@{version}")
-        except RequestError:
-            raise AdapterError(
-                f"all version numbers of {name!r} in {folder} are used; choose a new name"
-            ) from None
-        try:
-            # If another process has used this version, the write fails, and the next version is
-            # tried.
-            _write_file(adapter, path, overwrite=False)
-        except FileExistsError:
-            continue
-        return path
+    version = last_version(folder, name)
+    with recording_upload(folder, name, command) as change:
+        while True:
+            version += 1
+            path = folder / f"{name}@{version}{SUFFIX}"
+            try:
+                parse_name(f"{name}@{version}")
+            except RequestError:
+                raise AdapterError(
+                    f"all version numbers of {name!r} in {folder} are used; choose a new name"
+                ) from None
+            change.begin(version, None, adapter.digest)
+            try:
+                # If another process has used this version, the write fails, and the next version
+                # is tried.
+                _write_file(adapter, path, overwrite=False)
+            except FileExistsError:
+                continue
+            change.finish(None)
+            return path
+
+
+@contextmanager
+def recording_upload(folder: Path, name: str, command: str) -> Iterator[AdapterChange]:
+    """Record the upload of a version to an adapter directory, if the directory has a change log.
+
+    `command`: the command that writes the version. A log that cannot be written is an AdapterError.
+    """
+    changes = AdapterChangeLog.find(folder) or AdapterChangeLog(None)
+    author = ChangeAuthor.of_command(command)
+    try:
+        with changes.recording("upload", name, author, changes.owner_of(folder)) as change:
+            yield change
+    except OSError as error:
+        raise _unwritable_log_error(folder, error) from None
+
+
+def _unwritable_log_error(folder: Path, error: OSError) -> AdapterError:
+    return AdapterError(
+        f"the change log of the adapter directory {folder} cannot be written ({error.strerror}), "
+        "and a change without a record is refused; free disk space, or grant write permission"
+    )
 
 
 def latest_adapter(folder: Path, name: str) -> tuple[Path, Adapter] | None:
     """Open the file NAME@N with the largest N; return None if no file has a version number."""
-    path = folder / f"{name}@{_last_version(folder, name)}{SUFFIX}"
+    path = folder / f"{name}@{last_version(folder, name)}{SUFFIX}"
     return (path, open_adapter(path)) if path.exists() else None
+
+
+def find_adapter(
+    folder: Path, name: str, digest: str, *, after_version: int
+) -> tuple[Path, Adapter] | None:
+    """Open the adapter with this digest among the versions after `after_version`.
+
+    Files that are not valid adapters are ignored. Return None if no version has this digest.
+    """
+    for version in range(after_version + 1, last_version(folder, name) + 1):
+        path = folder / f"{name}@{version}{SUFFIX}"
+        try:
+            adapter = open_adapter(path)
+        except AdapterError:
+            continue
+        if adapter.digest == digest:
+            return path, adapter
+    return None
 
 
 def check_publish_directory(folder: Path) -> None:
     """Check that `publish_adapter` can write to a folder: create it, write and remove a file.
+
+    Partial files that killed processes left in the folder are removed.
 
     `publish_adapter` needs a file system with hard links: `write_atomic` with overwrite=False gives
     a file its name by a hard link, which cannot replace an existing version.
@@ -113,6 +164,7 @@ def check_publish_directory(folder: Path) -> None:
     probe = folder / f".{secrets.token_hex(8)}.probe"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        remove_abandoned_partials(folder)
         write_atomic(probe, b"", overwrite=False, durable=False)
         probe.unlink()
     except FileExistsError:
@@ -122,9 +174,15 @@ def check_publish_directory(folder: Path) -> None:
             f"{folder} cannot be written to: {error.strerror}; give a writable directory on a file "
             "system that supports hard links"
         ) from None
+    changes = AdapterChangeLog.find(folder)
+    if changes is not None:
+        try:
+            changes.check_writable()
+        except OSError as error:
+            raise _unwritable_log_error(folder, error) from None
 
 
-def _last_version(folder: Path, name: str) -> int:
+def last_version(folder: Path, name: str) -> int:
     """Return the largest version number of an adapter, or 0 if the adapter has no files.
 
     A file name without a number counts as version 1.
@@ -178,7 +236,8 @@ def open_adapter(path: Path, *, task: str | None = None, base: Checkpoint | None
                 return open_tgis(path / "decoder.pt")
             return open_peft(path, task, base.config if base else None)
         if not path.is_file():
-            raise AdapterError(f"{path} does not exist; give the file or directory of an adapter")
+            problem = "is not a regular file" if path.exists() else "does not exist"
+            raise AdapterError(f"{path} {problem}; give the file or directory of an adapter")
         if path.suffix in (".pt", ".pth"):
             return open_tgis(path)
         if path.name in ("adapter_config.json", "adapter_model.bin", "adapter_model.safetensors"):

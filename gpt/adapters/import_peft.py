@@ -19,6 +19,7 @@ from gpt.checkpoint.files.safetensors_file import open_safetensors
 from gpt.checkpoint.files.torch_save import is_dense, load_weights_only, open_state_dict
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError
+from gpt.regular_files import read_regular_file
 
 PROMPT_EMBEDDINGS_KEY = "prompt_embeddings"
 MULTITASK_PROMPT_TUNING = "MULTITASK_PROMPT_TUNING"
@@ -87,7 +88,7 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         if path.stat().st_size > CONFIG_BYTES_MAX:
             raise ValueError(f"over {CONFIG_BYTES_MAX} bytes")
-        config = json.loads(path.read_bytes())
+        config = json.loads(read_regular_file(path))
         if not isinstance(config, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError, RecursionError) as error:

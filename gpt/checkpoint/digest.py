@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 
+from gpt.abandoned_files import remove_abandoned_partials
 from gpt.atomic_files import write_atomic
 from gpt.checkpoint.logical_tensor import Checkpoint, LogicalTensor, ModelIdentity, allocate_scratch
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError
+from gpt.host_limits import usable_cores
 
 __all__ = ["ModelIdentity", "base_digest", "combine_digests", "fingerprint", "identify"]
 
@@ -49,7 +51,7 @@ def base_digest(checkpoint: Checkpoint) -> str:
     def init_worker() -> None:
         thread_scratch.bytes = allocate_scratch()
 
-    workers = min(WORKERS_MAX, os.cpu_count() or 1)
+    workers = min(WORKERS_MAX, usable_cores())
     with ThreadPoolExecutor(workers, initializer=init_worker) as pool:
         hashes = pool.map(hash_tensor, checkpoint.tensors.values())
         return combine_digests(checkpoint, dict(zip(checkpoint.tensors, hashes, strict=True)))
@@ -186,6 +188,7 @@ def _write_cache(path: Path, record: dict[str, str]) -> None:
     """Write a cache record; log a failure, because the digest can be computed again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned_partials(path.parent)
         write_atomic(path, json.dumps(record).encode(), durable=False)
     except OSError as error:
         logging.getLogger(__name__).warning("event=digest_not_cached reason=%s", error)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 LIBRARY = "libkernels.so"
-COMPILER_FLAGS = ("-O3", "-Wall", "-Wextra", "-Wno-psabi", "-fopenmp", "-shared", "-fPIC")
+COMPILER_FLAGS = ("-O3", "-Wall", "-Wextra", "-Wno-psabi", "-pthread", "-shared", "-fPIC")
 
 
 def main(folder: Path) -> int:

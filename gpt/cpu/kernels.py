@@ -23,7 +23,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-ABI = 15  # Must equal ABI in gpt/cpu/src/vectors.h.
+ABI = 16  # Must equal ABI in gpt/cpu/src/vectors.h.
 DTYPES = (torch.bfloat16, torch.float32)
 HEAD_DIM_MAX = 512
 # The instruction sets (ISA levels). A level's index in this tuple is its number in the library.
@@ -128,7 +128,6 @@ def library_keeping_gil() -> ctypes.CDLL:
 def library() -> ctypes.CDLL | None:
     """Return the C library. If it is missing or has the wrong ABI, log this and return None."""
     try:
-        # torch has already loaded an OpenMP runtime. The library uses this runtime and its threads.
         lib = _declare_signatures(ctypes.CDLL(str(LIBRARY)))
         abi = lib.preamble_abi()
         if abi != ABI:
@@ -155,18 +154,6 @@ def force_isa_level(name: str | None) -> None:
     lib = library()
     if lib is not None:
         lib.preamble_set_isa_level(-1 if name is None else ISA_LEVELS.index(name))
-
-
-def release_openmp_threads() -> None:
-    """Release the calling thread's OpenMP workers before another thread runs the model.
-
-    Each thread that runs the model has separate OpenMP workers. If two threads have workers, there
-    are more workers than cores. Idle workers then sleep instead of spinning, and waking a worker
-    takes longer than a small GEMM.
-    """
-    lib = library()
-    if lib is not None:
-        lib.preamble_release_threads()
 
 
 def supports_tensors(x: Tensor, kv: Tensor) -> bool:

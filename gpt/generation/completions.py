@@ -7,7 +7,7 @@ adapter files: the caller passes the adapter's table and its kind, and prompt id
 vocabulary size select rows of the table.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -24,6 +24,9 @@ from gpt.tokenizers.tokenizer import Tokenizer
 NEW_TOKENS_DEFAULT = 128
 # Largest sum of prompt lengths and max_new_tokens in a batch of several prompts.
 BATCH_TOKENS_MAX = 8192
+# Largest number of logits that the drafts of a batch of several prompts need in the first step:
+# 256 MiB in fp32.
+DRAFT_LOGITS_MAX = 1 << 26
 
 
 @dataclass
@@ -37,6 +40,8 @@ class TextCompletion:
     logprob: float = 0.0  # Sum of the tokens' log-probabilities.
     is_truncated: bool = False  # Whether max_new_tokens ended the completion.
     has_fault: bool = False  # Whether logits that are not finite ended the completion.
+    # The log-probability of each token of the prompt's draft. NaN: the logits were not finite.
+    draft_logprobs: list[float] = field(default_factory=list)
 
 
 def complete_prompts(
@@ -50,17 +55,30 @@ def complete_prompts(
     stop_strings: Sequence[str] = (),
     with_scores: bool = False,
     tokens_max: int = BATCH_TOKENS_MAX,
+    drafts: Sequence[Sequence[int]] | None = None,
+    shares_prefix: bool = False,
+    report_progress: Callable[[int], None] = lambda _: None,
 ) -> list[TextCompletion]:
     """Return the greedy completion of each prompt, in the order of the prompts.
 
-    `generate` explains `model`, `adapter_table` and `adapter_kind`. `max_new_tokens` is one limit,
-    or one per prompt; it is reduced where the completion would exceed the model's context.
-    `tokens_max` is the largest sum of prompt lengths and max_new_tokens in a batch of several
-    prompts.
+    `generate` explains `model`, `adapter_table` and `adapter_kind`, and `generate_steps` explains
+    `drafts` and `shares_prefix`; drafts change the speed, and the text only by rounding. A draft is
+    cut at the end of the model's context. `max_new_tokens` is one limit, or one per prompt; it is
+    reduced where the completion would exceed the model's context. `tokens_max` is the largest sum
+    of prompt lengths and max_new_tokens in a batch of several prompts. `report_progress` is called
+    with the completed share of all tokens, as a number of prompts.
     """
     if isinstance(max_new_tokens, int):
         max_new_tokens = [max_new_tokens] * len(prompts)
-    context_max = model_chunks(model)[0].config.max_position_embeddings
+    config = model_chunks(model)[0].config
+    context_max = config.max_position_embeddings
+    if drafts is None:
+        drafts = [()] * len(prompts)
+    # The last token of a draft needs no position of its own.
+    drafts = [
+        draft[: max(0, context_max - len(prompt) + 1)]
+        for draft, prompt in zip(drafts, prompts, strict=True)
+    ]
     samplings = [
         SamplingParams(
             max_new_tokens=max(1, min(new_tokens_max, context_max - len(prompt))),
@@ -74,8 +92,12 @@ def complete_prompts(
         len(prompt) + sampling.max_new_tokens
         for prompt, sampling in zip(prompts, samplings, strict=True)
     ]
-    for indices in _length_sorted_batches(sizes, tokens_max):
+    draft_tokens_max = max(1, DRAFT_LOGITS_MAX // config.vocab_size)
+    complete_tokens = 0
+    for indices in _length_sorted_batches(sizes, tokens_max, drafts, draft_tokens_max):
         detokenizers = [StopStringDetokenizer(tokenizer, stop_strings) for _ in indices]
+        # Rows that a stop string has ended, and all rows that have ended.
+        stopped_rows: set[int] = set()
         finished_rows: set[int] = set()
         for outputs in generate_steps(
             model,
@@ -83,10 +105,15 @@ def complete_prompts(
             [samplings[index] for index in indices],
             adapter_table=adapter_table,
             adapter_kind=adapter_kind,
-            dropped_rows=finished_rows,
+            dropped_rows=stopped_rows,
+            drafts=[drafts[index] for index in indices],
+            shares_prefix=shares_prefix,
         ):
             for output in outputs:
+                if output.row in stopped_rows:
+                    continue  # The remaining tokens of a draft with a stop string.
                 completion, detokenizer = completions[indices[output.row]], detokenizers[output.row]
+                completion.draft_logprobs += output.draft_logprobs
                 completion.token_ids.append(output.token_id)
                 completion.logprob += output.logprob
                 if output.score is not None:
@@ -95,30 +122,46 @@ def complete_prompts(
                 if output.finish_reason != "stop":
                     completion.text += detokenizer.push(output.token_id)
                 if detokenizer.is_stopped:
-                    finished_rows.add(output.row)
+                    stopped_rows.add(output.row)
                 elif output.finish_reason is not None:
+                    finished_rows.add(output.row)
                     # The remaining text may contain a stop string.
                     completion.text += detokenizer.finish()
                     completion.is_truncated = (
                         output.finish_reason == "length" and not detokenizer.is_stopped
                     )
+            # A prompt that has ended counts with its limit, as if it had all of its new tokens.
+            batch_tokens = sum(
+                sizes[index]
+                if row in stopped_rows or row in finished_rows
+                else len(prompts[index]) + len(completions[index].token_ids)
+                for row, index in enumerate(indices)
+            )
+            report_progress(len(prompts) * (complete_tokens + batch_tokens) // sum(sizes))
+        complete_tokens += sum(sizes[index] for index in indices)
     return completions
 
 
-def _length_sorted_batches(sizes: Sequence[int], tokens_max: int) -> Iterator[list[int]]:
-    """Yield batches of prompt indices whose sizes, in tokens, add up to at most `tokens_max`.
+def _length_sorted_batches(
+    sizes: Sequence[int],
+    tokens_max: int,
+    drafts: Sequence[Sequence[int]],
+    draft_tokens_max: int,
+) -> Iterator[list[int]]:
+    """Yield batches of prompt indices with limited sums of sizes and of draft lengths, in tokens.
 
-    A prompt whose size is above `tokens_max` is alone in its batch. The batches are made in
+    A prompt that is above one of the limits is alone in its batch. The batches are made in
     descending order of size, so that the prompts of a batch have similar sizes.
     """
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     batch: list[int] = []
-    tokens_left = tokens_max
+    tokens_left, draft_tokens_left = tokens_max, draft_tokens_max
     for index in order:
-        if batch and sizes[index] > tokens_left:
+        if batch and (sizes[index] > tokens_left or len(drafts[index]) > draft_tokens_left):
             yield batch
-            batch, tokens_left = [], tokens_max
+            batch, tokens_left, draft_tokens_left = [], tokens_max, draft_tokens_max
         batch.append(index)
         tokens_left -= sizes[index]
+        draft_tokens_left -= len(drafts[index])
     if batch:
         yield batch

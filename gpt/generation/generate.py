@@ -1,13 +1,15 @@
 """Reference generation loop: all prompts in one ragged batch over a paged KV pool, step by step.
 
 The loop has no queue and no scheduling policy: the first step is the prefill of all prompts, and
-each later step decodes one token per unfinished prompt. At any parallel split, all ranks must make
-the same call. The tests of the server's engine use the loop as reference, and offline programs use
-it to complete a list of prompts.
+each later step decodes one token per unfinished prompt. With drafts (probable completions), the
+first step also checks the draft of each prompt, as in speculative decoding. At any parallel split,
+all ranks must make the same call. The tests of the server's engine use the loop as reference, and
+offline programs use it to complete a list of prompts.
 """
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import isfinite
 from typing import Literal
 
@@ -46,6 +48,10 @@ class TokenOutput:
     # The scores of the prompt's tokens, one per token (None: not scored). Only the first output of
     # each prompt has them; in later outputs the list is empty.
     prompt_scores: list[Score | None] = field(default_factory=list)
+    # The log-probability of each token of the prompt's draft, given the prompt and the tokens of
+    # the draft before it. Only the first output of each prompt has them; NaN: the logits were not
+    # finite.
+    draft_logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -103,11 +109,21 @@ def generate_steps(
     adapter_table: Tensor | None = None,
     adapter_kind: str = "rows",
     dropped_rows: Container[int] = (),
+    drafts: Sequence[Sequence[int]] | None = None,
+    shares_prefix: bool = False,
 ) -> Iterator[list[TokenOutput]]:
     """Complete the prompts like `generate`; yield after each step one output per unfinished prompt.
 
     The caller may add the index of a prompt to `dropped_rows` between two steps; the later steps
     then skip this prompt.
+
+    `drafts` has for each prompt the tokens with which its completion probably begins; sampling must
+    be plain greedy. The first step computes the logits of prompt and draft together. It yields the
+    tokens of the draft that greedy decoding would give, and then the first other token, so it may
+    have several outputs per prompt, in order.
+
+    `shares_prefix`: compute the keys and values of the tokens with which all prompts begin only
+    once.
     """
     if not prompts:
         return
@@ -119,17 +135,37 @@ def generate_steps(
     virtual_tokens = 0 if adapter_table is None else len(adapter_table)
     check_prompts(model, prompts, samplings, virtual_tokens)
     device = model.mesh.device
-    pool, block_tables = _allocate_kv_pool(chunks, prompts, samplings)
+    drafts = [()] * len(prompts) if drafts is None else drafts
+    # For prompt scores, the first step computes the logits of all prompt positions.
+    needs_prompt_logits = any(params.prompt_logprobs is not None for params in samplings)
+    if any(drafts):
+        assert all(params.is_plain_greedy for params in samplings), "drafts need greedy sampling"
+        assert not needs_prompt_logits, "prompt scores and drafts cannot be combined"
+    has_prefix_kv = adapter_kind == "prefix" and adapter_table is not None
+    shares_prefix = shares_prefix and not has_prefix_kv and not needs_prompt_logits
+    shared_tokens = _common_prefix_length(prompts) if shares_prefix else 0
+    token_counts = [
+        len(prompt) + max(params.max_new_tokens, len(draft) - 1)
+        for prompt, params, draft in zip(prompts, samplings, drafts, strict=True)
+    ]
+    pool, block_tables = _allocate_kv_pool(chunks, token_counts, shared_tokens)
     rows = list(range(len(prompts)))
-    kv_lengths = [0] * len(prompts)
-    if adapter_kind == "prefix" and adapter_table is not None:
+    kv_lengths = [shared_tokens] * len(prompts)
+    if shared_tokens:
+        _prefill_shared_tokens(
+            chunks, pool, block_tables, prompts[0][:shared_tokens], adapter_table
+        )
+    if has_prefix_kv:
+        assert adapter_table is not None
         kv_lengths = prefix_lengths(prompts, model.config.vocab_size, virtual_tokens)
         _write_prefix_kv(chunks, pool, block_tables, kv_lengths, adapter_table)
         adapter_table = None
-    pending_ids = [list(prompt[start:]) for prompt, start in zip(prompts, kv_lengths, strict=True)]
+    # The last token of a draft needs no forward pass: the token before it predicts it.
+    pending_ids = [
+        [*prompt[start:], *draft[:-1]]
+        for prompt, start, draft in zip(prompts, kv_lengths, drafts, strict=True)
+    ]
     output_ids: list[list[int]] = [[] for _ in prompts]
-    # For prompt scores, the first step computes the logits of all prompt positions.
-    needs_prompt_logits = any(params.prompt_logprobs is not None for params in samplings)
     while rows:
         batch = Batch.paged(
             [len(pending_ids[row]) for row in rows],
@@ -137,8 +173,11 @@ def generate_steps(
             block_tables[rows],
             BLOCK_TOKENS,
         )
+        # The last positions of each row, whose logits predict its draft or its next token.
+        logit_counts = [max(1, len(drafts[row])) for row in rows]
+        logit_rows = _last_positions(batch, logit_counts)
         if not needs_prompt_logits:
-            batch = replace(batch, logit_rows=batch.last_rows)
+            batch = replace(batch, logit_rows=logit_rows)
         flat_ids = torch.tensor(
             [token for row in rows for token in pending_ids[row]], device=device
         )
@@ -151,36 +190,101 @@ def generate_steps(
             else {}
         )
         if logits is not None and needs_prompt_logits:
-            logits = logits[batch.last_rows]
+            logits = logits[logit_rows]
         needs_prompt_logits = False
         sampling_inputs = [
-            _SamplingInput(samplings[row], prompts[row], output_ids[row]) for row in rows
+            _SamplingInput(samplings[row], prompts[row], output_ids[row])
+            for row, count in zip(rows, logit_counts, strict=True)
+            for _ in range(count)
         ]
+        samples = iter(_sample_tokens(model, logits, sampling_inputs))
+        draft_logprobs = _draft_logprobs(model, logits, [drafts[row] for row in rows])
         outputs = []
-        for row, context, (token, token_score) in zip(
-            rows, batch.context_lengths, _sample_tokens(model, logits, sampling_inputs), strict=True
-        ):
-            kv_lengths[row], pending_ids[row] = context, [token]
-            output_ids[row].append(token)
-            finish_reason = (
-                _finish_reason(token, len(output_ids[row]), samplings[row])
-                if token_score
-                else "fault"
+        unfinished_rows = []
+        for row, count, logprobs in zip(rows, logit_counts, draft_logprobs, strict=True):
+            row_samples = list(islice(samples, count))
+            row_outputs = _check_draft(
+                row, drafts[row], row_samples, samplings[row], len(output_ids[row])
             )
-            token = -1 if finish_reason == "scored" else token
-            logprob = token_score.logprob if token_score else float("nan")
-            requested_score = token_score if samplings[row].logprobs is not None else None
-            outputs.append(
-                TokenOutput(
-                    row, token, logprob, finish_reason, requested_score, prompt_scores.get(row, [])
-                )
+            row_outputs[0] = replace(
+                row_outputs[0],
+                prompt_scores=prompt_scores.get(row, []),
+                draft_logprobs=logprobs,
             )
+            output_ids[row] += [output.token_id for output in row_outputs]
+            pending_ids[row] = output_ids[row][-1:]
+            # Keys and values of the rest of the draft are beyond this length. They are not read,
+            # and the next tokens overwrite them.
+            kv_lengths[row] = len(prompts[row]) + len(output_ids[row]) - 1
+            outputs += row_outputs
+            if row_outputs[-1].finish_reason is None:
+                unfinished_rows.append(row)
+        drafts = [()] * len(prompts)
         yield outputs
-        rows = [
-            output.row
-            for output in outputs
-            if output.finish_reason is None and output.row not in dropped_rows
-        ]
+        rows = [row for row in unfinished_rows if row not in dropped_rows]
+
+
+def _check_draft(
+    row: int,
+    draft: Sequence[int],
+    samples: Sequence[tuple[int, Score | None]],
+    sampling: SamplingParams,
+    output_count: int,
+) -> list[TokenOutput]:
+    """Return the outputs of one row: a token, or the tokens of its draft up to the first other one.
+
+    `samples[i]` is valid if all tokens of the draft before i were sampled too. `output_count`: the
+    number of tokens that the row has so far.
+    """
+    outputs = []
+    for index, (token, token_score) in enumerate(samples):
+        finish_reason = (
+            _finish_reason(token, output_count + index + 1, sampling) if token_score else "fault"
+        )
+        outputs.append(
+            TokenOutput(
+                row,
+                -1 if finish_reason == "scored" else token,
+                token_score.logprob if token_score else float("nan"),
+                finish_reason,
+                token_score if sampling.logprobs is not None else None,
+            )
+        )
+        if finish_reason is not None or (draft and token != draft[index]):
+            break
+    return outputs
+
+
+def _last_positions(batch: Batch, counts: Sequence[int]) -> Tensor:
+    """Return the flat indices of the last `counts[i]` tokens of each sequence i of the batch."""
+    if max(counts) == 1:
+        return batch.last_rows
+    ends = [
+        start + length
+        for start, length in zip(batch.query_starts, batch.query_lengths, strict=True)
+    ]
+    indices = [
+        index for end, count in zip(ends, counts, strict=True) for index in range(end - count, end)
+    ]
+    return torch.tensor(indices, device=batch.positions.device)
+
+
+def _draft_logprobs(
+    model: GPT, logits: Tensor | None, drafts: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """Return the log-probabilities of each row's draft, on all ranks.
+
+    `logits` has one row per token of a draft, and one row for an empty draft.
+    """
+    if not any(drafts):
+        return [[] for _ in drafts]
+    tokens = [token for draft in drafts for token in draft or (0,)]
+    scores = iter(_score_tokens(model, logits, tokens, [0] * len(tokens)))
+    logprobs = []
+    for draft in drafts:
+        row_scores = list(islice(scores, max(1, len(draft))))[: len(draft)]
+        logprobs.append([score.logprob if score else float("nan") for score in row_scores])
+    return logprobs
 
 
 def check_prompts(
@@ -259,21 +363,64 @@ def _write_prefix_kv(
             pool.write_tokens(block_tables[row].tolist(), 0, prefix_kv)
 
 
+def _common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
+    """Return the number of tokens with which all prompts begin; 0 for a single prompt.
+
+    At least one token of each prompt is not shared, because its logits are needed.
+    """
+    if len(prompts) < 2:
+        return 0
+    first_prompt = prompts[0]
+    shared_max = min(map(len, prompts)) - 1
+    for prompt in prompts[1:]:
+        pairs = zip(first_prompt[:shared_max], prompt, strict=False)
+        differences = (index for index, (token, other) in enumerate(pairs) if token != other)
+        shared_max = next(differences, shared_max)
+    return shared_max
+
+
+def _prefill_shared_tokens(
+    chunks: Sequence[GPT],
+    pool: KVPool,
+    block_tables: Tensor,
+    tokens: Sequence[int],
+    adapter_table: Tensor | None,
+) -> None:
+    """Compute the keys and values of the tokens with which all prompts begin.
+
+    The sequences share the whole blocks of these tokens. The last block, if it is not full, is
+    copied to each sequence.
+    """
+    batch = Batch.paged([len(tokens)], [0], block_tables[:1], BLOCK_TOKENS)
+    batch = replace(batch, logit_rows=batch.last_rows)
+    ids = torch.tensor(tokens, device=block_tables.device)
+    pipeline.forward(chunks, ids, batch, kv=pool, virtual_embeddings=adapter_table)
+    if len(tokens) % BLOCK_TOKENS:
+        first_block, *other_blocks = block_tables[:, len(tokens) // BLOCK_TOKENS].tolist()
+        pool.copy_blocks([first_block] * len(other_blocks), other_blocks)
+
+
 def _allocate_kv_pool(
-    chunks: Sequence[GPT], prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams]
+    chunks: Sequence[GPT], token_counts: Sequence[int], shared_tokens: int
 ) -> tuple[KVPool, Tensor]:
-    """Return a KV pool for all prompts with max_new_tokens new tokens, and their block tables."""
-    block_counts = [
-        -(-(len(prompt) + sampling.max_new_tokens) // BLOCK_TOKENS)
-        for prompt, sampling in zip(prompts, samplings, strict=True)
-    ]
+    """Return a KV pool for sequences of these numbers of tokens, and their block tables.
+
+    The whole blocks of the first `shared_tokens` tokens are the same for all sequences.
+    """
+    shared_blocks = shared_tokens // BLOCK_TOKENS
+    block_counts = [-(-count // BLOCK_TOKENS) - shared_blocks for count in token_counts]
     model, mesh = chunks[0], chunks[0].mesh
-    layers, blocks = [layer for chunk in chunks for layer in chunk.layers], sum(block_counts)
+    layers = [layer for chunk in chunks for layer in chunk.layers]
+    blocks = shared_blocks + sum(block_counts)
     pool = KVPool(model.config, layers, blocks, tp=mesh.tp, dtype=model.dtype, device=mesh.device)
-    block_tables = torch.zeros(len(block_counts), max(block_counts), dtype=torch.long)
-    first_block = 0
+    block_tables = torch.zeros(
+        len(block_counts), shared_blocks + max(block_counts), dtype=torch.long
+    )
+    block_tables[:, :shared_blocks] = torch.arange(shared_blocks)
+    first_block = shared_blocks
     for row, block_count in enumerate(block_counts):
-        block_tables[row, :block_count] = torch.arange(first_block, first_block + block_count)
+        own_blocks = torch.arange(first_block, first_block + block_count)
+        block_tables[row, shared_blocks : shared_blocks + block_count] = own_blocks
         first_block += block_count
     return pool, block_tables.to(mesh.device)
 

@@ -6,7 +6,7 @@ shards, and each shard once. The file headers are checked when the checkpoint is
 before a parameter is allocated.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,15 @@ def load_model(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     layers: range | None = None,
+    report_progress: Callable[[int, int], None] = lambda *_: None,
     **options: Any,
 ) -> GPT:
     """Load this rank's part of the model: its tensor-parallel shard of `layers`.
 
     The defaults of `layers`, `device` and `dtype` are the layers of the rank's pipeline stage, the
     mesh's device and the dtype of the stored weights. `options` are passed to the constructor of
-    GPT. The parameters do not require gradients.
+    GPT. `report_progress` is called with the numbers of loaded and of all bytes of the parameters.
+    The parameters do not require gradients.
     """
     config = checkpoint.config
     check_split(config, mesh.tp, mesh.pp)
@@ -63,7 +65,7 @@ def load_model(
         dtype = FLOAT_DTYPES[dtype]
     device = mesh.device if device is None else device
     model = GPT(config, mesh, layers=layers, dtype=dtype, device=device, **options)
-    load_weights(model, checkpoint)
+    load_weights(model, checkpoint, report_progress)
     return model.requires_grad_(False)
 
 
@@ -89,12 +91,17 @@ def check_dtype(dtype: torch.dtype | str | None) -> None:
         raise ConfigError(f"dtype is {str(dtype)!r}; choose one of: {', '.join(FLOAT_DTYPES)}")
 
 
-def load_weights(model: GPT, checkpoint: Checkpoint) -> None:
+def load_weights(
+    model: GPT,
+    checkpoint: Checkpoint,
+    report_progress: Callable[[int, int], None] = lambda *_: None,
+) -> None:
     """Read this rank's shard of each parameter from the checkpoint into the model.
 
-    Raise CheckpointError if a value is not finite.
+    Raise CheckpointError if a value is not finite. `load_model` explains `report_progress`.
     """
     mesh, parameter_table = model.mesh, parameter_specs(checkpoint.config)
+    loaded_bytes, total_bytes = 0, sum(parameter.nbytes for parameter in model.parameters())
     for name, parameter in model.named_parameters():
         shard = shard_spec(parameter_table[name], checkpoint.config, mesh.tp_rank, mesh.tp)
         checkpoint.read(name, shard, out=parameter.detach())
@@ -103,3 +110,5 @@ def load_weights(model: GPT, checkpoint: Checkpoint) -> None:
                 f"{checkpoint.path}: {name} holds values that are not finite; the training "
                 "diverged or the file is damaged: use an earlier checkpoint, or copy the file again"
             )
+        loaded_bytes += parameter.nbytes
+        report_progress(loaded_bytes, total_bytes)

@@ -11,7 +11,6 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from gpt.dtypes import FLOAT_DTYPE_NAMES, FLOAT_DTYPES
 from gpt.model.loading import check_dtype, load_model
 from gpt.parallel.mesh import Mesh
 from gpt.reference_logits.proof_file import Proof, check_proof_fits
+from gpt.software_versions import preamble_version
 
 PROOF_ROWS = 4
 PROOF_ROW_TOKENS = 32  # Fewer if the model has fewer positions.
@@ -200,8 +200,4 @@ def _compare_logits(
 
 
 def _software_versions() -> str:
-    try:
-        preamble_version = version("preamble")
-    except PackageNotFoundError:
-        preamble_version = "0+checkout"  # The package is not installed.
-    return f"preamble {preamble_version}, torch {torch.__version__}"
+    return f"preamble {preamble_version()}, torch {torch.__version__}"

@@ -20,6 +20,7 @@ from gpt.tokenizers.detokenizer import (
     BYTEWISE_ERRORS,
     SPACE_MARK,
     DecodingRules,
+    LeadingSpace,
     Piece,
     TokenizerBase,
 )
@@ -51,7 +52,11 @@ class HFTokenizer(TokenizerBase):
         super().__init__()
         self.kind = kind
         library = _parse_library(record, source)
-        self._piece_style, self.decoding_rules = _parse_decoder(record.get("decoder"), source)
+        steps, self._replaced_texts = _split_replacement(record.get("decoder"))
+        self._piece_style, rules = _parse_decoder(steps, source)
+        if self._replaced_texts and rules.leading_space == "text":
+            rules = replace(rules, leading_space="mark")  # No space of the token's text is removed.
+        self.decoding_rules = rules
         added_tokens = record.get("added_tokens") or []
         # Config files beside tokenizer.json may declare more tokens, and more tokens as special.
         tokens_to_mark = [
@@ -84,7 +89,7 @@ class HFTokenizer(TokenizerBase):
         self.stop_ids = collect_stop_ids(next(eos_ids, None), special_tokens)
         self.eos_id = next(iter(self.stop_ids), None)
         bos_ids = (vocabulary[text] for text in bos_names if text in vocabulary)
-        self.bos_id = next(bos_ids, special_tokens.bos_id)
+        self.bos_id = next(bos_ids, special_tokens.bos_id_below(self.vocab_size))
         self.prefix_ids, self.suffix_ids = _post_processor_ids(library)
         if special_tokens.adds_bos is not None:
             bos_id = self.bos_id if special_tokens.adds_bos else None
@@ -113,6 +118,10 @@ class HFTokenizer(TokenizerBase):
             self._libraries[allow_special, continues_text] = library
         return self._libraries[allow_special, continues_text]
 
+    def copy_library(self) -> tokenizers.Tokenizer:
+        """Return a tokenizer of the library that parses control tokens in texts."""
+        return tokenizers.Tokenizer.from_str(self._libraries[False, False].to_str())
+
     def encode(
         self, text: str, *, allow_special: bool = False, continues_text: bool = False
     ) -> list[int]:
@@ -138,6 +147,8 @@ class HFTokenizer(TokenizerBase):
         token: str | None = self._libraries[False, False].id_to_token(token_id) if is_text else None
         if token is None:
             return None
+        if token in self._replaced_texts:
+            return self._replaced_texts[token]
         if self._piece_style == "letters":
             if all(letter in _BYTE_OF_LETTER for letter in token):
                 return bytes(_BYTE_OF_LETTER[letter] for letter in token)
@@ -208,13 +219,27 @@ def _byte_letters() -> dict[str, int]:
 
 
 _BYTE_OF_LETTER = _byte_letters()
+ALL_SPACES = 1 << 20  # `Strip` with this number removes all leading spaces of any text.
 _MARKS_TO_SPACES = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
-_STRIP_LEADING_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
-def _parse_decoder(decoder: Any, source: Path) -> tuple[PieceStyle, DecodingRules]:
-    """Convert the `decoder` of a tokenizer.json to decoding rules; refuse unsupported decoders."""
+def _split_replacement(decoder: Any) -> tuple[list[Any], dict[str, str]]:
+    """Return the steps of a `decoder`, and the text of a token that the outer steps replace.
+
+    Our export of a sentencepiece model replaces the unknown token by a mark in the first step, and
+    the mark by the unknown token's text in the last step.
+    """
     steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
+    if len(steps) < 3 or steps[0].get("type") != "Replace" or steps[-1].get("type") != "Replace":
+        return steps, {}
+    token = steps[0]["pattern"].get("String")
+    if token is None or steps[-1]["pattern"].get("String") != steps[0]["content"]:
+        return steps, {}
+    return steps[1:-1], {token: steps[-1]["content"]}
+
+
+def _parse_decoder(steps: list[Any], source: Path) -> tuple[PieceStyle, DecodingRules]:
+    """Convert the decoder of a tokenizer.json to decoding rules; refuse unsupported decoders."""
     step_types = [step.get("type") for step in steps]
     if not steps:
         return "words", DecodingRules("text")
@@ -224,14 +249,19 @@ def _parse_decoder(decoder: Any, source: Path) -> tuple[PieceStyle, DecodingRule
         scheme = steps[0].get("prepend_scheme", "always")
         keeps_space = scheme == "never" or steps[0].get("add_prefix_space") is False
         return "marks", DecodingRules("keep" if keeps_space else "token")
-    strips_space = steps[-1] == _STRIP_LEADING_SPACE
-    middle_types = step_types[1 : -1 if strips_space else None]
+    leading_space: LeadingSpace = "keep"
+    last_step = {**steps[-1], "start": min(steps[-1].get("start", 0), ALL_SPACES)}
+    if last_step == {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
+        leading_space = "text"
+    elif last_step == {"type": "Strip", "content": " ", "start": ALL_SPACES, "stop": 0}:
+        leading_space = "marks"
+    middle_types = step_types[1 : -1 if leading_space != "keep" else None]
     if steps[0] == _MARKS_TO_SPACES and middle_types in (["Fuse"], ["ByteFallback", "Fuse"]):
         # If one byte is invalid, the library replaces the bytes of all adjacent byte tokens. A
         # stream may have returned the earlier bytes already. Therefore the detokenizer replaces
         # only invalid bytes, as sentencepiece does.
         style: PieceStyle = "fallback" if "ByteFallback" in step_types else "marks"
-        return style, DecodingRules("text" if strips_space else "keep", BYTEWISE_ERRORS)
+        return style, DecodingRules(leading_space, BYTEWISE_ERRORS)
     raise CheckpointError(
         f"{source} has the decoder {' + '.join(map(str, step_types))}; supported decoders are "
         "ByteLevel, Metaspace and sentencepiece's Replace + ByteFallback + Fuse + Strip: give the "

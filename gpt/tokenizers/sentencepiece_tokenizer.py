@@ -38,6 +38,7 @@ class SentencePieceTokenizer(TokenizerBase):
 
     def __init__(self, path: Path, special_tokens: SpecialTokens) -> None:
         super().__init__()
+        self.path = path
         self._model, proto = _load_model(path)
         self.vocab_size: int = self._model.get_piece_size()
         pieces = [self._model.id_to_piece(i) for i in range(self.vocab_size)]
@@ -75,14 +76,15 @@ class SentencePieceTokenizer(TokenizerBase):
                 )
         self.control_tokens: Mapping[str, ControlToken] = control_tokens
         # As in HF's slow tokenizers, a text that may have control tokens may have unknown tokens.
-        unknown_id = self._model.unk_id()
+        self.unknown_id: int = self._model.unk_id()
         parsed_tokens = dict(control_tokens)
-        if unknown_id >= 0:
-            parsed_tokens[str(pieces[unknown_id])] = ControlToken(unknown_id)
+        if self.unknown_id >= 0:
+            parsed_tokens[str(pieces[self.unknown_id])] = ControlToken(self.unknown_id)
         self._splitter = ControlTokenSplitter(parsed_tokens)
-        self._spaces_each_text = special_tokens.spaces_each_text
+        self.spaces_each_text = special_tokens.spaces_each_text
         bos_id, eos_id = self._model.bos_id(), self._model.eos_id()
-        self.bos_id = bos_id if bos_id >= 0 else ids.get(special_tokens.bos, special_tokens.bos_id)
+        declared_bos_id = special_tokens.bos_id_below(self.vocab_size)
+        self.bos_id = bos_id if bos_id >= 0 else ids.get(special_tokens.bos, declared_bos_id)
         self.stop_ids = collect_stop_ids(
             eos_id if eos_id >= 0 else ids.get(special_tokens.eos), special_tokens
         )
@@ -137,7 +139,7 @@ class SentencePieceTokenizer(TokenizerBase):
             token_ids += model.encode(part)
             if control is not None:
                 token_ids.append(control.id)
-            if not self._spaces_each_text:
+            if not self.spaces_each_text:
                 model = self._continuation_model
         return token_ids
 

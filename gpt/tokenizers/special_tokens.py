@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from gpt.errors import CheckpointError, RequestError
+from gpt.regular_files import read_regular_file
+from gpt.settings import short_repr
+
+TOKEN_ID_LIMIT = 1 << 31  # Above the size of every vocabulary.
 
 # Candidates for EOS and BOS tokens if the files do not name them.
 EOS_CANDIDATES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
@@ -164,6 +168,13 @@ class SpecialTokens:
     bos_id: int | None = None
     stop_ids: tuple[int, ...] = ()
 
+    def bos_id_below(self, vocab_size: int) -> int | None:
+        """Return `bos_id` if a vocabulary of this size has it.
+
+        Small models that were trained from scratch often have the BOS id of a large one.
+        """
+        return self.bos_id if self.bos_id is not None and self.bos_id < vocab_size else None
+
     @cached_property
     def special(self) -> frozenset[str]:
         """The texts of all special tokens."""
@@ -172,7 +183,7 @@ class SpecialTokens:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_bytes())
+        record = json.loads(read_regular_file(path))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read as JSON ({error}); copy it again from the model's source"
@@ -191,9 +202,18 @@ def _token_text(token: object) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _parse_ids(value: object) -> tuple[int, ...]:
+def _read_ids(record: Mapping[str, Any], key: str, path: Path) -> tuple[int, ...]:
+    """Return the token ids in a field that has one id, a list of ids, or null."""
+    value = record.get(key)
     values = value if isinstance(value, list) else [value]
-    return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+    ids = [token_id for token_id in values if token_id is not None]
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < TOKEN_ID_LIMIT:
+            raise CheckpointError(
+                f"{path}: {key} is {short_repr(token_id)}; it must be a token id, a whole number "
+                "from 0 to the size of the vocabulary: correct it, or copy the file again"
+            )
+    return tuple(ids)
 
 
 def read_special_tokens(folder: Path) -> SpecialTokens:
@@ -216,8 +236,8 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
         adds_eos=adds_eos if isinstance(adds_eos, bool) else None,
         declared=_declared_tokens(merged, config.get("added_tokens_decoder"), added),
         spaces_each_text=config.get("legacy") is not False,
-        bos_id=next(iter(_parse_ids(generation.get("bos_token_id"))), None),
-        stop_ids=_parse_ids(generation.get("eos_token_id")),
+        bos_id=next(iter(_read_ids(generation, "bos_token_id", folder / files[2])), None),
+        stop_ids=_read_ids(generation, "eos_token_id", folder / files[2]),
     )
 
 

@@ -8,6 +8,7 @@ All four kinds implement the same protocol. Text becomes a control token only wi
 compares vocabulary sizes.
 """
 
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +40,8 @@ __all__ = [
     "open_tokenizer",
     "piece_decoder",
 ]
+
+log = logging.getLogger(__name__)
 
 TokenizerKind = Literal["tokenizer.json", "sentencepiece", "gpt2", "null"]
 
@@ -231,8 +234,12 @@ def piece_decoder(
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, source: object) -> None:
-    """Raise CheckpointError if the tokenizer's size does not fit the model's vocabulary."""
+    """Raise CheckpointError if the tokenizer's ids do not fit the model's vocabulary."""
     size = tokenizer.vocab_size
+    for stop_id in tokenizer.stop_ids:
+        # Small models that were trained from scratch often have the end-of-text id of a large one.
+        if stop_id >= vocab_size:
+            log.warning("event=stop_id_unused id=%d vocab_size=%d", stop_id, vocab_size)
     if size > vocab_size:
         raise CheckpointError(
             f"the tokenizer in {source} has ids up to {size - 1}, but the model's vocabulary ends "

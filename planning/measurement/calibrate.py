@@ -8,12 +8,10 @@ prompt token.
 
 import platform
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -22,18 +20,19 @@ import yaml
 from checkpoints_tools.conversion.convert import write_native
 from clients.load.generator import LengthSampler, LoadError, LoadSpec, ServerEndpoint, run_load
 from clients.load.report import LoadReport
+from gpt.abandoned_files import temporary_folder
 from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
+from gpt.cpu_threads import set_thread_count
 from gpt.errors import PreambleError
 from gpt.formats.registry import open_checkpoint
 from gpt.host_limits import total_memory_bytes
 from gpt.model.loading import check_dtype, parse_device
+from gpt.software_versions import preamble_version
 from planning.inference.calibration_file import Calibration, MeasuredModel
 from planning.inference.step_cost import StepCostModel
 from planning.measurement.child_command import run_server
 from planning.measurement.step_timing import TimedModel, time_model
-from serving.ranks.rank_position import RankPosition
-from serving.ranks.rank_resources import set_thread_count
 
 LogFunction = Callable[[str], None]
 
@@ -85,7 +84,7 @@ def calibrate(options: CalibrationOptions, log: LogFunction) -> Calibration:
     """Calibrate this machine. This takes one to three minutes, or longer with a large model."""
     check_dtype(options.dtype)
     device = parse_device(options.device)
-    set_thread_count(RankPosition(0, 1, 0, 1), respect_environment=True)
+    set_thread_count()
     user_model = None if options.model is None else _time_user_model(options, options.model, log)
     timed_models = list(_time_reference_models(options, device.type, user_model, log))
     overhead = None
@@ -188,9 +187,9 @@ def random_checkpoint(config: GPTConfig) -> Iterator[Path]:
 
     The checkpoint has no tokenizer, so no end-of-text token ends a completion early.
     """
-    with tempfile.TemporaryDirectory(prefix="preamble-plan-") as folder:
-        write_native(random_init_checkpoint(config, 0), Path(folder) / "model")
-        yield Path(folder) / "model"
+    with temporary_folder("plan") as folder:
+        write_native(random_init_checkpoint(config, 0), folder / "model")
+        yield folder / "model"
 
 
 def _measure_overhead(
@@ -221,11 +220,11 @@ def _measure_overhead(
 @contextmanager
 def _run_server(model: Path, settings: Mapping[str, object]) -> Iterator[str]:
     """Run a server with these settings and yield its HOST:PORT."""
-    with tempfile.TemporaryDirectory(prefix="preamble-plan-") as folder:
-        config = Path(folder) / "serve.yaml"
+    with temporary_folder("plan") as folder:
+        config = folder / "serve.yaml"
         config.write_text(yaml.safe_dump(dict(settings)))
         server_args: list[str | Path] = [model, "--config", config, "--no-page"]
-        with run_server(server_args, Path(folder) / "log", START_TIMEOUT_S) as (_, address):
+        with run_server(server_args, folder / "log", START_TIMEOUT_S) as (_, address):
             yield address
 
 
@@ -346,11 +345,11 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    try:
-        versions["preamble"] = metadata.version("preamble")
-    except metadata.PackageNotFoundError:
-        versions["preamble"] = "not installed"
+    versions = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "preamble": preamble_version(),
+    }
     if device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda)
         versions["driver"] = _driver_version()

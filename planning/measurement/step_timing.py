@@ -16,7 +16,6 @@ import torch
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.costs.inference import kv_bytes_per_token
-from gpt.cpu import kernels
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.model.loading import parse_device
 from gpt.parallel.mesh import Mesh
@@ -101,11 +100,7 @@ def time_model(
         blocks=blocks,
         slots=slots,
     )
-    try:
-        timings = _time_rounds(runner, shapes, seconds, clock)
-    finally:
-        # Spinning threads would slow down the next measurement.
-        kernels.release_openmp_threads()
+    timings = _time_rounds(runner, shapes, seconds, clock)
     step_costs = fit_step_costs(timings)
     shape = ModelShape.from_config(model_config)
     dtype_bytes = model.dtype.itemsize

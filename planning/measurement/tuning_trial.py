@@ -33,6 +33,7 @@ DROPPED_KEYS = {
     "validation_examples",
     "patience",
     "measure",
+    "monitor",
     "golden_examples",
     "oracle",
     "tensorboard",

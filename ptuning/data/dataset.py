@@ -7,8 +7,9 @@ counted, or its `truncate_field` is truncated. The virtual-token rows of all tas
 table, task after task. This module uses the model's sizes, but no weights.
 """
 
+import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from gpt.adapters.card import begins_with_virtual_tokens
 from gpt.adapters.prompt_template import PART_PATTERN, PromptTemplate
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError, RequestError
+from gpt.sampling_params import uniform_draw
 from gpt.settings import short_repr, suggest_nearest
 from gpt.tokenizers.tokenizer import Tokenizer
 from ptuning.config import DataConfig, MethodConfig
@@ -24,6 +26,11 @@ from ptuning.task import Task
 
 TASKNAME = "taskname"  # Key of a record that names its task, as in NeMo's data.
 NAMES_CHARACTERS_MAX = 200  # Length limit of task names and field names in an error message.
+# An evaluated answer may be longer than the longest expected answer by this share of its tokens,
+# and by at least this number of tokens.
+ANSWER_MARGIN_SHARE = 1 / 4
+ANSWER_MARGIN_MIN = 4
+SAMPLE_SEED = 0  # Seed of the samples of validation records; the same in all runs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,37 @@ class ExampleSet:
             self.records[:count],
             self.answers[:count],
         )
+
+    def sample(self, count: int) -> "ExampleSet":
+        """Return `count` examples that are drawn at random, in their order in the file.
+
+        The draws depend only on the number of examples, so all runs on a file evaluate the same
+        sample. `truncated` and `dropped` are unchanged.
+        """
+        total = len(self.examples)
+        if count >= total:
+            return self
+        draws = sorted(range(total), key=lambda index: uniform_draw(SAMPLE_SEED, index))
+        indices = sorted(draws[:count])
+        return ExampleSet(
+            [self.examples[index] for index in indices],
+            self.truncated,
+            self.dropped,
+            [self.records[index] for index in indices],
+            [self.answers[index] for index in indices],
+        )
+
+
+def new_tokens_limit(examples: Iterable[Example], max_new_tokens: int | None) -> int:
+    """Return the length limit of the evaluated answers, from the expected answers of `examples`.
+
+    The limit is the longest expected answer with its end token, and a margin: a longer answer is
+    wrong, so the rest of it is not generated. `max_new_tokens`, a task's or card's limit, may
+    reduce it.
+    """
+    longest = max((len(example.ids) - example.answer_start for example in examples), default=0)
+    limit = longest + max(ANSWER_MARGIN_MIN, math.ceil(longest * ANSWER_MARGIN_SHARE))
+    return limit if max_new_tokens is None else min(limit, max_new_tokens)
 
 
 @dataclass(frozen=True)

@@ -2,42 +2,37 @@
 
 The adapter's card has the prompt template, the stop strings and the digest of the base model. The
 model answers the same records with and without the adapter's virtual tokens, so the scores show the
-gain of the adapter. Stop strings and length limits have the same effect as in serving. This module
+gain of the adapter. Stop strings have the same effect as in serving; the length limit comes from
+the expected answers (`new_tokens_limit`). The expected answers are the drafts of the generation, so
+one forward pass per record and variant gives the loss, and the answer if it is correct. This module
 needs no run; ptuning/run/validation.py evaluates held-out records during a run.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from gpt.adapters.adapter_file import Adapter, check_adapter, open_adapter
 from gpt.checkpoint.digest import identify
+from gpt.cpu_inference.weight_packing import pack_weights
 from gpt.errors import AdapterError, ConfigError
 from gpt.formats.overrides import open_with_overrides, read_overrides
-from gpt.generation.completions import NEW_TOKENS_DEFAULT, TextCompletion, complete_prompts
+from gpt.generation.completions import TextCompletion, complete_prompts
 from gpt.model.gpt_model import GPT
 from gpt.model.loading import load_model, parse_device
 from gpt.model.pipeline import model_chunks
 from gpt.parallel.mesh import Mesh
-from gpt.parallel.pipeline_communication import broadcast_from_last_stage
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, open_tokenizer
+from ptuning.activity import ActivityCallback, ignore_activity, loading_progress
 from ptuning.config import ModelConfig, TuneConfig
-from ptuning.data.dataset import Example, ExampleSet, read_examples
-from ptuning.data.micro_batch import build_micro_batch, split_into_micro_batches
+from ptuning.data.dataset import Example, ExampleSet, new_tokens_limit, read_examples
 from ptuning.evaluation.answer_metrics import compute_metrics
-from ptuning.prompt.prefix_tuning import shard_prefix_table
 from ptuning.run_facts import ADAPTER, NO_PROMPT, Sample
-from ptuning.training.pipeline import PipelineChannels, run_passes
-from ptuning.training.pipeline_schedule import schedule_forward_only
 
-BATCH_TOKENS = 4096  # Token limit of a micro-batch when the loss is computed.
 SAMPLES_MAX = 12  # Number of sample answers in the JSON output.
 LINES_SHOWN = 3  # Number of sample answers and of reasons for dropped records in the text output.
 
@@ -48,7 +43,7 @@ class Score:
 
     loss: float  # Mean loss over the tokens of the expected answers.
     measures: Mapping[str, float]  # Metrics from 0 to 1.
-    answers_cut: int  # Number of generated answers that reached max_new_tokens.
+    answers_cut: int  # Number of generated answers that reached the length limit.
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,11 @@ class Evaluation:
 
 
 def evaluate(
-    model: GPT | Sequence[GPT], tokenizer: Tokenizer, adapter: Adapter, examples: ExampleSet
+    model: GPT | Sequence[GPT],
+    tokenizer: Tokenizer,
+    adapter: Adapter,
+    examples: ExampleSet,
+    report_activity: ActivityCallback = ignore_activity,
 ) -> Evaluation:
     """Score an adapter on examples that were rendered with the adapter's template.
 
@@ -72,12 +71,16 @@ def evaluate(
     vocab_size = model_chunks(model)[0].config.vocab_size
     table = adapter.table.to(model_chunks(model)[0].mesh.device)
     plain_examples = [_without_virtual_tokens(example, vocab_size) for example in examples.examples]
+    answer_tokens_max = new_tokens_limit(examples.examples, adapter.card.max_new_tokens)
     answers: dict[str, list[TextCompletion]] = {}
     scores: dict[str, Score] = {}
+    count = len(examples.examples)
     for variant, scored_examples, variant_table in (
         (NO_PROMPT, plain_examples, None),
         (ADAPTER, examples.examples, table),
     ):
+        activity = f"evaluating, {variant}"
+        report_activity(activity, 0, count)
         prompts = [list(example.ids[: example.answer_start]) for example in scored_examples]
         answers[variant] = complete_prompts(
             model,
@@ -88,14 +91,16 @@ def evaluate(
             [prompt or [tokenizer.bos_id or tokenizer.eos_id or 0] for prompt in prompts],
             adapter_table=variant_table,
             adapter_kind=adapter.card.kind,
-            max_new_tokens=adapter.card.max_new_tokens or NEW_TOKENS_DEFAULT,
+            max_new_tokens=answer_tokens_max,
             stop_strings=adapter.card.stop,
+            drafts=[example.ids[example.answer_start :] for example in scored_examples],
+            shares_prefix=True,
+            report_progress=_progress_callback(report_activity, activity, count),
         )
         texts = [answer.text for answer in answers[variant]]
-        metrics = compute_metrics(texts, examples.answers)
         scores[variant] = Score(
-            answer_loss(model, scored_examples, variant_table, adapter.card.kind),
-            metrics,
+            _mean_loss(answers[variant]),
+            compute_metrics(texts, examples.answers),
             answers_cut=sum(answer.is_truncated for answer in answers[variant]),
         )
     sample_columns = zip(
@@ -105,48 +110,19 @@ def evaluate(
         Sample(inputs, expected, before.text, after.text, after.is_truncated)
         for inputs, expected, before, after in islice(sample_columns, SAMPLES_MAX)
     ]
-    return Evaluation(len(examples.examples), examples.truncated, examples.dropped, scores, samples)
+    return Evaluation(count, examples.truncated, examples.dropped, scores, samples)
 
 
-@torch.no_grad()
-def answer_loss(
-    model: GPT | Sequence[GPT],
-    examples: Sequence[Example],
-    table: Tensor | None,
-    kind: str = "rows",
-) -> float:
-    """Return the mean loss over the loss positions of all examples.
+def _progress_callback(
+    report_activity: ActivityCallback, activity: str, total: int
+) -> Callable[[int], None]:
+    return lambda completed: report_activity(activity, completed, total)
 
-    All ranks must call this function. `table` is the table of an adapter of the kind `kind`; None:
-    no adapter.
-    """
-    chunks = model_chunks(model)
-    mesh = chunks[0].mesh
-    # Examples of similar length share a micro-batch; the order changes the sum only by rounding.
-    ordered = sorted(examples, key=lambda example: len(example.ids))
-    micro_batches = [
-        build_micro_batch(group, mesh.device)
-        for group in split_into_micro_batches(
-            [example for example in ordered if example.loss_positions], None, BATCH_TOKENS
-        )
-        if group
-    ]
-    passes = schedule_forward_only(mesh.pp, len(micro_batches), len(chunks))
-    prefix = None
-    if table is not None and kind == "prefix":
-        prefix = shard_prefix_table(table, chunks)
-        table = None
-    total = run_passes(
-        chunks,
-        passes,
-        micro_batches,
-        PipelineChannels(mesh),
-        table=table,
-        prefix=prefix,
-        loss_scale=0.0,
-    )
-    tokens = sum(len(example.loss_positions) for example in examples)
-    return float(broadcast_from_last_stage(total, mesh)) / max(1, tokens)
+
+def _mean_loss(answers: Sequence[TextCompletion]) -> float:
+    """Return the mean loss over the tokens of the drafts, which are the expected answers."""
+    logprobs = [logprob for answer in answers for logprob in answer.draft_logprobs]
+    return -sum(logprobs) / max(1, len(logprobs))
 
 
 def _without_virtual_tokens(example: Example, vocab_size: int) -> Example:
@@ -156,7 +132,7 @@ def _without_virtual_tokens(example: Example, vocab_size: int) -> Example:
     return Example(ids, example.answer_start - virtual_count, example.task_index)
 
 
-def evaluate_command(args: argparse.Namespace) -> int:
+def evaluate_command(args: argparse.Namespace, report_activity: ActivityCallback) -> int:
     """Run `tune --evaluate ADAPTER FILE`; return the exit code.
 
     The model is `args.model` if it is set, else the setting `model` of the config file.
@@ -180,8 +156,14 @@ def evaluate_command(args: argparse.Namespace) -> int:
         adapter, file, tokenizer, gpt_config.vocab_size, gpt_config.max_position_embeddings
     )
     mesh = Mesh.single(parse_device(model_config.device))
-    model = load_model(checkpoint, mesh, dtype=model_config.dtype).eval()
-    evaluation = evaluate(model, tokenizer, adapter, examples)
+    model = load_model(
+        checkpoint,
+        mesh,
+        dtype=model_config.dtype,
+        report_progress=loading_progress(report_activity),
+    ).eval()
+    pack_weights(model)
+    evaluation = evaluate(model, tokenizer, adapter, examples, report_activity)
     for note in notes:
         sys.stderr.write(f"note: {note}\n")
     if args.json:

@@ -119,7 +119,7 @@ class Answer:
     title: str
     is_right: bool
     pieces: Sequence[tuple[str, bool]]  # Pairs (text, whether it differs from `expected`).
-    is_cut: bool  # Whether the answer reached max_new_tokens.
+    is_cut: bool  # Whether the answer reached the length limit.
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def _figure_tiles(run: RunFacts) -> Iterator[Tile]:
     """Yield the tiles of the verdict card."""
     if len(run.tasks) == 1:
         measures = task_measures(run.tasks[0], run)
-        measure = headline_measure(measures, str(run.config.get("measure", "")))
+        measure = headline_measure(measures, str(run.config.get("monitor", "")))
         if measure is not None and is_share(measure):
             no_prompt_measure = run.tasks[0].metrics_by_variant.get(NO_PROMPT, {}).get(measure)
             gain = (
@@ -301,7 +301,7 @@ def _int_or_zero(value: object) -> int:
 
 def _overview(run: RunFacts) -> MeasureTable | None:
     """Build the table of all tasks, with one measure per task."""
-    preferred = str(run.config.get("measure", ""))
+    preferred = str(run.config.get("monitor", ""))
     variants = [
         name for name in VARIANTS if any(name in task.metrics_by_variant for task in run.tasks)
     ]
@@ -439,12 +439,17 @@ def _serve_section(task: TaskFacts, run: RunFacts) -> ServeSection | None:
     return ServeSection(commands, None if is_model else f"The adapter is {task.path}")
 
 
+def _evaluated_records(task: TaskFacts) -> str:
+    count, total = task.validation_examples, task.validation_records
+    return f"{count:,}" if count == total else f"a sample of {count:,} of {total:,}"
+
+
 def _data_section(task: TaskFacts) -> DataSection:
     facts: dict[str, object] = {
         "Training records": task.data,
         "Examples": f"{task.examples:,}",
         "Held-out records": task.validation or "none",
-        "Evaluated": f"{task.validation_examples:,}" if task.validation else "",
+        "Evaluated": _evaluated_records(task) if task.validation else "",
         "Truncated": f"{task.truncated:,}",
         "Dropped": f"{len(task.dropped):,}",
     }

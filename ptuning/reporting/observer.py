@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from gpt.config import GPTConfig
 from ptuning.data.dataset import TaskData
 from ptuning.reporting.html_report import render_report
-from ptuning.reporting.progress_bar import ProgressDisplay, open_display
+from ptuning.reporting.progress_bar import ActivityDisplay, ProgressDisplay, open_display
 from ptuning.reporting.run_logs import RunLogs, read_logs
 from ptuning.run.artifacts import RunOutcome
 from ptuning.run.preparation import PreparedRun
@@ -35,6 +35,8 @@ class NullObserver:
 
     def on_status(self, message: str) -> None: ...
 
+    def on_activity(self, activity: str, completed: int, total: int) -> None: ...
+
     def on_warning(self, message: str) -> None: ...
 
     def on_end(self, outcome: RunOutcome, validator: Validator) -> None: ...
@@ -50,6 +52,7 @@ class RunObserver:
         self._prepared = prepared
         self._stream = stream
         self._exit_stack = ExitStack()
+        self._activities = ActivityDisplay(stream)
         self._display: ProgressDisplay | None = None
         self._logs: RunLogs | None = None
         self._tasks = [_task_facts(task) for task in prepared.tasks]
@@ -76,9 +79,10 @@ class RunObserver:
         self._logs = self._exit_stack.enter_context(logs)
         self._display = self._exit_stack.enter_context(
             open_display(
-                steps, self._stream, measure=config.validation_config.measure, start_step=step
+                steps, self._stream, measure=config.validation_config.monitor, start_step=step
             )
         )
+        self._activities = self._display.activities
 
     def on_step(self, metrics: StepMetrics) -> None:
         assert self._logs is not None and self._display is not None
@@ -101,6 +105,10 @@ class RunObserver:
         """Print what the run does now."""
         self._print_line(message)
 
+    def on_activity(self, activity: str, completed: int, total: int) -> None:
+        """Show the progress of an activity other than training steps."""
+        self._activities.show(activity, completed, total)
+
     def on_warning(self, message: str) -> None:
         self._notes.append(message)
         self._print_line(f"warning: {message}")
@@ -111,7 +119,9 @@ class RunObserver:
         self._write_report(self.facts)
 
     def close(self) -> None:
+        self._activities.close()
         self._exit_stack.close()
+        self._display = None
 
     def _run_facts(
         self,
@@ -147,6 +157,9 @@ class RunObserver:
             self._print_line(line)
 
     def _print_line(self, line: str) -> None:
+        if self._display is not None:
+            self._display.print_line(line)
+            return
         with suppress(OSError):  # stderr may have been closed.
             self._stream.write(f"{line}\n")
             self._stream.flush()
@@ -203,7 +216,9 @@ def _with_results(
     return replace(
         facts,
         validation_examples=len(task_validation.examples.examples),
+        validation_records=task_validation.records,
         answers_cut=task_validation.answers_cut,
+        answer_tokens_max=task_validation.answer_tokens_max,
         metrics_by_variant=task_validation.metrics_by_variant,
         samples=task_validation.samples(),
     )

@@ -1,18 +1,20 @@
 """Progress display of a run: a progress bar on a terminal, otherwise about ten lines.
 
 Both displays show the smoothed loss, the loss of the last step, text tokens per second, the
-remaining time and the best validation so far. If a line cannot be printed, the run continues. The
-displays read step metrics and validations only.
+remaining time and the best validation so far. `ActivityDisplay` shows the progress and the
+remaining time of other activities, such as loading and measuring. If a line cannot be printed, the
+run continues. The displays read step metrics, validations and counts only.
 """
 
 import math
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TextIO
+from typing import IO, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Task, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Task, TaskID, TextColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
@@ -22,10 +24,111 @@ from ptuning.run_facts import StepMetrics, Validation
 LOG_LINES = 10  # Number of step lines per run if stderr is not a terminal.
 RECENT_STEPS = 50  # Number of recent steps from which speed and remaining time are computed.
 SMOOTHING = 0.9  # Decay of the exponential moving average of the loss.
+# Seconds between two lines of an activity if stderr is not a terminal.
+ACTIVITY_LINE_S = 10.0
+
+
+class ActivityDisplay:
+    """Shows one activity at a time: a bar on a terminal, else a line every ACTIVITY_LINE_S."""
+
+    def __init__(
+        self, stream: IO[str], bar: Bar | None = None, *, line_s: float = ACTIVITY_LINE_S
+    ) -> None:
+        """`bar`: the bar of a run, below which the activities are shown; None: an own bar."""
+        self._stream = stream
+        self._line_s = line_s
+        self._console = Console(file=stream) if bar is None else bar.console
+        self._run_bar = bar
+        self._own_bar: Bar | None = None
+        self._task: TaskID | None = None
+        self._activity = ""
+        self._started_s = self._line_printed_s = 0.0
+
+    def show(self, activity: str, completed: int, total: int) -> None:
+        """Show the counts of an activity; equal counts end it."""
+        if activity != self._activity:
+            self._start(activity, total)
+        now_s = time.monotonic()
+        bar = self._run_bar or self._own_bar
+        if bar is not None and self._task is not None:
+            with suppress(OSError):
+                bar.update(self._task, completed=completed, total=total)
+        elif now_s - self._line_printed_s >= self._line_s and completed < total:
+            self._line_printed_s = now_s
+            self._print_line(
+                f"{activity}: {completed:,} of {total:,}"
+                + format_time_left(now_s - self._started_s, completed, total)
+            )
+        if completed >= total:
+            self.close()
+
+    def close(self) -> None:
+        """Remove the bar of the current activity, if any."""
+        with suppress(OSError):
+            if self._run_bar is not None and self._task is not None:
+                self._run_bar.remove_task(self._task)
+            if self._own_bar is not None:
+                self._own_bar.stop()
+        self._activity, self._own_bar, self._task = "", None, None
+
+    def _start(self, activity: str, total: int) -> None:
+        self.close()
+        self._activity = activity
+        self._started_s = self._line_printed_s = time.monotonic()
+        if not self._console.is_terminal:
+            return
+        with suppress(OSError):
+            bar = self._run_bar
+            if bar is None:
+                bar = self._own_bar = Bar(
+                    _ActivityColumn(),
+                    BarColumn(bar_width=24),
+                    MofNCompleteColumn(),
+                    _TimeLeftColumn(),
+                    console=self._console,
+                    transient=True,
+                )
+                bar.start()
+            self._task = bar.add_task(activity, total=total)
+
+    def _print_line(self, text: str) -> None:
+        with suppress(OSError):
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
+
+
+class _ActivityColumn(TextColumn):
+    """Column with the name of a bar. It renders a Text object, so a name is not markup."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def render(self, task: Task) -> Text:
+        return Text(task.description)
+
+
+class _TimeLeftColumn(TextColumn):
+    """Column with the remaining time of a bar, from its mean speed so far."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def render(self, task: Task) -> Text:
+        elapsed_s, total = task.elapsed or 0.0, int(task.total or 0)
+        return Text(format_time_left(elapsed_s, int(task.completed), total).removeprefix(", "))
+
+
+def format_time_left(elapsed_s: float, completed: int, total: int) -> str:
+    """Return ", REMAINING TIME left"; empty if nothing is complete yet."""
+    if not 0 < completed <= total:
+        return ""
+    return f", {format_duration(elapsed_s / completed * (total - completed))} left"
 
 
 class ProgressDisplay:
     """Base class of the displays; use `open_display`."""
+
+    activities: ActivityDisplay
 
     def __init__(self, steps: int, measure: str, start_step: int) -> None:
         self.steps = steps
@@ -54,7 +157,7 @@ class ProgressDisplay:
         if validation.loss is not None:
             measures = {"loss": validation.loss, **measures}
         parts = [f"{label(name)} {format_measure(name, value)}" for name, value in measures.items()]
-        self._print_line(f"validation at step {validation.step}: {', '.join(parts).lower()}")
+        self.print_line(f"validation at step {validation.step}: {', '.join(parts).lower()}")
 
     @property
     def loss(self) -> str:
@@ -98,7 +201,7 @@ class ProgressDisplay:
     def _show_step(self, metrics: StepMetrics) -> None:
         raise NotImplementedError
 
-    def _print_line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         raise NotImplementedError
 
 
@@ -107,9 +210,10 @@ class _LineDisplay(ProgressDisplay):
 
     def __init__(self, steps: int, measure: str, start_step: int, stream: TextIO) -> None:
         super().__init__(steps, measure, start_step)
+        self.activities = ActivityDisplay(stream)
         self._stream = stream
         self._next_shown_step = start_step
-        self._print_line(
+        self.print_line(
             f"tuning, {steps} steps" + (f", from step {start_step + 1}" if start_step else "")
         )
 
@@ -119,9 +223,9 @@ class _LineDisplay(ProgressDisplay):
         self._next_shown_step = metrics.step + max(1, (self.steps - self._start_step) // LOG_LINES)
         time_left = self.time_left if metrics.step < self.steps else ""
         parts = (f"step {metrics.step}/{self.steps}", self.loss, self.speed, time_left, self.best)
-        self._print_line("  ".join(filter(None, parts)))
+        self.print_line("  ".join(filter(None, parts)))
 
-    def _print_line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         with suppress(OSError):  # stderr may be redirected to a full disk.
             self._stream.write(f"{text}\n")
             self._stream.flush()
@@ -134,34 +238,38 @@ class _BarDisplay(ProgressDisplay):
         super().__init__(steps, measure, start_step)
         self._console = console
         self.bar = Bar(
-            TextColumn("tuning"),
+            _ActivityColumn(),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             _StatusColumn(self),
             console=console,
         )
-        self._bar_id = self.bar.add_task("", total=steps, completed=start_step)
+        self.run_task = self.bar.add_task("tuning", total=steps, completed=start_step)
+        self.activities = ActivityDisplay(console.file, self.bar)
 
     def _show_step(self, metrics: StepMetrics) -> None:
-        self.bar.update(self._bar_id, completed=metrics.step)
+        self.bar.update(self.run_task, completed=metrics.step)
 
-    def _print_line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         with suppress(OSError):  # The terminal may have been closed.
             self._console.print(Text(text))
 
 
-class _StatusColumn(TextColumn):
-    """Column beside the progress bar: loss, speed, remaining time and best validation.
+class _StatusColumn(_TimeLeftColumn):
+    """Column beside the bar of the run: loss, speed, remaining time and best validation.
 
-    The column renders a Text object, so rich does not interpret names as markup.
+    Beside the bar of an activity it has the remaining time of the activity. The column renders a
+    Text object, so rich does not interpret names as markup.
     """
 
-    def __init__(self, display: ProgressDisplay) -> None:
-        super().__init__("")
+    def __init__(self, display: _BarDisplay) -> None:
+        super().__init__()
         self._display = display
 
     def render(self, task: Task) -> Text:
         display = self._display
+        if task.id != display.run_task:
+            return super().render(task)
         return Text(
             "  ".join(filter(None, (display.loss, display.speed, display.time_left, display.best)))
         )

@@ -170,7 +170,7 @@ def task_measures(task: TaskFacts, run: RunFacts) -> Mapping[str, float]:
 def task_verdict(task: TaskFacts, run: RunFacts) -> Verdict:
     """Return the verdict on a task's measures; if the task has none, on the loss of the run."""
     measures = task_measures(task, run)
-    measure = headline_measure(measures, str(run.config.get("measure", "")))
+    measure = headline_measure(measures, str(run.config.get("monitor", "")))
     if measure is None:
         return _loss_verdict(run)
     value = measures[measure]
@@ -300,8 +300,9 @@ def _task_warnings(task: TaskFacts, run: RunFacts) -> Iterator[str]:
         )
     if validation_examples and task.answers_cut > CUT_SHARE_MAX * validation_examples:
         yield (
-            f"{task.answers_cut} of {validation_examples} answers were cut at max_new_tokens; "
-            "a larger max_new_tokens or a stop string may give better measures"
+            f"{task.answers_cut} of {validation_examples} answers did not end within the limit of "
+            f"{task.answer_tokens_max} tokens; more steps, a stop string or a larger "
+            "max_new_tokens may give better measures"
         )
     if len(task.dropped) > DROPPED_SHARE_MAX * (len(task.dropped) + task.examples):
         yield (
@@ -314,7 +315,7 @@ def _task_warnings(task: TaskFacts, run: RunFacts) -> Iterator[str]:
 
 def _baseline_warnings(task: TaskFacts, run: RunFacts) -> Iterator[str]:
     measures = task.metrics_by_variant.get(ADAPTER, {})
-    measure = headline_measure(measures, str(run.config.get("measure", "")))
+    measure = headline_measure(measures, str(run.config.get("monitor", "")))
     if measure is None:
         return
     sign = 1 if is_share(measure) else -1
@@ -350,6 +351,7 @@ def run_summary(run: RunFacts) -> dict[str, Any]:
                 "examples": task.examples,
                 "dropped": len(task.dropped),
                 "validation_examples": task.validation_examples,
+                "validation_records": task.validation_records,
                 "measures": nonfinite_to_none(task.metrics_by_variant),
                 "verdict": task_verdict(task, run).sentence,
             }

@@ -1,10 +1,12 @@
 """Run artifacts: writes the trained adapters with their cards, the encoder, or the full model.
 
 An adapter contains its task's rows of the run's virtual-token table or prefix table, in fp32. The
-method `full` writes a checkpoint instead of adapters. A resumed run compares digests, so that it
-does not write the same adapter or checkpoint twice. This module does not train or validate.
+method `full` writes a checkpoint instead of adapters. A run writes a publication record before it
+writes an adapter, so that a resumed run finds the adapter and does not write it twice. This module
+does not train or validate.
 """
 
+import json
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
@@ -24,6 +26,8 @@ from gpt.adapters.adapter_file import (
     Card,
     build_adapter,
     check_publish_directory,
+    find_adapter,
+    last_version,
     latest_adapter,
     publish_adapter,
 )
@@ -44,6 +48,10 @@ from ptuning.prompt.prompt_encoder import ENCODER_FILE
 from ptuning.run.preparation import PreparedRun
 from ptuning.run.validation import Validator
 from ptuning.training.trainer import Trainer
+
+# The publication record in the folder of a run. Keyed by adapter name, it has the digest of the
+# adapter, and the last version of this name before the run wrote the adapter.
+PUBLICATION_FILE = "publication.json"
 
 
 @dataclass(frozen=True)
@@ -68,13 +76,14 @@ def write_adapters(
     table: Tensor,
     metrics: Mapping[str, Any],
     validator: Validator,
+    run_folder: Path,
     *,
     is_resumed: bool,
 ) -> list[tuple[Path, Card]]:
     """Write the adapter of each task on rank 0; return the paths and cards (empty on other ranks).
 
     All ranks must call this function. If `is_resumed` is set, the run may have written some
-    adapters before it was killed; an adapter that equals its latest version is not written again.
+    adapters before it was killed; these are not written again.
     """
     paths_and_cards = []
     for data, card in zip(prepared.tasks, prepared.cards, strict=True):
@@ -88,14 +97,50 @@ def write_adapters(
             adapter = build_adapter(replace(adapter.card, golden=golden), rows.cpu())
         if trainer.mesh.rank == 0:
             folder = Path(prepared.config.output_config.output)
-            latest = latest_adapter(folder, card.name) if is_resumed else None
-            if latest is not None and latest[1].digest == adapter.digest:
-                path = latest[0]
-            else:
+            written = _find_written_adapter(adapter, folder, run_folder) if is_resumed else None
+            if written is None:
                 check_publish_directory(folder)  # The folder may have been removed during the run.
-                path = publish_adapter(adapter, folder)
-            paths_and_cards.append((path, adapter.card))
+                _record_publication(adapter, folder, run_folder)
+                written = publish_adapter(adapter, folder, "tune"), adapter
+            paths_and_cards.append((written[0], written[1].card))
     return paths_and_cards
+
+
+def _find_written_adapter(
+    adapter: Adapter, folder: Path, run_folder: Path
+) -> tuple[Path, Adapter] | None:
+    """Return the adapter that this run has written before it was killed; None if there is none.
+
+    The table of a resumed run may differ by rounding from the table that was written, so the digest
+    is read from the publication record. Runs of versions before 0.2 have no such record.
+    """
+    record = _read_publications(run_folder).get(adapter.card.name)
+    if record is not None:
+        digest, last = str(record["digest"]), int(record["last_version"])
+        return find_adapter(folder, adapter.card.name, digest, after_version=last)
+    latest = latest_adapter(folder, adapter.card.name)
+    return latest if latest is not None and latest[1].digest == adapter.digest else None
+
+
+def _record_publication(adapter: Adapter, folder: Path, run_folder: Path) -> None:
+    name = adapter.card.name
+    record = {"digest": adapter.digest, "last_version": last_version(folder, name)}
+    records = {**_read_publications(run_folder), name: record}
+    try:
+        run_folder.mkdir(parents=True, exist_ok=True)  # It may have been removed during the run.
+        write_atomic(run_folder / PUBLICATION_FILE, json.dumps(records).encode())
+    except OSError as error:
+        raise _unwritable_error(run_folder / PUBLICATION_FILE, error.strerror) from None
+
+
+def _read_publications(run_folder: Path) -> dict[str, dict[str, Any]]:
+    try:
+        records: dict[str, dict[str, Any]] = json.loads(
+            (run_folder / PUBLICATION_FILE).read_text("utf-8")
+        )
+    except (OSError, ValueError):
+        return {}
+    return records
 
 
 def write_encoder(folder: Path, tensors: Mapping[str, Tensor]) -> None:

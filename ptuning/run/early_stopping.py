@@ -1,7 +1,7 @@
 """Early stopping of a training run, and the virtual-token table of the best validation.
 
-The score of a validation is the metric that the setting `measure` names; for the loss, the score is
-the negative validation loss. Without `patience`, a run does not stop early, but the best table is
+The score of a validation is the metric that the setting `monitor` names; for the loss, the score is
+the negative validation loss. With `patience: 0` a run does not stop early, but the best table is
 still kept. Rank 0's score and loss decide on all ranks.
 """
 
@@ -51,8 +51,10 @@ class EarlyStopping:
     @property
     def should_stop(self) -> bool:
         """Whether the best score has not improved in the last `patience` validations."""
-        patience = self._validation_config.patience
-        return patience is not None and self._best.waited >= patience
+        patience = self._validation_config.patience_validations(
+            self._trainer.config.training_config.steps, self._method_config.method
+        )
+        return 0 < patience <= self._best.waited
 
     @property
     def best_step(self) -> int | None:
@@ -121,9 +123,9 @@ class EarlyStopping:
 
     def _score(self, validation: Validation) -> float:
         """Return the score; higher is better. NaN becomes -infinity, the worst score."""
-        measure = self._validation_config.measure
-        if measure != "loss":
-            score = validation.measures[measure]
+        monitor = self._validation_config.monitor
+        if monitor != "loss":
+            score = validation.measures[monitor]
         else:
             score = 0.0 if validation.loss is None else -validation.loss
         return -math.inf if math.isnan(score) else score

@@ -160,14 +160,15 @@ def _check_validation(
         )
     if any(task.validation is not None for task in tasks):
         return
-    # The defaults need no validation records.
-    for name, setting, default in (
-        ("measure", validation_config.measure, "loss"),
-        ("patience", validation_config.patience, None),
-        ("validate_every", validation_config.validate_every, None),
-        ("golden_examples", golden_examples, 0),
+    # These values need no validation records.
+    for name, setting, unused in (
+        ("measure", validation_config.measure, ("none", "sample")),
+        ("monitor", validation_config.monitor, ("loss",)),
+        ("patience", validation_config.patience, (None, 0)),
+        ("validate_every", validation_config.validate_every, (None, 0)),
+        ("golden_examples", golden_examples, (0,)),
     ):
-        if setting != default:
+        if setting not in unused:
             raise ConfigError(
                 f"{name} is {setting}, but there are no validation records; set `validation` to a "
                 "file of records"

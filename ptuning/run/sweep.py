@@ -2,7 +2,7 @@
 
 Each run has its own folder, which contains its adapters and, after the run has finished without an
 error, its result file. When the same command is started again, it executes only the runs without a
-valid result file, so failed runs are repeated. The runs are compared by `measure`. The caller
+valid result file, so failed runs are repeated. The runs are compared by `monitor`. The caller
 passes the function that executes one run; this module is independent of training.
 """
 
@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from ptuning.config import TuneConfig, ValidationConfig
 from ptuning.launch import under_torchrun
 from ptuning.run.artifacts import RunOutcome
 from ptuning.run.preparation import PreparedRun, prepare
+from ptuning.run.resumed_settings import resumed_settings
 from ptuning.run.training_loop import run_folder
 from ptuning.run.training_state import RunFingerprint, lock_folder
 from ptuning.run_facts import RunFacts
@@ -57,6 +58,7 @@ FIXED_SETTINGS = (
     "validation",
     "validation_examples",
     "measure",
+    "monitor",
 )
 # Combinations that can be folder names: short, with ASCII letters, digits and a few signs.
 SAFE_LABEL_PATTERN = re.compile(r"[\w.=,+-]{1,120}", re.ASCII)
@@ -68,6 +70,7 @@ class Variant:
 
     values: Mapping[str, Any]  # The swept values, keyed by setting.
     config: TuneConfig  # All settings of the run.
+    file: Mapping[str, Any]  # The settings without defaults: of the file, of the sweep, folders.
     folder: Path  # Folder of this run, including its adapters; no other run writes into it.
 
     def __str__(self) -> str:
@@ -86,12 +89,12 @@ class Sweep:
     def compared_by(self) -> str:
         """Name of the metric by which runs are compared.
 
-        The metric is `measure`. For the measure "loss" it is the validation loss, or the last
+        The metric is `monitor`. For the metric "loss" it is the validation loss, or the last
         training loss if there are no validation records.
         """
-        measure = self.config.validation_config.measure
-        if measure != "loss":
-            return measure
+        monitor = self.config.validation_config.monitor
+        if monitor != "loss":
+            return monitor
         has_validation = any(task.validation for task in self.config.data_config.resolved_tasks)
         return "validation_loss" if has_validation else "last_loss"
 
@@ -178,10 +181,9 @@ def read_sweep(path: str, assignments: Sequence[str]) -> Sweep:
         typed_values = {key: variant_settings[key] for key in grid}
         variant_folder = folder / _folder_label(typed_values)
         folders = {"run": str(variant_folder), "output": str(variant_folder / "adapters")}
+        file = {**settings, **overrides, **folders}
         variants[variant_folder.name] = Variant(
-            typed_values,
-            TuneConfig.from_dict({**settings, **overrides, **folders}, path),
-            variant_folder,
+            typed_values, TuneConfig.from_dict(file, path), file, variant_folder
         )
     return Sweep(config, tuple(variants.values()), folder)
 
@@ -202,10 +204,10 @@ def _parse_assignment(
             f"--sweep: {key} must be the same in all runs, because the runs are compared and the "
             f"best one is published under one name; remove --sweep {key}"
         )
-    if key == "answer_only_loss" and validation_config.measure == "loss":
+    if key == "answer_only_loss" and validation_config.monitor == "loss":
         raise ConfigError(
             "--sweep: answer_only_loss changes the meaning of the loss, so the loss cannot compare "
-            "these runs; set another measure, or remove answer_only_loss"
+            "these runs; set another monitor, or remove answer_only_loss"
         )
     if key not in setting_names:
         raise ConfigError(
@@ -249,13 +251,20 @@ def _folder_label(values: Mapping[str, Any]) -> str:
 
 
 def run_sweep(
-    sweep: Sweep, run: RunFunction, print_line: Callable[[str], None], *, restart: bool
+    sweep: Sweep,
+    run: RunFunction,
+    print_line: Callable[[str], None],
+    *,
+    restart: bool,
+    complete_run: Callable[[RunOutcome], None],
 ) -> SweepResult:
     """Execute the runs without a saved result, one after another; publish the best run's adapters.
 
-    With `restart`, saved results are removed first. If a run is interrupted, return the results so
-    far; their `best` is None.
+    `complete_run` is called after the result of a run is saved. With `restart`, saved results are
+    removed first. If a run is interrupted, return the results so far; their `best` is None.
     """
+    if not restart:
+        sweep = replace(sweep, variants=tuple(map(_with_resumed_settings, sweep.variants)))
     if sweep.compared_by == "last_loss":
         print_line(
             "warning: there are no validation records (`validation`), so runs are compared by "
@@ -283,13 +292,15 @@ def run_sweep(
             title = f"run {number} of {len(sweep.variants)}: {variant}"
             print_line(f"{title}{' (already finished)' if result is not None else ''}")
             if result is None:
-                result = _run_variant(variant, run, restart=restart)
+                outcome, result = _run_variant(variant, run, restart=restart)
                 if result.state == "interrupted":
                     return SweepResult(sweep, tuple(results))
                 if result.trouble:
                     print_line(f"warning: {variant}: {result.trouble}")
                 else:
                     _save_result(variant, fingerprint, result)
+                if outcome is not None:
+                    complete_run(outcome)
             results.append(result)
             _write_atomic(
                 sweep.folder / TABLE_FILE,
@@ -303,8 +314,16 @@ def run_sweep(
         return SweepResult(sweep, tuple(results), best, _publish(sweep, best, results[best]))
 
 
-def _run_variant(variant: Variant, run: RunFunction, *, restart: bool) -> VariantResult:
-    """Execute one run.
+def _with_resumed_settings(variant: Variant) -> Variant:
+    """Return the run with the settings with which it began, if it is unfinished."""
+    settings = resumed_settings(variant.config, variant.file)
+    return replace(variant, config=variant.config.with_fields(**settings))
+
+
+def _run_variant(
+    variant: Variant, run: RunFunction, *, restart: bool
+) -> tuple[RunOutcome | None, VariantResult]:
+    """Execute one run; the outcome of a failed run is None.
 
     A failed run does not end the sweep: if one learning rate is too large, only the run with this
     learning rate fails.
@@ -314,9 +333,9 @@ def _run_variant(variant: Variant, run: RunFunction, *, restart: bool) -> Varian
     except PreambleError as error:
         if dist.is_initialized():
             dist.destroy_process_group()  # The next run creates its own process group.
-        return VariantResult("failed", str(error))
+        return None, VariantResult("failed", str(error))
     last_validation = facts.validations[-1] if facts.validations else None
-    return VariantResult(
+    result = VariantResult(
         outcome.state,
         steps=outcome.step,
         best_step=outcome.best_step,
@@ -327,6 +346,7 @@ def _run_variant(variant: Variant, run: RunFunction, *, restart: bool) -> Varian
         seconds=sum(step.seconds for step in facts.progress),
         paths=tuple(str(path.relative_to(variant.folder)) for path in outcome.paths),
     )
+    return outcome, result
 
 
 def _load_result(variant: Variant, fingerprint: RunFingerprint) -> VariantResult | None:
@@ -377,7 +397,7 @@ def _publish(sweep: Sweep, best: int, result: VariantResult) -> tuple[Path, ...]
         if newest is not None and newest[1].digest == adapter.digest:
             paths.append(newest[0])
         else:
-            paths.append(publish_adapter(adapter, folder))
+            paths.append(publish_adapter(adapter, folder, "tune"))
     return tuple(paths)
 
 

@@ -7,6 +7,7 @@ that stopped early (`patience`) is complete and does not resume. The loop is ind
 terminal, the logs and the report.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 from gpt.adapters.card import Card
+from gpt.errors import ConfigError
 from gpt.model.activation_checkpointing import RecomputePolicy
 from gpt.model.gpt_model import GPT
 from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_stages import stage_layers
+from ptuning.activity import ActivityCallback, ignore_activity, loading_progress
 from ptuning.config import DataConfig, OutputConfig
 from ptuning.data.batch_order import BatchOrder
 from ptuning.prompt.prefix_tuning import build_prefix
@@ -60,6 +63,9 @@ class RunCallback(Protocol):
 
     def on_status(self, message: str) -> None: ...
 
+    # Progress of an activity other than training steps: an ActivityCallback.
+    def on_activity(self, activity: str, completed: int, total: int) -> None: ...
+
     def on_warning(self, message: str) -> None: ...
 
     def on_end(self, outcome: RunOutcome, validator: Validator) -> None: ...
@@ -85,7 +91,9 @@ def run_folder(output_config: OutputConfig, data_config: DataConfig) -> Path:
     return Path(output_config.output).parent / "runs" / name
 
 
-def load_chunks(prepared: PreparedRun, mesh: Mesh) -> list[GPT]:
+def load_chunks(
+    prepared: PreparedRun, mesh: Mesh, report_activity: ActivityCallback = ignore_activity
+) -> list[GPT]:
     """Load this rank's chunks of the model."""
     training, parallel = prepared.config.training_config, prepared.config.parallel_config
     dtype = prepared.config.model_config.dtype
@@ -98,17 +106,26 @@ def load_chunks(prepared: PreparedRun, mesh: Mesh) -> list[GPT]:
     mode = cast(Literal["none", "selective", "block", "full"], parallel.recompute)
     recompute = RecomputePolicy(mode, parallel.recompute_layers)
     return [
-        load_model(checkpoint, mesh, dtype=dtype, layers=chunk_layers, recompute=recompute).eval()
+        load_model(
+            checkpoint,
+            mesh,
+            dtype=dtype,
+            layers=chunk_layers,
+            recompute=recompute,
+            report_progress=loading_progress(report_activity),
+        ).eval()
         for chunk_layers in layers[mesh.pp_rank]
     ]
 
 
-def load_trainer(prepared: PreparedRun, mesh: Mesh) -> Trainer:
+def load_trainer(
+    prepared: PreparedRun, mesh: Mesh, report_activity: ActivityCallback = ignore_activity
+) -> Trainer:
     """Load this rank's chunks, and create the prompt encoder or prefix and the trainer."""
     config = prepared.config
     method_config, seed = config.method_config, config.training_config.seed
     tasks, ids = config.data_config.resolved_tasks, prepared.initial_token_ids
-    chunks = load_chunks(prepared, mesh)
+    chunks = load_chunks(prepared, mesh, report_activity)
     if method_config.method == "prefix":
         prefix = build_prefix(method_config, tasks, chunks, ids, seed=seed)
         return Trainer(chunks, config, prefix=prefix)
@@ -128,7 +145,14 @@ class TrainingLoop:
         callback: RunCallback,
         *,
         restart: bool = False,
+        keeps_final_state: bool = False,
     ) -> None:
+        """Restore the latest state of the run, unless `restart` is set.
+
+        `keeps_final_state`: the caller removes the state of the finished run, after it has reported
+        the run (`remove_states`). If it is killed before, the same command reports the run again,
+        and does not write its adapters twice.
+        """
         self.trainer = trainer
         self._prepared = prepared
         self._callback = callback
@@ -136,7 +160,8 @@ class TrainingLoop:
         self._mesh = trainer.mesh
         runs_folder = run_folder(self._config.output_config, self._config.data_config)
         self._folder = _agree_on_folder(runs_folder, self._mesh, restart=restart)
-        self._validator = Validator(prepared, trainer)
+        self._validator = Validator(prepared, trainer, callback.on_activity)
+        self._keeps_final_state = keeps_final_state
         self._fingerprint = self._agree_on_fingerprint()
         self._progress = RunProgress()
         self._early_stopping = EarlyStopping(
@@ -156,8 +181,10 @@ class TrainingLoop:
         order = BatchOrder(self._prepared.examples, training.batch_examples, training.seed)
         self._callback.on_start(self._folder, trainer.step_number, self._resumed)
         if self._validator.tasks:
-            self._callback.on_status("evaluating the model without an adapter")
-            self._validator.measure_baselines()
+            for line in self._validator.describe_records():
+                self._callback.on_status(line)
+            if self._validator.generates_answers:
+                self._validator.measure_baselines()
             if trainer.step_number == 0:
                 self._validate(0, answers=False)
         stops_early = self._early_stopping.should_stop
@@ -178,15 +205,16 @@ class TrainingLoop:
 
     @property
     def _validates_answers(self) -> bool:
-        """Whether each validation generates answers; a `measure` other than `loss` needs them."""
-        return self._config.validation_config.measure != "loss"
+        """Whether each validation generates answers; a `monitor` other than `loss` needs them."""
+        return self._config.validation_config.monitor != "loss"
 
     def _is_validation_due(self, step: int) -> bool:
         """Return whether `validate_every` requires a validation after the step."""
-        interval = self._config.validation_config.validate_every
-        if not self._validator.tasks or interval is None:
+        steps = self._config.training_config.steps
+        interval = self._config.validation_config.interval(steps)
+        if not self._validator.tasks or not interval:
             return False
-        return step % interval == 0 or step == self._config.training_config.steps
+        return step % interval == 0 or step == steps
 
     def _record_step(self, metrics: StepMetrics) -> None:
         progress = self._progress
@@ -216,8 +244,11 @@ class TrainingLoop:
         if self._validator.tasks:
             step = best_step or self.trainer.step_number
             # The final metrics are computed with the table that is written, and include answers.
-            validation = self._validator.validate(step, table, answers=True)
+            validation = self._validator.validate(
+                step, table, answers=self._validator.generates_answers, repeats_step=True
+            )
             self._callback.on_validation(validation, self._validator, best_step)
+            self._check_finite(validation)
         metrics = self._card_metrics()
         cards: Sequence[Card] = ()
         if table is None:
@@ -229,6 +260,7 @@ class TrainingLoop:
                 table,
                 metrics,
                 self._validator,
+                self._folder,
                 is_resumed=self._resumed,
             )
             paths, cards = [path for path, _ in adapters], [card for _, card in adapters]
@@ -236,11 +268,21 @@ class TrainingLoop:
                 tensors = self._early_stopping.best_encoder or encoder_tensors(self.trainer.encoder)
                 if self._mesh.rank == 0:
                     write_encoder(self._folder, tensors)
-        if self._mesh.rank == 0:
-            remove_states(self._folder)
         outcome = self._outcome(paths, run_state, cards)
         self._callback.on_end(outcome, self._validator)
+        if self._mesh.rank == 0 and not self._keeps_final_state:
+            remove_states(self._folder)
         return outcome
+
+    def _check_finite(self, validation: Validation) -> None:
+        """Raise ConfigError if the weights to be written give a loss that is not finite."""
+        if validation.loss is not None and not math.isfinite(validation.loss):
+            raise ConfigError(
+                f"the held-out loss is {validation.loss} at step {validation.step}, so nothing was "
+                "written; set a smaller learning_rate than "
+                f"{self._config.peak_learning_rate:g}, or dtype: float32, and start again with "
+                "--restart"
+            )
 
     def _card_metrics(self) -> dict[str, Any]:
         progress = self._progress

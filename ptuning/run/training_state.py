@@ -31,7 +31,8 @@ from gpt.atomic_files import fsync_folder, rename_durable, write_synced
 from gpt.checkpoint.files.safetensors_file import read_small_file
 from gpt.errors import ConfigError
 from gpt.parallel.mesh import Mesh
-from ptuning.config import TuneConfig
+from gpt.settings import setting_fields
+from ptuning.config import TuneConfig, rename_monitor
 from ptuning.data.dataset import Example
 
 FORMAT, VERSION = "preamble.run", 1
@@ -90,11 +91,11 @@ class RunFingerprint:
 
         `path` is the state's folder.
         """
-        saved_settings = saved.get("settings", {})
+        saved_settings = read_settings(saved)
         for key, value in self.settings.items():
-            if saved_settings.get(key) != value:
+            if saved_settings[key] != value:
                 raise ConfigError(
-                    f"the unfinished run of {path} had {key} {saved_settings.get(key)!r}, now "
+                    f"the unfinished run of {path} had {key} {saved_settings[key]!r}, now "
                     f"{key} is {value!r}; set {key} back to resume, or give --restart to start "
                     "from step 0"
                 )
@@ -105,6 +106,27 @@ class RunFingerprint:
                     f"{change} changed since the unfinished run of {path} started; restore the "
                     "original to resume, or give --restart to start from step 0"
                 )
+
+
+def read_settings(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in the fingerprint of a state, with the meaning that this release has.
+
+    A state of an earlier release lacks the settings that were added later; its run had their
+    defaults. If a release renames a setting or changes its meaning, this function converts it.
+    """
+    defaults = {
+        key: list(field.default) if isinstance(field.default, tuple) else field.default
+        for key, field in setting_fields(TuneConfig).items()
+    }
+    saved = fingerprint.get("settings", {})
+    settings = rename_monitor(saved)
+    if "monitor" not in saved:  # A state of version 0.1, in which None meant never, as 0 does now.
+        settings.setdefault("monitor", "loss")
+        if settings.get("validate_every") is None:
+            settings["validate_every"] = 0
+        elif settings.get("patience") is None:
+            settings["patience"] = 0
+    return {**defaults, **settings}
 
 
 @dataclass(frozen=True)
@@ -158,14 +180,24 @@ def choose_run_folder(base: Path, *, restart: bool) -> Path:
     """
     try:
         base.mkdir(parents=True, exist_ok=True)
-        numbers = [int(path.name) for path in base.iterdir() if RUN_PATTERN.fullmatch(path.name)]
-        latest = max(numbers, default=0)
-        can_resume = latest and not restart and latest_state(base / str(latest)) is not None
+        latest = _latest_run(base)
+        can_resume = not restart and unfinished_state(base) is not None
         folder = base / str(latest if can_resume else latest + 1)
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise _unwritable_error(base, error) from None
     return folder
+
+
+def unfinished_state(base: Path) -> SavedState | None:
+    """Return the newest state of the latest run below `base`; None if no run can resume."""
+    return latest_state(base / str(latest)) if (latest := _latest_run(base)) else None
+
+
+def _latest_run(base: Path) -> int:
+    """Return the number of the latest run below `base`; 0 if there is none."""
+    numbers = [int(path.name) for path in base.glob("*") if RUN_PATTERN.fullmatch(path.name)]
+    return max(numbers, default=0)
 
 
 def _unwritable_error(folder: Path, error: OSError) -> ConfigError:

@@ -1,10 +1,12 @@
 """Validation: held-out loss and generated answers of each task during a run, with baselines.
 
-Answers are generated as in serving, with the stop strings and limits of each task. The baselines
-are the model without the adapter, and the model with the `oracle` instruction in place of the
-adapter. They are evaluated each time the run starts or resumes. All ranks must call the validator's
-methods together, because the model is sharded over the ranks. This module needs a run;
-ptuning/evaluation/adapter_evaluation.py scores an adapter file for `tune --evaluate`.
+Answers are generated as in serving, with the stop strings of each task, up to a length limit from
+the expected answers (`new_tokens_limit`). The expected answers are the drafts of the generation, so
+a correct answer needs one forward pass. The baselines are the model without the adapter, and the
+model with the `oracle` instruction in place of the adapter. They are evaluated each time the run
+starts or resumes. All ranks must call the validator's methods together, because the model is
+sharded over the ranks. This module needs a run; ptuning/evaluation/adapter_evaluation.py scores an
+adapter file for `tune --evaluate`.
 """
 
 from collections.abc import Mapping
@@ -15,13 +17,26 @@ from torch import Tensor
 from gpt.adapters.prompt_template import PART_PATTERN, VIRTUAL_PROMPT_MARK, PromptTemplate
 from gpt.errors import RequestError
 from gpt.generation.completions import NEW_TOKENS_DEFAULT, TextCompletion, complete_prompts
-from ptuning.data.dataset import ExampleSet, TaskData, task_template
+from ptuning.activity import ActivityCallback, ignore_activity
+from ptuning.config import ValidationConfig
+from ptuning.data.dataset import ExampleSet, TaskData, new_tokens_limit, task_template
 from ptuning.evaluation.answer_metrics import compute_metrics, macro_average
 from ptuning.run.preparation import PreparedRun
-from ptuning.run_facts import ADAPTER, NO_PROMPT, ORACLE, Sample, Validation
+from ptuning.run_facts import (
+    ADAPTER,
+    NO_PROMPT,
+    ORACLE,
+    Sample,
+    Validation,
+)
 from ptuning.training.trainer import Trainer
 
 SAMPLES_PER_TASK = 12  # Number of sample answers per task in the report.
+ACTIVITIES = {
+    NO_PROMPT: "measuring without the adapter",
+    ORACLE: "measuring with the written instruction",
+    ADAPTER: "measuring with the adapter",
+}
 
 
 @dataclass
@@ -34,6 +49,8 @@ class TaskValidation:
     """
 
     examples: ExampleSet  # The evaluated records.
+    records: int = 0  # Number of records in the file.
+    answer_tokens_max: int = 0  # Length limit of the evaluated answers in tokens.
     loss: float = 0.0  # Loss of the last validation.
     metrics_by_variant: dict[str, Mapping[str, float]] = field(default_factory=dict)
     answers: dict[str, list[TextCompletion]] = field(default_factory=dict)
@@ -64,23 +81,56 @@ class TaskValidation:
 
     @property
     def answers_cut(self) -> int:
-        """Number of the adapter's answers that reached max_new_tokens."""
+        """Number of the adapter's answers that reached the length limit."""
         return sum(answer.is_truncated for answer in self.answers.get(ADAPTER, []))
 
 
 class Validator:
     """Evaluates the tasks of a run on their held-out records."""
 
-    def __init__(self, prepared: PreparedRun, trainer: Trainer) -> None:
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        trainer: Trainer,
+        report_activity: ActivityCallback = ignore_activity,
+    ) -> None:
         self._prepared = prepared
         self._trainer = trainer
-        count = prepared.config.validation_config.validation_examples
+        self._report_activity = report_activity
         self.tasks = {
-            task.task.name: TaskValidation(task.validation.head(count))
+            task.task.name: _select_records(
+                task, task.validation, prepared.config.validation_config
+            )
             for task in prepared.tasks
             if task.validation is not None
         }
         self._task_data = {task.task.name: task for task in prepared.tasks}
+        self._losses_by_step: dict[int, dict[str, float]] = {}  # The inner keys are task names.
+
+    @property
+    def generates_answers(self) -> bool:
+        """Whether the answers of the tasks are evaluated, and not only the loss."""
+        return bool(self.tasks) and self._prepared.config.validation_config.measure != "none"
+
+    def describe_records(self) -> list[str]:
+        """Return one line per task that says which validation records are evaluated."""
+        lines = []
+        for name, task in self.tasks.items():
+            count, records = len(task.examples.examples), task.records
+            selection = (
+                f"all {records:,} validation records"
+                if count == records
+                else f"a sample of {count:,} of {records:,} validation records"
+            )
+            activity = "measuring on" if self.generates_answers else "computing only the loss on"
+            prefix = f"{name}: " if len(self.tasks) > 1 else ""
+            answer_note = (
+                f", answers of at most {task.answer_tokens_max} tokens"
+                if self.generates_answers
+                else ""
+            )
+            lines.append(f"{prefix}{activity} {selection}{answer_note}")
+        return lines
 
     def measure_baselines(self) -> None:
         """Evaluate the answers of the model without the adapter.
@@ -100,17 +150,25 @@ class Validator:
                     name, ORACLE, self._instruction_template(self._task_data[name]), None
                 )
 
-    def validate(self, step: int, table: Tensor | None, *, answers: bool) -> Validation:
+    def validate(
+        self, step: int, table: Tensor | None, *, answers: bool, repeats_step: bool = False
+    ) -> Validation:
         """Return the loss with `table`; if `answers` is set, also generate and score answers.
 
         The loss is the mean over all tokens with a loss, so a task with more of them has more
-        weight. Each answer metric is the unweighted mean over the tasks.
+        weight. Each answer metric is the unweighted mean over the tasks. `repeats_step`: if this
+        step was validated before, it was with the same table, so its losses are not computed again.
         """
         by_task: dict[str, dict[str, float]] = {}
         loss_sum, loss_tokens = 0.0, 0
+        earlier_losses = self._losses_by_step.get(step, {}) if repeats_step else {}
+        losses = self._losses_by_step[step] = {
+            name: earlier_losses[name] if name in earlier_losses else self._mean_loss(name, table)
+            for name in self.tasks
+        }
         for name, task_validation in self.tasks.items():
             examples = task_validation.examples.examples
-            loss = task_validation.loss = self._trainer.mean_loss(examples, table)
+            loss = task_validation.loss = losses[name]
             tokens = sum(len(example.loss_positions) for example in examples)
             loss_sum, loss_tokens = loss_sum + loss * tokens, loss_tokens + tokens
             by_task[name] = {"loss": loss}
@@ -129,13 +187,30 @@ class Validator:
             step, loss_sum / loss_tokens, macro_measures, by_task if len(by_task) > 1 else {}
         )
 
+    def _mean_loss(self, name: str, table: Tensor | None) -> float:
+        activity = self._activity_name("computing the held-out loss", name)
+        examples = self.tasks[name].examples.examples
+        return self._trainer.mean_loss(
+            examples,
+            table,
+            lambda completed: self._report_activity(activity, completed, len(examples)),
+        )
+
+    def _activity_name(self, activity: str, name: str) -> str:
+        return f"{activity} ({name})" if len(self.tasks) > 1 else activity
+
     def _measure_answers(
         self, name: str, variant: str, template: PromptTemplate, table: Tensor | None
     ) -> Mapping[str, float]:
         """Generate the answers of a variant for the task `name`; store and return their metrics."""
         task_validation, task = self.tasks[name], self._task_data[name].task
-        new_tokens = task.max_new_tokens or NEW_TOKENS_DEFAULT
-        prompts = self.render_prompts(template, task_validation.examples, new_tokens)
+        examples = task_validation.examples
+        # A server reserves this number of tokens for the answer when it truncates a prompt.
+        served_new_tokens = task.max_new_tokens or NEW_TOKENS_DEFAULT
+        prompts = self.render_prompts(template, examples, served_new_tokens)
+        activity = self._activity_name(ACTIVITIES[variant], name)
+        count = sum(prompt is not None for prompt in prompts)
+        self._report_activity(activity, 0, count)
         answer_iterator = iter(
             complete_prompts(
                 self._trainer.model,
@@ -143,8 +218,15 @@ class Validator:
                 [prompt for prompt in prompts if prompt is not None],
                 adapter_table=table,
                 adapter_kind=self._prepared.config.method_config.adapter_kind,
-                max_new_tokens=new_tokens,
+                max_new_tokens=task_validation.answer_tokens_max,
                 stop_strings=task.stop,
+                drafts=[
+                    example.ids[example.answer_start :]
+                    for example, prompt in zip(examples.examples, prompts, strict=True)
+                    if prompt is not None
+                ],
+                shares_prefix=True,
+                report_progress=lambda completed: self._report_activity(activity, completed, count),
             )
         )
         # A server would refuse the prompts that are None; their answers are empty.
@@ -152,7 +234,7 @@ class Validator:
             TextCompletion() if prompt is None else next(answer_iterator) for prompt in prompts
         ]
         texts = [answer.text for answer in answers]
-        metrics = compute_metrics(texts, task_validation.examples.answers)
+        metrics = compute_metrics(texts, examples.answers)
         task_validation.answers[variant] = answers
         task_validation.metrics_by_variant[variant] = metrics
         return metrics
@@ -205,3 +287,16 @@ class Validator:
             bos=base_template.bos,
             eos=base_template.eos,
         )
+
+
+def _select_records(
+    data: TaskData, records: ExampleSet, validation_config: ValidationConfig
+) -> TaskValidation:
+    """Return the validation of a task on all of its records, or on a sample of them."""
+    examples = (
+        records
+        if validation_config.measure == "all"
+        else records.sample(validation_config.validation_examples)
+    )
+    limit = new_tokens_limit([*data.examples.examples, *records.examples], data.task.max_new_tokens)
+    return TaskValidation(examples, len(records.examples), limit)

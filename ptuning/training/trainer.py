@@ -9,7 +9,7 @@ the same decisions. This module writes no files.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -151,10 +151,16 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def mean_loss(self, examples: Sequence[Example], table: Tensor | None) -> float:
+    def mean_loss(
+        self,
+        examples: Sequence[Example],
+        table: Tensor | None,
+        report_progress: Callable[[int], None] = lambda _: None,
+    ) -> float:
         """Return the mean over all token losses of the examples, without training.
 
         `table` is the full virtual-token table or prefix table; None for method `full`.
+        `report_progress` is called with the number of examples so far.
         """
         total = 0.0
         batch_size = self.config.training_config.batch_examples
@@ -174,6 +180,7 @@ class Trainer:
                 loss_scale=0.0,
             )
             total += self._reduce_totals(losses, 0.0).loss
+            report_progress(min(start + batch_size, len(examples)))
         return total / sum(len(example.loss_positions) for example in examples)
 
     @torch.no_grad()

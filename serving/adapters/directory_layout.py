@@ -17,6 +17,7 @@ from pathlib import Path
 from gpt.adapters.adapter_file import SUFFIX, AdapterName, parse_name
 from gpt.atomic_files import write_atomic
 from gpt.errors import ConfigError, RequestError
+from gpt.regular_files import open_regular_file
 
 ALIAS_SUFFIX = ".current"
 UPLOAD_PREFIX = ".upload-"
@@ -52,7 +53,7 @@ def read_alias(folder: Path, name: str) -> AliasRecord:
     """Read the alias record; return an empty record if the file does not exist."""
     path = alias_path(folder, name)
     try:
-        with open(path, "rb") as file:
+        with open_regular_file(path) as file:
             record = json.loads(file.read(ALIAS_BYTES_MAX + 1))
     except FileNotFoundError:
         return AliasRecord()
@@ -92,6 +93,19 @@ def parse_file_name(file: str) -> AdapterName | None:
     except RequestError:
         return None
     return AdapterName(name, version or 1)
+
+
+def selected_version(folder: Path, name: str) -> int | None:
+    """Return the version that a name without a version selects; None: the name has no file.
+
+    Files that cannot be used count too, because this function does not open them.
+    """
+    versions = version_files(folder, name) if folder.is_dir() else {}
+    try:
+        current = read_alias(folder, name).current
+    except ConfigError:
+        current = None
+    return current if current in versions else max(versions, default=None)
 
 
 def version_files(folder: Path, name: str) -> dict[int, Path]:

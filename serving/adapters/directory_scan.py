@@ -9,7 +9,9 @@ them. One `AdapterDirectory` has the adapters of one tenant, or the adapters tha
 """
 
 import logging
+import math
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,11 @@ from serving.messages import AdapterRef
 log = logging.getLogger(__name__)
 
 MTIME_RESOLUTION_NS = 2_000_000_000  # The coarsest mtime resolution of a file system.
+# Limit of the log lines about rejected files of one scan.
+REJECTIONS_LOGGED_MAX = 100
+
+
+_Listing = tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]], tuple[str, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +60,8 @@ class _Snapshot:
 class AdapterDirectory:
     """The adapters of `directory` that pass `check`, which raises an error to reject an adapter.
 
-    There are no adapters before the first `scan`. Only one thread may scan at a time; any thread
-    may read.
+    There are no adapters before the first `scan`. A thread that scans must hold `scan_lock`; any
+    thread may read.
     """
 
     def __init__(
@@ -73,6 +80,10 @@ class AdapterDirectory:
         self._eligible = eligible
         self._check = check
         self._tenant = tenant
+        self.scan_lock = threading.Lock()
+        self.scan_began_at = -math.inf  # On the monotonic clock.
+        self.scan_progress = 0  # Increases while the directory is scanned.
+        self._publish_lock = threading.Lock()  # Never held during a file access.
         self._adapters_max = 0
         self._scanned_ns = 0  # Time of the last scan.
         self._directory_mtime_ns = 0  # The directory's modification time at that scan.
@@ -87,6 +98,7 @@ class AdapterDirectory:
         self.folders: tuple[str, ...] = ()  # Subdirectories at the last scan.
         # Number of rejected files; a file that is rejected again after a change counts again.
         self.failures = 0
+        self._rejections_logged = 0  # In the present scan.
 
     def __len__(self) -> int:
         return len(self._snapshot.adapters)
@@ -138,8 +150,9 @@ class AdapterDirectory:
     def scan(self, adapters_max: int) -> None:
         """Load new adapter files and drop removed files; keep at most `adapters_max` adapters."""
         self._adapters_max = adapters_max
+        self.scan_began_at = time.monotonic()
         now_ns, mtime_ns = time.time_ns(), os.stat(self.directory).st_mtime_ns
-        file_stamps, alias_stamps, self.folders = _list_directory(self.directory)
+        file_stamps, alias_stamps, self.folders = self._list_files()
         self._scanned_ns = now_ns
         self._directory_mtime_ns = mtime_ns
         previous_adapters = self._snapshot.adapters
@@ -161,14 +174,22 @@ class AdapterDirectory:
         }
         adapters: dict[str, LoadedAdapter] = {}
         # Loaded adapters stay loaded; new files fill the remaining capacity in name order.
+        failures_before = self.failures
+        self._rejections_logged = 0
         for file in sorted(file_stamps, key=lambda name: (name not in loaded_files, name)):
             is_unchanged = previous_stamps.get(file) == file_stamps[file]
             self._load_file(self.directory / file, is_unchanged, adapters)
-        self._publish(adapters)
+            self.scan_progress += 1
+        unlogged = self.failures - failures_before - self._rejections_logged
+        if unlogged:
+            log.warning("event=adapters_refused files=%d tenant=%s", unlogged, self._tenant)
+        with self._publish_lock:
+            self._publish(adapters)
 
     def _read_aliases(self, stamps: dict[str, tuple[int, int]]) -> None:
         aliases: dict[str, AliasRecord] = {}
         for file, stamp in stamps.items():
+            self.scan_progress += 1
             name = file.removesuffix(ALIAS_SUFFIX)
             if self._alias_stamps.get(file) == stamp and name in self._aliases:
                 aliases[name] = self._aliases[name]
@@ -247,11 +268,14 @@ class AdapterDirectory:
     def _reject(self, file: Path, reason: str) -> None:
         self.failures += 1
         self._rejection_reasons[file.name] = reason.replace(f"{file.parent}/", "")
-        log.warning("event=adapter_refused file=%s reason=%r", file.name, reason)
+        if self._rejections_logged < REJECTIONS_LOGGED_MAX:
+            self._rejections_logged += 1
+            log.warning("event=adapter_refused file=%s reason=%r", file.name, reason)
 
     def reselect_current(self) -> None:
         """Select the current versions again after eligibility has changed."""
-        self._publish(dict(self._snapshot.adapters))
+        with self._publish_lock:
+            self._publish(dict(self._snapshot.adapters))
 
     def _selection_key(self, adapter: LoadedAdapter) -> tuple[bool, int]:
         return self._eligible(adapter), adapter.version
@@ -281,33 +305,30 @@ class AdapterDirectory:
         listing = [(adapter, current[adapter.name] is adapter) for adapter in ordered]
         self._snapshot = _Snapshot(adapters, current, listing)
 
+    def _list_files(self) -> _Listing:
+        """Return the stamps of adapter files, the stamps of alias files, and the subdirectories.
 
-_Listing = tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]], tuple[str, ...]]
-
-
-def _list_directory(directory: Path) -> _Listing:
-    """Return the stamps of adapter files, the stamps of alias files, and the subdirectories.
-
-    A file's stamp changes when the file changes.
-    """
-    file_stamps: dict[str, tuple[int, int]] = {}
-    alias_stamps: dict[str, tuple[int, int]] = {}
-    folders: list[str] = []
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            try:
-                if entry.is_dir():
-                    folders.append(entry.name)
-                elif entry.name.endswith(SUFFIX):
-                    status = entry.stat()
-                    file_stamps[entry.name] = (status.st_mtime_ns, status.st_size)
-                elif entry.name.endswith(ALIAS_SUFFIX):
-                    status = entry.stat()
-                    # A rename replaces an alias file, often by a file of equal size. Therefore the
-                    # inode is compared, not the size.
-                    alias_stamps[entry.name] = (status.st_mtime_ns, status.st_ino)
-            except OSError:  # The file was removed after it was listed.
-                continue
-    return file_stamps, alias_stamps, tuple(sorted(folders))
+        A file's stamp changes when the file changes.
+        """
+        file_stamps: dict[str, tuple[int, int]] = {}
+        alias_stamps: dict[str, tuple[int, int]] = {}
+        folders: list[str] = []
+        with os.scandir(self.directory) as entries:
+            for entry in entries:
+                self.scan_progress += 1
+                if entry.name.startswith("."):
+                    continue
+                try:
+                    if entry.is_dir():
+                        folders.append(entry.name)
+                    elif entry.name.endswith(SUFFIX):
+                        status = entry.stat()
+                        file_stamps[entry.name] = (status.st_mtime_ns, status.st_size)
+                    elif entry.name.endswith(ALIAS_SUFFIX):
+                        status = entry.stat()
+                        # A rename replaces an alias file, often by a file of equal size. Therefore
+                        # the inode is compared, not the size.
+                        alias_stamps[entry.name] = (status.st_mtime_ns, status.st_ino)
+                except OSError:  # The file was removed after it was listed.
+                    continue
+        return file_stamps, alias_stamps, tuple(sorted(folders))

@@ -8,18 +8,36 @@ exist. `serving.adapters.directory_scan` scans the folders.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 
 from gpt.adapters.adapter_file import Adapter, AdapterName, parse_name
 from gpt.adapters.card import NAME_PATTERN
-from gpt.errors import ConfigError
+from gpt.errors import ConfigError, RequestError
 from serving.adapters.directory_scan import AdapterDirectory, LoadedAdapter
+from serving.file_threads import POLL_OWNER, FileThreads
 from serving.request import UnknownAdapterError
 
-__all__ = ["AdapterRegistry", "LoadedAdapter"]
+__all__ = ["AdapterRegistry", "LoadedAdapter", "check_directory"]
 
 log = logging.getLogger(__name__)
+
+START_ANSWER_S = 5.0  # Time that the disk has to answer the check at the start.
+
+
+def check_directory(directory: Path) -> None:
+    """Raise ConfigError if `directory` is not a directory; accept it if the disk does not answer.
+
+    A server starts without its adapters then, and finds them when the disk answers.
+    """
+    answer = FileThreads(START_ANSWER_S).submit(POLL_OWNER, directory.is_dir)
+    wait([answer], START_ANSWER_S)
+    if answer.done() and not answer.result():
+        raise ConfigError(
+            f"adapters: {directory} is not a directory; create it, or name another directory"
+        )
 
 
 class AdapterRegistry:
@@ -37,15 +55,13 @@ class AdapterRegistry:
         eligible: Callable[[LoadedAdapter], bool] = lambda adapter: True,
     ) -> None:
         """`eligible` is described at `AdapterDirectory.__init__`."""
-        if directory is not None and not directory.is_dir():
-            raise ConfigError(
-                f"adapters: {directory} is not a directory; create it, or name another directory"
-            )
+        if directory is not None:
+            check_directory(directory)
         self.directory = directory
         self.check = check
         self.adapters_max = adapters_max
         self._eligible = eligible
-        self._scan_lock = threading.Lock()
+        self._update_lock = threading.Lock()  # Guards updates of `_directories`.
         self._removed_failures = 0  # Failures counted in directories that were removed.
         # By tenant. The mapping is replaced and never mutated, so that readers need no lock.
         self._directories: dict[str, AdapterDirectory] = (
@@ -62,27 +78,55 @@ class AdapterRegistry:
             directory.failures for directory in self._directories.values()
         )
 
-    def resolve(self, name: str, tenant: str = "") -> LoadedAdapter:
-        """Return the adapter `name` or `name@version`.
+    @property
+    def scan_progress(self) -> int:
+        """A number that increases while directories are scanned."""
+        return sum(directory.scan_progress for directory in self._directories.values())
 
-        If the name is unknown and a directory may have changed, the directories in which the tenant
-        looks up names are scanned.
-        """
-        base_name, _ = parse_name(name)  # Rejects invalid names before any disk access.
+    def lookup(self, name: str, tenant: str = "") -> LoadedAdapter:
+        """Return the adapter `name` or `name@version`, without reading the disk."""
+        base_name, _ = parse_name(name)
         adapter = self._find(base_name, name, tenant)
-        if adapter is None:
-            try:
-                if any(directory.is_stale() for directory in self._directories_of(tenant)):
-                    self.scan(tenant)
-            except OSError:  # For example, a network file system is unavailable.
-                log.exception("event=adapters_not_scanned")
-            adapter = self._find(base_name, name, tenant)
         if adapter is None:
             advice = "choose an adapter that ListAdapters returns"
             if self.directory is None:
                 advice = "this server has no adapter directory (--adapters DIR)"
             raise UnknownAdapterError(f"adapter {name!r} does not exist; {advice}")
         return adapter
+
+    def resolve(self, name: str, tenant: str = "") -> LoadedAdapter:
+        """Return the adapter `name` or `name@version`.
+
+        If the name is unknown and a directory may have changed, the directories in which the tenant
+        looks up names are scanned.
+        """
+        try:
+            return self.lookup(name, tenant)
+        except UnknownAdapterError:
+            self.scan_if_stale(tenant)
+            return self.lookup(name, tenant)
+
+    def needs_scan(self, names: Iterable[str], tenant: str) -> bool:
+        """Return whether one of the names is a valid name that is not loaded."""
+        if self.directory is None:
+            return False
+        try:
+            for name in dict.fromkeys(names):
+                if name:
+                    self.lookup(name, tenant)
+        except UnknownAdapterError:
+            return True
+        except RequestError:  # An invalid name; no file has it.
+            return False
+        return False
+
+    def scan_if_stale(self, tenant: str) -> None:
+        """Scan the directories in which the tenant looks up names, if they may have changed."""
+        try:
+            if any(directory.is_stale() for directory in self._directories_of(tenant)):
+                self.scan(tenant)
+        except OSError:  # For example, a network file system is unavailable.
+            log.exception("event=adapters_not_scanned")
 
     def has(self, name: str, tenant: str = "") -> bool:
         """Return whether a tenant can see an adapter of this name, without reading the disk."""
@@ -124,43 +168,61 @@ class AdapterRegistry:
         return None if directory is None else directory.rejection_reason(name)
 
     def scan(self, tenant: str | None = None) -> None:
-        """Scan the shared directory and the folder of `tenant` (None: all folders)."""
-        with self._scan_lock:
-            if self.directory is None:
-                return
-            shared_directory = self._directories[""]
-            self._scan_directory(shared_directory)
-            self._update_tenant_directories(shared_directory)
-            for name, directory in list(self._directories.items()):
-                if name and tenant in (None, name):
-                    try:
-                        self._scan_directory(directory)
-                    except OSError as error:  # An error must not affect other tenants' adapters.
-                        log.warning("event=adapters_not_scanned tenant=%s error=%s", name, error)
+        """Scan the shared directory and the folder of `tenant` (None: all folders).
+
+        Several threads may scan, but each directory is scanned by one of them at a time. A scan of
+        all folders skips a directory that another thread scans, since its disk may not answer.
+        """
+        if self.directory is None:
+            return
+        requested_at = time.monotonic()
+        shared_directory = self._directories[""]
+        if not self._scan_directory(shared_directory, requested_at, wait=tenant is not None):
+            return
+        self._update_tenant_directories(shared_directory)
+        for name, directory in list(self._directories.items()):
+            if name and tenant in (None, name):
+                try:
+                    self._scan_directory(directory, requested_at, wait=tenant is not None)
+                except OSError as error:  # An error must not affect other tenants' adapters.
+                    log.warning("event=adapters_not_scanned tenant=%s error=%s", name, error)
 
     def reselect_current(self) -> None:
         """Select the current versions again after eligibility has changed."""
-        with self._scan_lock:
-            for directory in self._directories.values():
-                directory.reselect_current()
+        for directory in self._directories.values():
+            directory.reselect_current()
 
     def _open_directory(self, directory: Path, tenant: str = "") -> AdapterDirectory:
         return AdapterDirectory(directory, self.check, tenant, self._eligible)
 
-    def _scan_directory(self, directory: AdapterDirectory) -> None:
-        directory.scan(self.adapters_max - (len(self) - len(directory)))
+    def _scan_directory(
+        self, directory: AdapterDirectory, requested_at: float, *, wait: bool
+    ) -> bool:
+        """Scan a directory, unless a scan has begun since `requested_at` (monotonic clock).
+
+        Return False if another thread scans the directory and `wait` is false.
+        """
+        if not directory.scan_lock.acquire(blocking=wait):
+            return False
+        try:
+            if directory.scan_began_at <= requested_at:
+                directory.scan(self.adapters_max - (len(self) - len(directory)))
+        finally:
+            directory.scan_lock.release()
+        return True
 
     def _update_tenant_directories(self, shared_directory: AdapterDirectory) -> None:
         """Add and remove `AdapterDirectory`s, one for each folder with a valid tenant name."""
-        tenants = [name for name in shared_directory.folders if NAME_PATTERN.fullmatch(name)]
-        directories, previous = {"": shared_directory}, self._directories
-        for name in tenants:
-            directories[name] = previous.get(name) or self._open_directory(
-                shared_directory.directory / name, name
-            )
-        removed = [directory for name, directory in previous.items() if name not in directories]
-        self._removed_failures += sum(directory.failures for directory in removed)
-        self._directories = directories
+        with self._update_lock:
+            tenants = [name for name in shared_directory.folders if NAME_PATTERN.fullmatch(name)]
+            directories, previous = {"": shared_directory}, self._directories
+            for name in tenants:
+                directories[name] = previous.get(name) or self._open_directory(
+                    shared_directory.directory / name, name
+                )
+            removed = [directory for name, directory in previous.items() if name not in directories]
+            self._removed_failures += sum(directory.failures for directory in removed)
+            self._directories = directories
 
     def _directories_of(self, tenant: str) -> Sequence[AdapterDirectory]:
         """Return the directories in which a tenant's adapter names are looked up, in order.

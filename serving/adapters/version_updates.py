@@ -2,22 +2,25 @@
 
 Each file appears, changes or is hidden by one rename or link, which is atomic for every server that
 reads the directory. A caller changes only its own tenant's folder. The registry scans the directory
-immediately after each change. Methods that access files are blocking; call them in a thread.
+immediately after each change. The adapter change log (`gpt.adapters.change_log`) records each
+change and each refusal; a change that cannot be recorded is refused. Methods that access files are
+blocking; call them in a thread.
 """
 
-import fcntl
 import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from gpt.abandoned_files import is_abandoned, lock_descriptor, remove_abandoned_partials
 from gpt.adapters.adapter_file import SUFFIX, Adapter, AdapterName, open_adapter, parse_name
 from gpt.adapters.card import NAME_PATTERN
+from gpt.adapters.change_log import AdapterChange, AdapterChangeLog, ChangeAction, ChangeAuthor
 from gpt.atomic_files import rename_durable
 from gpt.errors import AdapterError, ConfigError, RequestError
 from serving.adapters.directory_layout import (
@@ -26,47 +29,88 @@ from serving.adapters.directory_layout import (
     AliasRecord,
     alias_path,
     read_alias,
+    selected_version,
     unloaded_path,
     version_files,
     write_alias,
 )
 from serving.adapters.registry import AdapterRegistry, LoadedAdapter
 from serving.config import AdapterConfig
+from serving.logs import LogThrottle
 from serving.request import OverloadedError, RefusedError, UnknownAdapterError
 
 log = logging.getLogger(__name__)
 
 VERSION_MAX = 999_999  # A version in a name has at most six digits.
-# An upload creates its file and then locks it. Therefore `_sweep_folder` removes an unlocked upload
-# file only if it was not modified for this time.
-UPLOAD_LOCK_DELAY_MAX_S = 1.0
 # Time after which the file of an unloaded adapter is deleted. Requests that were accepted before
 # the adapter was unloaded are expected to end within this time.
 UNLOADED_KEEP_S = 3600.0
+UNWRITTEN_LOG_PERIOD_S = 60.0  # Minimum time between two warnings about unwritten records.
 
 
 class AdapterStore:
-    """Changes the directory that the registry `adapters` reads."""
+    """Changes the directory that the registry `adapters` reads.
 
-    def __init__(self, adapters: AdapterRegistry, config: AdapterConfig) -> None:
+    A change by a tenant has an author, which the change log records; None: only the tenant is
+    known. `reason_name` returns the name of an error's reason, for the change log.
+    """
+
+    def __init__(
+        self,
+        adapters: AdapterRegistry,
+        config: AdapterConfig,
+        reason_name: Callable[[BaseException], str],
+    ) -> None:
         self.adapters = adapters
         self.config = config
-        self.change_lock = threading.Lock()  # Serializes the changes of this server.
+        self.changes = AdapterChangeLog(
+            adapters.directory,
+            bytes_max=config.adapter_log_bytes_max,
+            files_max=config.adapter_log_files_max,
+            reason_name=reason_name,
+            on_unwritten=self._warn_of_unwritten_records,
+        )
+        # By tenant, since a tenant's folder may be on a disk that does not answer.
+        self._change_locks: dict[str, threading.Lock] = {}
+        self._upload_count_lock = threading.Lock()  # Never held during a file access.
         self._active_uploads = 0
+        self._log_throttle = LogThrottle(UNWRITTEN_LOG_PERIOD_S)
 
-    def start_upload(self, name: str, tenant: str) -> "AdapterUpload":
-        """Reserve an upload slot, which `AdapterUpload.discard` releases; no file is accessed."""
+    def change_lock(self, tenant: str) -> threading.Lock:
+        """Return the lock that serializes the changes of this server in a tenant's folder."""
+        return self._change_locks.setdefault(tenant, threading.Lock())
+
+    def prepare(self) -> None:
+        """Create the folder of the change log, if that is permitted, and remove leftovers."""
+        with suppress(OSError):  # For example, a read-only directory: changes fail in it anyway.
+            self.changes.create_folder()
+        self.sweep()
+
+    def record_refusal(
+        self, action: ChangeAction, name: str, author: ChangeAuthor, error: BaseException
+    ) -> None:
+        """Record a change that was refused outside of this class."""
+        self.changes.start_change(action, name, author, author.tenant).fail(error)
+
+    def start_upload(
+        self, name: str, tenant: str, author: ChangeAuthor | None = None
+    ) -> "AdapterUpload":
+        """Reserve an upload slot, which `AdapterUpload.discard` releases; no file is accessed.
+
+        If this raises an error, the caller records it (`record_refusal`).
+        """
         adapter_name, folder = self._parse_name(name, "name"), self._tenant_folder(tenant)
-        with self.change_lock:
+        with self._upload_count_lock:
             if self._active_uploads >= self.config.uploads_max:
                 raise OverloadedError(
                     f"{self._active_uploads} uploads are in progress (uploads_max); try again later"
                 )
             self._active_uploads += 1
-        return AdapterUpload(self, adapter_name, tenant, folder)
+        change = self.changes.start_change("upload", name, author or ChangeAuthor(tenant), tenant)
+        return AdapterUpload(self, adapter_name, tenant, folder, change)
 
     def release_upload(self) -> None:
-        with self.change_lock:
+        with self._upload_count_lock:
             self._active_uploads -= 1
 
     def get(self, name: str, tenant: str) -> LoadedAdapter:
@@ -86,14 +130,19 @@ class AdapterStore:
                 raise
             raise RefusedError("ADAPTER_UNUSABLE", f"{name}: {reason}", "name") from None
 
-    def unload(self, name: str, tenant: str) -> None:
+    def unload(self, name: str, tenant: str, author: ChangeAuthor | None = None) -> None:
         """Remove a version.
 
         Requests may still use its file, so the file gets a hidden name, and is deleted after
         UNLOADED_KEEP_S.
         """
+        with self._recording("unload", name, tenant, author) as change:
+            self._unload(name, tenant, change)
+        log.info("event=adapter_unloaded adapter=%s tenant=%s", name, tenant)
+
+    def _unload(self, name: str, tenant: str, change: AdapterChange) -> None:
         adapter_name, folder = self._parse_versioned_name(name), self._tenant_folder(tenant)
-        with self.change_lock, _reraise_os_errors():
+        with self.change_lock(tenant), _reraise_os_errors():
             file = (
                 version_files(folder, adapter_name.name).get(adapter_name.version or 1)
                 if folder.is_dir()
@@ -103,38 +152,54 @@ class AdapterStore:
                 raise self._not_own_error(name, tenant)
             alias = _read_alias(folder, adapter_name.name)
             unloaded_max = max(alias.unloaded_max, adapter_name.version or 1)
-            # The record is written before the rename, so that no upload gets this version number.
+            change.begin(adapter_name.version or 1, selected_version(folder, adapter_name.name))
+            # The alias record is written before the rename, so that no upload gets this version
+            # number.
             write_alias(
                 folder, adapter_name.name, AliasRecord(alias.current, alias.previous, unloaded_max)
             )
             hidden_path = unloaded_path(file)
             rename_durable(file, hidden_path)
+            change.finish(selected_version(folder, adapter_name.name))
             os.utime(hidden_path)  # `sweep` measures the age from this time.
         self._rescan(tenant)
         self.sweep(tenant)
-        log.info("event=adapter_unloaded adapter=%s tenant=%s", name, tenant)
 
-    def promote(self, name: str, tenant: str) -> LoadedAdapter:
+    def promote(self, name: str, tenant: str, author: ChangeAuthor | None = None) -> LoadedAdapter:
         """Make this version the current version of its name."""
-        adapter_name, folder = self._parse_versioned_name(name), self._tenant_folder(tenant)
-        adapter = self._resolve_own(name, tenant)
-        with self.change_lock, _reraise_os_errors():
-            alias = _read_alias(folder, adapter_name.name)
-            current = self._resolve_own(adapter_name.name, tenant)
-            write_alias(
-                folder, adapter_name.name, alias.with_current(adapter.version, current.version)
-            )
-        self._rescan(tenant)
+        with self._recording("promote", name, tenant, author) as change:
+            adapter = self._promote(name, tenant, change)
         log.info("event=adapter_promoted adapter=%s tenant=%s", name, tenant)
         return adapter
 
-    def rollback(self, name: str, tenant: str) -> LoadedAdapter:
+    def _promote(self, name: str, tenant: str, change: AdapterChange) -> LoadedAdapter:
+        adapter_name, folder = self._parse_versioned_name(name), self._tenant_folder(tenant)
+        adapter = self._resolve_own(name, tenant)
+        with self.change_lock(tenant), _reraise_os_errors():
+            alias = _read_alias(folder, adapter_name.name)
+            current = self._resolve_own(adapter_name.name, tenant)
+            current_on_disk = selected_version(folder, adapter_name.name)
+            change.begin(adapter.version, current_on_disk, adapter.adapter_ref.digest)
+            write_alias(
+                folder, adapter_name.name, alias.with_current(adapter.version, current.version)
+            )
+            change.finish(adapter.version)
+        self._rescan(tenant)
+        return adapter
+
+    def rollback(self, name: str, tenant: str, author: ChangeAuthor | None = None) -> LoadedAdapter:
         """Restore the version that was current before the last promotion."""
+        with self._recording("rollback", name, tenant, author) as change:
+            adapter = self._rollback(name, tenant, change)
+        log.info("event=adapter_rolled_back adapter=%s tenant=%s", adapter.key, tenant)
+        return adapter
+
+    def _rollback(self, name: str, tenant: str, change: AdapterChange) -> LoadedAdapter:
         adapter_name, folder = self._parse_name(name, "name"), self._tenant_folder(tenant)
         if adapter_name.version is not None:
             raise RequestError(f"name is {name!r}; give it without a version", "name")
         self._resolve_own(name, tenant)
-        with self.change_lock, _reraise_os_errors():
+        with self.change_lock(tenant), _reraise_os_errors():
             alias = _read_alias(folder, name)
             files = version_files(folder, name)
             previous = [version for version in alias.previous if version in files]
@@ -145,11 +210,12 @@ class AdapterStore:
                     "version that should be current",
                     "name",
                 )
+            change.begin(previous[0], selected_version(folder, name))
             write_alias(
                 folder, name, AliasRecord(previous[0], tuple(previous[1:]), alias.unloaded_max)
             )
+            change.finish(previous[0])
         self._rescan(tenant)
-        log.info("event=adapter_rolled_back adapter=%s@%d tenant=%s", name, previous[0], tenant)
         return self._resolve_own(name, tenant)
 
     def sweep(self, tenant: str | None = None) -> None:
@@ -162,6 +228,19 @@ class AdapterStore:
             for folder in folders if tenant is None else [self._tenant_folder(tenant)]:
                 with suppress(OSError):  # For example, no write permission.
                     _sweep_folder(folder)
+
+    @contextmanager
+    def _recording(
+        self, action: ChangeAction, name: str, tenant: str, author: ChangeAuthor | None
+    ) -> Iterator[AdapterChange]:
+        author = author or ChangeAuthor(tenant)
+        with self.changes.recording(action, name, author, tenant) as change:
+            yield change
+
+    def _warn_of_unwritten_records(self, error: OSError) -> None:
+        suppressed = self._log_throttle.claim_line("adapter_log")
+        if suppressed is not None:
+            log.warning("event=adapter_log_not_written reason=%r unsaid=%d", str(error), suppressed)
 
     def _parse_name(self, name: str, field: str) -> AdapterName:
         try:
@@ -224,10 +303,18 @@ class AdapterUpload:
     `discard` must be called at the end, and may be called at any time.
     """
 
-    def __init__(self, store: AdapterStore, name: AdapterName, tenant: str, folder: Path) -> None:
+    def __init__(
+        self,
+        store: AdapterStore,
+        name: AdapterName,
+        tenant: str,
+        folder: Path,
+        change: AdapterChange,
+    ) -> None:
         self._store = store
         self._name = name
         self._tenant = tenant
+        self._change = change
         self._folder = folder
         self._partial_path = folder / f"{UPLOAD_PREFIX}{secrets.token_hex(8)}{SUFFIX}"
         self._file: BinaryIO | None = None
@@ -240,11 +327,10 @@ class AdapterUpload:
         with self._locked():
             self._folder.mkdir(exist_ok=True)
             self._choose_version()
-            with self._store.change_lock:
+            with self._store.change_lock(self._tenant):
                 _sweep_folder(self._folder)
                 self._file = open(self._partial_path, "xb")  # noqa: SIM115, closed by discard.
-                with suppress(OSError):  # The lock keeps `sweep` from removing the file.
-                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_descriptor(self._file.fileno())  # Keeps `sweep` from removing the file.
 
     def write_chunk(self, data: bytes) -> None:
         with self._locked():
@@ -267,32 +353,37 @@ class AdapterUpload:
                 raise RequestError("data is empty; send the adapter's file", "data")
             self._file.flush()
             os.fsync(self._file.fileno())
-            self._check_adapter(self._open_adapter())
-            key = self._publish_version()
+            adapter_content = self._open_adapter()
+            self._check_adapter(adapter_content)
+            key = self._publish_version(adapter_content.digest)
             registry = self._store.adapters
             registry.scan(self._tenant)
             adapter = registry.resolve(key, self._tenant)
         log.info("event=adapter_uploaded adapter=%s tenant=%s", key, self._tenant)
         return adapter
 
-    def discard(self) -> None:
-        """Release the upload slot and remove the temporary file."""
+    def discard(self, error: BaseException | None = None) -> None:
+        """Release the upload slot and remove the temporary file.
+
+        `error`: the error that ended the upload. None: the upload was finished or cancelled.
+        """
         with self._lock:
             if self._discarded:
                 return
             self._discarded = True
+            self._store.release_upload()
             if self._file is not None:
                 with suppress(OSError):
                     self._partial_path.unlink(missing_ok=True)
                 with suppress(OSError):  # Flushing fails on a full disk.
                     self._file.close()
-            self._store.release_upload()
+            self._change.fail(error or _cancelled_upload_error())
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         with self._lock, _reraise_os_errors():
             if self._discarded:
-                raise RefusedError("CANCELLED", "the upload was cancelled; start a new upload")
+                raise _cancelled_upload_error()
             yield
 
     def _open_adapter(self) -> Adapter:
@@ -355,10 +446,13 @@ class AdapterUpload:
             )
         return requested
 
-    def _publish_version(self) -> str:
-        with self._store.change_lock:
+    def _publish_version(self, digest: str) -> str:
+        name = self._name.name
+        with self._store.change_lock(self._tenant):
             while True:
-                key = f"{self._name.name}@{self._choose_version()}"
+                version = self._choose_version()
+                key = f"{name}@{version}"
+                self._change.begin(version, selected_version(self._folder, name), digest)
                 try:
                     # This fails if another server has published the same version meanwhile.
                     rename_durable(
@@ -366,7 +460,12 @@ class AdapterUpload:
                     )
                 except FileExistsError:
                     continue
+                self._change.finish(selected_version(self._folder, name))
                 return key
+
+
+def _cancelled_upload_error() -> RefusedError:
+    return RefusedError("CANCELLED", "the upload was cancelled; start a new upload")
 
 
 def _read_alias(folder: Path, name: str) -> AliasRecord:
@@ -396,26 +495,16 @@ def _reraise_os_errors() -> Iterator[None]:
 
 
 def _sweep_folder(folder: Path) -> None:
+    remove_abandoned_partials(folder)
     now = time.time()
     with os.scandir(folder) as entries:
         for entry in entries:
             with suppress(OSError):  # Another server may remove the file meanwhile.
                 if entry.name.startswith(UPLOAD_PREFIX):
-                    idle_s = now - entry.stat().st_mtime
-                    if idle_s > UPLOAD_LOCK_DELAY_MAX_S and _is_abandoned(entry.path):
+                    if is_abandoned(Path(entry.path)):
                         log.info("event=upload_swept file=%s", entry.name)
                         os.unlink(entry.path)
                 elif entry.name.startswith(UNLOADED_PREFIX):
                     status = entry.stat()
                     if now - max(status.st_mtime, status.st_ctime) > UNLOADED_KEEP_S:
                         os.unlink(entry.path)
-
-
-def _is_abandoned(path: str) -> bool:
-    """Return whether an upload's file is unlocked: the process that wrote it has ended."""
-    with open(path, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-    return True

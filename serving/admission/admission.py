@@ -57,8 +57,9 @@ class Admission:
     def admit(self, ask: Ask, has_ended: Callable[[], bool] = lambda: False) -> Request:
         """Validate an ask and build the request.
 
-        This may read files, so do not call it on an event loop. `has_ended` returns whether the
-        call has ended meanwhile; then the work stops before the next prompt.
+        Tokenizing a long text takes long, so do not call this on an event loop. It reads no files:
+        adapters must be loaded before. `has_ended` returns whether the call has ended meanwhile;
+        then the work stops before the next prompt.
         """
         check_ask(ask, self.config, self.vocab_size)
         seed = secrets.randbits(SEED_BITS) if ask.seed is None else ask.seed
@@ -143,7 +144,7 @@ class Admission:
         )
 
     def _resolve_adapter(self, name: str, tenant: str) -> LoadedAdapter:
-        adapter = self.adapters.resolve(name, tenant)
+        adapter = self.adapters.lookup(name, tenant)
         self.check_servable(adapter)
         return adapter
 
@@ -167,7 +168,7 @@ class Admission:
     def _first_adapter(self, ask: Ask) -> LoadedAdapter | None:
         if not ask.adapters or not ask.adapters[0]:
             return None
-        return self.adapters.resolve(ask.adapters[0], ask.tenant)
+        return self.adapters.lookup(ask.adapters[0], ask.tenant)
 
     def _without_virtual_tokens(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(token for token in ids if token < self.vocab_size)

@@ -12,13 +12,14 @@ import logging
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 import yaml
 
 from gpt.errors import ConfigError
+from gpt.regular_files import open_regular_file
 from gpt.settings import YAML_BYTES_MAX, BoundedYamlLoader, parse_settings, short_repr
 from serving.admission.rate_limits import UNLIMITED, RateLimits
 from serving.request import RefusedError
@@ -46,6 +47,7 @@ class Caller:
     tenant: str = ""
     roles: frozenset[Role] = ROLES
     limits: RateLimits = UNLIMITED
+    token_name: str = ""  # Name of the caller's token in the tokens file; empty: it has no name.
 
     def require_role(self, role: Role) -> None:
         """Raise PERMISSION_DENIED if the caller lacks the role."""
@@ -104,6 +106,13 @@ class Authenticator:
             )
         return caller
 
+    def has_role(self, credential: str | None, role: Role) -> bool:
+        """Return whether the caller of a credential has the role."""
+        try:
+            return role in self.authenticate(credential).roles
+        except RefusedError:
+            return False
+
     def refresh(self) -> None:
         """Reload the file if it has changed. If it is invalid, log an error and change nothing."""
         if self._path is None:
@@ -145,13 +154,16 @@ def _read_tokens_file(path: Path) -> dict[bytes, Caller]:
             raise ConfigError(f"{location} has no settings; add token_sha256, and roles if needed")
         tenant_settings, caller = _parse_tenant(tenant, raw_settings, location)
         plaintext_tokens += len(tenant_settings.tokens)
-        for digest in _token_digests(tenant_settings, location):
+        token_names = _token_names(raw_settings, location)
+        for digest, token_name in zip(
+            _token_digests(tenant_settings, location), token_names, strict=True
+        ):
             if digest in callers:
                 raise ConfigError(
                     f"{location} has a token that occurs twice in the file; remove it, or generate "
                     "a new token"
                 )
-            callers[digest] = caller
+            callers[digest] = replace(caller, token_name=token_name)
     if not callers:
         raise ConfigError(f"tokens: {path} has no tenant, so every call would be refused; add one")
     _check_file_mode(path, plaintext_tokens)
@@ -174,7 +186,7 @@ def _check_file_mode(path: Path, plaintext_tokens: int) -> None:
 def _load_yaml(path: Path) -> dict[object, object]:
     """Read the file as a mapping. Error messages do not quote the file, which contains tokens."""
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             content = file.read(YAML_BYTES_MAX + 1)
         if len(content) > YAML_BYTES_MAX:
             raise ConfigError(f"tokens: {path} is over {YAML_BYTES_MAX} bytes")
@@ -221,11 +233,37 @@ def _parse_tenant(
 
 
 def _parse_texts(value: object, location: str) -> tuple[str, ...]:
-    """Parse a text or a list of texts. The error does not quote the text, which may be a token."""
+    """Parse a text, a list of texts, or a mapping of names to texts.
+
+    The error does not quote the text, which may be a token.
+    """
+    if isinstance(value, dict):
+        value = list(value.values())
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(text, str) for text in values):
-        raise ConfigError(f"{location} must be a text, or a list of texts; put quotes around it")
+        raise ConfigError(
+            f"{location} must be a text, a list of texts, or a mapping of names to texts; put "
+            "quotes around it"
+        )
     return tuple(values)
+
+
+def _token_names(raw_settings: Mapping[str, object], location: str) -> list[str]:
+    """Return the name of each token of a tenant, in the order of `_token_digests`."""
+    names: list[str] = []
+    for key in ("token", "token_sha256"):
+        value = raw_settings.get(key, [])
+        if not isinstance(value, dict):
+            names += [""] * len(_parse_texts(value, f"{location}: {key}"))
+            continue
+        for name in value:
+            if not isinstance(name, str) or not TENANT_PATTERN.fullmatch(name):
+                raise ConfigError(
+                    f"{location}: {key} has a token with an invalid name; use at most 64 ASCII "
+                    "letters, digits, '.', '_' and '-', and begin with a letter or a digit"
+                )
+            names.append(name)
+    return names
 
 
 def _token_digests(tenant_settings: _TenantSettings, location: str) -> list[bytes]:

@@ -122,6 +122,11 @@ class ChatPromptRenderer:
         log.warning("event=chat_template_unusable note=%r", self._unusable_reason)
 
     @property
+    def is_usable(self) -> bool:
+        """Whether the model has a valid chat template, so that it accepts chats."""
+        return self._unusable_reason is None
+
+    @property
     def call_format(self) -> CallFormat:
         """The format in which the model writes calls of tools."""
         if self._call_format != "auto":
@@ -339,12 +344,19 @@ class _TemplateProcess:
         if self._closed:
             raise UnavailableError("this server is shutting down; try another server", "DRAINING")
         environment = {name: os.environ[name] for name in INHERITED_VARIABLES & os.environ.keys()}
-        return ChildProcess(
-            [sys.executable, "-m", "serving.admission.template_sandbox"],
-            environment=child_environment(environment),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        try:
+            return ChildProcess(
+                [sys.executable, "-m", "serving.admission.template_sandbox"],
+                environment=child_environment(environment),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        except OSError as error:  # For example, no free file descriptor, or too little memory.
+            raise UnavailableError(
+                f"the chat template's process cannot be started ({error.strerror}); try again in a "
+                "moment",
+                "ENGINE_LOST",
+            ) from None
 
     def _exchange(self, process: ChildProcess, request_line: str, timeout_s: float) -> RenderReply:
         """Send a line and return the reply; raise _ProcessStuckError after the time limit.

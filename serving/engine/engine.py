@@ -22,10 +22,12 @@ import msgspec
 from gpt.errors import PreambleError, RequestError
 from gpt.tokenizers.tokenizer import Tokenizer
 from serving.config import ObservabilityConfig, ParallelConfig, SchedulerConfig
+from serving.engine.adapter_residency import AdapterResidency, ResidencySnapshot
 from serving.engine.job import Job, StreamEvent, TrackedSequence, coalesce_events, is_deferrable
 from serving.engine.stream import DEADLINE_MESSAGE, Stream, collect_completions, failed_completions
 from serving.engine.transport import EngineTransport
 from serving.engine_core.flight_recorder import crash_path
+from serving.memory_budget import ADAPTER_ROWS_MAX
 from serving.messages import (
     Cancel,
     DumpFlightRecorder,
@@ -75,6 +77,8 @@ class Engine:
         scheduler_config: SchedulerConfig,
         parallel_config: ParallelConfig,
         observability_config: ObservabilityConfig,
+        *,
+        adapter_rows_max: int = ADAPTER_ROWS_MAX,
     ) -> None:
         self._transport = transport
         self._tokenizer = tokenizer
@@ -87,6 +91,7 @@ class Engine:
         self._awaiting_ranks: list[Job] = []  # To be submitted when new ranks are ready.
         self._beam_jobs: set[Job] = set()  # Unfinished jobs with beam search.
         self._to_cancel: list[int] = []  # Sequence ids whose cancel was not sent yet.
+        self._adapter_residency = AdapterResidency(adapter_rows_max, self._capacity)
         self._deferred_events: list[StreamEvent] = []  # Not delivered yet (`is_deferrable`).
         self._flushed_at = 0.0  # Last delivery, on the monotonic clock.
         self._last_sequence_id = 0
@@ -135,6 +140,14 @@ class Engine:
     @property
     def waiting_sequences(self) -> int:
         return max(0, self.unfinished_sequences - self.stats.running)
+
+    def adapter_residency(self) -> ResidencySnapshot:
+        """Return which adapters are on the device, and which ones requests wait for."""
+        with self._lock:
+            sequences = list(self._sequences.values())
+            sequences += [sequence for job in self._awaiting_ranks for sequence in job.unfinished]
+            waiting = [sequence.answer for sequence in sequences if not sequence.output_tokens]
+            return self._adapter_residency.snapshot(waiting)
 
     def submit(
         self, request: Request, deadline: float | None = None, *, final_only: bool = False
@@ -239,6 +252,7 @@ class Engine:
         events: list[StreamEvent] = []
         with self._lock:
             self.stats = update.stats
+            self._adapter_residency.apply_changes(update.adapter_changes)
             for output in update.outputs:
                 sequence = self._sequences.get(output.sequence_id)
                 if sequence is not None:
@@ -256,6 +270,7 @@ class Engine:
             self._up = False
             self.down_reason = reason
             self.stats = EngineStats()
+            self._adapter_residency.clear()
             already_waiting = list(self._awaiting_ranks)
             jobs = self._take_unfinished_jobs()
             events: list[StreamEvent] = []
@@ -327,6 +342,7 @@ class Engine:
             sequence.prompt_scores_to_skip = sequence.prompt_scores_received
             self._sequences[self._last_sequence_id] = sequence
             answer = sequence.answer
+            self._adapter_residency.record_use(answer)
             self._transport.send(
                 Submission(
                     self._last_sequence_id,

@@ -1,16 +1,14 @@
 """Adapter cache: adapters' rows in host memory by digest, read by a thread, evicted LRU.
 
-A step must not wait for a disk, so a request whose adapter is not in the cache waits until the
-reader thread has read the adapter. Adapters of live requests are pinned. The other adapters stay in
-the cache until it exceeds its limit in bytes; then the least recently used ones are evicted. The
-digest is checked when an adapter is read. Rows are embeddings, or the keys and values of prefix
-adapters. The scheduler, not this module, decides where adapters are stored on the device: in the
-adapter pool or in KV blocks.
+A step must not wait for a disk, so a request whose adapter is not in the cache waits until a thread
+of the adapter reader has read the adapter. Adapters of live requests are pinned. The other adapters
+stay in the cache until it exceeds its limit in bytes; then the least recently used ones are
+evicted. The digest is checked when an adapter is read. Rows are embeddings, or the keys and values
+of prefix adapters. The scheduler, not this module, decides where adapters are stored on the device:
+in the adapter pool or in KV blocks.
 """
 
 import logging
-import queue
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +19,8 @@ from gpt.adapters.adapter_file import open_adapter, table_width
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError, PreambleError
 from serving.adapters.directory_layout import unloaded_path
+from serving.config import AdapterConfig
+from serving.engine_core.adapter_reader import AdapterReader, AdapterReadResult
 from serving.messages import AdapterRef
 
 log = logging.getLogger(__name__)
@@ -43,15 +43,6 @@ def prefix_write_tokens_max(model_config: GPTConfig) -> int:
     return max(1, PREFIX_WRITE_BYTES_MAX // (model_config.prefix_width * VALUE_BYTES))
 
 
-@dataclass(frozen=True)
-class AdapterReadResult:
-    """The rows of an adapter, or the reason why they could not be read."""
-
-    adapter_ref: AdapterRef
-    data: bytes = b""  # The rows in fp32, contiguous.
-    reason: str = ""  # Empty: the rows were read.
-
-
 @dataclass
 class _CachedRows:
     data: bytes
@@ -61,22 +52,26 @@ class _CachedRows:
 class AdapterCache:
     """Adapter rows by digest.
 
-    The engine loop calls all methods, from its thread. The reader thread calls `on_read` after each
-    read; the engine loop then calls `insert`, and `pin` for each sequence that waits.
+    The engine loop calls all methods, from its thread. A thread of the adapter reader calls
+    `on_read` after each read; the engine loop then calls `insert`, and `pin` for each sequence that
+    waits.
     """
 
     def __init__(
-        self, model_config: GPTConfig, bytes_max: int, on_read: Callable[[AdapterReadResult], None]
+        self,
+        model_config: GPTConfig,
+        bytes_max: int,
+        on_read: Callable[[AdapterReadResult], None],
+        *,
+        read_limit_s: float = AdapterConfig.adapter_read_s,
     ) -> None:
         self._model_config = model_config
         self._bytes_max = bytes_max
-        self._on_read = on_read
         self._cache: OrderedDict[str, _CachedRows] = OrderedDict()  # Least recently used first.
         self._cached_bytes = 0
         self._pinned_bytes = 0
         self._reading: set[AdapterRef] = set()
-        self._read_queue: queue.SimpleQueue[AdapterRef | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._read_loop, name="tables", daemon=True)
+        self._reader = AdapterReader(self._read, on_read, read_limit_s)
 
     def pin(self, adapter_ref: AdapterRef) -> PinState:
         """Pin a cached adapter for one sequence; queue an adapter that is not cached for reading.
@@ -101,9 +96,7 @@ class AdapterCache:
         if claimed_bytes and claimed_bytes + self._size_bytes(adapter_ref) > self._bytes_max:
             return "full"
         self._reading.add(adapter_ref)
-        self._read_queue.put(adapter_ref)
-        if not self._thread.is_alive():
-            self._thread.start()
+        self._reader.request(adapter_ref)
         return "reading"
 
     def unpin(self, digest: str) -> None:
@@ -137,8 +130,8 @@ class AdapterCache:
         return self._cache[digest].data[start * row_bytes : (start + count) * row_bytes]
 
     def close(self) -> None:
-        """Let the reader thread end after it has read the queued adapters."""
-        self._read_queue.put(None)
+        """Let the threads of the reader end after they have read the queued adapters."""
+        self._reader.close()
 
     def _size_bytes(self, adapter_ref: AdapterRef) -> int:
         return (
@@ -156,21 +149,20 @@ class AdapterCache:
             if not self._cache[digest].pins and digest != protected_digest:
                 self._cached_bytes -= len(self._cache.pop(digest).data)
 
-    def _read_loop(self) -> None:
-        while (adapter_ref := self._read_queue.get()) is not None:
-            try:
-                self._on_read(AdapterReadResult(adapter_ref, self._read(adapter_ref)))
-            except PreambleError as error:
-                # The client receives this text. The client may see the file's name, which is the
-                # adapter's name, but not the folder.
-                reason = str(error).replace(f"{Path(adapter_ref.file).parent}/", "")
-                self._on_read(AdapterReadResult(adapter_ref, reason=reason))
-            except Exception:
-                log.exception("event=table_fault digest=%s", adapter_ref.digest[:12])
-                reason = "the adapter could not be read because of an internal error; try again"
-                self._on_read(AdapterReadResult(adapter_ref, reason=reason))
+    def _read(self, adapter_ref: AdapterRef) -> AdapterReadResult:
+        try:
+            return AdapterReadResult(adapter_ref, self._read_rows(adapter_ref))
+        except PreambleError as error:
+            # The client receives this text. The client may see the file's name, which is the
+            # adapter's name, but not the folder.
+            reason = str(error).replace(f"{Path(adapter_ref.file).parent}/", "")
+            return AdapterReadResult(adapter_ref, reason=reason)
+        except Exception:
+            log.exception("event=table_fault digest=%s", adapter_ref.digest[:12])
+            reason = "the adapter could not be read because of an internal error; try again"
+            return AdapterReadResult(adapter_ref, reason=reason)
 
-    def _read(self, adapter_ref: AdapterRef) -> bytes:
+    def _read_rows(self, adapter_ref: AdapterRef) -> bytes:
         file = Path(adapter_ref.file)
         if not file.exists():  # Unloaded (renamed) after the request was accepted.
             file = unloaded_path(file)

@@ -26,12 +26,15 @@ import msgspec
 
 from gpt.cpu_inference.weight_packing import is_batch_invariant
 from gpt.dtypes import FLOAT_DTYPE_NAMES
-from serving.config import CacheConfig, ObservabilityConfig, SchedulerConfig, ServerConfig
-from serving.engine_core.adapter_cache import (
-    AdapterCache,
-    AdapterReadResult,
-    prefix_write_tokens_max,
+from serving.config import (
+    AdapterConfig,
+    CacheConfig,
+    ObservabilityConfig,
+    SchedulerConfig,
+    ServerConfig,
 )
+from serving.engine_core.adapter_cache import AdapterCache, prefix_write_tokens_max
+from serving.engine_core.adapter_reader import AdapterReadResult
 from serving.engine_core.flight_recorder import FlightRecorder, crash_path
 from serving.engine_core.warmup import graph_capture_steps, warmup_steps
 from serving.messages import (
@@ -115,6 +118,7 @@ class EngineLoop:
         *,
         send_step: Callable[[bytes], None] | None = None,
         receive_outcome: Callable[[], bytes] | None = None,
+        adapter_read_s: float = AdapterConfig.adapter_read_s,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -130,7 +134,10 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[ToEngineLoop | AdapterReadResult] = queue.SimpleQueue()
         model_config = runner.model.config
         self._adapter_cache = AdapterCache(
-            model_config, cache_config.adapter_bytes_max, self._inbox.put
+            model_config,
+            cache_config.adapter_bytes_max,
+            self._inbox.put,
+            read_limit_s=adapter_read_s,
         )
         self._live: dict[int, _LiveSequence] = {}  # Sequences that have not ended, by id.
         # By id: sequences that are not in the scheduler yet, because their adapter is not cached.
@@ -298,7 +305,10 @@ class EngineLoop:
             stats = msgspec.structs.replace(
                 stats, waiting=stats.waiting + len(self._waiting_for_adapter)
             )
-        self._send_to_frontend(Update(outputs, stats, completed_steps, steps_in_flight))
+        adapter_changes = self._scheduler.pop_adapter_changes()
+        self._send_to_frontend(
+            Update(outputs, stats, completed_steps, steps_in_flight, adapter_changes)
+        )
 
     # ---------------------------------------------------------------------------------- messages
 
@@ -521,4 +531,5 @@ def build_engine_loop(
         send_to_frontend,
         send_step=send_step,
         receive_outcome=receive_outcome,
+        adapter_read_s=config.adapter_config.adapter_read_s,
     )

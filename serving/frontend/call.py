@@ -11,18 +11,22 @@ import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal
 
+from gpt.adapters.change_log import ChangeAction, ChangeAuthor
 from gpt.errors import PreambleError
-from serving.admission.auth import Authenticator, Caller
+from serving.admission.auth import Authenticator, Caller, Role
 from serving.admission.rate_limits import QuotaTable, RequestReservation, TenantUsage
 from serving.engine.stream import Stream
+from serving.file_threads import CHANGE_LOG_OWNER
 from serving.frontend.call_origin import UNKNOWN_ORIGIN, CallOrigin
 from serving.logs import LogThrottle
 from serving.request import Ask, Piece, RefusedError, UnavailableError
 from serving.service.error_reasons import REASONS, Reason, reason_of
-from serving.service.metrics import Metrics
+from serving.service.metrics import Metrics, exemplar_labels
 from serving.service.service import Service
+from serving.service.usage import RequestUsage, UsageMeter
 
 if TYPE_CHECKING:
     from serving.frontend.tracing import CallTrace, CallTracer
@@ -67,7 +71,8 @@ class Call:
         self.trace: CallTrace | None = None  # None: tracing is off.
         self.arrival = time.monotonic()
         self._awaiting_first_token = True
-        self.tenant_usage: TenantUsage | None = None  # Set when the caller is authenticated.
+        # Set when the caller is authenticated; None for a probe.
+        self.tenant_usage: TenantUsage | None = None
         self.client_stalled = False  # Whether the client read nothing for `slow_reader_s`.
         self.task = asyncio.current_task()
         # Start time of the write that waits for the client; None: no write in progress.
@@ -75,6 +80,7 @@ class Call:
         self._stall_timer: asyncio.TimerHandle | None = None
         self.has_accepted_request = False
         self._reservations: dict[Stream, RequestReservation] = {}  # By open stream.
+        self._usages: dict[Stream, RequestUsage] = {}  # By open stream.
         self._final_only_streams: set[Stream] = set()  # Streams that are sent as one response.
 
     @property
@@ -90,7 +96,7 @@ class Call:
 
     def subcall(self, method: str) -> AbstractAsyncContextManager["Call"]:
         """Open a nested call, with its own metrics and errors, for one of this call's requests."""
-        origin = CallOrigin(method, self.origin.headers)
+        origin = CallOrigin(method, self.origin.headers, peer=self.origin.peer)
         return self.frontend.call(
             self.protocol, method, None, self.deadline, parent=self, origin=origin
         )
@@ -101,6 +107,43 @@ class Call:
         origin = self.origin
         return origin.request_id, origin.trace_id if self.trace is None else self.trace.trace_id
 
+    @cached_property
+    def exemplar(self) -> dict[str, str]:
+        """The labels of this call's exemplars in latency histograms."""
+        return exemplar_labels(*self.log_ids)
+
+    @property
+    def change_author(self) -> ChangeAuthor:
+        """The author of a change that this call makes, for the adapter change log."""
+        return ChangeAuthor(
+            tenant=self.caller.tenant,
+            token=self.caller.token_name,
+            protocol=self.protocol,
+            method=self.origin.name,
+            peer=self.origin.peer,
+            request_id=self.origin.request_id,
+        )
+
+    async def require_role(self, role: Role, change: ChangeAction | None = None) -> None:
+        """Raise PERMISSION_DENIED if the caller lacks the role.
+
+        `change`: the change of an adapter that the call would make; its refusal is recorded.
+        """
+        try:
+            self.caller.require_role(role)
+        except RefusedError as error:
+            if change is not None and self.frontend.service is not None:
+                service = self.frontend.service
+                # One record at a time: such a caller must not occupy the threads of other calls.
+                async with self.frontend.refusal_lock:
+                    await service.file_threads.run_to_end(
+                        CHANGE_LOG_OWNER,
+                        partial(
+                            service.store.record_refusal, change, "", self.change_author, error
+                        ),
+                    )
+            raise
+
     async def start(self, ask: Ask, *, final_only: bool = False) -> Stream:
         """Admit an ask, submit it, and return its stream; raise if it is refused.
 
@@ -108,7 +151,7 @@ class Call:
         one response at the end.
         """
         ask = replace(ask, tenant=self.caller.tenant)
-        assert self.tenant_usage is not None, "the caller is not authenticated"
+        assert self.tenant_usage is not None, "not authenticated, or a probe"
         reservation = self.tenant_usage.begin_request()
         started_at = time.monotonic()
         try:
@@ -120,6 +163,7 @@ class Call:
             raise
         self.has_accepted_request = True
         self._reservations[stream] = reservation
+        self._usages[stream] = self.frontend.usage.open_request(stream.request)
         if final_only:
             self._final_only_streams.add(stream)
         if self.trace is not None:
@@ -130,10 +174,11 @@ class Call:
     async def pieces(self, stream: Stream) -> AsyncIterator[Piece]:
         """Iterate a stream's pieces and record their metrics."""
         timer = _StreamTimer(self, stream, final_only=stream in self._final_only_streams)
-        reservation = self._reservations[stream]
+        reservation, usage = self._reservations[stream], self._usages[stream]
         try:
             async for piece in stream:
                 timer.record_piece(piece)
+                usage.record_piece(piece)
                 reservation.generated_tokens += len(piece.token_ids)
                 yield piece
         finally:
@@ -144,7 +189,8 @@ class Call:
         self._final_only_streams.discard(stream)
         if (reservation := self._reservations.pop(stream, None)) is not None:
             reservation.close()
-            self.frontend.metrics.record_timings(stream.timings)
+            self._usages.pop(stream).close()
+            self.frontend.metrics.record_timings(stream.timings, self.arrival, self.exemplar)
             if self.trace is not None:
                 self.trace.add_request(self.service.name, stream, reservation.generated_tokens)
 
@@ -176,7 +222,9 @@ class Call:
         """Record the time to first token, once per call."""
         if self._awaiting_first_token:
             self._awaiting_first_token = False
-            self.frontend.metrics.first_token.labels(self.protocol).observe(now - self.arrival)
+            self.frontend.metrics.record_first_token(
+                self.protocol, now - self.arrival, self.exemplar
+            )
 
     def close(self) -> None:
         if self._stall_timer is not None:
@@ -209,7 +257,8 @@ class _StreamTimer:
             # No gap precedes an answer's first token; the gaps within the first piece are 0 s.
             gaps = tokens if last_at is not None else tokens - 1
             if gaps:
-                metrics.next_token.observe((now - (last_at or now)) / gaps, gaps)
+                gap_s = (now - (last_at or now)) / gaps
+                metrics.next_token.observe(gap_s, gaps, self._call.exemplar)
             self._last_token_at[piece.index] = now
             self._token_counts[piece.index] += tokens
         if piece.cached_tokens:
@@ -230,8 +279,10 @@ class Frontend:
         calls_max: int | None = None,
         slow_reader_s: float = 30.0,
         message_bytes_max: int = 16 << 20,
+        usage: UsageMeter | None = None,
     ) -> None:
         self.metrics = metrics
+        self.usage = usage or UsageMeter()
         self.access = access
         self.calls_max = calls_max
         self.slow_reader_s = slow_reader_s
@@ -241,6 +292,7 @@ class Frontend:
         self.state: ServerState = "loading"
         self.service: Service | None = None
         self.stop_requested = asyncio.Event()  # Set: drain, then stop the server.
+        self.refusal_lock = asyncio.Lock()  # Held to record a call that lacks a role.
         self._open_calls = 0
         self._log_throttle = LogThrottle()
         self._idle = asyncio.Event()
@@ -274,12 +326,14 @@ class Frontend:
         deadline: float | None = None,
         *,
         while_draining: bool = False,
+        is_probe: bool = False,
         parent: Call | None = None,
         origin: CallOrigin = UNKNOWN_ORIGIN,
     ) -> AsyncIterator[Call]:
         """Run a call: authenticate it, record its metrics, and raise `CallFailure` on an error.
 
         `while_draining`: accept the call even if the server drains or has `calls_max` open calls.
+        `is_probe`: the call checks health or lists models, and is not charged to its tenant.
         `parent`: the call that contains this call; its caller is authenticated already.
         """
         call = Call(self, protocol, Caller(), deadline, origin)
@@ -291,11 +345,11 @@ class Frontend:
             call.caller = caller = parent.caller if parent else self.access.authenticate(credential)
             if not while_draining:
                 self._check_capacity()
-            call.tenant_usage = (
-                parent.tenant_usage
-                if parent
-                else TenantUsage(self._quotas.quota_for(caller.tenant, caller.limits))
-            )
+            if parent:
+                call.tenant_usage = parent.tenant_usage
+            elif not is_probe:
+                quota = self._quotas.quota_for(caller.tenant, caller.limits)
+                call.tenant_usage = TenantUsage(quota)
             yield call
         except PreambleError as error:
             call_failure = to_call_failure(error)
@@ -333,8 +387,7 @@ class Frontend:
         """Record metrics, trace and log line of an ended call; `reason` None: success."""
         duration_s, labels = time.monotonic() - call.arrival, (call.protocol, method)
         code = "OK" if reason is None else reason.code.name
-        self.metrics.requests.labels(*labels, code).inc()
-        self.metrics.duration.labels(*labels, code).observe(duration_s)
+        self.metrics.record_call(*labels, code, duration_s, call.exemplar)
         if call.trace is not None:
             call.trace.end(call.origin, call.caller.tenant, reason)
         if reason is None:

@@ -1,8 +1,8 @@
-"""Call origin: a call's method, headers, request id and W3C trace context, for logs and tracing.
+"""Call origin: method, headers, peer, request id and W3C trace context of a call, for logs.
 
-A transport creates a `CallOrigin`; logs and tracing read it. The class is in a separate module so
-that `call` and `tracing` need not import each other. The module is independent of protocols and
-models.
+A transport creates a `CallOrigin`; logs, tracing and the adapter change log read it. The class is
+in a separate module so that `call` and `tracing` need not import each other. The module is
+independent of protocols and models.
 """
 
 import re
@@ -31,15 +31,21 @@ def caller_request_id(headers: Mapping[str, str]) -> str:
     return ""
 
 
+def host_and_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 @dataclass(frozen=True, slots=True)
 class CallOrigin:
-    """Method, headers and trace attributes of a call, collected by its transport."""
+    """Method, headers, trace attributes and peer of a call, collected by its transport."""
 
     name: str = ""  # Span name: gRPC method, or HTTP method and route.
     headers: Mapping[str, str] = field(default_factory=dict)  # HTTP headers or gRPC metadata.
     attributes: Mapping[str, str] = field(default_factory=dict)  # OpenTelemetry span attributes.
     # The id that the transport gave the request; empty: none.
     assigned_request_id: str = ""
+    # Address and port of the client, or of the last proxy before the server; empty: unknown.
+    peer: str = ""
 
     @property
     def request_id(self) -> str:

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -22,6 +23,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
+from gpt.adapters.change_log import ChangeAction
 from serving.admission.auth import Role
 from serving.frontend.call import CallFailure, Frontend, to_call_failure
 from serving.frontend.call_origin import CallOrigin
@@ -62,6 +64,15 @@ class RpcMethod:
     role: Role = "generate"
     # Accept calls even while the server drains or has `calls_max` open calls.
     while_draining: bool = False
+    change: ChangeAction | None = None  # The change of an adapter that the method makes.
+    is_probe: bool = False  # The method checks health or lists models; it costs no quota.
+
+
+def probe_method(
+    name: str, request_type: type[Message], handle: Callable[..., Awaitable[Message | None]]
+) -> RpcMethod:
+    """Return a method for probes: it costs no quota, and answers while the server drains."""
+    return RpcMethod(name, request_type, handle, while_draining=True, is_probe=True)
 
 
 def build_handler(
@@ -91,7 +102,7 @@ def _method_handler(frontend: Frontend, protocol: str, service: str, method: Rpc
     async def handle(chunks: AsyncIterator[bytes], context: Context) -> Message | None:
         headers, deadline = _headers_of(context), _deadline_of(context)
         credential = headers.get("authorization")
-        origin = CallOrigin(name, headers, attributes)
+        origin = CallOrigin(name, headers, attributes, peer=_peer_of(context))
         try:
             async with frontend.call(
                 protocol,
@@ -99,9 +110,10 @@ def _method_handler(frontend: Frontend, protocol: str, service: str, method: Rpc
                 credential,
                 deadline,
                 while_draining=method.while_draining,
+                is_probe=method.is_probe,
                 origin=origin,
             ) as call:
-                call.caller.require_role(method.role)
+                await call.require_role(method.role, method.change)
                 messages = _parse_messages(method, chunks, frontend.message_bytes_max)
                 request = (
                     messages
@@ -237,6 +249,11 @@ async def _read_request(messages: AsyncIterator[Message], method: str, timeout_s
 def _deadline_of(context: Context) -> float | None:
     remaining = context.time_remaining()
     return None if remaining is None else time.monotonic() + remaining
+
+
+def _peer_of(context: Context) -> str:
+    """Return the address of the client, such as 127.0.0.1:41234 or [::1]:41234."""
+    return unquote(context.peer() or "").removeprefix("ipv4:").removeprefix("ipv6:")
 
 
 def _headers_of(context: Context) -> dict[str, str]:

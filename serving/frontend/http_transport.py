@@ -13,7 +13,7 @@ import re
 import secrets
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,12 @@ from aiohttp.http_exceptions import HttpProcessingError
 from gpt.errors import ConfigError
 from serving.config import NetworkConfig, SecurityConfig
 from serving.frontend.call import CallFailure
-from serving.frontend.call_origin import CallOrigin, caller_request_id, printable_request_id
+from serving.frontend.call_origin import (
+    CallOrigin,
+    caller_request_id,
+    host_and_port,
+    printable_request_id,
+)
 from serving.frontend.web_origins import OriginPolicy, preflight_headers
 from serving.service.error_reasons import REASONS
 
@@ -53,6 +58,10 @@ OPENING_COMMENT = b": the first event follows\n\n"  # SSE clients ignore comment
 NO_HEADERS: Mapping[str, str] = {}
 # Paths that the error of an unknown path names, if the port serves them.
 EXAMPLE_PATHS = ("/v1/completions", "/v1/chat/completions", "/v2", "/generate", "/health")
+# Connections above `http_connections_max` that an HTTP server accepts for probes, and the time that
+# each of them has for its request and the response.
+PROBE_CONNECTIONS_MAX = 16
+PROBE_CONNECTION_S = 2.0
 _GRPC_PATH = re.compile(r"/\w+(\.\w+)+/\w+")
 HTTP_VERSIONS = (HttpVersion10, HttpVersion11)
 
@@ -215,7 +224,14 @@ def call_origin(
         "url.scheme": request.scheme,
     }
     assert isinstance(request, _HttpRequest)
-    return CallOrigin(f"{request.method} {route}", request.headers, attributes, request.request_id)
+    name = f"{request.method} {route}"
+    return CallOrigin(name, request.headers, attributes, request.request_id, _peer(request))
+
+
+def _peer(request: web.BaseRequest) -> str:
+    transport = request.transport
+    address = None if transport is None else transport.get_extra_info("peername")
+    return host_and_port(address[0], address[1]) if isinstance(address, tuple) else ""
 
 
 class EventStream:
@@ -349,21 +365,91 @@ class _HttpRequest(web.BaseRequest):
             raise CallFailure(REASONS["UNREADABLE"], message)
 
 
+class _ProbeConnections:
+    """The connections that are open in addition to `http_connections_max`.
+
+    Each may send one request, which is answered if it is a probe (`probe_paths`). Therefore probes
+    work while idle connections take all others. A connection is closed after its response, or after
+    PROBE_CONNECTION_S. If PROBE_CONNECTIONS_MAX are open, the oldest one that has sent no request
+    is closed for a new one.
+    """
+
+    def __init__(self) -> None:
+        self._timers: dict[_HttpConnection, asyncio.TimerHandle] = {}  # The oldest one first.
+
+    def __len__(self) -> int:
+        return len(self._timers)
+
+    def __contains__(self, connection: object) -> bool:
+        return connection in self._timers
+
+    def add(self, connection: "_HttpConnection") -> bool:
+        """Add a connection; return False if all present connections have a request."""
+        if len(self._timers) >= PROBE_CONNECTIONS_MAX:
+            oldest = next((other for other in self._timers if not other.has_request), None)
+            if oldest is None:
+                return False
+            self.discard(oldest)
+            oldest.end_probe()
+        loop = asyncio.get_running_loop()
+        self._timers[connection] = loop.call_later(PROBE_CONNECTION_S, connection.end_probe)
+        return True
+
+    def discard(self, connection: "_HttpConnection") -> None:
+        timer = self._timers.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+
+
 class _HttpConnection(web.RequestHandler):
     """aiohttp's connection with OpenAI's error format and a limit on the number of connections."""
 
-    def __init__(self, server: web.Server, connections_max: int, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        server: web.Server,
+        connections_max: int,
+        probe_connections: _ProbeConnections,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(server, **kwargs)
         self._server = server
         self._connections_max = connections_max
+        self._probe_connections = probe_connections
+        self.has_request = False  # Whether a complete request head has arrived.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # The limit is checked before `super().connection_made`, which counts the new connection.
-        if len(self._server.connections) < self._connections_max:
+        # `connections` does not have this connection yet; `super().connection_made` adds it.
+        connections = len(self._server.connections) - len(self._probe_connections)
+        if connections < self._connections_max or self._probe_connections.add(self):
             return super().connection_made(transport)
         assert isinstance(transport, asyncio.Transport)
         transport.set_protocol(asyncio.Protocol())
-        _reject_connection(transport, self._connections_max)
+        _reject_connection(transport, _too_many_connections(self._connections_max))
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._probe_connections.discard(self)
+        super().connection_lost(exc)
+
+    def begin_request(self, path: str, probe_paths: Collection[str]) -> None:
+        """Raise the error of a connection above the limit whose request is not a probe."""
+        self.has_request = True
+        if self.is_probe and path not in probe_paths:
+            raise _too_many_connections(self._connections_max)
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether the connection is one above the limit, which may send one probe."""
+        return self in self._probe_connections
+
+    def end_probe(self) -> None:
+        """Close a connection above the limit; send QUEUE_FULL if it has sent no request."""
+        transport = self.transport
+        if not isinstance(transport, asyncio.Transport):
+            return
+        if self.has_request:
+            transport.abort()
+        else:
+            _reject_connection(transport, _too_many_connections(self._connections_max))
 
     def handle_error(
         self,
@@ -411,6 +497,7 @@ class HttpServer:
         config: NetworkConfig,
         routes: Routes,
         *,
+        probe_paths: Collection[str] = (),
         error_formats: Mapping[str, ErrorFormat] | None = None,
         address: tuple[str, int] | None = None,
         tls: ssl.SSLContext | None = None,
@@ -419,15 +506,18 @@ class HttpServer:
     ) -> None:
         """Bind the port.
 
-        `error_formats`: the error formats by path, which is matched as in `routes`. `address`: host
-        and port; default: `host` and `http_port` of the settings. `security`: the web origins that
-        may call this server, and whether it requires tokens. `setting`: the name of the port's
-        setting, for errors.
+        `probe_paths`: paths that are answered even if `http_connections_max` connections are open,
+        up to PROBE_CONNECTIONS_MAX at once. `error_formats`: the error formats by path, which is
+        matched as in `routes`. `address`: host and port; default: `host` and `http_port` of the
+        settings. `security`: the web origins that may call this server, and whether it requires
+        tokens. `setting`: the name of the port's setting, for errors.
         """
         host, port = address or (config.host, config.http_port)
         self._origin_policy = OriginPolicy(host, security or SecurityConfig())
         self._config = config
         self._routes = routes
+        self._probe_paths = probe_paths
+        self._probe_connections = _ProbeConnections()
         self._error_formats = error_formats or {}
         self._tls = tls
         self._socket = socket.socket(address_family(host))
@@ -478,6 +568,7 @@ class HttpServer:
         return _HttpConnection(
             self._aiohttp_server,
             self._config.http_connections_max,
+            self._probe_connections,
             loop=asyncio.get_running_loop(),
             keepalive_timeout=self._config.http_idle_s,
             access_log=None,
@@ -486,7 +577,10 @@ class HttpServer:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         assert isinstance(request, _HttpRequest)
+        connection = request.protocol
+        assert isinstance(connection, _HttpConnection)
         try:
+            connection.begin_request(request.path.rstrip("/"), self._probe_paths)
             request.check_version()
             self._origin_policy.check(request)
             request.response_headers |= self._origin_policy.response_headers(request)
@@ -497,6 +591,8 @@ class HttpServer:
                 response.force_close()  # Otherwise aiohttp would read the rest of the body.
         if not response.prepared:
             response.headers.update(request.response_headers)
+        if connection.is_probe:
+            response.force_close()
         return response
 
     def _find_error_format(self, request: web.BaseRequest) -> ErrorFormat:
@@ -553,15 +649,17 @@ async def _answer_preflight(
     return web.Response(status=204, headers={**HEADERS, **preflight_headers(request, methods)})
 
 
-def _reject_connection(transport: asyncio.Transport, connections_max: int) -> None:
-    """Send QUEUE_FULL without reading a request, and close the connection."""
-    response = error_response(
-        CallFailure(
-            REASONS["QUEUE_FULL"],
-            f"this server has {connections_max} connections, the limit "
-            "(http_connections_max); try again in a moment",
-        )
+def _too_many_connections(connections_max: int) -> CallFailure:
+    return CallFailure(
+        REASONS["QUEUE_FULL"],
+        f"this server has {connections_max} connections, the limit (http_connections_max); try "
+        "again in a moment",
     )
+
+
+def _reject_connection(transport: asyncio.Transport, error: CallFailure) -> None:
+    """Send an error without reading a request, and close the connection."""
+    response = error_response(error)
     body = response.body
     assert isinstance(body, bytes)
     headers = {

@@ -40,6 +40,11 @@ T = TypeVar("T")
 class RequestPart(msgspec.Struct, forbid_unknown_fields=True):
     """A JSON object in a request. Unknown fields are errors."""
 
+    @classmethod
+    def has_no_effect(cls, name: str, value: Any) -> bool:
+        """Return whether a field that this object does not have can be ignored with this value."""
+        return False
+
 
 class RequestBody(RequestPart):
     """The JSON object of a whole request body."""
@@ -51,11 +56,6 @@ class RequestBody(RequestPart):
     def field_names(self) -> Mapping[str, str]:
         """Maps the field names in the admission's errors to this endpoint's names."""
         return {}
-
-    @classmethod
-    def has_no_effect(cls, name: str, value: Any) -> bool:
-        """Return whether a field that this body does not have can be ignored with this value."""
-        return False
 
     @classmethod
     def unknown_field_error(cls, name: str) -> str | None:
@@ -134,10 +134,14 @@ def _decode_fields(data: bytes, json_type: type[T], request_type: type[RequestBo
         return decode(data)
     except msgspec.ValidationError as error:
         try:
-            data = remove_unset_fields(data, request_type, request_type.has_no_effect)
+            data = remove_unset_fields(data, request_type, _has_no_effect)
         except (msgspec.MsgspecError, RecursionError):
             raise error from None
     return decode(data)
+
+
+def _has_no_effect(struct: type[msgspec.Struct], name: str, value: Any) -> bool:
+    return issubclass(struct, RequestPart) and struct.has_no_effect(name, value)
 
 
 def _count_json_parts(data: bytes) -> int:

@@ -15,49 +15,47 @@ import msgspec
 _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
+# Whether a field that a struct does not have can be ignored: arguments struct, name and value.
+EffectCheck = Callable[[type[msgspec.Struct], str, Any], bool]
+
 
 def remove_unset_fields(
-    data: bytes,
-    request_type: type[msgspec.Struct],
-    has_no_effect: Callable[[str, Any], bool],
+    data: bytes, request_type: type[msgspec.Struct], has_no_effect: EffectCheck
 ) -> bytes:
     """Return the body without null fields and without unknown fields that have no effect.
 
-    `has_no_effect(name, value)` is called for each field of the body that the type does not have.
-    Objects that the type does not describe, such as JSON schemas, are returned unchanged. Raise
-    msgspec's errors if the body is not a JSON object.
+    `has_no_effect` is called for each field of the body, and of the objects in it, that their types
+    do not have. Objects that the type does not describe, such as JSON schemas, are returned
+    unchanged. Raise msgspec's errors if the body is not a JSON object.
     """
-    fields = _without_nulls(data, request_type)
-    struct_fields = request_type.__struct_fields__
-    return msgspec.json.encode(
-        {
-            name: value
-            for name, value in fields.items()
-            if name in struct_fields or not has_no_effect(name, msgspec.json.decode(value))
-        }
-    )
+    return msgspec.json.encode(_clean_object(data, request_type, has_no_effect))
 
 
-def _without_nulls(data: bytes | msgspec.Raw, struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """Decode one level of an object, without its null fields and those of the structs in it."""
+def _clean_object(
+    data: bytes | msgspec.Raw, struct: type[msgspec.Struct], has_no_effect: EffectCheck
+) -> dict[str, Any]:
+    """Decode one level of an object, without the fields that can be removed at any level."""
     part_types = _part_types(struct)
     return {
-        name: _clean_value(value, part_types.get(name))
+        name: _clean_value(value, part_types.get(name), has_no_effect)
         for name, value in _decode_object(data).items()
         if bytes(value).strip() != b"null"
+        and (name in part_types or not has_no_effect(struct, name, msgspec.json.decode(value)))
     }
 
 
-def _clean_value(value: msgspec.Raw, part_type: type[msgspec.Struct] | None) -> Any:
-    """Remove null fields from a value that is a struct or a list of structs."""
+def _clean_value(
+    value: msgspec.Raw, part_type: type[msgspec.Struct] | None, has_no_effect: EffectCheck
+) -> Any:
+    """Remove fields from a value that is a struct or a list of structs."""
     if part_type is None:
         return value
     match bytes(value).lstrip()[:1]:
         case b"{":
-            return _without_nulls(value, part_type)
+            return _clean_object(value, part_type, has_no_effect)
         case b"[":
             return [
-                _without_nulls(element, part_type)
+                _clean_object(element, part_type, has_no_effect)
                 if bytes(element).lstrip().startswith(b"{")
                 else element
                 for element in _decode_list(value)

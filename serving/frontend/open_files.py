@@ -17,8 +17,8 @@ from serving.logs import LogThrottle
 
 log = logging.getLogger(__name__)
 
-# Descriptors for ranks, checkpoint files, adapters and logs. If the limit of the process is low,
-# half of the free descriptors are reserved instead.
+# Descriptors for ranks, checkpoint files, adapters, logs and the connections of probes. If the
+# limit of the process is low, half of the free descriptors are reserved instead.
 RESERVED_DESCRIPTORS = 512
 CONNECTIONS_MIN = 4  # Each bound of connections is at least this number.
 ACCEPT_LOG_S = 10.0  # At most one log line in this time says that no connection can be accepted.

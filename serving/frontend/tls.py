@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from gpt.errors import ConfigError
+from gpt.regular_files import read_regular_file
 from serving.config import SecurityConfig
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class TlsCertificates:
         contents = []
         for name, path in self._paths().items():
             try:
-                contents.append(path.read_bytes())
+                contents.append(read_regular_file(path))
             except OSError as error:
                 raise _unreadable(name, path, error) from None
         return _PemFiles(contents[0], contents[1], contents[2] if len(contents) > 2 else None)

@@ -9,7 +9,6 @@ ranks as processes are in `supervisor` and `torchrun_supervisor`.
 import logging
 import threading
 
-from gpt.cpu import kernels
 from gpt.errors import ConfigError, PreambleError
 from gpt.model.gpt_model import GPT
 from gpt.tokenizers.tokenizer import Tokenizer
@@ -66,9 +65,6 @@ class InProcessTransport:
     def start(self, receiver: Receiver) -> None:
         """Start the engine loop's thread; returns at once."""
         self._receiver = receiver
-        # OpenMP gives each calling thread its own worker threads. This thread has loaded the model,
-        # and does not need its worker threads any more: the engine loop's thread runs the model.
-        kernels.release_openmp_threads()
         self._thread.start()
 
     def send(self, message: ToEngineLoop) -> None:

@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -245,8 +246,15 @@ class Rank:
         engine_loop = self._engine_loop
         assert engine_loop is not None, "the front end sends no message before `Ready`"
         if isinstance(message, DumpFlightRecorder):
-            # This thread writes the file, because the engine loop may be hung.
-            engine_loop.write_flight(message.path, "asked", with_token_ids=message.with_token_ids)
+            # Not the engine loop, which may be hung, and not this thread, because the disk may not
+            # answer.
+            threading.Thread(
+                target=engine_loop.write_flight,
+                args=(message.path, "asked"),
+                kwargs={"with_token_ids": message.with_token_ids},
+                name="flight",
+                daemon=True,
+            ).start()
             return
         if isinstance(message, Close):
             self._is_stopping = True

@@ -14,6 +14,7 @@ import sys
 import msgspec
 
 from gpt.child_processes import die_with_parent
+from gpt.cpu_threads import set_thread_count
 from serving.config import ServerConfig
 from serving.logs import log_to_stderr
 from serving.ranks.message_socket import Channel
@@ -36,9 +37,8 @@ def main() -> int:
     import torch.distributed as dist
 
     from serving.ranks.rank import Rank
-    from serving.ranks.rank_resources import set_thread_count
 
-    set_thread_count(spec.position, respect_environment=True)
+    set_thread_count(spec.position.local_world_size)
     store_path = f"/proc/self/fd/{spec.store_fd}"
     store = dist.FileStore(store_path, spec.position.world_size)  # type: ignore[attr-defined]
     return Rank(spec.position, config, store, "127.0.0.1", frontend).run()

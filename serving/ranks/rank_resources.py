@@ -1,15 +1,13 @@
-"""Rank resources: the device and the number of CPU threads that a rank uses.
+"""Rank resources: the device of a rank, and the ranks that share its memory.
 
-The ranks of a node share its cores and its memory. They also share its GPUs if the node has fewer
+The ranks of a node share its memory. They also share its GPUs if the node has fewer
 GPUs than ranks, or if the configured device is one GPU, such as "cuda:0".
 """
 
-import os
 from dataclasses import dataclass
 
 import torch
 
-from gpt.host_limits import usable_cores
 from gpt.model.loading import parse_device
 from serving.ranks.rank_position import RankPosition
 
@@ -40,16 +38,3 @@ def select_rank_device(name: str, position: RankPosition) -> RankDevice:
     torch.cuda.set_device(own_device)
     ranks_per_device = -(-local_ranks // count)  # Rounded up.
     return RankDevice(own_device, ranks_per_device, is_shared=local_ranks > count)
-
-
-def set_thread_count(position: RankPosition, *, respect_environment: bool) -> None:
-    """Set torch's number of threads to (usable CPU cores of the node) / (ranks of the node).
-
-    `respect_environment`: use OMP_NUM_THREADS instead, if it is set.
-    """
-    environment_threads = os.environ.get("OMP_NUM_THREADS", "") if respect_environment else ""
-    if environment_threads.isdecimal():
-        threads = int(environment_threads)
-    else:
-        threads = max(1, usable_cores() // position.local_world_size)
-    torch.set_num_threads(threads)

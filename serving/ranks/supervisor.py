@@ -175,14 +175,26 @@ class RankSupervisor(ABC):
         if loss.kind != "hung":
             wait_for_exit(rank_0, DUMP_TIMEOUT_S)
             return
+        # In a thread, because the directory of flight recordings may be on a disk that does not
+        # answer.
+        thread = threading.Thread(
+            target=self._request_dump, args=(rank_set, rank_0), name="flight", daemon=True
+        )
+        thread.start()
+        thread.join(DUMP_TIMEOUT_S + 0.1)
+
+    def _request_dump(self, rank_set: RankSet, rank_0: dict[int, int]) -> None:
+        """Request the flight recorder of rank 0, and wait up to `DUMP_TIMEOUT_S` for its file."""
+        deadline = time.monotonic() + DUMP_TIMEOUT_S
         config = self._config.observability_config
         try:
             path = crash_path(config.flight_dir)
         except OSError as error:  # No writable temporary directory was found.
             log.warning("event=flight_not_written reason=%r", str(error))
             return
+        if time.monotonic() >= deadline:
+            return
         rank_set.channel.send(encode(DumpFlightRecorder(str(path), config.flight_ids)))
-        deadline = time.monotonic() + DUMP_TIMEOUT_S
         # The dump is written atomically: it is complete as soon as its path exists.
         while time.monotonic() < deadline and not path.exists() and not wait_for_exit(rank_0, 0.01):
             pass
@@ -203,12 +215,30 @@ class LocalSupervisor(RankSupervisor):
         return [process.pid for process in self._processes]
 
     def _start_ranks(self) -> RankSet | None:
-        world_size = self._config.parallel_config.ranks
-        own_channel, peer_socket = Channel.pair()
-        descriptors: dict[int, int] = {}
+        while True:
+            try:
+                return self._start_processes()
+            except OSError as error:  # For example, no free file descriptor, or too little memory.
+                self._losses += 1
+                if not self._has_been_ready and self._losses >= FAILED_STARTS_MAX:
+                    raise
+                log.error("event=ranks_not_started reason=%r", str(error))
+                if self._waker.wait(self._backoff_s):
+                    return None
+
+    def _start_processes(self) -> RankSet:
         # The file of torch's FileStore. It is in memory, only the rank processes can open it, and
         # the kernel removes it when the last of them exits.
         store = os.memfd_create("preamble-store", os.MFD_CLOEXEC)
+        try:
+            return self._start_with_store(store)
+        finally:
+            os.close(store)
+
+    def _start_with_store(self, store: int) -> RankSet:
+        world_size = self._config.parallel_config.ranks
+        descriptors: dict[int, int] = {}
+        own_channel, peer_socket = Channel.pair()
         try:
             with peer_socket:
                 for rank in range(world_size):
@@ -227,8 +257,6 @@ class LocalSupervisor(RankSupervisor):
             self._kill_processes()
             close_descriptors(descriptors)
             raise
-        finally:
-            os.close(store)
         log.info("event=ranks_started pids=%s", ",".join(map(str, self.pids)))
         return RankSet(own_channel, descriptors, self._describe_exit)
 
@@ -251,9 +279,13 @@ class LocalSupervisor(RankSupervisor):
     def _wait_before_restart(self, loss: RankLoss) -> bool:
         if self.refusal is not None:
             return False
-        wait_s = BACKOFF_S[min(self._losses, len(BACKOFF_S)) - 1]
-        log.info("event=ranks_restart losses=%d wait_s=%g", self._losses, wait_s)
-        return not self._waker.wait(wait_s)
+        log.info("event=ranks_restart losses=%d wait_s=%g", self._losses, self._backoff_s)
+        return not self._waker.wait(self._backoff_s)
+
+    @property
+    def _backoff_s(self) -> float:
+        """The wait before the next start, by the number of consecutive losses."""
+        return BACKOFF_S[min(self._losses, len(BACKOFF_S)) - 1]
 
     def _kill_ranks(self, rank_set: RankSet) -> None:
         self._kill_processes()

@@ -10,7 +10,6 @@ import hmac
 import logging
 import os
 import secrets
-import select
 import shutil
 import signal
 import socket
@@ -27,7 +26,13 @@ from gpt.errors import ConfigError
 from serving.config import ServerConfig
 from serving.ranks.message_socket import Channel
 from serving.ranks.supervisor import KILL_TIMEOUT_S, RankSupervisor
-from serving.ranks.watchdog import RankLoss, RankSet, close_descriptors, wait_for_exit
+from serving.ranks.watchdog import (
+    RankLoss,
+    RankSet,
+    close_descriptors,
+    readable_descriptors,
+    wait_for_exit,
+)
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +137,7 @@ class TorchrunSupervisor(RankSupervisor):
             waker = self._waker.fileno()
             agent = self._agent_descriptor
             server = self._server.fileno()
-            readable = select.select([waker, agent, server], [], [])[0]
+            readable = readable_descriptors([waker, agent, server], None)
             if waker in readable:
                 return None
             if agent in readable:

@@ -26,6 +26,7 @@ from typing import NoReturn
 import msgspec
 
 from gpt.child_processes import ChildProcess, child_environment, die_with_parent
+from gpt.cpu_threads import set_thread_count
 from gpt.errors import ConfigError
 from serving.config import ServerConfig, is_loopback
 from serving.logs import log_to_stderr
@@ -136,7 +137,6 @@ def _run_rank(
     import torch.distributed as dist
 
     from serving.ranks.rank import Rank
-    from serving.ranks.rank_resources import set_thread_count
 
     folder = frontend_folder(env.run_id, config.network_config.port, agent_pid)
     if env.rank == 0 and env.world_size > env.local_world_size and env.shared_store:
@@ -154,7 +154,8 @@ def _run_rank(
         env.local_world_size,
     )
     log_to_stderr(config.observability_config.log_format, position.rank)  # Adds the mesh rank.
-    set_thread_count(position, respect_environment=False)
+    # torchrun sets OMP_NUM_THREADS to 1.
+    set_thread_count(position.local_world_size, respect_environment=False)
     if is_loopback(workers[first_worker_rank].host):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     frontend = None

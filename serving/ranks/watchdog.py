@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 # starved of CPU, perhaps together with the ranks. The delay then does not count as silence of the
 # ranks.
 LATE_WAKEUP_S = 0.5
+# Longest wait of one poll(), which counts milliseconds in 32 bits.
+POLL_S_MAX = 3600.0
 # Rank 0's channel closes shortly before its process exits. The watchdog then waits at most this
 # time for the exit, so that its report of the loss can contain the exit code.
 EXIT_WAIT_S = 0.5
@@ -81,6 +83,18 @@ class RankLoss:
     healthy_s: float = 0.0  # Seconds from `Ready` to the loss; 0: the ranks were never ready.
 
 
+def readable_descriptors(descriptors: Iterable[int], timeout_s: float | None) -> set[int]:
+    """Wait until one of the file descriptors is readable or the time has passed; return those.
+
+    `select` would refuse descriptors from 1024 on, which a server with many connections has.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    wait_ms = None if timeout_s is None else 1000 * min(timeout_s, POLL_S_MAX)
+    return {descriptor for descriptor, _ in poll.poll(wait_ms)}
+
+
 class Waker:
     """Wakes the watchdog's thread from another thread, by an eventfd."""
 
@@ -95,7 +109,7 @@ class Waker:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` for a call of `wake`; return whether `wake` was ever called."""
-        return bool(select.select([self._descriptor], [], [], timeout_s)[0])
+        return bool(readable_descriptors([self._descriptor], timeout_s))
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -138,7 +152,7 @@ class Watchdog:
         while True:
             wait_s = max(0.0, self._wait_limit_s() - (time.monotonic() - self._last_message_at))
             wait_started = time.monotonic()
-            readable = {descriptor for descriptor, _ in poll.poll(wait_s * 1000)}
+            readable = {descriptor for descriptor, _ in poll.poll(min(wait_s, POLL_S_MAX) * 1000)}
             late_s = time.monotonic() - wait_started - wait_s
             if late_s > LATE_WAKEUP_S:
                 self._last_message_at += late_s
@@ -326,8 +340,8 @@ def wait_for_exit(descriptors: Mapping[int, int], timeout_s: float) -> bool:
     open_descriptors = set(descriptors.values())
     while open_descriptors:
         wait_s = deadline - time.monotonic()
-        ended = select.select(list(open_descriptors), [], [], max(0.0, wait_s))[0]
-        open_descriptors -= set(ended)
+        ended = readable_descriptors(open_descriptors, max(0.0, wait_s))
+        open_descriptors -= ended
         if not ended and wait_s <= 0:
             return False
     return True

@@ -26,6 +26,7 @@ class AdapterRowPool:
         self.loads = 0  # Number of times that an adapter's rows had to be written to the pool.
         # By digest, the least recently used adapter first.
         self._ranges: OrderedDict[str, _RowRange] = OrderedDict()
+        self._changes: dict[str, bool] = {}  # What `pop_changes` returns next.
 
     @property
     def resident_count(self) -> int:
@@ -54,10 +55,20 @@ class AdapterRowPool:
                 other for other, row_range in self._ranges.items() if not row_range.users
             )
             del self._ranges[evicted_digest]
+            self._changes[evicted_digest] = False
             start = self._find_gap(list(self._ranges.values()), count)
         self._ranges[digest] = _RowRange(start, count, 1)
+        self._changes[digest] = True
         self.loads += 1
         return start, True
+
+    def pop_changes(self) -> dict[str, bool]:
+        """Return the adapters that were loaded or evicted since the last call of this method.
+
+        The values say whether the adapter has rows in the pool now.
+        """
+        changes, self._changes = self._changes, {}
+        return changes
 
     def unpin(self, digest: str) -> None:
         row_range = self._ranges[digest]

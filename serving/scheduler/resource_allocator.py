@@ -130,6 +130,13 @@ class ResourceAllocator:
         """
         return self._adapter_rows.loads
 
+    def pop_adapter_changes(self) -> dict[str, bool]:
+        """Return the adapters that got or lost rows in the adapter pool since the last call.
+
+        The values say whether the adapter has rows now.
+        """
+        return self._adapter_rows.pop_changes()
+
     @property
     def preemption_count(self) -> int:
         return self._preemption_count

@@ -564,6 +564,10 @@ class Scheduler:
             accepted_tokens=totals.accepted,
         )
 
+    def pop_adapter_changes(self) -> dict[str, bool]:
+        """Return the adapters that were put on the device (True) or evicted since the last call."""
+        return self._allocator.pop_adapter_changes()
+
     def check(self, *, deep: bool = False) -> None:
         """Assert that no block and no slot is lost. `deep` checks each block, slot and sequence."""
         if deep:

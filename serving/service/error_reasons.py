@@ -5,6 +5,7 @@ docs/operations.md explains each name. Code that raises an error does not import
 `reason_of` derives the reason from the error's class, or from the reason name in the error.
 """
 
+import asyncio
 from dataclasses import dataclass
 
 import grpc
@@ -65,6 +66,7 @@ REASONS = {
         Reason("LOADING", _C.UNAVAILABLE, 503, 5.0),
         Reason("ENGINE_LOST", _C.UNAVAILABLE, 503, 1.0),
         Reason("ENGINE_RESTARTING", _C.UNAVAILABLE, 503, 1.0),
+        Reason("STORAGE_TIMEOUT", _C.UNAVAILABLE, 503, 5.0),
         Reason("DRAINING", _C.UNAVAILABLE, 503),
         Reason("STOPPED", _C.UNAVAILABLE, 503),
         # Calls ended by their deadline or by the caller.
@@ -88,6 +90,13 @@ _REASON_BY_ERROR: tuple[tuple[type[PreambleError], str], ...] = (
     (UnavailableError, "ENGINE_LOST"),
     (EngineFaultError, "NUMERIC_FAULT"),
 )
+
+
+def reason_name(error: BaseException) -> str:
+    """Return the name of the reason of any error that ended a call."""
+    if isinstance(error, PreambleError):
+        return reason_of(error).name
+    return "CANCELLED" if isinstance(error, asyncio.CancelledError) else "INTERNAL"
 
 
 def reason_of(error: PreambleError) -> Reason:

@@ -9,7 +9,8 @@ Python API all use a `Service`.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +28,7 @@ from gpt.model.loading import check_dtype, parse_device
 from gpt.parallel.mesh import Mesh
 from gpt.tokenizers.chat_template import ChatTemplate, find_template
 from gpt.tokenizers.tokenizer_info import describe_tokenizer
-from serving.adapters.registry import AdapterRegistry
+from serving.adapters.registry import AdapterRegistry, check_directory
 from serving.adapters.version_updates import AdapterStore
 from serving.admission.admission import Admission
 from serving.admission.chat_prompt import ChatPromptRenderer
@@ -35,9 +36,11 @@ from serving.config import ServerConfig
 from serving.engine.engine import Engine
 from serving.engine.stream import Stream
 from serving.engine.transport import EngineTransport
+from serving.file_threads import POLL_OWNER, FileThreads
 from serving.model_names import ModelNames
 from serving.ranks.in_process import InProcessTransport
-from serving.request import Ask, Completion, Request
+from serving.request import Ask, Completion, Request, UnavailableError
+from serving.service.error_reasons import reason_name
 from serving.service.golden_check import GoldenChecker
 from serving.service.memory_report import MemoryReport
 from serving.worker.startup import WorkerCheckpoint, build_worker, open_for_serving
@@ -59,10 +62,8 @@ class ServableCheckpoint(WorkerCheckpoint):
         device = _resolve_device(config.model_config.device)
         check_dtype(config.model_config.dtype)
         adapters = config.adapter_config.adapters
-        if adapters is not None and not Path(adapters).is_dir():
-            raise ConfigError(
-                f"adapters: {adapters} is not a directory; create it, or name another directory"
-            )
+        if adapters is not None:
+            check_directory(Path(adapters))
         worker_checkpoint = open_for_serving(config, device)
         checkpoint, tokenizer = worker_checkpoint.checkpoint, worker_checkpoint.tokenizer
         return cls(
@@ -114,7 +115,8 @@ class Service:
             adapters_max=adapter_config.adapters_max,
             eligible=self.golden_checker.is_eligible,
         )
-        self.store = AdapterStore(self.adapters, adapter_config)
+        self.store = AdapterStore(self.adapters, adapter_config, reason_name)
+        self.file_threads = FileThreads(adapter_config.adapters_answer_s)
         self.admission = Admission(
             self.tokenizer,
             self.adapters,
@@ -133,10 +135,10 @@ class Service:
             self.config.scheduler_config,
             self.config.parallel_config,
             self.config.observability_config,
+            adapter_rows_max=self.config.cache_config.adapter_rows_max,
         )
         self._engine.start()
-        self.store.sweep()
-        self.adapters.scan()
+        self._scan_at_start()
         for note in self._engine.wait().notes:
             log.info("event=engine_note note=%r", note)
         return self
@@ -160,7 +162,8 @@ class Service:
         the request is submitted, and may raise to refuse the request.
         """
         with self.admission_slot():
-            # In a thread, because tokenizing a long text or reading an adapter file blocks.
+            await self.load_new_adapters(ask.adapters, ask.tenant)
+            # In a thread, because tokenizing a long text blocks.
             has_ended = threading.Event()
             try:
                 request = await asyncio.to_thread(self.admission.admit, ask, has_ended.is_set)
@@ -168,6 +171,28 @@ class Service:
                 has_ended.set()  # The thread of a cancelled call stops early.
         charge(request)
         return self.engine.submit(request, deadline, final_only=final_only)
+
+    async def load_new_adapters(self, names: Collection[str], tenant: str) -> None:
+        """Scan the adapter directory if it may have an adapter of `names` that is not loaded.
+
+        Raise UnavailableError if the directory does not answer within `adapters_answer_s`.
+        """
+        if self.adapters.needs_scan(names, tenant):
+            await self.file_threads.run(tenant, self.adapters.scan_if_stale, tenant)
+
+    async def scan_adapters(self) -> None:
+        """Scan the adapter directory; raise UnavailableError if the scan makes no progress."""
+        future = asyncio.wrap_future(self.file_threads.submit(POLL_OWNER, self.adapters.scan))
+        progress = -1
+        while progress != self.adapters.scan_progress:
+            progress = self.adapters.scan_progress
+            await asyncio.wait([future], timeout=self.file_threads.limit_s)
+            if future.done():
+                return future.result()
+        raise UnavailableError(
+            f"the adapter directory did not answer within {self.file_threads.limit_s:g} s",
+            "STORAGE_TIMEOUT",
+        )
 
     @contextmanager
     def admission_slot(self) -> Iterator[None]:
@@ -187,6 +212,10 @@ class Service:
 
         If an ask is invalid, an error is raised and no ask runs.
         """
+        asks = list(asks)
+        for ask in asks:
+            if self.adapters.needs_scan(ask.adapters, ask.tenant):
+                self.adapters.scan_if_stale(ask.tenant)
         return self.engine.generate([self.admission.admit(ask) for ask in asks])
 
     @cached_property
@@ -276,6 +305,22 @@ class Service:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _scan_at_start(self) -> None:
+        """Scan the adapter directory; go on without it if it does not answer."""
+        future = self.file_threads.submit(POLL_OWNER, self._sweep_and_scan)
+        progress = -1
+        while not future.done():
+            if progress == self.adapters.scan_progress:
+                log.warning("event=adapters_not_scanned reason=%r", "the directory did not answer")
+                return
+            progress = self.adapters.scan_progress
+            wait([future], self.file_threads.limit_s)
+        future.result()
+
+    def _sweep_and_scan(self) -> None:
+        self.store.prepare()
+        self.adapters.scan()
 
     def _kv_tokens(self) -> int | None:
         ready_message = self._engine.ready_message if self._engine else None

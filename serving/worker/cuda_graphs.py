@@ -253,7 +253,9 @@ class CudaGraphRunner:
         slots, positions = fields[SLOTS], fields[POSITIONS]
         tables = self._device_tables.index_select(0, slots)
         block = tables.gather(1, (positions // block_tokens).unsqueeze(1)).squeeze(1).long()
-        count, position_max = len(slots), model.config.max_position_embeddings - 1
+        # The context may be longer than all KV blocks.
+        context = min(model.config.max_position_embeddings, self._width * block_tokens)
+        count, position_max = len(slots), context - 1
         batch = Batch(
             (1,) * count,
             (position_max,) * count,

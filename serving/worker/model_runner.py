@@ -93,7 +93,9 @@ class ModelRunner:
             dtype=KV_DTYPES.get(cache_config.kv_dtype, model.dtype),
             device=mesh.device,
         )
-        table_width = -(-model_config.max_position_embeddings // cache_config.kv_block_tokens)
+        # A sequence has no more blocks than the KV pool, however long the model's context is.
+        context_blocks = -(-model_config.max_position_embeddings // cache_config.kv_block_tokens)
+        table_width = min(context_blocks, blocks)
         self._block_tables = np.zeros((slots, table_width), np.int64)
         self._adapter_rows: Tensor | None = None
         if model.is_first_stage:

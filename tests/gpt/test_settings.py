@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import yaml
 
 from gpt.errors import ConfigError
 from gpt.settings import ComposedSettings, parse_settings, read_yaml
@@ -16,6 +18,8 @@ class Cake:
     name: str | None = None
     iced: bool = False
     eggs: tuple[int, ...] = ()
+    timer: Literal["on", "off"] = "on"
+    oven: Literal["hot", "off"] = "off"
 
 
 def test_a_file_becomes_the_dataclass(tmp_path: Path) -> None:
@@ -46,6 +50,16 @@ def test_flat_keys_become_the_parts() -> None:
         parse_settings(Recipe, {}, "recipe")
     with pytest.raises(ConfigError, match="degrees is 'hot'; it must be a whole number"):
         parse_settings(Recipe, {"flour_g": 300, "degrees": "hot"}, "recipe")
+
+
+def test_on_and_off_are_words_if_the_setting_has_them_as_values() -> None:
+    values = yaml.safe_load("{flour_g: 1, timer: off}")
+    assert values["timer"] is False
+    assert parse_settings(Cake, values, "cake").timer == "off"
+    assert parse_settings(Cake, {"flour_g": 1, "timer": True}, "cake").timer == "on"
+    for key in ("name", "oven"):
+        with pytest.raises(ConfigError, match=f"{key} is True; it must be a text"):
+            parse_settings(Cake, {"flour_g": 1, key: True}, "cake")
 
 
 @pytest.mark.parametrize(

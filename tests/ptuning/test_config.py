@@ -23,6 +23,7 @@ from gpt.settings import setting_fields
 from ptuning.config import (
     CHOICES,
     METHOD_LEARNING_RATES,
+    SETTING_RANGES,
     ParallelConfig,
     TrainingConfig,
     TuneConfig,
@@ -68,11 +69,69 @@ def test_changed_settings_are_checked_across_the_parts() -> None:
     with pytest.raises(ConfigError, match="adafactor needs whole rows and columns"):
         config.with_fields(tp=2)
     with pytest.raises(ConfigError, match="patience is 2, but has an effect only if validate_ev"):
-        config.with_fields(patience=2)
+        config.with_fields(patience=2, validate_every=0)
     with pytest.raises(ConfigError, match="name is missing"):
         config.with_fields(name="")
     with pytest.raises(TypeError, match="unexpected keyword argument 'training_config'"):
         config.with_fields(training_config=TrainingConfig())
+
+
+@pytest.mark.parametrize(
+    ("settings", "interval", "patience"),
+    [
+        ({}, 25, 3),
+        ({"steps": 3}, 1, 2),
+        ({"validate_every": 10}, 10, 8),
+        ({"validate_every": 0}, 0, 0),
+        ({"validate_every": 50, "patience": 0}, 50, 0),
+        ({"patience": 7}, 25, 7),
+        ({"method": "full"}, 25, 0),
+        ({"method": "full", "patience": 2}, 25, 2),
+    ],
+)
+def test_a_run_is_validated_eight_times_and_stops_after_three_eighths_of_its_steps(
+    settings: dict[str, Any], interval: int, patience: int
+) -> None:
+    config = TuneConfig("m", data="d", name="n", **settings)
+    steps, method = config.training_config.steps, config.method_config.method
+    assert config.validation_config.interval(steps) == interval
+    assert config.validation_config.patience_validations(steps, method) == patience
+
+
+def test_the_old_name_of_monitor_is_accepted() -> None:
+    config = TuneConfig.from_dict({"model": "m", "data": "d", "name": "n", "measure": "f1"}, "here")
+    assert config.validation_config.monitor == "f1"
+    assert config.validation_config.measure == "sample"
+    assert TuneConfig("m", data="d", name="n", measure="f1") == config
+    assert config.with_fields(measure="loss").validation_config.monitor == "loss"
+    assert config.with_fields(measure="all").validation_config.monitor == "f1"
+    with pytest.raises(ConfigError, match="measure is 'f1'; choose one of: all, none, sample"):
+        TuneConfig.from_dict(
+            {"model": "m", "data": "d", "name": "n", "measure": "f1", "monitor": "loss"}, "here"
+        )
+
+
+def test_the_field_that_ends_the_template_is_the_answer() -> None:
+    settings = {"model": "m", "data": "d", "name": "n", "template": "<|VIRTUAL_PROMPT_0|>{a} {b-c}"}
+    (task,) = TuneConfig.from_dict(settings, "here").data_config.resolved_tasks
+    assert task.answer_field == "b-c"
+    tasks = [{"name": "x", "template": "{q}<|VIRTUAL_PROMPT_0|>{label}"}, {"name": "y"}]
+    config = TuneConfig.from_dict({"model": "m", "data": "d", "tasks": tasks}, "here")
+    assert [task.answer_field for task in config.data_config.resolved_tasks] == [
+        *("label", "completion")
+    ]
+    for template in ("<|VIRTUAL_PROMPT_0|>{a}.", "{}", "text"):
+        with pytest.raises(ConfigError, match="answer_field is missing, and the template"):
+            TuneConfig.from_dict({**settings, "template": template}, "here")
+
+
+@pytest.mark.parametrize("name", SETTING_RANGES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, 2**62, 1e308])
+def test_a_number_outside_the_range_of_its_setting_is_refused(name: str, value: float) -> None:
+    if value == 2**62 and SETTING_RANGES[name].maximum >= value:
+        return
+    with pytest.raises(ConfigError, match=f"{name} is .*; it must be .* and .*"):
+        TuneConfig("m", data="d", name="n", **{name: value})
 
 
 def rows(heading: str) -> Iterator[list[str]]:

@@ -57,7 +57,7 @@ def test_killed_split_runs_resume_to_the_losses_of_one_rank(tmp_path: Path, star
     settings = {
         "steps": 90,
         "validation": str(validation),
-        "measure": "exact_match",
+        "monitor": "exact_match",
         "validate_every": 30,
         "max_new_tokens": 3,
         "batch_examples": 4,

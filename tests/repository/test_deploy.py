@@ -2,7 +2,7 @@
 
 These files name flags, settings, ports, error reasons and metrics of the server. The tests compare
 them with the tables of the server. Tests that need the programs of Prometheus are in
-tests/e2e/test_prometheus.py.
+tests/third_party_clients/test_prometheus.py.
 """
 
 import json
@@ -193,13 +193,18 @@ def test_settings_in_the_documents_exist() -> None:
         "weights_mib",
         "binding_limit",
     }
-    other_names |= {"service_class", "round_robin", "kserve_http"}
+    other_names |= {"service_class", "round_robin", "kserve_http", "model_name"}
+    other_names |= {"trace_id", "request_id"}  # Labels of exemplars.
+    other_names |= {"metric_relabel_configs"}  # Of Prometheus.
+    surface = json.loads((ROOT / "tests/golden/surface.json").read_text())
+    other_names |= {
+        label for family in surface["server"]["metrics"].values() for label in family["labels"]
+    }
+    metric_prefixes = ("preamble_", "process_", "python_", "tgi_", "nv_")
     settings = set(setting_fields(ServerConfig))
     for text in (RUNBOOK, (ROOT / "docs/metrics.md").read_text()):
         words = re.findall(r"`([a-z]+(?:_[a-z]+)+)`", text)
-        names = {
-            word for word in words if not word.startswith(("preamble_", "process_", "python_"))
-        }
+        names = {word for word in words if not word.startswith(metric_prefixes)}
         assert not names - settings - other_names
 
 

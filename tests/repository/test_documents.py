@@ -39,6 +39,8 @@ NOT_RUN = {
     "make test": "it runs this test",
     "make check": "it runs separately from the test suite",
     "make test-slow": "it takes minutes, and runs after this test",
+    "make test-clients": "it takes minutes, and runs after this test",
+    "make clients-tools": "it downloads packages",
     "make test-gpu": "it needs a CUDA device",
     "make bench": "it takes minutes, and other tests would disturb its timings",
     "make wheel": "test_wheel.py builds a wheel",
@@ -60,10 +62,11 @@ NOT_RUN = {
     "preamble adapters": "it needs an adapter or a server; "
     "tests/checkpoints_tools/adapters/test_exchange.py and "
     "tests/clients/cli/test_adapters.py run it",
+    "python examples/usage/sum_usage.py": "it needs a usage file; tests/e2e/test_usage.py runs it",
     "S=localhost:9000": "it sets a variable for the next lines",
     "grpcurl": "it is an external program, and calls a running server",
     "curl": "it is an external program, and calls a running server",
-    "lm_eval": "it calls a running server; tests/e2e/test_lm_eval.py runs it",
+    "lm_eval": "it calls a running server; tests/third_party_clients/test_lm_eval.py runs it",
     "TOKEN=$(openssl": "openssl is an external program",
     "printf": "it needs the token",
 }

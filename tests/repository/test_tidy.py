@@ -75,7 +75,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "generation reference_logits",
         "linear adapters",
         "cpu_inference",
-        "__init__.py",
+        "__init__.py __main__.py",
     ),
     "serving": (
         ".",
@@ -130,16 +130,19 @@ LAYER = {
 TORCH_AND_IO = {"torch", "grpc", "asyncio"}
 WITHOUT: dict[str, set[str]] = {
     "gpt": {"grpc", "asyncio", "prometheus_client", "multiprocessing"},
+    "gpt/adapters/change_log.py": {"torch"},
     "gpt/atomic_files.py": {"torch"},
     "gpt/child_processes.py": {"torch"},
     "gpt/config.py": {"torch"},
     "gpt/costs": {"torch"},
     "gpt/errors.py": {"torch"},
     "gpt/host_limits.py": {"torch"},
+    "gpt/json_lines_log.py": {"torch"},
     "gpt/parallel/pipeline_stages.py": {"torch"},
     "gpt/parallel/vocabulary_padding.py": {"torch"},
     "gpt/parallel/weight_sharding.py": {"torch"},
     "gpt/sampling_params.py": {"torch"},
+    "gpt/software_versions.py": {"torch"},
     "gpt/tokenizers": {"torch"},
     "clients": {"torch"},
     "planning": {"grpc", "asyncio"},
@@ -172,10 +175,12 @@ WITHOUT: dict[str, set[str]] = {
 # of invalid settings must be quick. The import of torch takes seconds and starts threads. Before it
 # a rank's process asks the kernel to end it with its parent, and a torchrun worker blocks signals.
 TORCH_FREE = (
+    "checkpoints_tools.adapters.changes",
     "gpt.config",
     "gpt.costs.inference",
     "gpt.errors",
     "gpt.sampling_params",
+    "gpt.software_versions",
     "gpt.parallel.weight_sharding",
     "preamble",
     "serving.scheduler.scheduler",

@@ -4,88 +4,36 @@ That environment links to every installed package except preamble, so nothing is
 torch states the oldest version that we accept, and the installation must not replace it.
 """
 
+import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 import sysconfig
 import tomllib
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from tests.support.installations import ROOT, build_wheel, call, copy_checkout, install_wheel
+from tests.support.release import current_version
 from tests.support.servers import write_checkpoint
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 OLDEST_TORCH = "2.11.0+own"
-
-
-def call(*command: str | Path, cwd: Path) -> str:
-    """Run a command that must succeed, and return its output.
-
-    Environment variables must not lead pip to another torch, or Python to the checkout.
-    """
-    env = {
-        name: text for name, text in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))
-    }
-    process = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 0, f"{command}\n{process.stdout}{process.stderr}"
-    return process.stdout
-
-
-def build_wheel(home: Path, **environment: str) -> Path:
-    """Build the wheel from a copy of the checkout without build outputs."""
-    copy = home / "preamble"
-    outputs = ("build", "dist", "*_pb2*", "*.so", "__pycache__")
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", *outputs))
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", "dist", "."]
-    subprocess.run(command, cwd=copy, check=True, env=os.environ | environment)
-    return next(copy.glob("dist/preamble-*.whl"))
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_wheel(tmp_path_factory.mktemp("source"))
+    return build_wheel(copy_checkout(tmp_path_factory.mktemp("source") / "preamble"))
 
 
 @pytest.fixture(scope="module")
 def installation(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create an environment in another directory, install the wheel, return the directory."""
-    home = tmp_path_factory.mktemp("installation")
-    call(sys.executable, "-m", "venv", "--without-pip", "env", cwd=home)
-    links = home / "links"
-    links.mkdir()
-    for package in Path(sysconfig.get_path("purelib")).iterdir():
-        if "preamble" not in package.name and not package.name.startswith("torch-"):
-            (links / package.name).symlink_to(package)
-        elif package.name.startswith("torch-"):
-            metadata_folder = links / f"torch-{OLDEST_TORCH}.dist-info"
-            shutil.copytree(package, metadata_folder)
-            text = (metadata_folder / "METADATA").read_text()
-            text = re.sub(r"^Version: .*", f"Version: {OLDEST_TORCH}", text, count=1, flags=re.M)
-            (metadata_folder / "METADATA").write_text(text)
-    site_packages = next(home.glob("env/lib/python*/site-packages"))
-    (site_packages / "links.pth").write_text(str(links))
-    pip: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        home / "env" / "bin" / "python",
-    ]
-    call(*pip, "install", "-q", "--no-index", wheel, cwd=home)
-    return home
+    """Install the wheel in an environment in another directory, and return the directory."""
+    return install_wheel(wheel, tmp_path_factory.mktemp("installation"), OLDEST_TORCH).home
 
 
 def test_the_wheel_contains_only_the_listed_packages(wheel: Path) -> None:
@@ -105,7 +53,7 @@ def test_the_wheel_contains_the_stubs_and_their_types(wheel: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "count"),
     [
-        ("serving/protocols/preamble/page", 4),
+        ("serving/protocols/preamble/page", 8),
         ("ptuning/reporting/templates", 5),
         ("planning/output/templates", 3),
     ],
@@ -125,7 +73,7 @@ def test_a_wheel_with_the_c_library_has_a_platform_tag(wheel: Path) -> None:
 
 
 def test_a_wheel_built_without_a_compiler_has_the_tag_any(tmp_path: Path) -> None:
-    wheel = build_wheel(tmp_path, CC="no-such-compiler")
+    wheel = build_wheel(copy_checkout(tmp_path / "preamble"), CC="no-such-compiler")
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
 
@@ -197,6 +145,30 @@ def test_an_installed_preamble_serves(installation: Path) -> None:
         finally:
             process.terminate()
             assert process.wait(timeout=300) == 0
+
+
+def test_the_bill_of_materials_has_the_required_libraries(wheel: Path) -> None:
+    pytest.importorskip("cyclonedx")
+    from tests.support.bill_of_materials import bill_of_materials
+
+    bom = json.loads(bill_of_materials(wheel))
+    components = {component["name"].lower(): component for component in bom["components"]}
+    assert bom["metadata"]["component"]["name"] == "preamble"
+    # Direct requirements, a requirement of an extra, and a requirement of a requirement.
+    for name in ("torch", "grpcio", "protobuf", "llguidance", "multidict"):
+        assert components[name]["version"] == version(name)
+        assert components[name]["purl"].startswith(f"pkg:pypi/{name}@")
+    assert not {"pytest", "mypy", "transformers"} & components.keys()
+    edges = {edge["ref"]: edge.get("dependsOn", []) for edge in bom["dependencies"]}
+    assert components["multidict"]["bom-ref"] in edges[components["aiohttp"]["bom-ref"]]
+
+
+def test_an_installed_preamble_prints_its_versions(installation: Path) -> None:
+    line = call(installation / "env/bin/preamble", "--version", cwd=installation)
+    assert line.startswith(f"preamble {current_version()} (preamble.v1, Python ")
+    # The wheel was built from a copy without a git history.
+    lines = call(installation / "env/bin/preamble", "--version", "-v", cwd=installation)
+    assert "commit: unknown" in lines.splitlines()
 
 
 def test_installation_does_not_replace_the_installed_torch(installation: Path) -> None:

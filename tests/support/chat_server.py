@@ -1,16 +1,50 @@
-"""A server with a chat template, and its client."""
+"""A server with a chat template, its checkpoint, and its client."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
 from openai.types.chat import ChatCompletion
 
+from checkpoints_tools.conversion.convert import write_native
 from gpt.tokenizers.tokenizer import Tokenizer
-from tests.support.servers import WAIT_S, Server
+from tests.support.models import lively
+from tests.support.servers import CONFIG, WAIT_S, Server
+from tests.support.trained_tokenizers import byte_level, sentencepiece_model
 
 BASE = "checkpoint"
 USER: list[Any] = [{"role": "user", "content": "twelve and thirty?"}]
 PROMPT = "user: twelve and thirty?\nassistant:"
+
+
+def write_chat_checkpoint(folder: Path, template: str) -> Path:
+    """A random model with a sentencepiece tokenizer and a chat template."""
+    tokenizer = folder / "tokenizer"
+    tokenizer.mkdir(parents=True)
+    model = sentencepiece_model(model_type="bpe", byte_fallback=True)
+    (tokenizer / "tokenizer.model").write_bytes(model)
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    write_native(lively(CONFIG), folder / BASE, tokenizer=tokenizer)
+    return folder / BASE
+
+
+def write_byte_level_checkpoint(folder: Path, template: str) -> Path:
+    """A random model with a chat template and a tokenizer that transformers opens too.
+
+    The tokenizer is in the folder `tokenizer` of the checkpoint. All token ids have a text.
+    """
+    tokenizer = folder / "tokenizer"
+    tokenizer.mkdir(parents=True)
+    library = byte_level()
+    library.save(str(tokenizer / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    config["chat_template"] = template
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(config))
+    model = lively(replace(CONFIG, vocab_size=library.get_vocab_size()))
+    write_native(model, folder / BASE, tokenizer=tokenizer)
+    return folder / BASE
 
 
 class ChatServer:

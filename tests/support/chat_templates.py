@@ -13,6 +13,26 @@ CHATML = """\
 {%- endif %}
 """
 
+# Tools as in Hermes and Qwen: declarations in the system prompt, calls and their results in turns.
+HERMES = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
 # Llama 2: the system prompt inside the first turn, strictly alternating roles, bos before each.
 LLAMA2 = """\
 {% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}\

@@ -111,11 +111,14 @@ class Tab:
         self._page.locator(selector).select_text()
         self._page.keyboard.insert_text(text)
 
+    def resize(self, width: int) -> None:
+        self._page.set_viewport_size({"width": width, "height": SIZE["height"]})
+
     def screenshot(
         self, path: Path, scheme: Literal["light", "dark"] = "light", width: int = SIZE["width"]
     ) -> None:
         self._page.emulate_media(color_scheme=scheme)
-        self._page.set_viewport_size({"width": width, "height": SIZE["height"]})
+        self.resize(width)
         self._page.screenshot(path=path, full_page=True)
 
 
@@ -127,7 +130,7 @@ class Browser:
 
     def open(self, address: str) -> Tab:
         """Open a page in its own context, which shares nothing with other tabs."""
-        context = self._browser.new_context()
+        context = self._browser.new_context(permissions=["clipboard-read", "clipboard-write"])
         page = context.new_page()
         page.set_viewport_size({"width": SIZE["width"], "height": SIZE["height"]})
         tab = Tab(page)

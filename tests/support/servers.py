@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +85,12 @@ def write_adapter(
     save_adapter(build_adapter(card, embedding[token_ids]), path)
 
 
+def without_model_name(text: str) -> str:
+    """A scrape, or a part of it, without the label `model_name`."""
+    label = 'model_name="[^"]*"'
+    return re.sub(rf"\{{{label}\}}|,{label}|(?<=\{{){label},", "", text)
+
+
 @dataclass
 class Server:
     """`preamble serve`, running."""
@@ -126,10 +132,13 @@ class Server:
                 return error.code, error.read().decode()
 
     def metric(self, series: str) -> float:
-        """A series of the scrape by its name, with its labels if it has some; 0 if absent."""
+        """A series of the scrape by its name, with its labels if it has some; 0 if absent.
+
+        The label `model_name`, which all series have, is left out.
+        """
         for line in self.get("/metrics")[1].splitlines():
             name, _, value = line.rpartition(" ")
-            if name == series:
+            if without_model_name(name) == series:
                 return float(value)
         return 0.0
 
@@ -158,7 +167,12 @@ def command(*words: str | Path) -> list[str]:
 
 @contextmanager
 def serving(
-    model: Path, settings: Path | None = None, log: Path | None = None, **limits: object
+    model: Path,
+    settings: Path | None = None,
+    log: Path | None = None,
+    *,
+    dtype: object = "float64",
+    **limits: object,
 ) -> Iterator[Server]:
     """A separate server on free ports; `limits` are settings, written to the file `settings`.
 
@@ -166,16 +180,26 @@ def serving(
     """
     limits = {"step_timeout_s": 60.0, **limits}
     arguments: list[str | Path] = ["serve", model, "--port", "0", "--http-port", "0"]
-    arguments += ["--dtype", "float64"]
+    arguments += ["--dtype", str(dtype)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with ExitStack() as resources:
         if settings is None:
             settings = Path(resources.enter_context(TemporaryDirectory())) / "settings.yaml"
         settings.write_text(yaml.safe_dump(limits))
+        arguments = [*command(*arguments), "--config", settings]
+        yield resources.enter_context(server_process(arguments, ROOT, environment, log))
+
+
+@contextmanager
+def server_process(
+    arguments: Sequence[str | Path], folder: Path, environment: dict[str, str], log: Path | None
+) -> Iterator[Server]:
+    """Start the command line of a server in `folder`, and wait until the server is ready."""
+    with ExitStack() as resources:
         stderr = resources.enter_context(open(log, "w")) if log else None
         process = subprocess.Popen(
-            command(*arguments, "--config", settings),
-            cwd=ROOT,
+            arguments,
+            cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=stderr,

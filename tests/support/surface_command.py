@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 from unittest.mock import patch
 
 import msgspec
@@ -197,7 +197,14 @@ def _accepted(convert: Any) -> str | None:
 def exit_codes(checkpoint: Path, folder: Path) -> dict[str, int]:
     """Return the exit codes of command lines that need no server and no training."""
     missing = folder / "missing"
-    lines: list[list[str | Path]] = [[], ["--help"], ["--version"], ["nonsense"], ["plan"]]
+    lines: list[list[str | Path]] = [
+        [],
+        ["--help"],
+        ["--version"],
+        ["--version", "-v"],
+        ["nonsense"],
+        ["plan"],
+    ]
     for word in _listed_commands(run("--help").out):
         lines += [[word, "--help"], [word, "--no-such-flag"]]
     lines += [[word, missing] for word in ("serve", "tune", "inspect", "verify")]
@@ -282,6 +289,8 @@ def _kind(hint: Any) -> str:
     parts = get_args(hint)
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_kind(part) for part in parts)
+    if get_origin(hint) is Literal:
+        return "text"
     if get_origin(hint) is tuple:
         return f"list of {_kind(parts[0])}"
     plain = {str: "text", int: "whole number", float: "number", bool: "switch", type(None): "null"}

@@ -89,7 +89,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
         for key, inner in value.items():
             # A key that is a sentence or a generated token is replaced by a star.
             is_counter = path.endswith("logprobs.top_logprobs[]") and "token" not in value
-            is_name = KEY.fullmatch(str(key)) is not None and not is_counter
+            is_token = is_counter or path == "model.vocab"  # The latter in tokenizer.json.
+            is_name = KEY.fullmatch(str(key)) is not None and not is_token
             name = NUMBER.sub("N", str(key)) if is_name else "*"
             yield from _leaves(inner, f"{path}.{name}" if path else name)
     elif isinstance(value, list | tuple) and value:

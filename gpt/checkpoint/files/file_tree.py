@@ -16,7 +16,9 @@ from gpt.errors import CheckpointError
 # A recursive scan ignores folders below this depth; the scanned folder has depth 1. The weights of
 # an unpacked archive are at most two folders below it.
 DEPTH_MAX = 4
-FILES_MAX = 100_000  # A scan refuses a folder with more files.
+# A scan refuses a folder with more files, or more subfolders.
+FILES_MAX = 100_000
+FOLDERS_MAX = 10_000
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ def scan_folder(folder: Path) -> FileTree:
 def scan_folder_recursive(folder: Path) -> FileTree:
     """Return the files of a folder and of its subfolders, down to `DEPTH_MAX` levels.
 
+    A link to a folder that contains it is not followed, and the number of folders is limited,
+    because links can form loops.
     A symbolic link to a target outside the folder is refused. One exception is allowed: the files
     of a snapshot in the Hugging Face Hub cache are links to the `blobs` folder of the cache.
     """
@@ -88,6 +92,7 @@ def scan_folder_recursive(folder: Path) -> FileTree:
     if root.parent.name == "snapshots":
         allowed_roots.append(root.parent.parent / "blobs")
     spans: dict[str, Span] = {}
+    folder_count = 0
     pending = [(folder, 1)]
     while pending:
         directory, depth = pending.pop()
@@ -95,23 +100,28 @@ def scan_folder_recursive(folder: Path) -> FileTree:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 path = Path(entry.path)
                 if entry.is_symlink():
-                    _refuse_escaping_link(path, allowed_roots)
+                    target = _refuse_escaping_link(path, allowed_roots)
+                    if directory.resolve().is_relative_to(target):
+                        continue
                 if entry.is_dir() and depth < DEPTH_MAX:
                     pending.append((path, depth + 1))
                 elif entry.is_file():
                     spans[path.relative_to(folder).as_posix()] = file_span(path)
-        if len(spans) > FILES_MAX:
+        folder_count += 1
+        if len(spans) > FILES_MAX or folder_count > FOLDERS_MAX:
             raise CheckpointError(
-                f"{folder} has more than {FILES_MAX} files, so it is not a checkpoint; give the "
-                "directory of a checkpoint"
+                f"{folder} has more than {FILES_MAX} files or {FOLDERS_MAX} folders, so it is not "
+                "a checkpoint; give the directory of a checkpoint"
             )
     return FileTree(folder, spans)
 
 
-def _refuse_escaping_link(link: Path, allowed_roots: list[Path]) -> None:
-    target = link.resolve()
+def _refuse_escaping_link(link: Path, allowed_roots: list[Path]) -> Path:
+    """Return the target of a link; raise if it is outside the allowed roots."""
+    target = Path(os.path.realpath(link))  # `Path.resolve` raises a RuntimeError for a loop.
     if not any(target.is_relative_to(root) for root in allowed_roots):
         raise CheckpointError(
             f"{link} is a link to {target}, outside the checkpoint, and is not followed; if the "
             "target belongs to the checkpoint, replace the link with a copy of it"
         )
+    return target

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gpt.errors import CheckpointError
+from gpt.regular_files import open_regular_file, read_regular_file
 
 # No model has a longer header; a longer one means a broken file or another format.
 HEADER_BYTES_MAX = 100 << 20
@@ -84,7 +85,7 @@ class MappedFile:
         # Each mapping keeps a file descriptor open, and a checkpoint can have more files than the
         # soft limit of the process allows, so the soft limit is raised.
         soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with open(self.path, "rb") as file:
+        with open_regular_file(self.path) as file:
             if file.fileno() > soft_limit - RESERVED_DESCRIPTORS and soft_limit < hard_limit:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
             # The mapping is private and writable, because torch warns about read-only buffers. No
@@ -142,7 +143,7 @@ def open_safetensors(
     """
     try:
         size = path.stat().st_size
-        with open(path, "rb") as file:
+        with open_regular_file(path) as file:
             length_field = file.read(8)
             length = int.from_bytes(length_field, "little")
             refuse_git_lfs_pointer(path, length_field)
@@ -189,7 +190,7 @@ def read_small_file(path: Path) -> bytes:
         raise _broken_file_error(
             path, f"has more than {TEXT_BYTES_MAX} bytes, the limit for a config or an index"
         )
-    content = path.read_bytes()
+    content = read_regular_file(path)
     refuse_git_lfs_pointer(path, content)
     return content
 

@@ -2,45 +2,58 @@
 
    The fused kernel does not write the logits to memory. */
 
-#include <omp.h>
-
 #include "gemm.h"
+#include "thread_pool.h"
 
 #if defined(__x86_64__)
 
+/* Logits, and the memory for the column of each row's largest logit. */
+typedef struct {
+    const float *x;
+    int64_t stride, width;
+    int64_t *best;
+} LogitRows;
+
+TARGET_AVX512_BF16 static int64_t argmax_row(const float *x, int64_t width)
+{
+    __m512 lane_max[4];
+    int64_t c = 0;
+    for (int i = 0; i < 4; i++)
+        lane_max[i] = _mm512_set1_ps(-INFINITY);
+    for (; c + 4 * LANES <= width; c += 4 * LANES)
+        for (int i = 0; i < 4; i++)
+            lane_max[i] = _mm512_max_ps(_mm512_loadu_ps(x + c + i * LANES), lane_max[i]);
+    lane_max[0] = _mm512_max_ps(_mm512_max_ps(lane_max[0], lane_max[1]),
+                                _mm512_max_ps(lane_max[2], lane_max[3]));
+    float row_max = _mm512_reduce_max_ps(lane_max[0]);
+    for (; c < width; c++)
+        row_max = x[c] > row_max ? x[c] : row_max;
+    for (c = 0; c < width; c++)
+        if (x[c] == row_max)
+            return c;
+    return 0;
+}
+
+static void argmax_rows(void *context, int64_t first, int64_t end)
+{
+    const LogitRows *p = context;
+    for (int64_t row = first; row < end; row++)
+        p->best[row] = argmax_row(p->x + row * p->stride, p->width);
+}
+
 /* Stores the column of each row's largest number in `best`; on a tie, the first such column.
    Ignores NaN; for a row of only NaN, stores 0. */
-TARGET_AVX512_BF16 void preamble_argmax(const float *x, int64_t stride, int64_t rows, int64_t width,
-                                        int64_t *best, int64_t threads)
+void preamble_argmax(const float *x, int64_t stride, int64_t rows, int64_t width, int64_t *best,
+                     int64_t threads)
 {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *row_x = x + row * stride;
-        __m512 lane_max[4];
-        int64_t c = 0;
-        for (int i = 0; i < 4; i++)
-            lane_max[i] = _mm512_set1_ps(-INFINITY);
-        for (; c + 4 * LANES <= width; c += 4 * LANES)
-            for (int i = 0; i < 4; i++)
-                lane_max[i] = _mm512_max_ps(_mm512_loadu_ps(row_x + c + i * LANES), lane_max[i]);
-        lane_max[0] = _mm512_max_ps(_mm512_max_ps(lane_max[0], lane_max[1]),
-                                    _mm512_max_ps(lane_max[2], lane_max[3]));
-        float row_max = _mm512_reduce_max_ps(lane_max[0]);
-        for (; c < width; c++)
-            row_max = row_x[c] > row_max ? row_x[c] : row_max;
-        best[row] = 0;
-        for (c = 0; c < width; c++)
-            if (row_x[c] == row_max) {
-                best[row] = c;
-                break;
-            }
-    }
+    LogitRows logits = {x, stride, width, best};
+    parallel_for(rows, 1, threads, STEALING, argmax_rows, &logits);
 }
 
 TARGET_AVX512_BF16 void update_argmax(const Gemm *p, const __m512 (*sum)[2], int64_t first,
                                       int64_t column, int rows)
 {
-    RowArgmax *argmax = p->argmaxes + omp_get_thread_num() * p->rows + first;
+    RowArgmax *argmax = p->argmaxes + worker_index() * p->rows + first;
     const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     for (int half = 0; half < 2; half++) {
         const int64_t begin = column + half * LANES;

@@ -1,6 +1,4 @@
-/* CPU feature detection: the ISA level that the kernels use, and OpenMP thread release. */
-
-#include <omp.h>
+/* CPU feature detection: the ISA level that the kernels use. */
 
 #include "vectors.h"
 
@@ -20,12 +18,6 @@ static int isa_level_max(void)
 }
 
 int isa_level = UNKNOWN;
-
-/* Ends the OpenMP worker threads of the calling thread. Each thread that runs parallel regions has
-   its own workers. If two threads have workers, there are more workers than cores: idle workers
-   then sleep instead of spinning, and waking one takes longer than a small GEMM. Therefore a thread
-   that has loaded a model ends its workers before another thread runs the model. */
-void preamble_release_threads(void) { omp_pause_resource_all(omp_pause_soft); }
 
 int preamble_abi(void) { return ABI; }
 

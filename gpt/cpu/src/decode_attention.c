@@ -9,6 +9,7 @@
    - job: up to QUERIES query heads of an item.
    - task: a job, or one segment of a job. */
 
+#include "thread_pool.h"
 #include "vectors.h"
 
 #define PREFETCH_BYTES 2048 /* Prefetch distance in bytes, to hide memory latency. */
@@ -160,6 +161,76 @@ static const char *first_key_address(const DecodeArgs *r, const char *kv, int64_
     return kv_address(r, kv, block, 0, item % r->groups, low % r->block_tokens);
 }
 
+/* The context of the parallel loop over decode tasks. A job is up to QUERIES query heads of an item
+   (a row and a KV head). Each job is one task, or `split` tasks: one for each segment of keys. */
+typedef struct {
+    const DecodeArgs *args;
+    const AttentionOps *ops;
+    const char *q, *kv;
+    char *out;
+    int64_t row_stride, head_stride, chunks, split;
+    PartialOutput *parts; /* For each task its output, if `split` is more than 1. */
+} DecodeLoop;
+
+/* The query heads of a job. */
+typedef struct {
+    int64_t item, head, out_row; /* `out_row`: index of the first head in `out`. */
+    int queries;
+} DecodeJob;
+
+static DecodeJob decode_job(const DecodeLoop *loop, int64_t job)
+{
+    const DecodeArgs *r = loop->args;
+    const int64_t item = job / loop->chunks, first = job % loop->chunks * QUERIES;
+    const int64_t head = item % r->groups * r->queries + first;
+    return (DecodeJob){item, head, r->row[item / r->groups] * r->groups * r->queries + head,
+                       r->queries - first < QUERIES ? r->queries - first : QUERIES};
+}
+
+static void store_job_output(const DecodeLoop *loop, const DecodeJob *job,
+                             const PartialOutput *output)
+{
+    const int64_t bytes = loop->args->bf16 ? 2 : 4;
+    store_normalized(loop->args, output, job->queries,
+                     loop->out + job->out_row * loop->args->width * bytes);
+}
+
+static void run_decode_task(const DecodeLoop *loop, int64_t task)
+{
+    const DecodeArgs *r = loop->args;
+    const DecodeJob job = decode_job(loop, task / loop->split);
+    const int64_t bytes = r->bf16 ? 2 : 4, item = job.item, segments = segment_count(r, item);
+    const char *from = loop->q + (r->row[item / r->groups] * loop->row_stride +
+                                  job.head * loop->head_stride) *
+                                     bytes;
+    const int64_t next_item = item + 1 < r->rows * r->groups ? item + 1 : item;
+    const char *next_keys = first_key_address(r, loop->kv, next_item);
+    int64_t low, high;
+    if (loop->split > 1) {
+        if (task % loop->split < segments) {
+            segment_bounds(r, item, task % loop->split, &low, &high);
+            attend_segment(r, loop->ops, from, loop->head_stride, job.queries, loop->kv, item, low,
+                           high, next_keys, loop->parts + task);
+        }
+        return;
+    }
+    PartialOutput merged, part;
+    for (int64_t segment = 0; segment < segments; segment++) {
+        segment_bounds(r, item, segment, &low, &high);
+        attend_segment(r, loop->ops, from, loop->head_stride, job.queries, loop->kv, item, low,
+                       high, next_keys, segment ? &part : &merged);
+        if (segment)
+            merge_partials(&merged, &part, job.queries, r->width);
+    }
+    store_job_output(loop, &job, &merged);
+}
+
+static void decode_range(void *context, int64_t first, int64_t end)
+{
+    for (int64_t task = first; task < end; task++)
+        run_decode_task(context, task);
+}
+
 /* Attention for the rows of q that `args` (DecodeArgs) lists. `row_stride` and `head_stride` are
    the strides of q in elements. Writes the output of row i of q to row i of `out`, which is
    contiguous. Returns nonzero if heads have more than HEAD_DIM_MAX channels. */
@@ -167,7 +238,7 @@ int preamble_decode_attention(const void *args, const void *q, int64_t row_strid
                               int64_t head_stride, const void *kv, void *out)
 {
     const DecodeArgs *r = args;
-    const int64_t bytes = r->bf16 ? 2 : 4, items = r->rows * r->groups;
+    const int64_t items = r->rows * r->groups;
     const int64_t chunks = (r->queries + QUERIES - 1) / QUERIES;
     if (r->width > HEAD_DIM_MAX)
         return 1;
@@ -182,46 +253,16 @@ int preamble_decode_attention(const void *args, const void *q, int64_t row_strid
     if (split > 1 && (parts = malloc(items * chunks * split * sizeof(PartialOutput))) == NULL)
         split = 1;
     const int64_t tasks = items * chunks * split;
-    /* A task prefetches keys of the next item. A thread gets batches of adjacent tasks, so that
+    DecodeLoop loop = {r, &ops, q, kv, out, row_stride, head_stride, chunks, split, parts};
+    /* A task prefetches keys of the next item. A thread gets chunks of adjacent tasks, so that
        usually the same thread computes the next item. */
-    const int64_t task_batch = tasks / (r->threads * 8) + 1;
-#pragma omp parallel for schedule(dynamic, task_batch) num_threads(r->threads) if (r->threads > 1)
-    for (int64_t task = 0; task < tasks; task++) {
-        int64_t job = task / split, item = job / chunks, first = job % chunks * QUERIES;
-        int queries = r->queries - first < QUERIES ? r->queries - first : QUERIES;
-        int64_t head = item % r->groups * r->queries + first, low, high;
-        const char *from =
-            (const char *)q + (r->row[item / r->groups] * row_stride + head * head_stride) * bytes;
-        int64_t next_item = item + 1 < items ? item + 1 : item;
-        const char *next_keys = first_key_address(r, kv, next_item);
-        if (split > 1) {
-            if (task % split < segment_count(r, item)) {
-                segment_bounds(r, item, task % split, &low, &high);
-                attend_segment(r, &ops, from, head_stride, queries, kv, item, low, high, next_keys,
-                               parts + task);
-            }
-            continue;
-        }
-        PartialOutput merged, part;
-        int64_t segments = segment_count(r, item);
-        for (int64_t segment = 0; segment < segments; segment++) {
-            segment_bounds(r, item, segment, &low, &high);
-            attend_segment(r, &ops, from, head_stride, queries, kv, item, low, high, next_keys,
-                           segment ? &part : &merged);
-            if (segment)
-                merge_partials(&merged, &part, queries, r->width);
-        }
-        int64_t row = r->row[item / r->groups] * r->groups * r->queries + head;
-        store_normalized(r, &merged, queries, (char *)out + row * r->width * bytes);
-    }
-    for (int64_t job = 0; split > 1 && job < items * chunks; job++) {
-        int64_t item = job / chunks, first = job % chunks * QUERIES;
-        int queries = r->queries - first < QUERIES ? r->queries - first : QUERIES;
-        for (int64_t segment = 1; segment < segment_count(r, item); segment++)
-            merge_partials(parts + job * split, parts + job * split + segment, queries, r->width);
-        int64_t row = r->row[item / r->groups] * r->groups + item % r->groups;
-        row = row * r->queries + first;
-        store_normalized(r, parts + job * split, queries, (char *)out + row * r->width * bytes);
+    parallel_for(tasks, tasks / (r->threads * 8) + 1, r->threads, STEALING, decode_range, &loop);
+    for (int64_t index = 0; split > 1 && index < items * chunks; index++) {
+        const DecodeJob job = decode_job(&loop, index);
+        for (int64_t segment = 1; segment < segment_count(r, job.item); segment++)
+            merge_partials(parts + index * split, parts + index * split + segment, job.queries,
+                           r->width);
+        store_job_output(&loop, &job, parts + index * split);
     }
     free(parts);
     return 0;

@@ -5,13 +5,14 @@
    largest lower bound are scored: their logits are computed from the bf16 head, and are
    bit-identical to those of gemm_bf16.c. */
 
-#include <omp.h>
-
 #include "gemm.h"
+#include "thread_pool.h"
 
 #if defined(__x86_64__)
 
 #define ROWS_MAX 256 /* Must equal ROWS_MAX in gpt/cpu/exact_argmax.py. */
+/* For fewer rows, starting a parallel loop takes longer than quantizing the rows. */
+#define PARALLEL_ROWS_MIN 8
 
 typedef struct {
     PackedWeight int8_weight;  /* The LM head minus `column_mean`, in int8. */
@@ -86,7 +87,7 @@ TARGET_AVX512_VNNI void update_bounds(const Gemm *p, const __m512 (*sum)[2], int
     const ScreenedHead *s = b->head;
     const __m512 lowest = _mm512_set1_ps(-INFINITY);
     float *upper = b->upper + column / COLUMNS * p->rows + first;
-    LowerBound *lower = b->lower + omp_get_thread_num() * p->rows + first;
+    LowerBound *lower = b->lower + worker_index() * p->rows + first;
     for (int i = 0; i < rows; i++) {
         const RowError error = b->errors[first + i];
         __m512 upper_logits = lowest, lower_logits = lowest;
@@ -140,23 +141,29 @@ TARGET_AVX512_VNNI static void score_panel(const ScreenedHead *s, const uint16_t
 
 /* The state of the search for the largest logits of some rows. */
 typedef struct {
-    Gemm product; /* The int8 GEMM. */
+    Gemm product;   /* The int8 GEMM. */
+    int64_t threads;
+    const NormArgs *norm;
+    const uint16_t *input; /* The rows before the norm. */
     const uint16_t *x; /* The rows that the LM head multiplies: after the norm, if there is one. */
     uint16_t *normed;  /* Memory for the rows after the norm. */
+    RowError errors[ROWS_MAX];
     Candidate best[ROWS_MAX];
     LowerBound lower[ROWS_MAX];
+    Candidate *thread_best; /* The best candidates of each thread and row: (threads, rows). */
+    int64_t scored;         /* The number of scored (row, panel) pairs. */
 } Search;
 
 /* Applies the norm, if it is not NULL, to a row; quantizes the row and returns its error bounds. */
-TARGET_AVX512_VNNI static RowError quantize_query(const Search *search, const NormArgs *norm,
-                                                  const uint16_t *from, int64_t row)
+TARGET_AVX512_VNNI static RowError quantize_query(const Search *search, int64_t row)
 {
     const Gemm *p = &search->product;
     const int64_t channels = p->weight->channels;
     QuantizedGroup *groups = p->groups + row * group_count(channels);
     const uint16_t *x = search->x + row * channels;
-    if (norm)
-        norm_row(norm, from + row * channels, channels, search->normed + row * channels);
+    if (search->norm)
+        norm_row(search->norm, search->input + row * channels, channels,
+                 search->normed + row * channels);
     quantize_row(x, channels, groups);
     return row_error(x, p->bounds->head, groups);
 }
@@ -164,13 +171,13 @@ TARGET_AVX512_VNNI static RowError quantize_query(const Search *search, const No
 /* Scores the panel that gives the row's highest lower bound, and raises the row's lower bound to
    (the panel's largest logit - mean_logit - rounding errors). After this, only a few more panels
    have an upper bound that reaches the row's lower bound. */
-TARGET_AVX512_VNNI static void score_likeliest_panel(Search *search, int64_t row, int64_t threads)
+TARGET_AVX512_VNNI static void score_likeliest_panel(Search *search, int64_t row)
 {
     const Bounds *bounds = search->product.bounds;
     const RowError *error = bounds->errors + row;
     LowerBound *lower = search->lower + row;
     *lower = bounds->lower[row];
-    for (int64_t i = 1; i < threads; i++)
+    for (int64_t i = 1; i < search->threads; i++)
         if (bounds->lower[i * search->product.rows + row].logit > lower->logit)
             *lower = bounds->lower[i * search->product.rows + row];
     if (lower->panel < 0)
@@ -196,61 +203,86 @@ TARGET_AVX512_VNNI static int64_t score_candidate_panel(const Search *search, in
     return count;
 }
 
+static void quantize_queries(void *context, int64_t first, int64_t end)
+{
+    Search *search = context;
+    for (int64_t row = first; row < end; row++)
+        search->errors[row] = quantize_query(search, row);
+}
+
+static void bound_panels(void *context, int64_t first, int64_t end)
+{
+    const Search *search = context;
+    for (int64_t panel = first; panel < end; panel++)
+        gemm_int8_panel(&search->product, panel);
+}
+
+static void score_likeliest_panels(void *context, int64_t first, int64_t end)
+{
+    for (int64_t row = first; row < end; row++)
+        score_likeliest_panel(context, row);
+}
+
+static void score_candidate_panels(void *context, int64_t first, int64_t end)
+{
+    Search *search = context;
+    Candidate *best = search->thread_best + worker_index() * search->product.rows;
+    int64_t scored = 0;
+    for (int64_t panel = first; panel < end; panel++)
+        scored += score_candidate_panel(search, panel, best);
+    __atomic_fetch_add(&search->scored, scored, __ATOMIC_RELAXED);
+}
+
 /* Stores the column of each row's largest logit in `best`; on a tie, the first such column. There
    are at most ROWS_MAX rows. `norm`, if not NULL, is applied to the rows first. Returns the number
-   of scored (row, panel) pairs, or -1 if the L2 norm of a row is outside the supported range. */
+   of scored (row, panel) pairs, or -1, with `best` undefined, if the L2 norm of a row is outside the
+   supported range. */
 TARGET_AVX512_VNNI int64_t preamble_screened_argmax(const ScreenedHead *s, const NormArgs *norm,
                                                     const uint16_t *x, int64_t rows, int64_t *best,
                                                     int64_t threads)
 {
     const int64_t channels = s->int8_weight.channels;
     const int64_t panels = (s->int8_weight.columns + COLUMNS - 1) / COLUMNS;
-    const int64_t panels_per_turn = panels / (threads * 8) + 1;
-    const int64_t lower_bytes = threads * rows * sizeof(LowerBound),
+    const int64_t chunk = panels / (threads * 8) + 1;
+    const int64_t best_bytes = threads * rows * sizeof(Candidate),
+                  lower_bytes = threads * rows * sizeof(LowerBound),
                   upper_bytes = panels * rows * sizeof(float);
     const int64_t group_bytes = rows * group_count(channels) * sizeof(QuantizedGroup);
-    char *scratch = thread_scratch(lower_bytes + upper_bytes + group_bytes +
+    char *scratch = thread_scratch(best_bytes + lower_bytes + upper_bytes + group_bytes +
                                    (norm ? rows * channels * sizeof *x : 0));
-    RowError errors[ROWS_MAX];
-    Bounds bounds = {s, errors, (float *)(scratch + lower_bytes), (LowerBound *)scratch};
-    Search search = {.product = {.weight = &s->int8_weight, .rows = rows, .bounds = &bounds}};
-    search.product.groups = (QuantizedGroup *)(scratch + lower_bytes + upper_bytes);
-    search.normed = (uint16_t *)(scratch + lower_bytes + upper_bytes + group_bytes);
+    char *lower = scratch + best_bytes, *upper = lower + lower_bytes, *groups = upper + upper_bytes;
+    Bounds bounds = {.head = s, .upper = (float *)upper, .lower = (LowerBound *)lower};
+    Search search = {.product = {.weight = &s->int8_weight, .rows = rows, .bounds = &bounds},
+                     .threads = threads,
+                     .norm = norm,
+                     .input = x,
+                     .thread_best = (Candidate *)scratch,
+                     .scored = rows};
+    bounds.errors = search.errors;
+    search.product.groups = (QuantizedGroup *)groups;
+    search.normed = (uint16_t *)(groups + group_bytes);
     search.x = norm ? search.normed : x;
-    int64_t scored = rows, unsupported_rows = 0;
     for (int64_t row = 0; row < rows; row++)
         search.best[row] = NO_CANDIDATE;
     for (int64_t i = 0; i < threads * rows; i++)
-        bounds.lower[i] = (LowerBound){-INFINITY, -1};
-#pragma omp parallel num_threads(threads) if (threads > 1) reduction(+ : scored, unsupported_rows)
-    {
-        Candidate thread_best[ROWS_MAX];
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; row++) {
-            errors[row] = quantize_query(&search, norm, x, row);
-            /* Outside this range, squares underflow or overflow in fp32. If a number of the row is
-               not finite, the norm is outside too. */
-            unsupported_rows += !(errors[row].norm > 1e-10f && errors[row].norm < 1e10f);
-        }
-#pragma omp for schedule(dynamic, panels_per_turn)
-        for (int64_t panel = 0; panel < panels; panel++)
-            gemm_int8_panel(&search.product, panel);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t row = 0; row < rows; row++)
-            score_likeliest_panel(&search, row, threads);
-        for (int64_t row = 0; row < rows; row++)
-            thread_best[row] = NO_CANDIDATE;
-#pragma omp for schedule(dynamic, panels_per_turn) nowait
-        for (int64_t panel = 0; panel < panels; panel++)
-            scored += score_candidate_panel(&search, panel, thread_best);
-#pragma omp critical
-        for (int64_t row = 0; row < rows; row++)
-            if (is_better(thread_best[row], search.best[row]))
-                search.best[row] = thread_best[row];
-    }
+        bounds.lower[i] = (LowerBound){-INFINITY, -1}, search.thread_best[i] = NO_CANDIDATE;
+    parallel_for(rows, 1, rows < PARALLEL_ROWS_MIN ? 1 : threads, STEALING, quantize_queries,
+                 &search);
     for (int64_t row = 0; row < rows; row++)
-        best[row] = unsupported_rows ? 0 : search.best[row].column;
-    return unsupported_rows ? -1 : scored;
+        /* Outside this range, squares underflow or overflow in fp32. If a number of the row is not
+           finite, the norm is outside too. */
+        if (!(search.errors[row].norm > 1e-10f && search.errors[row].norm < 1e10f))
+            return -1;
+    parallel_for(panels, chunk, threads, STEALING, bound_panels, &search);
+    parallel_for(rows, 1, threads, IN_ORDER, score_likeliest_panels, &search);
+    parallel_for(panels, chunk, threads, STEALING, score_candidate_panels, &search);
+    for (int64_t row = 0; row < rows; row++) {
+        for (int64_t i = row; i < threads * rows; i += rows)
+            if (is_better(search.thread_best[i], search.best[row]))
+                search.best[row] = search.thread_best[i];
+        best[row] = search.best[row].column;
+    }
+    return search.scored;
 }
 
 #endif

@@ -4,9 +4,8 @@
    They read the panels of the AVX-512 GEMM. A bf16 number is the upper half of an fp32 number, so a
    shift and a mask convert the two bf16 numbers of a 32-bit word to fp32. */
 
-#include <omp.h>
-
 #include "gemm.h"
+#include "thread_pool.h"
 
 #if defined(__x86_64__)
 
@@ -51,7 +50,7 @@ TARGET_AVX2 INLINE void accumulate_avx2(__m256 (*sum)[4], const uint16_t *x, int
 static void update_argmax_avx2(const Gemm *p, float (*outputs)[COLUMNS], int64_t row,
                                int64_t column, int rows)
 {
-    RowArgmax *argmax = p->argmaxes + omp_get_thread_num() * p->rows + row;
+    RowArgmax *argmax = p->argmaxes + worker_index() * p->rows + row;
     for (int i = 0; i < rows; i++)
         for (int64_t c = 0; c < COLUMNS && column + c < p->weight->columns; c++) {
             const float y = outputs[i][c];

@@ -1,10 +1,10 @@
-/* GEMM in AVX512-bf16 with packed weights: cache-blocked rows, work-stealing threads.
+/* GEMM in AVX512-bf16 with packed weights: cache-blocked rows, work stealing between threads.
 
    A weight is read in memory order, one panel at a time. Each block of rows fits into a core's
    private cache and is multiplied by panel after panel, up to twelve rows at a time. */
 
 #include "gemm.h"
-#include "work_stealing.h"
+#include "thread_pool.h"
 
 #if defined(__x86_64__)
 /* From this number of rows on, the GEMM is faster if `interleave_tile` interleaves the rows
@@ -12,6 +12,8 @@
 #define INTERLEAVE_ROWS_MIN (2 * TILE)
 /* Maximum bytes of a block of rows. A core's private cache must also have space for two panels. */
 #define CACHE_BLOCK_BYTES (384 << 10)
+/* For fewer elements, starting a parallel loop takes longer than staging the rows. */
+#define PARALLEL_STAGING_ELEMENTS_MIN (8 << 10)
 
 /* The derivative of GELU. */
 INLINE Floats gelu_grad(Floats x, int tanh_form)
@@ -141,60 +143,102 @@ static void plan_staging(Gemm *p, const uint16_t *x, const NormArgs *norm, int64
     p->x = copied ? p->staged : x;
 }
 
-/* Stages the rows for a GEMM. All threads of the parallel region must call this function. */
-static void stage_rows(const Gemm *p, const uint16_t *x, const NormArgs *norm)
+/* The rows to stage for a GEMM, as the context of a parallel loop. Its items are the tiles of
+   interleaved rows, then the other rows. */
+typedef struct {
+    const Gemm *product;
+    const uint16_t *x;
+    const NormArgs *norm;
+} Staging;
+
+static void stage_tile(const Staging *s, int64_t row)
 {
+    const Gemm *p = s->product;
     const int64_t width = p->weight->channels;
+    const uint16_t *from = s->x + row * width;
+    if (s->norm) {
+        uint16_t *normed_rows =
+            p->staged + p->rows * p->x_stride + worker_index() * TILE * width;
+        for (int64_t i = 0; i < TILE; i++)
+            norm_row(s->norm, from + i * width, width, normed_rows + i * width);
+        from = normed_rows;
+    }
+    interleave_tile(from, width, p->staged + row * p->x_stride);
+}
+
+static void stage_row(const Staging *s, int64_t row)
+{
+    const Gemm *p = s->product;
+    const int64_t width = p->weight->channels;
+    const uint16_t *from = s->x + row * width, *target = p->x + row * p->x_stride;
+    if (s->norm)
+        norm_row(s->norm, from, width, p->staged + row * p->x_stride);
+    else if (target != from)
+        memcpy(p->staged + row * p->x_stride, from, width * sizeof *from);
+    if (p->weight->scales)
+        quantize_row(target, width, p->groups + row * group_count(width));
+}
+
+static void stage_range(void *context, int64_t first, int64_t end)
+{
+    const Staging *s = context;
+    const int64_t tiles = s->product->interleaved_rows / TILE;
+    for (int64_t i = first; i < end; i++)
+        if (i < tiles)
+            stage_tile(s, i * TILE);
+        else
+            stage_row(s, s->product->interleaved_rows + i - tiles);
+}
+
+static void stage_rows(const Gemm *p, const uint16_t *x, const NormArgs *norm, int64_t threads)
+{
     if (!p->interleaved_rows && p->x == x && !p->weight->scales)
         return; /* The GEMM reads x in place. */
-    uint16_t *normed_rows = p->staged + p->rows * p->x_stride + omp_get_thread_num() * TILE * width;
-#pragma omp for schedule(static) nowait
-    for (int64_t row = 0; row < p->interleaved_rows; row += TILE) {
-        for (int64_t i = 0; norm && i < TILE; i++)
-            norm_row(norm, x + (row + i) * width, width, normed_rows + i * width);
-        interleave_tile(norm ? normed_rows : x + row * width, width, p->staged + row * p->x_stride);
-    }
-#pragma omp for schedule(static)
-    for (int64_t row = p->interleaved_rows; row < p->rows; row++) {
-        const uint16_t *from = x + row * width, *target = p->x + row * p->x_stride;
-        if (norm)
-            norm_row(norm, from, width, p->staged + row * p->x_stride);
-        else if (target != from)
-            memcpy(p->staged + row * p->x_stride, from, width * sizeof *x);
-        if (p->weight->scales)
-            quantize_row(target, width, p->groups + row * group_count(width));
+    Staging staging = {p, x, norm};
+    const int64_t count = p->interleaved_rows / TILE + p->rows - p->interleaved_rows;
+    const int64_t elements = p->rows * p->weight->channels;
+    parallel_for(count, items_per_chunk(count, threads),
+                 elements < PARALLEL_STAGING_ELEMENTS_MIN ? 1 : threads, STEALING, stage_range,
+                 &staging);
+}
+
+/* The items of a GEMM's parallel loop: (block of rows, panel) pairs, ordered by block, so that a
+   block stays in a core's cache for many panels. */
+typedef struct {
+    const Gemm *product;
+    int64_t block_rows, panels;
+} PanelLoop;
+
+static void gemm_range(void *context, int64_t first, int64_t end)
+{
+    const PanelLoop *loop = context;
+    const Gemm *p = loop->product;
+    const PackedWeight *weight = p->weight;
+    const int64_t size = weight->channels * COLUMNS;
+    for (int64_t i = first; i < end; i++) {
+        const int64_t panel = i % loop->panels, row = i / loop->panels * loop->block_rows;
+        const int64_t end_row =
+            row + loop->block_rows < p->rows ? row + loop->block_rows : p->rows;
+        if (weight->scales)
+            gemm_int8_panel(p, panel);
+        else
+            (isa_level < AVX512_BF16 ? gemm_panel_avx2 : gemm_panel)(
+                p, (const uint16_t *)weight->panels + panel * size, panel * COLUMNS, row, end_row);
     }
 }
 
 void gemm(Gemm product, const uint16_t *x, const NormArgs *norm, int64_t threads)
 {
     const PackedWeight *weight = product.weight;
-    const int64_t rows = product.rows, size = weight->channels * COLUMNS;
+    const int64_t rows = product.rows;
     const int64_t panels = ((weight->columns << weight->gated) + COLUMNS - 1) / COLUMNS;
-    /* Tasks are ordered by block of rows, so a block stays in a core's cache for many panels. */
     const int64_t block_rows = weight->scales ? rows : cache_block_rows(rows, weight->channels);
     const int64_t blocks = (rows + block_rows - 1) / block_rows;
-    const int64_t panels_per_task = items_per_task(panels, threads),
-                  panel_tasks = (panels + panels_per_task - 1) / panels_per_task;
-    WorkQueues queues = {0};
+    PanelLoop loop = {&product, block_rows, panels};
     plan_staging(&product, x, norm, threads);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        stage_rows(&product, x, norm);
-        for (int64_t task; (task = next_task(&queues, blocks * panel_tasks)) >= 0;) {
-            const int64_t first = task / panel_tasks * block_rows,
-                          first_panel = task % panel_tasks * panels_per_task;
-            const int64_t end = first + block_rows < rows ? first + block_rows : rows;
-            for (int64_t panel = first_panel;
-                 panel < panels && panel < first_panel + panels_per_task; panel++)
-                if (weight->scales)
-                    gemm_int8_panel(&product, panel);
-                else
-                    (isa_level < AVX512_BF16 ? gemm_panel_avx2 : gemm_panel)(
-                        &product, (const uint16_t *)weight->panels + panel * size, panel * COLUMNS,
-                        first, end);
-        }
-    }
+    stage_rows(&product, x, norm, threads);
+    parallel_for(blocks * panels, items_per_chunk(panels, threads), threads, STEALING, gemm_range,
+                 &loop);
 }
 
 /* Stores activation(norm(x) @ weight.T + bias) + residual in `out`, for a weight (columns,
@@ -225,6 +269,26 @@ TARGET_AVX512_BF16 static void pack_weight_panel(const uint16_t *weight, int64_t
     }
 }
 
+/* An unpacked weight whose panels are packed in a parallel loop. */
+typedef struct {
+    const Gemm *product;
+    const uint16_t *weight;
+    int64_t transposed;
+    uint16_t *memory; /* For one panel of each thread. */
+} UnpackedWeight;
+
+static void gemm_unpacked_range(void *context, int64_t first, int64_t end)
+{
+    const UnpackedWeight *w = context;
+    const Gemm *p = w->product;
+    const int64_t channels = p->weight->channels, columns = p->weight->columns;
+    uint16_t *panel = w->memory + worker_index() * channels * COLUMNS;
+    for (int64_t column = first * COLUMNS; column < end * COLUMNS; column += COLUMNS) {
+        pack_weight_panel(w->weight, channels, columns, w->transposed, column, panel);
+        gemm_panel(p, panel, column, 0, p->rows);
+    }
+}
+
 /* Like `preamble_gemm`, but without a norm, and with an unpacked weight, whose dimensions are
    multiples of 32. Each thread packs one panel at a time into its part of `memory`. The shape of
    the weight is (channels, columns) if `transposed` is nonzero, else (columns, channels). If
@@ -248,33 +312,41 @@ void preamble_gemm_unpacked(const uint16_t *weight, int64_t channels, int64_t co
     if (!rows)
         return;
     plan_staging(&product, x, NULL, threads);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        uint16_t *panel = memory + omp_get_thread_num() * channels * COLUMNS;
-        stage_rows(&product, x, NULL);
-#pragma omp for schedule(dynamic, panels_per_turn)
-        for (int64_t column = 0; column < columns; column += COLUMNS) {
-            pack_weight_panel(weight, channels, columns, transposed, column, panel);
-            gemm_panel(&product, panel, column, 0, rows);
-        }
+    stage_rows(&product, x, NULL, threads);
+    UnpackedWeight unpacked = {&product, weight, transposed, memory};
+    parallel_for(columns / COLUMNS, panels_per_turn, threads, STEALING, gemm_unpacked_range,
+                 &unpacked);
+}
+
+typedef struct {
+    const uint16_t *pre_activation, *dy;
+    uint16_t *out;
+    int64_t count, activation;
+} ActivationBackward;
+
+/* The items are vectors of LANES numbers. */
+TARGET_AVX512_BF16 static void activation_backward_range(void *context, int64_t first, int64_t end)
+{
+    const ActivationBackward *p = context;
+    for (int64_t begin = first * LANES; begin < end * LANES; begin += LANES) {
+        __mmask16 mask = lane_mask(p->count - begin);
+        Floats slope = gelu_grad((Floats)load_bf16(p->pre_activation + begin, mask),
+                                 p->activation == GELU_TANH);
+        __m512 y = load_bf16(p->dy + begin, mask) * (__m512)slope;
+        _mm256_mask_storeu_epi16(p->out + begin, mask, (__m256i)_mm512_cvtneps_pbh(y));
     }
 }
 
 /* Backward pass of GELU or tanh GELU: stores the gradient of the input in `out`. `dy` is the
    gradient of the output. */
-TARGET_AVX512_BF16 void preamble_activation_backward(const uint16_t *pre_activation,
-                                                     const uint16_t *dy, uint16_t *out,
-                                                     int64_t count, int64_t activation,
-                                                     int64_t threads)
+void preamble_activation_backward(const uint16_t *pre_activation, const uint16_t *dy,
+                                  uint16_t *out, int64_t count, int64_t activation,
+                                  int64_t threads)
 {
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t begin = 0; begin < count; begin += LANES) {
-        __mmask16 mask = lane_mask(count - begin);
-        Floats slope =
-            gelu_grad((Floats)load_bf16(pre_activation + begin, mask), activation == GELU_TANH);
-        __m512 y = load_bf16(dy + begin, mask) * (__m512)slope;
-        _mm256_mask_storeu_epi16(out + begin, mask, (__m256i)_mm512_cvtneps_pbh(y));
-    }
+    ActivationBackward tensors = {pre_activation, dy, out, count, activation};
+    const int64_t vectors = (count + LANES - 1) / LANES;
+    parallel_for(vectors, items_per_chunk(vectors, threads), threads, STEALING,
+                 activation_backward_range, &tensors);
 }
 
 #endif

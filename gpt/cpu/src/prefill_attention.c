@@ -10,9 +10,8 @@
    a tile's queries belong to one run. Therefore a query's sums depend neither on the chunks of its
    prompt nor on other runs. */
 
-#include <omp.h>
-
 #include "packed_weight.h"
+#include "thread_pool.h"
 
 #if defined(__x86_64__)
 
@@ -242,7 +241,7 @@ TARGET_AVX512_BF16 static void attend_task(const PrefillArgs *r, int64_t task, i
                                            const uint16_t *q, int64_t row_stride,
                                            int64_t head_stride, const char *kv, uint16_t *out)
 {
-    WorkerScratch *scratch = (WorkerScratch *)r->scratch + omp_get_thread_num();
+    WorkerScratch *scratch = (WorkerScratch *)r->scratch + worker_index();
     const int64_t width = r->width, padded_width = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
     const RunPart *parts = r->parts + r->part_starts[task],
                   *last = r->parts + r->part_starts[task + 1];
@@ -298,6 +297,28 @@ int64_t preamble_prefill_task_queries(int64_t width)
                                                       : TASK_QUERIES;
 }
 
+/* The context of the parallel loop over (task, KV head) pairs. */
+typedef struct {
+    const PrefillArgs *args;
+    const uint16_t *q;
+    int64_t row_stride, head_stride;
+    const char *kv;
+    uint16_t *out;
+} PrefillLoop;
+
+/* The last task of a run sees the most keys. Tasks start in reverse order, so that no long task
+   starts last. */
+static void prefill_range(void *context, int64_t first, int64_t end)
+{
+    const PrefillLoop *loop = context;
+    const PrefillArgs *r = loop->args;
+    for (int64_t i = first; i < end; i++) {
+        const int64_t index = r->tasks * r->groups - 1 - i;
+        attend_task(r, index / r->groups, index % r->groups, loop->q, loop->row_stride,
+                    loop->head_stride, loop->kv, loop->out);
+    }
+}
+
 /* Attention for the runs that `args` (PrefillArgs) lists; q is bf16. `row_stride` and `head_stride`
    are the strides of q in elements. Writes the output of row i of q to row i of `out`, which is
    contiguous. Returns nonzero if the kernel does not support the head dimension or the CPU. */
@@ -307,11 +328,8 @@ int preamble_prefill_attention(const void *args, const void *q, int64_t row_stri
     const PrefillArgs *r = args;
     if (r->width > HEAD_DIM_MAX || r->width % 2 || isa_level < AVX512_BF16)
         return 1;
-    /* The last task of a run sees the most keys. Tasks start in reverse order, so that no long task
-       starts last. */
-#pragma omp parallel for schedule(dynamic, 1) num_threads(r->threads) if (r->threads > 1)
-    for (int64_t index = r->tasks * r->groups - 1; index >= 0; index--)
-        attend_task(r, index / r->groups, index % r->groups, q, row_stride, head_stride, kv, out);
+    PrefillLoop loop = {r, q, row_stride, head_stride, kv, out};
+    parallel_for(r->tasks * r->groups, 1, r->threads, IN_ORDER, prefill_range, &loop);
     return 0;
 }
 

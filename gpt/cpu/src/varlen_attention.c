@@ -8,9 +8,9 @@
    computed as (channels, 32), and is then transposed. */
 
 #include "packed_weight.h"
+#include "thread_pool.h"
 
 #if defined(__x86_64__)
-#include <omp.h>
 
 /* Rows of a tile in `gemm_transposed`. */
 #define TRANSPOSED_TILE_ROWS 8
@@ -358,37 +358,56 @@ static int64_t layout_scratch(const VarlenArgs *f, int64_t backward, char *memor
     return at - memory;
 }
 
+/* The context of the parallel loop over KV heads (backward pass) or over pairs of a sequence and a
+   KV head (forward pass). */
+typedef struct {
+    const VarlenArgs *args;
+    const VarlenTensors *tensors;
+    char *memory; /* `scratch_bytes` for each thread. */
+    int64_t scratch_bytes;
+} VarlenLoop;
+
+/* Several sequences may see the same key, so one thread sums all gradients of a KV head (group), in
+   the order of the sequences. */
+static void backward_range(void *context, int64_t first, int64_t end)
+{
+    const VarlenLoop *loop = context;
+    const VarlenArgs *f = loop->args;
+    WorkerScratch scratch;
+    layout_scratch(f, 1, loop->memory + worker_index() * loop->scratch_bytes, &scratch);
+    for (int64_t group = first; group < end; group++) {
+        memset(scratch.dk, 0, f->tokens * f->width * 4);
+        memset(scratch.dv, 0, f->tokens * f->width * 4);
+        attend_group(f, loop->tensors, &scratch, group, 0, f->sequences);
+        store_grads(f, scratch.dk, loop->tensors->dk, group);
+        store_grads(f, scratch.dv, loop->tensors->dv, group);
+    }
+}
+
+static void forward_range(void *context, int64_t first, int64_t end)
+{
+    const VarlenLoop *loop = context;
+    const VarlenArgs *f = loop->args;
+    WorkerScratch scratch;
+    layout_scratch(f, 0, loop->memory + worker_index() * loop->scratch_bytes, &scratch);
+    for (int64_t i = first; i < end; i++)
+        attend_group(f, loop->tensors, &scratch, i % f->groups, i / f->groups, i / f->groups + 1);
+}
+
 /* Computes the gradients of q, k and v if dy is not NULL, else the attention output. Returns 1 if
    memory allocation fails. */
 int preamble_varlen_attention(const VarlenArgs *f, const VarlenTensors *t)
 {
-    WorkerScratch scratch;
-    const int64_t size = layout_scratch(f, t->dy != NULL, NULL, &scratch);
-    char *memory = aligned_alloc(64, size * f->threads);
-    if (!memory)
+    WorkerScratch unused_scratch;
+    VarlenLoop loop = {f, t, NULL, layout_scratch(f, t->dy != NULL, NULL, &unused_scratch)};
+    loop.memory = aligned_alloc(64, loop.scratch_bytes * f->threads);
+    if (!loop.memory)
         return 1;
-#pragma omp parallel num_threads(f->threads) private(scratch)
-    {
-        layout_scratch(f, t->dy != NULL, memory + omp_get_thread_num() * size, &scratch);
-        if (t->dy) {
-            /* Several sequences may see the same key, so one thread sums all gradients of a KV head
-               (group), in the order of the sequences. */
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t group = 0; group < f->groups; group++) {
-                memset(scratch.dk, 0, f->tokens * f->width * 4);
-                memset(scratch.dv, 0, f->tokens * f->width * 4);
-                attend_group(f, t, &scratch, group, 0, f->sequences);
-                store_grads(f, scratch.dk, t->dk, group);
-                store_grads(f, scratch.dv, t->dv, group);
-            }
-        } else {
-#pragma omp for schedule(dynamic, 1) collapse(2)
-            for (int64_t s = 0; s < f->sequences; s++)
-                for (int64_t group = 0; group < f->groups; group++)
-                    attend_group(f, t, &scratch, group, s, s + 1);
-        }
-    }
-    free(memory);
+    if (t->dy)
+        parallel_for(f->groups, 1, f->threads, IN_ORDER, backward_range, &loop);
+    else
+        parallel_for(f->sequences * f->groups, 1, f->threads, IN_ORDER, forward_range, &loop);
+    free(loop.memory);
     return 0;
 }
 

@@ -7,7 +7,7 @@ configuration class. A value is refused if Preamble would not compute the same a
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,33 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu2": "relu2",
 }
 
+ATTENTION_TYPES = {"full_attention", "sliding_attention"}
+
+# The keys of config.json from which a field of GPTConfig may come, for error messages.
+GPT_FIELD_KEYS: Mapping[str, Sequence[str]] = {
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "hidden_size": ("hidden_size", "n_embd"),
+    "num_attention_heads": ("num_attention_heads", "n_head"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+    "ffn_hidden_size": ("intermediate_size", "n_inner"),
+    "num_query_groups": ("num_key_value_heads",),
+    "kv_channels": ("head_dim",),
+    "rotary_base": ("rope_theta", "rotary_emb_base"),
+    "rotary_percent": ("partial_rotary_factor", "rotary_pct"),
+    "layernorm_epsilon": (
+        "rms_norm_eps",
+        "layer_norm_epsilon",
+        "layer_norm_eps",
+        "norm_epsilon",
+        "norm_eps",
+    ),
+    "window_size": ("sliding_window",),
+    "num_experts": ("num_local_experts", "num_experts"),
+    "moe_router_topk": ("num_experts_per_tok",),
+    "hidden_dropout": ("resid_pdrop", "hidden_dropout", "residual_dropout"),
+    "attention_dropout": ("attn_pdrop", "attention_dropout"),
+}
+
 # Exclusive limit of a size. It is above the sizes of all models, and keeps products of sizes small.
 INTEGER_MAX = 1 << 31
 # Exclusive limit of the numbers of layers and experts. It limits the parameter table, which has
@@ -35,9 +62,11 @@ COUNT_MAX = 1 << 16
 class ConfigJson:
     """Checked access to the values of config.json, merged with the family's defaults."""
 
-    def __init__(self, record: Mapping[str, Any], path: Path) -> None:
+    def __init__(self, record: Mapping[str, Any], path: Path, section: str = "") -> None:
+        """`section`: the beginning of the keys in messages, for a mapping inside the file."""
         self.record = record
         self.path = path
+        self.section = section
 
     def integer(self, key: str, default: int | None = None, below: int = INTEGER_MAX) -> int:
         """Return a whole number from 0 to `below` - 1.
@@ -69,6 +98,25 @@ class ConfigJson:
             raise self.invalid_field_error(key, value, "a finite number")
         return number
 
+    def check_end_ids(self) -> None:
+        """Refuse end-of-text ids that are no token ids.
+
+        Ids above the vocabulary are accepted: small models that were trained from scratch often
+        have the id of a large one, which their vocabulary does not contain.
+        """
+        value = self.record.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is not None and not (type(token_id) is int and 0 <= token_id < INTEGER_MAX):
+                raise self.invalid_field_error(
+                    "eos_token_id", value, "a token id of at least 0, a list of token ids, or null"
+                )
+
+    def name_key(self, message: str) -> str:
+        """Add the file's key to an error message that begins with a field of GPTConfig."""
+        name = message.partition(" ")[0]
+        keys = [key for key in GPT_FIELD_KEYS.get(name, ()) if key in self.record and key != name]
+        return f"{message} ({name} is {keys[0]} in this file)" if keys else message
+
     def flag(self, key: str) -> bool:
         value = self.record.get(key)
         if not isinstance(value, bool):
@@ -95,22 +143,22 @@ class ConfigJson:
         value = self.record.get(key)
         if value is not None and value not in allowed:
             raise CheckpointError(
-                f"{self.path}: {key} is {json.dumps(value)[:60]}, which Preamble does not support;"
-                f" it must be {json.dumps(allowed[0])}"
+                f"{self.path}: {self.section}{key} is {json.dumps(value)[:60]}, which Preamble "
+                f"does not support; it must be {json.dumps(allowed[0])}"
             )
 
     def invalid_field_error(self, key: str, value: object, expected: str) -> CheckpointError:
         actual = "is absent" if key not in self.record else f"is {json.dumps(value)[:60]}"
         return CheckpointError(
-            f"{self.path}: {key} {actual}; it must be {expected}: fetch the file again or correct "
-            "it"
+            f"{self.path}: {self.section}{key} {actual}; it must be {expected}: fetch the file "
+            "again or correct it"
         )
 
 
 def refuse_mixed_attention(fields: ConfigJson) -> None:
     """Refuse layers of several attention types, and types other than full and sliding attention."""
     attention_types = set(fields.layer_types() or ())
-    if attention_types - {"full_attention", "sliding_attention"} or len(attention_types) > 1:
+    if attention_types - ATTENTION_TYPES or len(attention_types) > 1:
         verb = "mixes" if len(attention_types) > 1 else "has only"
         raise CheckpointError(
             f"{fields.path}: layer_types {verb} {', '.join(sorted(attention_types))}, which "
@@ -128,7 +176,8 @@ def rotary_fields(
     rope_scaling, and the top-level keys `theta_key` and `percent_key`. A family without a
     `percent_key` rotates all channels of a head.
     """
-    rope = fields.record.get("rope_parameters") or fields.record.get("rope_scaling") or {}
+    section = "rope_parameters" if fields.record.get("rope_parameters") else "rope_scaling"
+    rope = fields.record.get(section) or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError(
             f"{fields.path}: rope_parameters (or rope_scaling) is not one mapping for all layers, "
@@ -137,7 +186,7 @@ def rotary_fields(
     legacy_fields = {"rope_theta": fields.number(theta_key)}
     if percent_key is not None:
         legacy_fields["partial_rotary_factor"] = fields.number(percent_key)
-    rope_fields = ConfigJson(legacy_fields | rope, fields.path)
+    rope_fields = ConfigJson(legacy_fields | rope, fields.path, f"{section}.")
     gpt_fields: dict[str, Any] = {"rotary_base": rope_fields.number("rope_theta")}
     if percent_key is None:
         fields.refuse("partial_rotary_factor", 1.0)
@@ -167,5 +216,5 @@ def _rope_scaling(fields: ConfigJson, rope: ConfigJson, rope_type: object) -> Ro
         return RopeScaling("llama3", rope.number("factor"), low, high, original)
     raise CheckpointError(
         f"{fields.path}: rope type {rope_type!r} is not supported; it must be one of default, "
-        "linear, llama3"
+        f"linear, llama3 ({rope.section}rope_type)"
     )

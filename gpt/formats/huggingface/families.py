@@ -12,7 +12,12 @@ from typing import Any
 
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
-from gpt.formats.huggingface.config_json import ConfigJson, refuse_mixed_attention, rotary_fields
+from gpt.formats.huggingface.config_json import (
+    ATTENTION_TYPES,
+    ConfigJson,
+    refuse_mixed_attention,
+    rotary_fields,
+)
 from gpt.parallel.weight_sharding import LAYERS_PREFIX, ParameterSpec, layer_number
 
 # The number of an expert in a canonical name.
@@ -219,9 +224,11 @@ def _gpt_neox(fields: ConfigJson) -> GPTConfig:
 def _qwen_window(fields: ConfigJson) -> int | None:
     """Return Qwen's attention window; refuse a window that applies only to some layers."""
     window = fields.integer("sliding_window", 0)
-    if not fields.flag("use_sliding_window") or not window:
-        return None
     types = fields.layer_types()
+    if not fields.flag("use_sliding_window") or not window:
+        if set(types or ()) - ATTENTION_TYPES:
+            refuse_mixed_attention(fields)
+        return None
     if types is not None:
         refuse_mixed_attention(fields)
         return window if "sliding_attention" in types else None

@@ -62,6 +62,7 @@ def open_huggingface(
     family = _find_family(record, path / "config.json")
     fields = ConfigJson({**family.defaults, **record}, path / "config.json")
     fields.refuse("quantization_config", None)
+    fields.check_end_ids()
     stored, files = _read_weights(path)
     stored = _normalize_keys(_add_missing_prefix(stored, family), family)
     dtype = majority_dtype(stored.values())
@@ -72,7 +73,8 @@ def open_huggingface(
         stored_vocab_rows = config.vocab_size
         config = apply_overrides(config, overrides)
     except ConfigError as error:
-        raise CheckpointError(f"{path / 'config.json'}: {error}") from None
+        message = fields.name_key(str(error))
+        raise CheckpointError(f"{path / 'config.json'}: {message}") from None
     refuse_larger_vocabulary(path, config.vocab_size, stored_vocab_rows)
     used_keys: set[str] = set()
     finder = _TensorFinder(path, stored, used_keys, stored_vocab_rows)

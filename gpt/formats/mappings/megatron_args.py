@@ -310,14 +310,16 @@ def _query_groups(args: MegatronArgs, weights: WeightShapes) -> int:
 
 
 def _set_norm(args: MegatronArgs, partial_config: PartialConfig) -> None:
-    epsilons = {args.number(name, 0.0) for name in ("layernorm_epsilon", "norm_epsilon")} - {0.0}
+    names = [name for name in ("layernorm_epsilon", "norm_epsilon") if args.get(name) is not None]
+    epsilons = {args.number(name, 0.0) for name in names}
     if len(epsilons) == 1:
         partial_config.fields["layernorm_epsilon"] = epsilons.pop()
     elif epsilons:  # The two args have different values.
         partial_config.undetermined_fields.append("layernorm_epsilon")
     partial_config.fields["normalization"] = args.get("normalization", "LayerNorm")
-    names = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
-    partial_config.fields["layernorm_zero_centered_gamma"] = any(args.flag(name) for name in names)
+    partial_config.fields["layernorm_zero_centered_gamma"] = args.flag(
+        "apply_layernorm_1p"
+    ) or args.flag("layernorm_zero_centered_gamma")
 
 
 def _set_positions(

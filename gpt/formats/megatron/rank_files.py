@@ -20,6 +20,7 @@ from gpt.checkpoint.files.torch_file import read_torch_file
 from gpt.checkpoint.logical_tensor import summarize_names
 from gpt.errors import CheckpointError
 from gpt.formats.mappings.megatron_args import ARCHITECTURE_ARGS, MegatronArgs
+from gpt.regular_files import open_regular_file
 from gpt.settings import short_repr
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
@@ -224,7 +225,7 @@ def tracked_iteration(path: Path) -> Path:
 
     The directory may be absent.
     """
-    with open(path / TRACKER_FILE, "rb") as file:
+    with open_regular_file(path / TRACKER_FILE) as file:
         text = file.read(TEXT_BYTES_MAX).decode("utf-8", "replace").strip()
     if text == "release":
         return path / text

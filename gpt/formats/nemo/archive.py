@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from gpt.abandoned_files import remove_abandoned_partials
 from gpt.atomic_files import stage_folder
 from gpt.checkpoint.digest import digest_cache_folder
 from gpt.checkpoint.files.file_tree import FILES_MAX, FileTree, Span, scan_folder_recursive
 from gpt.checkpoint.files.safetensors_file import MappedFile, refuse_git_lfs_pointer
 from gpt.errors import CheckpointError
+from gpt.regular_files import open_regular_file
 
 GZIP_MAGIC = b"\x1f\x8b"
 # `tarfile` reads a member's header, including a long name and extended attributes, into memory.
@@ -42,7 +44,7 @@ MODEL_FILES = re.compile(
 
 def open_nemo_archive(path: Path) -> tuple[FileTree, str]:
     """Return the files of an archive, and a note if they were unpacked (else an empty text)."""
-    with open(path, "rb") as file:
+    with open_regular_file(path) as file:
         magic = file.read(8)
     refuse_git_lfs_pointer(path, magic)
     if not magic.startswith(GZIP_MAGIC):
@@ -72,6 +74,7 @@ def cached_folder(kind: str, key_parts: Sequence[object], fill: Callable[[Path],
     if folder.is_dir():
         return folder
     root.mkdir(parents=True, exist_ok=True)
+    remove_abandoned_partials(root)
     try:
         with stage_folder(folder) as partial_folder:
             fill(partial_folder)

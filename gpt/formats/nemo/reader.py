@@ -35,6 +35,8 @@ TOKENIZER_BYTES_MAX = 256 << 20
 # Tokenizer fields of the config that refer to a file, and the name of the file's copy in the cache.
 SENTENCEPIECE_FILES = {"model": "tokenizer.model"}
 BPE_FILES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
+# Folder in the archives that Preamble writes, with all files of the tokenizer. NeMo ignores it.
+CARRIED_TOKENIZER_FOLDER = "tokenizer"
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,14 @@ def _extract_tokenizer(path: Path, tree: FileTree, fields: NemoConfig) -> Bundle
                 for field, value in references.items()
             }
     spans = {name: span for name, span in artifacts.items() if span is not None}
-    if not spans or len(spans) < len(artifacts):
+    carried_spans = {
+        Path(name).name: span
+        for name, span in tree.spans.items()
+        if Path(name).parent == Path(CARRIED_TOKENIZER_FOLDER)
+    }
+    if carried_spans:
+        spans = carried_spans
+    elif not spans or len(spans) < len(artifacts):
         library, kind = fields.text("library", "unknown"), fields.text("type", "unknown")
         return BundledTokenizer(
             note=f"the tokenizer (library {library}, type {kind}) is not in the archive; give a "

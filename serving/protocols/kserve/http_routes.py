@@ -57,6 +57,7 @@ _MODEL_PATH = re.compile(
     r"(/(?P<action>ready|config|infer|generate|generate_stream|stats|trace/setting))?"
 )
 _REPOSITORY_PATH = re.compile(r"/v2/repository/models/(?P<model>.+)/(?P<action>load|unload)")
+LIVE_PATH, READY_PATH = "/v2/health/live", "/v2/health/ready"
 # Paths of Triton that this server does not support. As in gRPC, the error has advice.
 UNSUPPORTED_PATHS = (
     "/v2/models/stats",
@@ -73,8 +74,8 @@ def routes(frontend: Frontend) -> Routes:
     unsupported: Mapping[str, Handler] = dict.fromkeys(("GET", "POST"), handlers.refuse)
     return {
         "/v2": {"GET": handlers.server_metadata, "HEAD": handlers.server_metadata},
-        "/v2/health/live": page_handlers(handlers.live_page),
-        "/v2/health/ready": page_handlers(handlers.ready_page),
+        LIVE_PATH: page_handlers(handlers.live_page),
+        READY_PATH: page_handlers(handlers.ready_page),
         "/v2/models/": {
             "GET": handlers.get_model,
             "HEAD": handlers.get_model,
@@ -109,7 +110,9 @@ class _KServeHandlers:
         return _flag_page("ready", is_set=self._frontend.is_ready)
 
     async def server_metadata(self, request: web.BaseRequest) -> web.StreamResponse:
-        async with self._open_call(request, "ServerMetadata", "/v2", while_draining=True) as call:
+        async with self._open_call(
+            request, "ServerMetadata", "/v2", while_draining=True, is_probe=True
+        ) as call:
             message = service.pb.ServerMetadataRequest()
             return json_response(_to_record(await service.server_metadata(message, call)))
 
@@ -129,7 +132,7 @@ class _KServeHandlers:
     async def _model_metadata(
         self, request: web.BaseRequest, model: str, version: str
     ) -> web.StreamResponse:
-        async with self._open_call(request, "ModelMetadata", MODEL_ROUTE) as call:
+        async with self._open_call(request, "ModelMetadata", MODEL_ROUTE, is_probe=True) as call:
             message = service.pb.ModelMetadataRequest(name=model, version=version)
             record = _to_record(await service.model_metadata(message, call))
             _parse_sizes(record["inputs"] + record["outputs"], "shape")
@@ -138,7 +141,8 @@ class _KServeHandlers:
     async def _model_config(
         self, request: web.BaseRequest, model: str, version: str
     ) -> web.StreamResponse:
-        async with self._open_call(request, "ModelConfig", f"{MODEL_ROUTE}/config") as call:
+        route = f"{MODEL_ROUTE}/config"
+        async with self._open_call(request, "ModelConfig", route, is_probe=True) as call:
             message = service.pb.ModelConfigRequest(name=model, version=version)
             record = _to_record(await service.model_config(message, call))["config"]
             _parse_sizes(record["input"] + record["output"], "dims")
@@ -148,14 +152,17 @@ class _KServeHandlers:
         self, request: web.BaseRequest, model: str, version: str
     ) -> web.StreamResponse:
         route = f"{MODEL_ROUTE}/ready"
-        async with self._open_call(request, "ModelReady", route, while_draining=True) as call:
+        async with self._open_call(
+            request, "ModelReady", route, while_draining=True, is_probe=True
+        ) as call:
             served_model = await find_model(call, model, version, "name")
             is_ready = self._frontend.is_ready and served_model.is_eligible
             record = {"name": served_model.name, "ready": is_ready}
             return json_response(record, 200 if is_ready else 503)
 
     async def repository_index(self, request: web.BaseRequest) -> web.StreamResponse:
-        async with self._open_call(request, "RepositoryIndex", "/v2/repository/index") as call:
+        route = "/v2/repository/index"
+        async with self._open_call(request, "RepositoryIndex", route, is_probe=True) as call:
             fields = await _read_optional_object(request, call)
             ready = fields.pop("ready", None)
             if fields or not isinstance(ready, bool | None):
@@ -255,12 +262,14 @@ class _KServeHandlers:
         *,
         role: Role = "generate",
         while_draining: bool = False,
+        is_probe: bool = False,
     ) -> AsyncIterator[Call]:
         async with self._frontend.call(
             PROTOCOL,
             method,
             credential(request),
             while_draining=while_draining,
+            is_probe=is_probe,
             origin=call_origin(request, route),
         ) as call:
             call.caller.require_role(role)

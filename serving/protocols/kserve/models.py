@@ -4,7 +4,6 @@ gRPC and HTTP identify models in the same way. A name without a version selects 
 of an adapter. This module is independent of messages and transports.
 """
 
-import asyncio
 from dataclasses import dataclass
 
 from gpt.errors import RequestError
@@ -36,11 +35,9 @@ async def find_model(
             raise unknown_model_error(message, field)
         return ServedModel(name or service.name, VERSION, "")
     adapter_name = f"{name}@{model_version}" if model_version else name
+    await service.load_new_adapters([adapter_name], call.caller.tenant)
     try:
-        # A thread is used, because the registry reads the adapter directory for an unknown name.
-        adapter = await asyncio.to_thread(
-            service.adapters.resolve, adapter_name, call.caller.tenant
-        )
+        adapter = service.adapters.lookup(adapter_name, call.caller.tenant)
     except RequestError:
         raise unknown_model_error(
             f"there is no model {adapter_name[:200]!r} here; choose {service.name!r} or a model "

@@ -14,9 +14,10 @@ from contextlib import aclosing
 from typing import Any
 
 from gpt.errors import RequestError
+from gpt.software_versions import preamble_version
 from protos.foreign.descriptor_pools import load_package
 from serving.frontend.call import Call, CallFailure
-from serving.frontend.grpc_transport import RpcMethod, WriteMessage
+from serving.frontend.grpc_transport import RpcMethod, WriteMessage, probe_method
 from serving.protocols.kserve.inference import Inference
 from serving.protocols.kserve.inputs import read_message
 from serving.protocols.kserve.metadata import INPUT_ALIASES, INPUT_KINDS, OUTPUTS
@@ -24,7 +25,6 @@ from serving.protocols.kserve.models import VERSION, ServedModel, find_model, un
 from serving.protocols.kserve.tensors import BYTES, OutputTensor, write_tensors
 from serving.request import RefusedError, UnavailableError
 from serving.service.error_reasons import REASONS
-from serving.service.metrics import version
 
 pb = load_package("kserve")
 SERVICE = "inference.GRPCInferenceService"
@@ -51,13 +51,13 @@ KIND_DATATYPES |= {"number": "FP32", "integer": "INT32", "integers": "INT32"}
 
 def methods() -> list[RpcMethod]:
     return [
-        RpcMethod("ServerLive", pb.ServerLiveRequest, server_live, while_draining=True),
-        RpcMethod("ServerReady", pb.ServerReadyRequest, server_ready, while_draining=True),
-        RpcMethod("ModelReady", pb.ModelReadyRequest, model_ready, while_draining=True),
-        RpcMethod("ServerMetadata", pb.ServerMetadataRequest, server_metadata, while_draining=True),
-        RpcMethod("ModelMetadata", pb.ModelMetadataRequest, model_metadata),
-        RpcMethod("ModelConfig", pb.ModelConfigRequest, model_config),
-        RpcMethod("RepositoryIndex", pb.RepositoryIndexRequest, repository_index),
+        probe_method("ServerLive", pb.ServerLiveRequest, server_live),
+        probe_method("ServerReady", pb.ServerReadyRequest, server_ready),
+        probe_method("ModelReady", pb.ModelReadyRequest, model_ready),
+        probe_method("ServerMetadata", pb.ServerMetadataRequest, server_metadata),
+        RpcMethod("ModelMetadata", pb.ModelMetadataRequest, model_metadata, is_probe=True),
+        RpcMethod("ModelConfig", pb.ModelConfigRequest, model_config, is_probe=True),
+        RpcMethod("RepositoryIndex", pb.RepositoryIndexRequest, repository_index, is_probe=True),
         RpcMethod(
             "RepositoryModelLoad",
             pb.RepositoryModelLoadRequest,
@@ -108,7 +108,8 @@ async def model_ready(message: Any, call: Call) -> Any:
 
 
 async def server_metadata(message: Any, call: Call) -> Any:
-    return pb.ServerMetadataResponse(name="preamble", version=version(), extensions=EXTENSIONS)
+    version = preamble_version()
+    return pb.ServerMetadataResponse(name="preamble", version=version, extensions=EXTENSIONS)
 
 
 async def model_metadata(message: Any, call: Call) -> Any:
@@ -174,7 +175,8 @@ async def repository_model_load(message: Any, call: Call) -> Any:
     adapter_name = service.adapter_name(name, call.caller.tenant)
     if adapter_name is not None:
         try:
-            await asyncio.to_thread(service.store.load, adapter_name, call.caller.tenant)
+            tenant = call.caller.tenant
+            await service.file_threads.run(tenant, service.store.load, adapter_name, tenant)
         except RequestError as error:
             raise unknown_model_error(str(error)) from None
     return pb.RepositoryModelLoadResponse()

@@ -7,7 +7,7 @@ from the model or the operator, never from a request. `tool_calls` reads the too
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
@@ -36,8 +36,12 @@ from serving.protocols.openai.responses import (
 from serving.protocols.openai.tool_call_chunks import ToolCallChunks, merge_deltas
 from serving.protocols.openai.tool_call_parsing import MARKERS
 from serving.protocols.openai.tool_calls import ToolChoice, read_tool_choice
+from serving.protocols.openai.unsupported_fields import is_replayed
 from serving.request import AnswerSpec, Ask, DeadlinePassedError, Piece
 from serving.service.service import Service
+
+# Types of content parts that have a text, and the fields with the text.
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 class ContentPart(msgspec.Struct):
@@ -49,16 +53,25 @@ class ContentPart(msgspec.Struct):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
-class FunctionCall(RequestPart):
+class ReplayedPart(RequestPart):
+    """A part of an earlier answer, which clients send back with fields that have no effect."""
+
+    @classmethod
+    def has_no_effect(cls, name: str, value: Any) -> bool:
+        return is_replayed(name, value)
+
+
+class FunctionCall(ReplayedPart):
     """The name and the JSON arguments of a called function."""
 
     name: str
     arguments: str = "{}"
 
 
-class ToolCall(RequestPart):
+class ToolCall(ReplayedPart):
     """A tool call of an earlier assistant message."""
 
     function: FunctionCall
@@ -66,18 +79,19 @@ class ToolCall(RequestPart):
     type: Literal["function"] = "function"
 
 
-class ChatMessage(RequestPart):
+class ChatMessage(ReplayedPart):
     """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
-    name: str | None = None  # Ignored, as by OpenAI.
+    name: str | None = None  # For the chat template, like the reasoning.
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    # OpenAI's client sends an earlier answer back with these fields. They are ignored, because this
-    # server's answers leave them empty.
-    refusal: str | None = None
-    annotations: list[msgspec.Raw] | None = None
+    # The reasoning of an earlier answer, under its newer and its older name.
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None  # The content of an earlier answer that has no other content.
+    # OpenAI's client sends these fields with null. Other values would change the conversation.
     audio: None = None
     function_call: None = None
 
@@ -143,27 +157,39 @@ class ChatCompletionRequest(BaseCompletionRequest):
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs; set logprobs to true", "top_logprobs")
         self.read_tool_choice()
-        if self.continue_final_message and self.add_generation_prompt:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt are both true; set only one of "
-                "them",
-                "continue_final_message",
-            )
+        check_prompt_fields(self)
         super().check()
 
-    @property
-    def prompt_options(self) -> ChatPromptOptions:
-        """The options of the chat template."""
-        add_generation_prompt = self.add_generation_prompt
-        if self.continue_final_message:
-            add_generation_prompt = False
-        return ChatPromptOptions(
-            add_generation_prompt,
-            bool(self.continue_final_message),
-            self.reasoning_effort,
-            self.chat_template_kwargs or {},
-            parse_special_tokens=bool(self.parse_special_tokens),
+
+class ChatPromptFields(Protocol):
+    """The fields of a request that set the options of a chat's prompt. None: unset."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+    parse_special_tokens: bool | None
+
+
+def check_prompt_fields(body: ChatPromptFields) -> None:
+    """Raise a RequestError if two fields contradict each other."""
+    if body.continue_final_message and body.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt are both true; set only one of them",
+            "continue_final_message",
         )
+
+
+def prompt_options(
+    body: ChatPromptFields, reasoning_effort: str | None = None
+) -> ChatPromptOptions:
+    """Return the options of the chat template that the fields set."""
+    return ChatPromptOptions(
+        False if body.continue_final_message else body.add_generation_prompt,
+        bool(body.continue_final_message),
+        reasoning_effort,
+        body.chat_template_kwargs or {},
+        parse_special_tokens=bool(body.parse_special_tokens),
+    )
 
 
 async def build_ask(
@@ -175,7 +201,7 @@ async def build_ask(
     ids = await encode_messages(
         template_messages,
         call,
-        body.prompt_options,
+        prompt_options(body, body.reasoning_effort),
         tool_choice.declarations if tool_choice else None,
         add_special_tokens=bool(body.add_special_tokens),
     )
@@ -268,12 +294,29 @@ def _template_message(path: str, message: ChatMessage) -> JsonObject:
         )
     tool_calls = [_template_tool_call(tool_call) for tool_call in message.tool_calls or ()]
     content = _content_text(f"{path}.content", message.content)
-    if content is None and not tool_calls:
+    # An earlier answer may have no content: the model refused, called tools, or only reasoned.
+    if content is None and message.role != "assistant":
         raise RequestError(f"{path} has no content; send a text", "messages")
     # "developer" is OpenAI's newer name for "system"; chat templates support only "system".
     role = "system" if message.role == "developer" else message.role
-    tool_fields = drop_none(tool_calls=tool_calls or None, tool_call_id=message.tool_call_id)
-    return {"role": role, "content": content or "", **tool_fields}
+    optional_fields = drop_none(
+        name=message.name,
+        tool_calls=tool_calls or None,
+        tool_call_id=message.tool_call_id,
+        **_reasoning_fields(path, message),
+    )
+    return {"role": role, "content": content or message.refusal or "", **optional_fields}
+
+
+def _reasoning_fields(path: str, message: ChatMessage) -> dict[str, str | None]:
+    """Return the reasoning of an earlier answer under the names that chat templates read."""
+    reasoning = message.reasoning or message.reasoning_content or None
+    if reasoning is not None and message.role != "assistant":
+        raise RequestError(
+            f"{path} has a reasoning and role {message.role}; the role must be assistant",
+            "messages",
+        )
+    return {"reasoning": reasoning, "reasoning_content": reasoning}
 
 
 def _content_text(path: str, content: str | list[ContentPart] | None) -> str | None:
@@ -282,17 +325,20 @@ def _content_text(path: str, content: str | list[ContentPart] | None) -> str | N
         return content
     texts = []
     for index, part in enumerate(content):
-        if part.type != "text":
+        if part.type not in TEXT_PARTS:
             raise RequestError(
                 f"{path}[{index}] has type {part.type[:100]!a}; this server's models accept text "
                 "only",
                 "messages",
             )
-        if part.text is None:
+        field = TEXT_PARTS[part.type]
+        text = part.refusal if field == "refusal" else part.text
+        if text is None:
             raise RequestError(
-                f"{path}[{index}] has type 'text', but no field 'text'; add the field", "messages"
+                f"{path}[{index}] has type {part.type!r}, but no field {field!r}; add the field",
+                "messages",
             )
-        texts.append(part.text)
+        texts.append(text)
     return "\n".join(texts)
 
 
@@ -301,7 +347,7 @@ def _template_tool_call(tool_call: ToolCall) -> JsonObject:
 
     Arguments that are the text of a JSON object become an object; other arguments stay a text.
     """
-    arguments: Any = tool_call.function.arguments
+    arguments: Any = tool_call.function.arguments or "{}"
     try:
         parsed_arguments = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):

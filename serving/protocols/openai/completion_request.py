@@ -88,7 +88,19 @@ class ResponseFormat(RequestPart):
     value: msgspec.Raw = JSON_NULL
 
 
-class BaseCompletionRequest(RequestBody):
+class OpenAIBody(RequestBody):
+    """A request body that accepts fields of other servers if they ask for nothing."""
+
+    @classmethod
+    def has_no_effect(cls, name: str, value: Any) -> bool:
+        return name in UNSUPPORTED_FIELDS and UNSUPPORTED_FIELDS[name].is_neutral(value)
+
+    @classmethod
+    def unknown_field_error(cls, name: str) -> str | None:
+        return UNSUPPORTED_FIELDS[name].refusal(name) if name in UNSUPPORTED_FIELDS else None
+
+
+class BaseCompletionRequest(OpenAIBody):
     """The fields that plain completions and chats share. None (JSON null) means unset."""
 
     model: str | None = None
@@ -150,14 +162,6 @@ class BaseCompletionRequest(RequestBody):
     no_repeat_ngram_size: int | None = None
     service_class: ServiceClass | None = None
     timeout: float | None = None  # Seconds from the call's arrival to its deadline.
-
-    @classmethod
-    def has_no_effect(cls, name: str, value: Any) -> bool:
-        return name in UNSUPPORTED_FIELDS and UNSUPPORTED_FIELDS[name].is_neutral(value)
-
-    @classmethod
-    def unknown_field_error(cls, name: str) -> str | None:
-        return UNSUPPORTED_FIELDS[name].refusal(name) if name in UNSUPPORTED_FIELDS else None
 
     @property
     def answers(self) -> int:

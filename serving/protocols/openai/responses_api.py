@@ -60,15 +60,6 @@ CHAT_FIELDS = (
 )
 Role = Literal["user", "assistant", "system", "developer"]
 ROLES: tuple[Role, ...] = get_args(Role)
-TEXT_PARTS = ("input_text", "output_text", "text")
-
-
-class InputPart(msgspec.Struct):
-    """A part of an input message's content. Unknown fields are accepted, as in `InputItem`."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
 
 
 class InputItem(msgspec.Struct):
@@ -80,7 +71,7 @@ class InputItem(msgspec.Struct):
 
     type: str = "message"
     role: Role | None = None
-    content: str | list[InputPart] | None = None
+    content: str | list[ContentPart] | None = None
 
 
 class TextFormat(RequestPart):
@@ -219,22 +210,7 @@ def _to_message(path: str, item: InputItem) -> ChatMessage:
         )
     if item.role is None:
         raise RequestError(f"{path} has no role; choose one of: {', '.join(ROLES)}", "input")
-    content: str | list[ContentPart] | None
-    if isinstance(item.content, list):
-        content = [_to_part(path, part) for part in item.content]
-    else:
-        content = item.content
-    return ChatMessage(role=item.role, content=content)
-
-
-def _to_part(path: str, part: InputPart) -> ContentPart:
-    text = part.refusal if part.type == "refusal" else part.text
-    if part.type not in (*TEXT_PARTS, "refusal"):
-        raise RequestError(
-            f"{path} has content of type {part.type[:80]!a}; this server's models accept text only",
-            "input",
-        )
-    return ContentPart("text", text)
+    return ChatMessage(role=item.role, content=item.content)
 
 
 def _response_format(text: TextOptions | None) -> ResponseFormat | None:

@@ -97,8 +97,9 @@ class _OpenAIHandlers:
         self._created = int(time.time())
 
     async def models(self, request: web.BaseRequest) -> web.StreamResponse:
+        origin = call_origin(request, "/v1/models")
         async with self._frontend.call(
-            PROTOCOL, "models", credential(request), origin=call_origin(request, "/v1/models")
+            PROTOCOL, "models", credential(request), is_probe=True, origin=origin
         ) as call:
             call.caller.require_role("generate")
             service, tenant = call.service, call.caller.tenant

@@ -8,32 +8,43 @@ same text (or messages), without the virtual tokens of an adapter. This module d
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
+
+import msgspec
 
 from gpt.errors import RequestError
-from serving.admission.chat_prompt import ChatPromptOptions
 from serving.frontend.call import Call
-from serving.frontend.json_body import RequestBody
-from serving.protocols.openai.chat import ChatMessage, encode_messages, to_template_messages
-from serving.protocols.openai.completion_request import drop_none, unknown_model_error
+from serving.frontend.json_body import JSON_NULL, RequestBody
+from serving.protocols.openai.chat import (
+    ChatMessage,
+    check_prompt_fields,
+    encode_messages,
+    prompt_options,
+    to_template_messages,
+)
+from serving.protocols.openai.completion_request import (
+    OpenAIBody,
+    drop_none,
+    unknown_model_error,
+)
+from serving.protocols.openai.responses import JsonObject
+from serving.protocols.openai.tool_calls import read_tool_choice
 from serving.request import Ask
 
 TOKENIZE_PATH = "/tokenize"
 DETOKENIZE_PATH = "/detokenize"
 TOKENIZER_INFO_PATH = "/tokenizer_info"
 
-# Fields of vLLM that are not supported, with the values that change nothing.
-UNSUPPORTED_FIELDS: Mapping[str, tuple[object, ...]] = {
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "tools": ([],),
-}
+# Fields that change only the prompt of a chat.
+CHAT_FIELDS = ("continue_final_message", "chat_template_kwargs", "tools")
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(OpenAIBody):
     """A text or a chat to tokenize. None (JSON null) means unset."""
+
+    FIELD_HINTS: ClassVar[Mapping[str, str]] = {
+        "chat_template": "the template comes from the model or the operator, not from requests",
+    }
 
     model: str | None = None
     prompt: str | None = None
@@ -42,10 +53,8 @@ class TokenizeRequest(RequestBody):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None  # Default: true.
     continue_final_message: bool | None = None
-    chat_template: Any = None
-    chat_template_kwargs: Any = None
-    mm_processor_kwargs: Any = None
-    tools: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None  # Further variables of the chat template.
+    tools: list[msgspec.Raw] | None = None
     parse_special_tokens: bool | None = None  # Default: true for a prompt, false for messages.
 
     @property
@@ -56,10 +65,16 @@ class TokenizeRequest(RequestBody):
         if (self.prompt is None) == (self.messages is None):
             state = "unset" if self.prompt is None else "set"
             raise RequestError(f"prompt and messages are both {state}; set one of them", "prompt")
-        for name, neutral_values in UNSUPPORTED_FIELDS.items():
-            value = getattr(self, name)
-            if value is not None and value not in neutral_values:
-                raise RequestError(f"{name} is not supported by {TOKENIZE_PATH}; remove it", name)
+        for name in CHAT_FIELDS:
+            if self.messages is None and getattr(self, name):
+                raise RequestError(f"{name} needs messages; remove it, or send messages", name)
+        check_prompt_fields(self)
+        self.read_tools()
+
+    def read_tools(self) -> list[JsonObject] | None:
+        """Return the declarations of the tools that the chat template describes, if any."""
+        tool_choice = read_tool_choice(self.tools, JSON_NULL, None)
+        return tool_choice.declarations if tool_choice else None
 
 
 class DetokenizeRequest(RequestBody):
@@ -98,9 +113,8 @@ async def tokenize(body: TokenizeRequest, call: Call) -> dict[str, Any]:
         ids = await encode_messages(
             await asyncio.to_thread(to_template_messages, body.messages or ()),
             call,
-            ChatPromptOptions(
-                body.add_generation_prompt, parse_special_tokens=bool(body.parse_special_tokens)
-            ),
+            prompt_options(body),
+            body.read_tools(),
             add_special_tokens=bool(body.add_special_tokens),
         )
     token_texts = None
@@ -125,9 +139,10 @@ async def detokenize(body: DetokenizeRequest, call: Call) -> dict[str, Any]:
 async def _requested_adapters(model: str | None, call: Call) -> tuple[str, ...]:
     """Return the adapter that the model means, if any; raise if there is no such model."""
     adapters = call.requested_adapters(model)
+    await call.service.load_new_adapters(adapters, call.caller.tenant)
     for name in adapters:
         try:
-            await asyncio.to_thread(call.service.adapters.resolve, name, call.caller.tenant)
+            call.service.adapters.lookup(name, call.caller.tenant)
         except RequestError:  # There is no adapter of this name, or it is not a valid name.
             raise unknown_model_error(name) from None
     return adapters

@@ -5,6 +5,10 @@ this server does not have, most of them with a value that asks for nothing. Thes
 table below, and are accepted. Any other value would change the answer or the response, so it is
 refused with the reason. null is accepted for every field. The fields that this server has are in
 `completion_request` and `chat`.
+
+Clients also send earlier answers back as messages, with the fields of the server or the library
+that returned them. `REPLAYED_FIELDS` names the fields that describe an answer and ask for nothing;
+they are accepted with any value.
 """
 
 import json
@@ -152,3 +156,39 @@ UNSUPPORTED_FIELDS: Mapping[str, UnsupportedField] = {
         _DISAGGREGATION,
     ),
 }
+
+# Fields of an earlier answer, in OpenAI's API, its extensions and litellm's responses.
+REPLAYED_FIELDS = frozenset(
+    {
+        "annotations",
+        "cache_control",
+        "citations",
+        "created_at",
+        "extra_content",
+        "finish_reason",
+        "id",
+        "index",
+        "logprobs",
+        "parsed",
+        "parsed_arguments",
+        "provider_specific_fields",
+        "reasoning_details",
+        "reasoning_items",
+        "reasoning_signature",
+        "status",
+        "stop_reason",
+        "thinking_blocks",
+        "thought_signature",
+        "token_ids",
+        "type",
+    }
+)
+# Fields of messages that are accepted with the value of an absent field only.
+_NEUTRAL_MESSAGE_VALUES: Mapping[str, Any] = {"images": [], "prefix": False, "partial": False}
+
+
+def is_replayed(name: str, value: Any) -> bool:
+    """Return whether a field of a message, or of a tool call in it, can be ignored."""
+    if name in _NEUTRAL_MESSAGE_VALUES:
+        return bool(value == _NEUTRAL_MESSAGE_VALUES[name])
+    return name in REPLAYED_FIELDS

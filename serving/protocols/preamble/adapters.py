@@ -6,15 +6,22 @@ translates messages, and runs file I/O in threads.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
+from google.protobuf.message import Message
+
 from gpt.adapters.adapter_file import parse_name
-from gpt.errors import RequestError
+from gpt.adapters.change_log import ChangeAction, ChangeAuthor
+from gpt.errors import PreambleError, RequestError
 from protos.preamble.v1 import adapters_pb2 as pb
 from serving.adapters.registry import LoadedAdapter
+from serving.adapters.version_updates import AdapterUpload
+from serving.file_threads import CHANGE_LOG_OWNER
 from serving.frontend.call import Call
-from serving.frontend.grpc_transport import RpcMethod
+from serving.frontend.grpc_transport import Cardinality, RpcMethod
 from serving.request import RefusedError, UnknownAdapterError
 
 SERVICE = "preamble.v1.AdapterService"
@@ -24,14 +31,24 @@ T = TypeVar("T")
 
 def methods() -> list[RpcMethod]:
     return [
-        RpcMethod("ListAdapters", pb.ListAdaptersRequest, list_adapters),
-        RpcMethod("GetAdapter", pb.GetAdapterRequest, get_adapter),
-        RpcMethod("UploadAdapter", pb.UploadAdapterRequest, upload_adapter, "in", "adapters"),
+        RpcMethod("ListAdapters", pb.ListAdaptersRequest, list_adapters, is_probe=True),
+        RpcMethod("GetAdapter", pb.GetAdapterRequest, get_adapter, is_probe=True),
         RpcMethod("LoadAdapter", pb.LoadAdapterRequest, load_adapter, role="adapters"),
-        RpcMethod("UnloadAdapter", pb.UnloadAdapterRequest, unload_adapter, role="adapters"),
-        RpcMethod("PromoteAdapter", pb.PromoteAdapterRequest, promote_adapter, role="adapters"),
-        RpcMethod("RollbackAdapter", pb.RollbackAdapterRequest, rollback_adapter, role="adapters"),
+        _change_method("UploadAdapter", pb.UploadAdapterRequest, upload_adapter, "upload"),
+        _change_method("UnloadAdapter", pb.UnloadAdapterRequest, unload_adapter, "unload"),
+        _change_method("PromoteAdapter", pb.PromoteAdapterRequest, promote_adapter, "promote"),
+        _change_method("RollbackAdapter", pb.RollbackAdapterRequest, rollback_adapter, "rollback"),
     ]
+
+
+def _change_method(
+    name: str,
+    request_type: type[Message],
+    handle: Callable[..., Awaitable[Message]],
+    change: ChangeAction,
+) -> RpcMethod:
+    cardinality: Cardinality = "in" if change == "upload" else "unary"
+    return RpcMethod(name, request_type, handle, cardinality, "adapters", change=change)
 
 
 async def list_adapters(message: pb.ListAdaptersRequest, call: Call) -> pb.ListAdaptersResponse:
@@ -52,31 +69,31 @@ async def list_adapters(message: pb.ListAdaptersRequest, call: Call) -> pb.ListA
 
 
 async def get_adapter(message: pb.GetAdapterRequest, call: Call) -> pb.GetAdapterResponse:
-    adapter = await _run_in_thread(call.service.store.get, message.name, call.caller.tenant)
+    adapter = await _run_in_thread(call, call.service.store.get, message.name, call.caller.tenant)
     return pb.GetAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
 async def load_adapter(message: pb.LoadAdapterRequest, call: Call) -> pb.LoadAdapterResponse:
-    adapter = await _run_in_thread(call.service.store.load, message.name, call.caller.tenant)
+    adapter = await _run_in_thread(call, call.service.store.load, message.name, call.caller.tenant)
     return pb.LoadAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
 async def unload_adapter(message: pb.UnloadAdapterRequest, call: Call) -> pb.UnloadAdapterResponse:
-    await _run_in_thread(call.service.store.unload, message.name, call.caller.tenant)
+    await _run_change(call.service.store.unload, message.name, call)
     return pb.UnloadAdapterResponse()
 
 
 async def promote_adapter(
     message: pb.PromoteAdapterRequest, call: Call
 ) -> pb.PromoteAdapterResponse:
-    adapter = await _run_in_thread(call.service.store.promote, message.name, call.caller.tenant)
+    adapter = await _run_change(call.service.store.promote, message.name, call)
     return pb.PromoteAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
 async def rollback_adapter(
     message: pb.RollbackAdapterRequest, call: Call
 ) -> pb.RollbackAdapterResponse:
-    adapter = await _run_in_thread(call.service.store.rollback, message.name, call.caller.tenant)
+    adapter = await _run_change(call.service.store.rollback, message.name, call)
     return pb.RollbackAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
@@ -84,52 +101,93 @@ async def upload_adapter(
     messages: AsyncIterator[pb.UploadAdapterRequest], call: Call
 ) -> pb.UploadAdapterResponse:
     limit_s = call.service.config.adapter_config.upload_s
+    deadline = asyncio.get_running_loop().time() + limit_s
+    upload = await _start_upload(messages, call, deadline)
     try:
-        async with asyncio.timeout(limit_s):
-            adapter = await _receive_upload(messages, call)
+        async with _upload_deadline(deadline, limit_s):
+            adapter = await _receive_upload(messages, upload, call)
+    except BaseException as error:
+        await _run_to_end(call, upload.discard, error)
+        raise
+    await _run_to_end(call, upload.discard)
+    return pb.UploadAdapterResponse(adapter=_describe_adapter(adapter, call))
+
+
+@asynccontextmanager
+async def _upload_deadline(deadline: float, limit_s: float) -> AsyncIterator[None]:
+    """End the block at `deadline`, a time of the event loop."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            yield
     except TimeoutError:
         raise RefusedError(
             "DEADLINE_PASSED",
             f"the upload took longer than {limit_s:g} s (upload_s); retry with a faster connection",
         ) from None
-    return pb.UploadAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
-async def _receive_upload(
-    messages: AsyncIterator[pb.UploadAdapterRequest], call: Call
-) -> LoadedAdapter:
+async def _start_upload(
+    messages: AsyncIterator[pb.UploadAdapterRequest], call: Call, deadline: float
+) -> AdapterUpload:
+    store, author, name = call.service.store, call.change_author, ""
+    try:
+        async with _upload_deadline(deadline, store.config.upload_s):
+            name = await _read_name(messages)
+        return store.start_upload(name, author.tenant, author)
+    except PreambleError as error:
+        await call.service.file_threads.run_to_end(
+            CHANGE_LOG_OWNER, partial(store.record_refusal, "upload", name, author, error)
+        )
+        raise
+
+
+async def _read_name(messages: AsyncIterator[pb.UploadAdapterRequest]) -> str:
     first_message = await anext(messages, None)
     if first_message is None or first_message.WhichOneof("part") != "name":
         raise RequestError(
             "the first message has no name; send the name first, then the data", "name"
         )
-    upload = call.service.store.start_upload(first_message.name, call.caller.tenant)
-    try:
-        await _run_in_thread(upload.create_file)
-        async for message in messages:
-            match message.WhichOneof("part"):
-                case "data":
-                    await _run_in_thread(upload.write_chunk, message.data)
-                case "name":
-                    raise RequestError(
-                        "a second name was sent; send one adapter per upload", "name"
-                    )
-                case _:
-                    raise RequestError(
-                        "a message has no data; send the file as data messages", "data"
-                    )
-        return await _run_in_thread(upload.finish)
-    finally:
-        await _run_in_thread(upload.discard)
+    return first_message.name
 
 
-async def _run_in_thread(function: Callable[..., T], *args: object) -> T:
-    """Call `function`, which does file I/O, in a thread."""
+async def _receive_upload(
+    messages: AsyncIterator[pb.UploadAdapterRequest], upload: AdapterUpload, call: Call
+) -> LoadedAdapter:
+    await _run_in_thread(call, upload.create_file)
+    async for message in messages:
+        match message.WhichOneof("part"):
+            case "data":
+                await _run_in_thread(call, upload.write_chunk, message.data)
+            case "name":
+                raise RequestError("a second name was sent; send one adapter per upload", "name")
+            case _:
+                raise RequestError("a message has no data; send the file as data messages", "data")
+    # Checking and flushing a large file takes long, so only `upload_s` limits it.
+    return await _run_in_thread(
+        call, upload.finish, limit_s=call.service.config.adapter_config.upload_s
+    )
+
+
+async def _run_change(change: Callable[[str, str, ChangeAuthor], T], name: str, call: Call) -> T:
+    """Run a change of the adapter store in a thread, with this call as its author."""
+    return await _run_in_thread(call, change, name, call.caller.tenant, call.change_author)
+
+
+async def _run_in_thread(
+    call: Call, function: Callable[..., T], *args: object, limit_s: float | None = None
+) -> T:
+    """Call `function`, which does file I/O, in a thread of the caller's tenant."""
+    threads = call.service.file_threads
     try:
-        return await asyncio.to_thread(function, *args)
+        return await threads.run(call.caller.tenant, function, *args, limit_s=limit_s)
     except UnknownAdapterError as error:
         error.field = "name"  # The field with the adapter's name in the request messages.
         raise
+
+
+async def _run_to_end(call: Call, function: Callable[..., object], *args: object) -> None:
+    """Like `_run_in_thread`, but a cancellation of the call or a time-out does not drop it."""
+    await call.service.file_threads.run_to_end(call.caller.tenant, partial(function, *args))
 
 
 def _describe_adapter(adapter: LoadedAdapter, call: Call) -> pb.Adapter:

@@ -4,10 +4,10 @@ All methods stay available while the server drains, because operators need them 
 """
 
 from gpt.costs.inference import parameter_count
+from gpt.software_versions import preamble_version
 from protos.preamble.v1 import admin_pb2 as pb
 from serving.frontend.call import Call
-from serving.frontend.grpc_transport import RpcMethod
-from serving.service.metrics import version
+from serving.frontend.grpc_transport import RpcMethod, probe_method
 from serving.service.service import Service
 
 SERVICE = "preamble.v1.AdminService"
@@ -15,8 +15,8 @@ SERVICE = "preamble.v1.AdminService"
 
 def methods() -> list[RpcMethod]:
     return [
-        RpcMethod("GetServerInfo", pb.GetServerInfoRequest, get_server_info, while_draining=True),
-        RpcMethod("GetLoad", pb.GetLoadRequest, get_load, while_draining=True),
+        probe_method("GetServerInfo", pb.GetServerInfoRequest, get_server_info),
+        probe_method("GetLoad", pb.GetLoadRequest, get_load),
         RpcMethod("Drain", pb.DrainRequest, drain, role="operator", while_draining=True),
     ]
 
@@ -26,7 +26,7 @@ async def get_server_info(message: pb.GetServerInfoRequest, call: Call) -> pb.Ge
     limits, scheduler = service.config.limits_config, service.config.scheduler_config
     parallel = service.config.parallel_config
     return pb.GetServerInfoResponse(
-        version=version(),
+        version=preamble_version(),
         state=pb.SERVER_STATE_DRAINING
         if call.frontend.state == "draining"
         else pb.SERVER_STATE_SERVING,
@@ -96,4 +96,5 @@ def _model_message(service: Service) -> pb.ModelInfo:
         tokenizer=service.tokenizer.kind,
         digest=service.digest,
         aliases=service.model_names.listed[1:],
+        accepts_chats=service.chat.is_usable,
     )

@@ -29,10 +29,15 @@ READ_ROUTES = {
 }
 QUOTED_CHARACTERS_MAX = 100
 FOLDER = Path(__file__).resolve().parent / "page"
+JAVASCRIPT = "text/javascript; charset=utf-8"
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page.js": ("page.js", JAVASCRIPT),
+    "/conversation.js": ("conversation.js", JAVASCRIPT),
+    "/adapter_picker.js": ("adapter_picker.js", JAVASCRIPT),
+    "/requests.js": ("requests.js", JAVASCRIPT),
+    "/elements.js": ("elements.js", JAVASCRIPT),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 CONTENT_SECURITY_POLICY = (
@@ -74,7 +79,12 @@ def _rpc_handler(frontend: Frontend, method: RpcMethod) -> Handler:
         credential = request.headers.get("Authorization")
         origin = call_origin(request, request.path)
         async with frontend.call(
-            PROTOCOL, method.name, credential, while_draining=method.while_draining, origin=origin
+            PROTOCOL,
+            method.name,
+            credential,
+            while_draining=method.while_draining,
+            is_probe=method.is_probe,
+            origin=origin,
         ) as call:
             call.caller.require_role(method.role)
             response = await method.handle(_parse_query(request, method), call)

@@ -161,7 +161,8 @@ def build_ask(body: GenerateRequest, *, stream: bool) -> Ask:
             "seed": parameters.seed,
         }
     best_of = parameters.best_of
-    needs_logprobs = stream or parameters.details or (best_of or 1) > 1
+    needs_logprobs = bool(stream or parameters.details or (best_of or 1) > 1)
+    needs_logprobs |= bool(parameters.top_n_tokens)  # Also without details, the limit holds.
     fields = {
         **sampling,
         "answers": best_of,

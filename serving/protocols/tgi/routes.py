@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from gpt.errors import RequestError
+from gpt.software_versions import preamble_version
 from serving.engine.stream import Stream, build_completion
 from serving.frontend.call import Call, CallFailure, Frontend
 from serving.frontend.field_names import translate_error
@@ -29,7 +30,6 @@ from serving.frontend.json_body import maybe_in_thread, parse_request, read_json
 from serving.protocols.tgi.outputs import JsonObject, StreamEvents, build_response
 from serving.protocols.tgi.request import FIELD_NAMES, GenerateRequest, build_ask
 from serving.request import Piece
-from serving.service.metrics import version
 
 PROTOCOL = "tgi"  # The `wire` label in metrics.
 GENERATE_PATH, STREAM_PATH, INFO_PATH = "/generate", "/generate_stream", "/info"
@@ -71,7 +71,7 @@ class _TgiHandlers:
         self._frontend = frontend
 
     async def info(self, request: web.BaseRequest) -> web.StreamResponse:
-        async with self._open_call(request, "info", INFO_PATH) as call:
+        async with self._open_call(request, "info", INFO_PATH, is_probe=True) as call:
             return json_response(_describe_server(call))
 
     async def generate_by_field(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -108,10 +108,11 @@ class _TgiHandlers:
 
     @asynccontextmanager
     async def _open_call(
-        self, request: web.BaseRequest, method: str, route: str
+        self, request: web.BaseRequest, method: str, route: str, *, is_probe: bool = False
     ) -> AsyncIterator[Call]:
+        origin = call_origin(request, route)
         async with self._frontend.call(
-            PROTOCOL, method, credential(request), origin=call_origin(request, route)
+            PROTOCOL, method, credential(request), is_probe=is_probe, origin=origin
         ) as call:
             call.caller.require_role("generate")
             yield call
@@ -168,7 +169,7 @@ def _describe_server(call: Call) -> dict[str, Any]:
         "max_client_batch_size": 1,
         "validation_workers": 1,
         "router": "preamble",
-        "version": version(),
+        "version": preamble_version(),
         "sha": None,
         "docker_label": None,
     }

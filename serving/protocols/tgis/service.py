@@ -41,7 +41,7 @@ def methods() -> list[RpcMethod]:
         RpcMethod("Generate", pb.BatchedGenerationRequest, generate),
         RpcMethod("GenerateStream", pb.SingleGenerationRequest, generate_stream, "out"),
         RpcMethod("Tokenize", pb.BatchedTokenizeRequest, tokenize),
-        RpcMethod("ModelInfo", pb.ModelInfoRequest, model_info),
+        RpcMethod("ModelInfo", pb.ModelInfoRequest, model_info, is_probe=True),
     ]
 
 
@@ -51,6 +51,7 @@ async def generate(message: Any, call: Call) -> Any:
     with translate_errors():
         asks = [_build_ask(message, request.text, call) for request in message.requests]
         if len(asks) > 1:
+            await _load_adapters(message, call)
             await asyncio.to_thread(_admit_all, asks, call)
         streams = [await _start_stream(ask, call) for ask in asks]
         responses = []
@@ -100,6 +101,7 @@ async def tokenize(message: Any, call: Call) -> Any:
             "requests",
         )
     with translate_errors():
+        await _load_adapters(message, call)
         return await asyncio.to_thread(_tokenize_batch, message, call)
 
 
@@ -136,6 +138,10 @@ async def _start_stream(ask: Ask, call: Call) -> Stream:
             # `_admit_all` refuses invalid ones before this function runs.
             error.field = "requests[0].text"
         raise
+
+
+async def _load_adapters(message: Any, call: Call) -> None:
+    await call.service.load_new_adapters(requested_adapters(message), call.caller.tenant)
 
 
 def _admit_all(asks: Sequence[Ask], call: Call) -> None:

@@ -283,7 +283,9 @@ def test_run_of_another_source_is_not_resumed(
         convert(conversion_plan)
     write_native(lively(LLAMA, seed=1), tmp_path / "other")
     assert run(tmp_path / "other", tmp_path / "t", "--to", "native", "--resume") == 1
-    assert "by another version of Preamble; remove that directory" in capsys.readouterr().err
+    assert (
+        "of another source or with other options; remove that directory" in capsys.readouterr().err
+    )
     assert run(source, tmp_path / "t", "--to", "native", "--resume") == 0
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import preamble
+from gpt.software_versions import preamble_version
 from tests.support.broken.checkpoints import GOOD
 from tests.support.checkpoints import megatron_writer
 from tests.support.checkpoints.megatron_writer import GROUPED, Layout
@@ -304,7 +305,7 @@ def test_source_that_is_no_checkpoint_is_refused(
 JOURNALS = {
     "noise": "\x00\x01noise\n",
     "a list": "[]\n{}\n",
-    "another plan": '{"plan": "x"}\n',
+    "another plan": json.dumps({"plan": "x", "release": preamble_version()}) + "\n",
 }
 
 

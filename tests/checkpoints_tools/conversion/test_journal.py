@@ -1,5 +1,6 @@
 """The conversion journal: committed tensors, torn lines, and journals of another plan."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,36 @@ def test_line_torn_at_any_byte_is_ignored(tmp_path: Path) -> None:
 
 def test_another_plan_is_refused(tmp_path: Path) -> None:
     Journal(tmp_path / "journal", "plan").close()
-    with pytest.raises(CheckpointError, match="by another version of Preamble; remove"):
+    with pytest.raises(CheckpointError, match="of another source or with other options; remove"):
         Journal(tmp_path / "journal", "other")
+
+
+@pytest.mark.parametrize("release", [{}, {"release": "0.0.1"}])
+def test_another_plan_of_another_release_starts_over(
+    release: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "journal"
+    with Journal(path, "plan") as journal:
+        journal.commit([FIRST])
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps({"plan": "plan", **release}), *lines[1:], ""]))
+
+    with Journal(path, "other") as journal:
+        assert journal.finished == {}
+        journal.commit([SECOND])
+
+    assert "the conversion starts over" in caplog.text
+    with Journal(path, "other") as journal:
+        assert journal.finished == {"b": SECOND}
+
+
+def test_the_same_plan_of_another_release_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with Journal(path, "plan") as journal:
+        journal.commit([FIRST])
+    path.write_text("\n".join([json.dumps({"plan": "plan"}), *path.read_text().split("\n")[1:]]))
+    with Journal(path, "plan") as journal:
+        assert journal.finished == {"a": FIRST}
 
 
 def test_reset_tensors_are_not_read_back(tmp_path: Path) -> None:

@@ -256,14 +256,16 @@ def notes_of(layout: Layout) -> str:
     return " ".join(layout.notes)
 
 
-def test_tokenizer_unknown_to_nemo_is_omitted_with_a_note(tmp_path: Path) -> None:
+def test_tokenizer_unknown_to_nemo_is_carried_with_a_note(tmp_path: Path) -> None:
     json_case(tmp_path / "words", byte_level())
     source = model_with_vocabulary(tmp_path / "words")
-    assert "the target has no tokenizer, because a .nemo can contain only" in notes_of(
+    assert "NeMo finds no tokenizer in the target, because a .nemo can contain only" in notes_of(
         plan_layout(source, ParallelSplit())
     )
     reopened = write_and_reopen(source, tmp_path / "x.nemo")
-    assert reopened.tokenizer is None and reopened.config == source.config
+    assert_same_tokens(tmp_path / "words", reopened.tokenizer)
+    assert reopened.config == source.config
+    assert read_config(tmp_path / "x.nemo")["tokenizer"]["library"] is None
     rows = stored_vocab_rows(source.config, 1, 8)
     assert read_config(tmp_path / "x.nemo")["override_vocab_size"] == rows
 
@@ -286,19 +288,21 @@ def test_sentencepiece_model_is_included_if_it_matches_tokenizer_json(
     library.save(str(folder / "tokenizer.json"))
     source = model_with_vocabulary(folder)
     assert open_tokenizer(folder).kind == "tokenizer.json"
-    assert_same_tokens(
-        folder, write_and_reopen(source, tmp_path / "x.nemo").tokenizer, "sentencepiece"
-    )
+    reopened = write_and_reopen(source, tmp_path / "x.nemo")
+    assert read_config(tmp_path / "x.nemo")["tokenizer"]["library"] == "sentencepiece"
+    assert_same_tokens(folder, reopened.tokenizer)
+    assert reopened.tokenizer is not None
+    assert_same_tokens(folder, reopened.tokenizer / "tokenizer.model", "sentencepiece")
     library.add_tokens(["<one more>"])
     library.save(str(folder / "tokenizer.json"))
-    assert "the target has no tokenizer, because a .nemo can contain only" in notes_of(
+    assert "NeMo finds no tokenizer in the target, because a .nemo can contain only" in notes_of(
         plan_layout(model_with_vocabulary(folder), ParallelSplit())
     )
     other_tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"fox": 0}, unk_token="fox"))
     other_tokenizer.add_tokens([f"word {i}" for i in range(source.config.vocab_size - 1)])
     other_tokenizer.save(str(folder / "tokenizer.json"))
     assert open_tokenizer(folder).vocab_size == source.config.vocab_size
-    assert "the target has no tokenizer, because a .nemo can contain only" in notes_of(
+    assert "NeMo finds no tokenizer in the target, because a .nemo can contain only" in notes_of(
         plan_layout(model_with_vocabulary(folder), ParallelSplit())
     )
 
@@ -307,7 +311,7 @@ def test_bos_token_is_noted(tmp_path: Path) -> None:
     folder = sentencepiece_folder(tmp_path / "words")
     assert "(BOS)" not in notes_of(plan_layout(model_with_vocabulary(folder), ParallelSplit()))
     (folder / "tokenizer_config.json").write_text('{"add_bos_token": true, "bos_token": "<s>"}')
-    assert "a BOS token, which a .nemo cannot record" in notes_of(
+    assert "a BOS token, which NeMo's config cannot record" in notes_of(
         plan_layout(model_with_vocabulary(folder), ParallelSplit())
     )
 

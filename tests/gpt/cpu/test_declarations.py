@@ -29,7 +29,6 @@ DECLARATION = re.compile(r"(?:const )?(\w+) (\**\w+(?:, \**\w+)*)")
 UNDECLARED = {
     "preamble_abi",
     "preamble_isa_level",
-    "preamble_release_threads",
     "preamble_set_isa_level",
 }
 

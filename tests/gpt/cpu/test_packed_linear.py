@@ -1,8 +1,5 @@
 """C kernels that need AVX512-bf16: prefill attention, GEMM, norms and argmax."""
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
 
 import numpy as np
@@ -117,17 +114,6 @@ def test_tasks_cover_every_query_once_and_share_only_common_keys() -> None:
         assert all(first + count == after for (first, count), (after, _) in pairwise(ranges))
     alone = kernels.plan_prefill_tasks(queries, past, tables, 16, queries_max=192, runs_max=1)
     assert all(len(task.parts) == 1 and task.shared_keys == 0 for task in alone)
-
-
-def test_attention_runs_on_threads_with_a_small_stack() -> None:
-    """A user can set OMP_STACKSIZE, which a process reads once."""
-    program = (
-        "import torch; torch.set_num_threads(2); from tests.support.paged_steps import case; "
-        "step = case([300], [300], (2, 2, 512), 16, torch.bfloat16); "
-        "assert (step.attend(None).double() - step.exact(None)).abs().max() < 0.02"
-    )
-    environment = os.environ | {"OMP_STACKSIZE": "128k"}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=600)
 
 
 def test_packed_gemm_equals_the_reference() -> None:

@@ -19,7 +19,14 @@ from gpt.costs.inference import parameter_count
 from gpt.errors import ConfigError
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer
 from ptuning.config import TuneConfig
-from ptuning.data.dataset import TaskData, read_examples, read_tasks
+from ptuning.data.dataset import (
+    Example,
+    ExampleSet,
+    TaskData,
+    new_tokens_limit,
+    read_examples,
+    read_tasks,
+)
 from ptuning.data.preflight import StepStats, memory_line, preflight_lines, preflight_report
 from tests.support.models import CLASSIC
 from tests.support.trained_tokenizers import (
@@ -541,3 +548,42 @@ def test_check_reports_the_estimated_memory() -> None:
     assert estimated_memory(tp=8, sequence_parallel=True)[1] == pytest.approx(
         estimated_memory()[1] / 8, abs=1e-3
     )
+
+
+def numbered_examples(count: int) -> ExampleSet:
+    examples = [Example([number, 1, 2], 2) for number in range(count)]
+    texts = [str(number) for number in range(count)]
+    return ExampleSet(examples, 3, ["a"], [{"text": text} for text in texts], texts)
+
+
+def test_sample_is_fixed_random_and_in_the_order_of_the_file() -> None:
+    examples = numbered_examples(1000)
+    sample = examples.sample(100)
+    numbers = [int(answer) for answer in sample.answers]
+    assert numbers == sorted(set(numbers)) and len(numbers) == 100
+    assert numbers == [int(answer) for answer in numbered_examples(1000).sample(100).answers]
+    # Each tenth of the file, and each residue of its line number, has its share of the sample.
+    for groups in ([number // 100 for number in numbers], [number % 10 for number in numbers]):
+        assert all(2 <= groups.count(group) <= 22 for group in range(10))
+    assert [example.ids[0] for example in sample.examples] == numbers
+    assert [int(record["text"]) for record in sample.records] == numbers
+    assert (sample.truncated, sample.dropped) == (3, ["a"])
+    assert examples.sample(1000) is examples and examples.sample(2000) is examples
+
+
+@pytest.mark.parametrize(
+    ("answer_lengths", "max_new_tokens", "limit"),
+    [
+        ([1, 2, 3], None, 7),
+        ([2], 256, 6),
+        ([2], 4, 4),
+        ([40, 3], None, 50),
+        ([41], None, 52),
+        ([], None, 4),
+    ],
+)
+def test_answer_limit_is_the_longest_answer_and_a_margin(
+    answer_lengths: list[int], max_new_tokens: int | None, limit: int
+) -> None:
+    examples = [Example([5, 6, *([7] * length)], 2) for length in answer_lengths]
+    assert new_tokens_limit(examples, max_new_tokens) == limit

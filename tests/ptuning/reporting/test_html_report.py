@@ -117,6 +117,7 @@ def task(name: str = "refunds", **changes: Any) -> TaskFacts:
         "held-out.jsonl",
         examples=1000,
         validation_examples=VALIDATION_RECORDS,
+        validation_records=VALIDATION_RECORDS,
         lengths=[10, 20, 20, 30],
         metrics_by_variant=BASELINES,
         samples=samples,
@@ -192,7 +193,7 @@ def test_report_compares_the_adapter_with_the_baselines() -> None:
     assert "Without the adapter ✗ wrong" in page.texts["article"][0]
     assert "With the adapter ✓ right" in page.texts["article"][0]
     assert page.texts["mark"] == ["9"]  # In "refund order 9", where 8 is right.
-    assert "(cut at max_new_tokens)" in page.texts["article"][1]
+    assert "(cut at the length limit)" in page.texts["article"][1]
     assert "2026-01-02 03:04 UTC" in page.texts["footer"][0]
     commands = next(text for text in page.texts["pre"] if text.startswith("preamble serve"))
     assert commands.splitlines() == [
@@ -329,7 +330,10 @@ VALIDATIONS = [
         ),
         (run(task(validation_examples=20)), "only 20 examples were held out"),
         (run(task(overlapping_examples=7)), "7 of the held-out records are also training records"),
-        (run(task(answers_cut=90)), "90 of 400 answers were cut at max_new_tokens"),
+        (
+            run(task(answers_cut=90, answer_tokens_max=7)),
+            "90 of 400 answers did not end within the limit of 7 tokens",
+        ),
         (run(task(dropped=["line 3"] * 500)), "500 of 1500 records were dropped"),
         (
             run(task(metrics_by_variant={**BASELINES, NO_PROMPT: {"exact_match": 0.92}})),

@@ -5,6 +5,7 @@ of TensorBoard itself.
 """
 
 import io
+import re
 import resource
 import struct
 from collections.abc import Iterator
@@ -15,7 +16,12 @@ from pathlib import Path
 import pytest
 
 from ptuning.reporting import tensorboard_events
-from ptuning.reporting.progress_bar import format_duration, open_display
+from ptuning.reporting.progress_bar import (
+    ActivityDisplay,
+    format_duration,
+    format_time_left,
+    open_display,
+)
 from ptuning.reporting.run_logs import (
     EVENTS_FOLDER,
     METRICS_FILE,
@@ -252,6 +258,55 @@ def test_progress_on_a_terminal_is_a_bar_without_markup_in_names(
     output = screen.getvalue()
     assert "40/40" in output and "2,048 text tokens/s" in output
     assert "[red]exact 75.0 %" in output
+
+
+def test_activity_without_a_terminal_is_a_line_per_interval_with_the_time_left() -> None:
+    stream = io.StringIO()
+    display = ActivityDisplay(stream, line_s=0)
+    for activity in ("loading", "measuring"):
+        for completed in range(4):
+            display.show(activity, completed, 3)
+    assert re.sub(r"[\d.]+ s left", "TIME left", stream.getvalue()).splitlines() == [
+        *("loading: 0 of 3", "loading: 1 of 3, TIME left", "loading: 2 of 3, TIME left"),
+        *("measuring: 0 of 3", "measuring: 1 of 3, TIME left", "measuring: 2 of 3, TIME left"),
+    ]
+    quiet_stream = io.StringIO()
+    quiet_display = ActivityDisplay(quiet_stream)  # A line every ten seconds.
+    for completed in range(4):
+        quiet_display.show("loading", completed, 3)
+    assert quiet_stream.getvalue() == ""
+
+
+def test_activity_on_a_terminal_is_a_bar_that_disappears(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    screen = Screen()
+    display = ActivityDisplay(screen)
+    display.show("loading [red]weights", 0, 8)
+    display.show("loading [red]weights", 2, 8)
+    display.close()
+    assert "loading [red]weights" in screen.getvalue() and "2/8" in screen.getvalue()
+
+    screen = Screen()
+    with open_display(STEPS, screen) as run_display:
+        run_display.on_step(step_metrics(1))
+        run_display.activities.show("measuring", 0, 8)
+        run_display.activities.show("measuring", 4, 8)
+        run_display.activities.show("measuring", 8, 8)
+        run_display.on_step(step_metrics(2))
+    output = screen.getvalue()
+    assert "measuring" in output and "tuning" in output
+    assert "measuring" not in output[output.rindex("tuning") :]
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "completed", "total", "expected"),
+    [(9.0, 0, 3, ""), (9.0, 1, 3, ", 18 s left"), (60.0, 2, 4, ", 1 min left"), (9.0, 4, 3, "")],
+)
+def test_time_left_follows_from_the_mean_speed(
+    elapsed_s: float, completed: int, total: int, expected: str
+) -> None:
+    assert format_time_left(elapsed_s, completed, total) == expected
 
 
 def test_display_that_cannot_write_does_not_end_a_run(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def early_stopping_of(trainer_: Trainer) -> EarlyStopping:
 
 
 def test_lowest_loss_is_the_best_and_patience_ends_the_run() -> None:
-    stopping = early_stopping(measure="loss", patience=2)
+    stopping = early_stopping(monitor="loss", patience=2)
     losses = [3.0, 2.0, math.nan, 2.0]
     best_steps, stops = [], []
     for step, loss in enumerate(losses, 1):
@@ -39,7 +39,7 @@ def test_lowest_loss_is_the_best_and_patience_ends_the_run() -> None:
 
 
 def test_loss_decides_equal_scores_without_resetting_the_patience() -> None:
-    stopping = early_stopping(measure="exact_match", patience=2)
+    stopping = early_stopping(monitor="exact_match", patience=2)
     for step, (score, loss) in enumerate([(0.5, 3.0), (0.5, 2.0), (0.5, 4.0)], 1):
         assert not stopping.should_stop
         stopping.update(Validation(step, loss, {"exact_match": score}), torch.ones(2, 3))
@@ -47,16 +47,30 @@ def test_loss_decides_equal_scores_without_resetting_the_patience() -> None:
     assert stopping.should_stop
 
 
-def test_without_patience_no_run_stops_early() -> None:
-    stopping = early_stopping(measure="loss")
+def test_with_a_patience_of_zero_no_run_stops_early() -> None:
+    stopping = early_stopping(monitor="loss", patience=0)
     for step in range(1, 50):
         stopping.update(Validation(step, float(step)), torch.ones(2, 3))
     assert stopping.best_step == 1
     assert not stopping.should_stop
 
 
+def test_a_run_stops_by_default_after_three_eighths_of_its_steps() -> None:
+    stopping = early_stopping(steps=16)
+    stops = []
+    for step in range(1, 9):
+        stopping.update(Validation(step, float(step)), torch.ones(2, 3))
+        stops.append(stopping.should_stop)
+    assert stops == [False] * 6 + [True] * 2
+    trainer_ = trainer(build(CLASSIC), validation="v", steps=16, method="full")
+    full_stopping = early_stopping_of(trainer_)
+    for step in range(1, 9):
+        full_stopping.update(Validation(step, float(step)), None)
+    assert not full_stopping.should_stop
+
+
 def test_full_training_has_no_best_step() -> None:
-    stopping = early_stopping(method="full", measure="loss", patience=1)
+    stopping = early_stopping(method="full", monitor="loss", patience=1)
     stopping.update(Validation(1, 1.0), None)
     assert stopping.best_step is None
     assert stopping.state_tensors() == {}
@@ -67,7 +81,7 @@ def test_full_training_has_no_best_step() -> None:
 
 @pytest.mark.parametrize("method", ["prompt-tuning", "mlp"])
 def test_restored_state_is_equal(method: str) -> None:
-    trainer_ = trainer(build(CLASSIC), **VALIDATED, method=method, measure="loss", patience=3)
+    trainer_ = trainer(build(CLASSIC), **VALIDATED, method=method, monitor="loss", patience=3)
     stopping = early_stopping_of(trainer_)
     assert trainer_.encoder is not None
     best_encoder = {name: t.clone() for name, t in encoder_tensors(trainer_.encoder).items()}

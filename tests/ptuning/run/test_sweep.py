@@ -13,7 +13,7 @@ import yaml
 
 from gpt.adapters.adapter_file import open_adapter
 from gpt.errors import ConfigError
-from ptuning.__main__ import _run_on_rank_zero, main
+from ptuning.__main__ import _complete_run, _run_on_rank_zero, main
 from ptuning.run.artifacts import RunOutcome
 from ptuning.run.preparation import PreparedRun
 from ptuning.run.sweep import RUNS_MAX, VariantResult, best_variant, read_sweep, run_sweep
@@ -99,32 +99,58 @@ def test_interrupted_sweep_runs_the_missing_combinations(checkpoint: Path, tmp_p
         return _run_on_rank_zero(prepared, restart)
 
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(read_sweep(file, [RATES]), run, messages.append, restart=False)
+        run_sweep(
+            read_sweep(file, [RATES]),
+            run,
+            messages.append,
+            restart=False,
+            complete_run=_complete_run,
+        )
     assert not list((tmp_path / "adapters").iterdir())
     # A new value is run; finished runs are not repeated.
     outcomes = run_sweep(
-        read_sweep(file, ["learning_rate=1e-6,0.1,0.5"]), run, messages.append, restart=False
+        read_sweep(file, ["learning_rate=1e-6,0.1,0.5"]),
+        run,
+        messages.append,
+        restart=False,
+        complete_run=_complete_run,
     )
     assert rates_run == [1e-6, 0.0, 0.1, 0.5]
     assert len(outcomes.results) == 3 and len(outcomes.paths) == 1
     assert "warning: there are no validation records" in messages[0]
-    run_sweep(read_sweep(file, ["learning_rate=0.1"]), run, messages.append, restart=True)
+    run_sweep(
+        read_sweep(file, ["learning_rate=0.1"]),
+        run,
+        messages.append,
+        restart=True,
+        complete_run=_complete_run,
+    )
     assert rates_run[4:] == [0.1]
     # With other records it is another run.
     with open(tmp_path / "records.jsonl", "a") as records:
         records.write('\n{"prompt": "a", "completion": " dog"}')
-    run_sweep(read_sweep(file, ["learning_rate=0.1"]), run, messages.append, restart=False)
+    run_sweep(
+        read_sweep(file, ["learning_rate=0.1"]),
+        run,
+        messages.append,
+        restart=False,
+        complete_run=_complete_run,
+    )
     assert rates_run[5:] == [0.1]
+
+
+# With this learning rate, the rows of the second step overflow in fp16, but not in wider dtypes.
+DIVERGING = {"method": "mlp", "learning_rate": 10, "steps": 3}
 
 
 def test_failed_run_does_not_end_the_sweep(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = write_settings(tmp_path, checkpoint, dtype="float64", steps=2)
-    report, err = run_sweep_command(capsys, file, "--sweep", "learning_rate=1e300,0.1")
+    file = write_settings(tmp_path, checkpoint, **DIVERGING)
+    report, err = run_sweep_command(capsys, file, "--sweep", "dtype=float16,float32")
     assert [run["state"] for run in report["runs"]] == ["failed", "finished"]
-    assert report["runs"][1]["best"] and "warning: learning_rate 1e+300: " in err
-    assert main(["tune", file, "--sweep", "learning_rate=1e300"]) == 1
+    assert report["runs"][1]["best"] and "warning: dtype 'float16': the " in err
+    assert main(["tune", file, "--sweep", "dtype=float16"]) == 1
     assert "none of the 1 runs has a result to compare" in capsys.readouterr().err
 
 
@@ -139,7 +165,8 @@ def test_failed_run_does_not_end_the_sweep(
         (["learning_rate=0.1,many"], "learning_rate is 'many'; it must be a number"),
         (["optimizer=adafactor,adam"], "optimizer is 'adam'; did you mean 'adamw'?"),
         (["seed=1", "seed=2"], "has seed twice"),
-        (["measure=loss,f1"], "measure must be the same in all runs"),
+        (["measure=none,all"], "measure must be the same in all runs"),
+        (["monitor=loss,f1"], "monitor must be the same in all runs"),
         (["answer_only_loss=true,false"], "changes the meaning of the loss"),
         (["method=mlp,full"], "method: full makes none"),
         ([f"seed={','.join(map(str, range(RUNS_MAX + 1)))}"], "makes 65 runs, and at most 64"),
@@ -156,7 +183,13 @@ def test_invalid_sweep_is_refused_before_any_run(
 
     messages: list[str] = []
     with pytest.raises(ConfigError, match=message):
-        run_sweep(read_sweep(file, arguments), run, messages.append, restart=False)
+        run_sweep(
+            read_sweep(file, arguments),
+            run,
+            messages.append,
+            restart=False,
+            complete_run=_complete_run,
+        )
     assert not messages
 
 
@@ -177,7 +210,7 @@ def test_sweep_values_are_yaml_and_equal_values_are_one_run(
 
 
 def test_nan_is_never_the_best_and_the_loss_breaks_ties(checkpoint: Path, tmp_path: Path) -> None:
-    file = write_settings(tmp_path, checkpoint, measure="f1")
+    file = write_settings(tmp_path, checkpoint, monitor="f1")
     sweep = read_sweep(file, ["seed=1,2,3,4"])
     finished = [
         VariantResult("finished", measures={"f1": f1}, validation_loss=loss)
@@ -222,17 +255,15 @@ def test_stopped_sweep_saves_the_current_run(checkpoint: Path, tmp_path: Path) -
 def test_sweep_runs_on_several_ranks_after_a_failed_run(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = write_settings(tmp_path, checkpoint, dtype="float64", steps=2)
-    single_rank, _ = run_sweep_command(
-        capsys, file, "--sweep", "learning_rate=0.1,1e300,0.2", "--restart"
-    )
-    file = write_settings(tmp_path, checkpoint, dtype="float64", steps=2, tp=2)
-    split, _ = run_sweep_command(
-        capsys, file, "--sweep", "learning_rate=0.1,1e300,0.2", "--restart"
-    )
+    arguments = ["--sweep", "dtype=float64,float16,float32", "--restart"]
+    file = write_settings(tmp_path, checkpoint, **DIVERGING)
+    single_rank, _ = run_sweep_command(capsys, file, *arguments)
+    file = write_settings(tmp_path, checkpoint, **DIVERGING, tp=2)
+    split, _ = run_sweep_command(capsys, file, *arguments)
     assert [run["state"] for run in split["runs"]] == ["finished", "failed", "finished"]
     for number in (0, 2):
         run = single_rank["runs"][number]
         split_run = split["runs"][number]
-        assert run["last_loss"] == pytest.approx(split_run["last_loss"], rel=1e-9)
+        tolerance = 1e-9 if run["dtype"] == "float64" else 1e-3
+        assert run["last_loss"] == pytest.approx(split_run["last_loss"], rel=tolerance)
         assert run["best"] == split_run["best"]

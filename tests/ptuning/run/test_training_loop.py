@@ -1,5 +1,6 @@
 """Training loop: from a YAML file to a served adapter, resumed runs, and refused settings."""
 
+import csv
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import gpt
 from clients.client import Options
@@ -24,13 +25,14 @@ from gpt.parallel.mesh import Mesh
 from gpt.sampling_params import SamplingParams
 from gpt.tokenizers.tokenizer import open_tokenizer
 from ptuning.__main__ import main
+from ptuning.activity import LOADING
 from ptuning.config import TuneConfig
 from ptuning.reporting.observer import NullObserver
 from ptuning.run.preparation import prepare
 from ptuning.run.training_loop import TrainingLoop, load_trainer
 from ptuning.run.training_state import common_state, latest_state, save_state
 from ptuning.run.validation import Validator
-from ptuning.run_facts import StepMetrics, Validation
+from ptuning.run_facts import NO_PROMPT, StepMetrics, Validation
 from tests.support.ranks import ranks
 from tests.support.servers import ROOT, WAIT_S, command, serving, write_checkpoint
 from tests.support.tuning_settings import (
@@ -91,12 +93,38 @@ INVALID: dict[str, tuple[dict[str, object], str | None, str]] = {
     "unknown key": ({"learning_rte": 1}, None, "did you mean 'learning_rate'"),
     "wrong type": ({"steps": "many"}, None, "steps is 'many'; it must be a whole number"),
     "out of range": ({"steps": 0}, None, "steps is 0"),
-    "no room": ({"tokens_max": 0}, None, "tokens_max is 0; it must be more than 0"),
-    "no answer": ({"max_new_tokens": 0}, None, "max_new_tokens is 0; it must be more than 0"),
+    "no room": ({"tokens_max": 0}, None, "tokens_max is 0; it must be at least 1 and"),
+    "no answer": ({"max_new_tokens": 0}, None, "max_new_tokens is 0; it must be at least 1 and"),
     "no rate": ({"learning_rate": float("inf")}, None, "learning_rate is inf; it must be more"),
-    "a negative seed": ({"seed": -1}, None, "seed is -1; it must not be negative"),
+    "a huge rate": (
+        {"learning_rate": 1e30},
+        None,
+        "learning_rate is 1e+30; it must be more than 0 and at most 10",
+    ),
+    "a rate that is no number": ({"learning_rate": float("nan")}, None, "learning_rate is nan; it"),
+    "a product of rates": (
+        {"learning_rate": 1.0, "weight_decay": 1.5},
+        None,
+        "learning_rate x weight_decay is 1.5; it must be less than 1",
+    ),
+    "many steps": ({"steps": 2**62}, None, "and at most 100,000,000"),
+    "a negative seed": ({"seed": -1}, None, "seed is -1; it must be at least 0 and"),
     "a large seed": ({"seed": 2**63}, None, "seed is 9223372036854775808; it must fit into 64"),
-    "a large decay": ({"weight_decay": 1e30}, None, "weight_decay is 1e+30; it must be less"),
+    "a large decay": (
+        {"weight_decay": 1e30},
+        None,
+        "weight_decay is 1e+30; it must be at least 0 and at most 10",
+    ),
+    "no measuring": (
+        {"measure": "none", "monitor": "f1"},
+        None,
+        "monitor is f1, but measure is none, so no answers are generated",
+    ),
+    "no field at the end": (
+        {"template": "<|VIRTUAL_PROMPT_0|>{prompt}."},
+        None,
+        "answer_field is missing, and the template",
+    ),
     "too many rows": (
         {"virtual_tokens": 10**7},
         None,
@@ -296,6 +324,29 @@ def test_run_does_not_resume_with_changed_inputs(
     assert main(["tune", str(file), "--restart"]) == 0
 
 
+def test_settings_that_the_file_does_not_set_keep_the_values_of_the_run(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same happens if another release of Preamble has other defaults."""
+    first = losses(write_settings(tmp_path, checkpoint, steps=4, save_every=1), ends_after=3)
+    uninterrupted = tmp_path / "uninterrupted"
+    uninterrupted.mkdir()
+    expected = losses(write_settings(uninterrupted, checkpoint, steps=4))
+    (state,) = (tmp_path / "runs" / "answer" / "1").glob("state-*")
+    facts = json.loads((state / "facts.json").read_text())
+    # `seed` is missing, as if it was added after the run began; `beta1` had another default.
+    del facts["origin"]["settings"]["seed"]
+    facts["origin"]["settings"]["beta1"] = 0.8
+    (state / "facts.json").write_text(json.dumps(facts))
+
+    assert main(["tune", str(write_settings(tmp_path, checkpoint, steps=4))]) == 0
+
+    assert "keeps settings that the file does not set: beta1: 0.8" in capsys.readouterr().err
+    with (tmp_path / "runs" / "answer" / "1" / "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["3", "4"]
+    assert first == expected[:2]
+
+
 def test_changed_training_records_refuse_the_resume(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -368,6 +419,121 @@ def test_written_encoder_produces_the_written_adapter(checkpoint: Path, tmp_path
     torch.testing.assert_close(run_encoder(written["rows"], network).float(), table)
     now = trainer.current_table()
     assert now is not None and not torch.allclose(now.float(), table)
+
+
+def finish_without_removing_the_state(file: Path) -> Path:
+    """Run to the end, but keep the state, as if the run was killed after it wrote its adapter."""
+    prepared = prepare(TuneConfig.from_yaml(str(file)))
+    trainer = load_trainer(prepared, Mesh.single())
+    loop = TrainingLoop(prepared, trainer, NullObserver(), keeps_final_state=True)
+    (path,) = loop.run().paths
+    return path
+
+
+@pytest.mark.parametrize("rounding", [False, True])
+def test_run_that_was_killed_after_it_wrote_its_adapter_writes_no_second_version(
+    rounding: bool, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_settings(tmp_path, checkpoint, steps=3, **write_validation(tmp_path, 3))
+    path = finish_without_removing_the_state(file)
+    digest = open_adapter(path).digest
+    # Another run publishes the next version before the killed run resumes.
+    other_settings = {"run": str(tmp_path / "other"), "seed": 5}
+    assert main(["tune", str(write_settings(tmp_path, checkpoint, steps=1, **other_settings))]) == 0
+    write_settings(tmp_path, checkpoint, steps=3, **write_validation(tmp_path, 3))
+    capsys.readouterr()
+    if rounding:
+        # The resumed run computes another table, as GPUs may.
+        (state_file,) = (tmp_path / "runs" / "answer" / "1").glob("state-*/*.safetensors")
+        tensors = {name: value + 1e-6 for name, value in load_file(state_file).items()}
+        save_file(tensors, state_file)
+
+    assert main(["tune", str(file)]) == 0
+    output = capsys.readouterr()
+    assert output.out.strip() == str(path) and "resuming from step 3 of 3" in output.err
+    assert open_adapter(path).digest == digest
+    names = ["answer@1.safetensors", "answer@2.safetensors"]
+    assert sorted(adapter.name for adapter in path.parent.iterdir()) == names
+    assert latest_state(tmp_path / "runs" / "answer" / "1") is None
+
+    assert main(["tune", str(file)]) == 0
+    assert capsys.readouterr().out.strip().endswith("answer@3.safetensors")
+
+
+def test_measuring_uses_a_fixed_sample_and_says_its_size(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {**write_validation(tmp_path, 9), "steps": 2}
+    for measure, line, evaluated in (
+        ("sample", "measuring on a sample of 4 of 9 validation records, answers of at most", 4),
+        ("all", "measuring on all 9 validation records", 9),
+        ("none", "computing only the loss on a sample of 4 of 9 validation records\n", 4),
+    ):
+        if measure == "all":
+            del changes["validation_examples"]
+        file = write_settings(tmp_path, checkpoint, **{**changes, "measure": measure})
+        assert main(["tune", str(file), "--json", "--restart"]) == 0
+        output = capsys.readouterr()
+        (task,) = json.loads(output.out)["tasks"]
+        assert line in output.err
+        assert (task["validation_examples"], task["validation_records"]) == (evaluated, 9)
+        assert set(task["measures"]) == (set() if measure == "none" else {"no prompt", "adapter"})
+        changes["validation_examples"] = 4
+
+
+def test_answers_end_at_the_longest_expected_answer_and_a_margin(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    changes = {**write_validation(tmp_path, 3), "max_new_tokens": None}
+    prepared = prepare(TuneConfig.from_yaml(str(write_settings(tmp_path, checkpoint, **changes))))
+    (task,) = prepared.tasks
+    longest = max(len(example.ids) - example.answer_start for example in task.examples.examples)
+    validator = Validator(prepared, load_trainer(prepared, Mesh.single()))
+    validator.measure_baselines()
+    (measured,) = validator.tasks.values()
+    assert measured.answer_tokens_max == longest + 4
+    assert all(len(answer.token_ids) <= longest + 4 for answer in measured.answers[NO_PROMPT])
+
+
+def test_measuring_reports_its_progress(checkpoint: Path, tmp_path: Path) -> None:
+    class ActivityRecorder(NullObserver):
+        def __init__(self) -> None:
+            self.ends: list[tuple[str, int]] = []
+
+        def on_activity(self, activity: str, completed: int, total: int) -> None:
+            if completed == total:
+                self.ends.append((activity, total))
+
+    file = write_settings(tmp_path, checkpoint, steps=2, **write_validation(tmp_path, 3))
+    prepared = prepare(TuneConfig.from_yaml(str(file)))
+    recorder = ActivityRecorder()
+    trainer = load_trainer(prepared, Mesh.single(), recorder.on_activity)
+    TrainingLoop(prepared, trainer, recorder).run()
+    assert recorder.ends[0][0] == LOADING
+    loss = ("computing the held-out loss", 3)
+    assert list(dict.fromkeys(recorder.ends[1:])) == [
+        ("measuring without the adapter", 3),
+        loss,
+        ("measuring with the adapter", 3),
+    ]
+    assert recorder.ends.count(loss) == 2  # Before step 1 and after step 2; not again at the end.
+
+
+def test_adapter_with_a_loss_that_is_not_finite_is_not_written(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    class RowOverflow(NullObserver):
+        def on_step(self, metrics: StepMetrics) -> None:
+            with torch.no_grad():
+                for parameter in trainer.encoder.parameters():  # type: ignore[union-attr]
+                    parameter.fill_(torch.nan)
+
+    file = write_settings(tmp_path, checkpoint, steps=1, **write_validation(tmp_path, 2))
+    prepared = prepare(TuneConfig.from_yaml(str(file)))
+    trainer = load_trainer(prepared, Mesh.single())
+    with pytest.raises(ConfigError, match="the held-out loss is nan at step 1, so nothing was wr"):
+        TrainingLoop(prepared, trainer, RowOverflow()).run()
+    assert list((tmp_path / "adapters").iterdir()) == []
 
 
 class ValidationRecorder(LossRecorder):

@@ -253,7 +253,8 @@ IDLE: dict[str, tuple[dict[str, object], str]] = {
     "layers": ({"method": "peft-mlp", "encoder_layers": 3}, "method is mlp or lstm"),
     "share": ({"schedule": "constant", "minimum_rate": 0.1}, "schedule is cosine"),
     "recomputed": ({"recompute": "full", "recompute_layers": 2}, "recompute is block"),
-    "patience": ({"patience": 3}, "validate_every is set"),
+    "patience": ({"patience": 3, "validate_every": 0}, "validate_every is not 0"),
+    "sample": ({"measure": "all", "validation_examples": 9}, "measure is not all"),
     "golden": ({"method": "full", "golden_examples": 3}, "method is not full"),
 }
 
@@ -263,7 +264,7 @@ def test_setting_without_effect_is_refused(case: str) -> None:
     changes, when = IDLE[case]
     with pytest.raises(ConfigError, match=f"has an effect only if {when}"):
         settings(**changes)
-    with pytest.raises(ConfigError, match="it is a share of the learning rate"):
+    with pytest.raises(ConfigError, match=r"minimum_rate is 1\.5; it must be at least 0 and"):
         settings(minimum_rate=1.5)
 
 

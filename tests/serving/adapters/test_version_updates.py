@@ -1,8 +1,6 @@
 """The adapter store: uploads, promotions and removals are atomic for every reader."""
 
 import queue
-import resource
-import signal
 import subprocess
 import sys
 import time
@@ -16,6 +14,8 @@ import pytest
 import torch
 
 from gpt.adapters.adapter_file import Adapter, Card, build_adapter, publish_adapter, save_adapter
+from gpt.adapters.change_log import FOLDER as CHANGES_FOLDER
+from gpt.adapters.change_log import AdapterChangeLog, ChangeAuthor
 from gpt.errors import PreambleError, RequestError
 from serving.adapters.directory_layout import (
     UNLOADED_PREFIX,
@@ -28,11 +28,15 @@ from serving.adapters.directory_layout import (
 from serving.adapters.registry import AdapterRegistry
 from serving.adapters.version_updates import UNLOADED_KEEP_S, AdapterStore
 from serving.config import AdapterConfig
-from serving.engine_core.adapter_cache import AdapterCache, AdapterReadResult
+from serving.engine_core.adapter_cache import AdapterCache
+from serving.engine_core.adapter_reader import AdapterReadResult
 from serving.frontend.call import to_call_failure
 from serving.messages import AdapterRef
 from serving.request import RefusedError, UnknownAdapterError
+from serving.service.error_reasons import reason_name
+from tests.support.full_disk import full_disk
 from tests.support.models import CLASSIC
+from tests.support.privileges import plain_user
 from tests.support.servers import ROOT, WAIT_S, eventually
 
 CONFIG = AdapterConfig(upload_bytes_max=100_000, uploads_max=2)
@@ -58,7 +62,7 @@ def store_of(
     folder.mkdir(exist_ok=True)
     adapters = AdapterRegistry(folder, check, adapters_max=20)
     adapters.scan()
-    return AdapterStore(adapters, config)
+    return AdapterStore(adapters, config, reason_name)
 
 
 def upload(store: AdapterStore, name: str, content_: bytes, tenant: str = "") -> str:
@@ -67,13 +71,16 @@ def upload(store: AdapterStore, name: str, content_: bytes, tenant: str = "") ->
         upload_.create_file()
         for start in range(0, len(content_), 100):
             upload_.write_chunk(content_[start : start + 100])
-        return upload_.finish().key
-    finally:
-        upload_.discard()
+        key = upload_.finish().key
+    except BaseException as error:
+        upload_.discard(error)
+        raise
+    upload_.discard()
+    return key
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != CHANGES_FOLDER)
 
 
 @contextmanager
@@ -146,15 +153,8 @@ def test_full_disks_fail_an_upload_without_leaving_files(tmp_path: Path) -> None
     folder = tmp_path / "adapters"
     payload = content(tmp_path)
     store = store_of(folder)
-    limits_before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler_before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(payload) // 2, limits_before[1]))
-        with raises_refusal("NOT_POSSIBLE_NOW", "cannot be changed"):
-            upload(store, "tax", payload)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits_before)
-        signal.signal(signal.SIGXFSZ, handler_before)
+    with full_disk(len(payload) // 2), raises_refusal("NOT_POSSIBLE_NOW", "cannot be changed"):
+        upload(store, "tax", payload)
     assert names(folder) == []
     assert upload(store, "tax", payload) == "tax@1"
 
@@ -369,7 +369,8 @@ def test_tenant_names_cannot_leave_the_directory(tmp_path: Path, tenant: str) ->
 
 
 def test_uploads_without_a_directory_are_refused(tmp_path: Path) -> None:
-    store = AdapterStore(AdapterRegistry(None, accept_all, adapters_max=1), CONFIG)
+    registry = AdapterRegistry(None, accept_all, adapters_max=1)
+    store = AdapterStore(registry, CONFIG, reason_name)
     with raises_refusal("NOT_POSSIBLE_NOW", "no adapter directory"):
         store.start_upload("tax", "")
     assert store.adapters.list_visible("acme") == []
@@ -439,3 +440,148 @@ def test_prefix_values_beyond_the_dtype_are_refused(tmp_path: Path) -> None:
             continue
         with raises_refusal("INVALID_FIELD", "has a key or value of 1.1e", "data"):
             upload(store, "tax", file.read_bytes())
+
+
+# ------------------------------------------------------------------------------ the change log
+
+
+def changes(folder: Path, *keys: str) -> list[tuple[object, ...]]:
+    return [tuple(record[key] for key in keys) for record in AdapterChangeLog(folder).read()]
+
+
+def test_each_change_is_recorded_with_its_author_and_the_current_versions(tmp_path: Path) -> None:
+    folder = tmp_path / "adapters"
+    payload = content(tmp_path)
+    store = store_of(folder)
+    author = ChangeAuthor("acme", "ci", "", "preamble", "A/B", "10.0.0.1:7", "request-1")
+    upload(store, "tax", payload, "acme")
+    upload(store, "tax@5", payload, "acme")
+    store.promote("tax@1", "acme", author)
+    upload(store, "tax", payload, "acme")
+    store.promote("tax@6", "acme", author)
+    store.rollback("tax", "acme", author)
+    store.unload("tax@1", "acme", author)
+
+    keys = ("action", "adapter", "version", "current_before", "current_after")
+    assert changes(folder, *keys) == [
+        ("upload", "tax", 1, None, 1),
+        ("upload", "tax", 5, 1, 5),
+        ("promote", "tax", 1, 5, 1),
+        ("upload", "tax", 6, 1, 1),
+        ("promote", "tax", 6, 1, 6),
+        ("rollback", "tax", 1, 6, 1),
+        ("unload", "tax", 1, 1, 6),
+    ]
+    origins = changes(folder, "status", "tenant", "owner", "token", "peer", "request_id")
+    assert set(origins[:2]) == {("done", "acme", "acme", "", "", "")}
+    assert set(origins[4:]) == {("done", "acme", "acme", "ci", "10.0.0.1:7", "request-1")}
+    digest = adapter().digest
+    assert changes(folder, "digest")[:3] == [(digest,)] * 3
+
+
+def test_refusals_are_recorded_with_their_reasons(tmp_path: Path) -> None:
+    folder = tmp_path / "adapters"
+    payload = content(tmp_path)
+    store = store_of(folder)
+    upload(store, "tax", payload)
+    refused_calls: list[Callable[[], object]] = [
+        lambda: upload(store, "tax@1", payload),
+        lambda: upload(store, "tax", payload[:-1]),
+        lambda: store.promote("tax@9", "acme"),
+        lambda: store.promote("tax\n", ""),
+        lambda: store.unload("tax@1", "acme"),
+        lambda: store.rollback("tax", ""),
+    ]
+    for call in refused_calls:
+        with pytest.raises(PreambleError):
+            call()
+    cancelled_upload = store.start_upload("fox", "")
+    cancelled_upload.create_file()
+    cancelled_upload.discard()
+
+    assert changes(folder, "status", "action", "requested", "reason")[1:] == [
+        ("refused", "upload", "tax@1", "ALREADY_EXISTS"),
+        ("refused", "upload", "tax", "INVALID_FIELD"),
+        ("refused", "promote", "tax@9", "UNKNOWN_ADAPTER"),
+        ("refused", "promote", "tax\n", "INVALID_FIELD"),
+        ("refused", "unload", "tax@1", "PERMISSION_DENIED"),
+        ("refused", "rollback", "tax", "NOT_POSSIBLE_NOW"),
+        ("refused", "upload", "fox", "CANCELLED"),
+    ]
+
+
+def test_a_change_that_cannot_be_recorded_is_not_made(tmp_path: Path) -> None:
+    folder = tmp_path / "adapters"
+    payload = content(tmp_path)
+    store = store_of(folder)
+    for _ in range(2):
+        upload(store, "tax", payload)
+    log_folder = folder / CHANGES_FOLDER
+    for path in (log_folder, *log_folder.iterdir()):
+        path.chmod(0o500 if path == log_folder else 0o400)
+    with plain_user():
+        for call in (
+            lambda: upload(store, "tax", payload),
+            lambda: store.promote("tax@1", ""),
+            lambda: store.unload("tax@1", ""),
+        ):
+            with raises_refusal("NOT_POSSIBLE_NOW", "cannot be changed"):
+                call()
+    for path in (log_folder, *log_folder.iterdir()):
+        path.chmod(0o700)
+    store.changes.write_pending()
+
+    assert names(folder) == ["tax@1.safetensors", "tax@2.safetensors"]
+    assert store.adapters.resolve("tax").key == "tax@2"
+    assert changes(folder, "status", "action", "version")[2:] == [
+        ("refused", "upload", 3),
+        ("refused", "promote", 1),
+        ("refused", "unload", 1),
+    ]
+
+
+def test_servers_of_one_directory_write_one_log(tmp_path: Path) -> None:
+    folder = tmp_path / "adapters"
+    payload = content(tmp_path)
+    stores = [store_of(folder, replace(CONFIG, uploads_max=20)) for _ in range(2)]
+    with ThreadPoolExecutor(8) as threads:
+        uploads = [threads.submit(upload, stores[i % 2], f"n{i % 3}", payload) for i in range(12)]
+        keys = sorted(future.result(WAIT_S) for future in uploads)
+    records = changes(folder, "status", "adapter", "version")
+    assert sorted(f"{name}@{version}" for _, name, version in records) == keys
+    assert {status for status, _, _ in records} == {"done"}
+
+
+CHANGING = """
+import sys
+from pathlib import Path
+from tests.serving.adapters.test_version_updates import store_of
+store = store_of(Path(sys.argv[1]))
+print("ready", flush=True)
+while True:
+    for version in (1, 2):
+        store.promote(f"tax@{version}", "")
+"""
+
+
+@pytest.mark.slow
+def test_the_log_of_a_killed_server_names_the_last_change(tmp_path: Path) -> None:
+    folder = tmp_path / "adapters"
+    payload = content(tmp_path)
+    store = store_of(folder)
+    for _ in range(2):
+        upload(store, "tax", payload)
+    for delay_s in (0.0, 0.02, 0.05):
+        arguments = [sys.executable, "-c", CHANGING, str(folder)]
+        process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(delay_s)
+        process.kill()
+        process.communicate()
+        # The current version is that of the last change, or of the change before it, if the server
+        # was killed between the record of its beginning and the change itself.
+        *_, before_last, last = changes(folder, "status", "version")
+        current = read_alias(folder, "tax").current or 2
+        assert current == last[1] or (last[0] == "unfinished" and current == before_last[1])
+        store.promote("tax@2", "")  # Another server can change and record at once.
+        assert changes(folder, "status", "version")[-1] == ("done", 2)

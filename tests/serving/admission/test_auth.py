@@ -45,6 +45,23 @@ def test_tokens_give_tenant_roles_and_limits(tmp_path: Path) -> None:
         crew.require_role("operator")
 
 
+def test_tokens_may_have_names(tmp_path: Path) -> None:
+    record = {
+        "crew": {"token": {"ci": CREW}, "token_sha256": {"new": sha256(CREW + "-new")}},
+        "boss": {"token_sha256": [sha256(BOSS)], "roles": ["operator"]},
+    }
+    access = Authenticator(tokens_file(tmp_path / "tokens", record))
+    names = {
+        token: access.authenticate(f"Bearer {token}").token_name
+        for token in (CREW, CREW + "-new", BOSS)
+    }
+    assert names == {CREW: "ci", CREW + "-new": "new", BOSS: ""}
+    assert access.has_role(f"Bearer {BOSS}", "operator")
+    for credential in (None, "", f"Bearer {CREW}", "Bearer unknown-token-of-some-length"):
+        assert not access.has_role(credential, "operator")
+    assert Authenticator().has_role(None, "operator")
+
+
 @pytest.mark.parametrize(
     "credential",
     [
@@ -98,6 +115,9 @@ SECRET = "s3cret-0123456789abcdef"
         ({"crew": {}}, "has no token"),
         ({"crew": {"tokens": [SECRET]}}, "did you mean 'token'"),
         ({"crew": {"token": 1234567890123456}}, "put quotes around it"),
+        ({"crew": {"token": {"ci": 1234567890123456}}}, "put quotes around it"),
+        ({"crew": {"token": {"a\nb": SECRET}}}, "has a token with an invalid name"),
+        ({"crew": {"token_sha256": {7: "a" * 64}}}, "has a token with an invalid name"),
         ({"crew": {"token": "short"}}, "16 to 4096 printable ASCII characters"),
         ({"crew": {"token": SECRET + "\n"}}, "ASCII characters"),
         ({"crew": {"token_sha256": SECRET}}, "64 hexadecimal digits"),

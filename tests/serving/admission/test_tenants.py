@@ -31,6 +31,7 @@ from protos.preamble.v1 import (
 from protos.preamble.v1 import generation_pb2 as pb
 from serving.admission.auth import Authenticator
 from serving.frontend.call import CallFailure, Frontend
+from serving.protocols.grpc_services import all_services
 from serving.service.metrics import Metrics
 from tests.support.servers import WAIT_S, Server, eventually, serving, write_checkpoint
 from tests.support.tokens_file import BOSS, CREW, GUEST, POOR, SLOW, sha256, tokens_file
@@ -87,7 +88,12 @@ class TenantServer:
     log: Path
 
 
+PROBER = "prober-token-0123456789abcdef"
 TENANTS: dict[str, Any] = {
+    "prober": {
+        "token_sha256": sha256(PROBER),
+        "limits": {"requests_per_s": 0.01, "calls_max": 1},
+    },
     "crew": {"token_sha256": sha256(CREW), "limits": {"calls_max": 2}},
     # A rate so low that no test is slow enough for it to refill.
     "guest": {"token_sha256": sha256(GUEST), "limits": {"requests_per_s": 0.01}},
@@ -262,6 +268,75 @@ def test_rate_errors_state_the_tenants_own_numbers(
     )
     # No other tenant has to wait for it.
     assert generate(channel, bearer(CREW)).usage.completion_tokens == 2
+
+
+# Health checks, and listings of models and adapters, of all protocols.
+PROBE_METHODS = {
+    "inference.GRPCInferenceService/ServerLive",
+    "inference.GRPCInferenceService/ServerReady",
+    "inference.GRPCInferenceService/ModelReady",
+    "inference.GRPCInferenceService/ServerMetadata",
+    "inference.GRPCInferenceService/ModelMetadata",
+    "inference.GRPCInferenceService/ModelConfig",
+    "inference.GRPCInferenceService/RepositoryIndex",
+    "preamble.v1.AdminService/GetServerInfo",
+    "preamble.v1.AdminService/GetLoad",
+    "preamble.v1.AdapterService/ListAdapters",
+    "preamble.v1.AdapterService/GetAdapter",
+    "fmaas.GenerationService/ModelInfo",
+}
+PROBE_PATHS = (
+    "/health/live",
+    "/health/ready",
+    "/metrics",
+    "/v1/models",
+    "/v1/models/preamble",
+    "/v2",
+    "/v2/health/live",
+    "/v2/models/preamble",
+    "/v2/models/preamble/config",
+    "/v2/models/preamble/ready",
+    "/info",
+    "/version",
+    "/load",
+)
+
+
+def probe_refusal(channel: grpc.Channel, method: str) -> str:
+    """The reason of a refused probe: an empty request may name no model. Empty: not refused."""
+    probe: Any = channel.unary_unary(f"/{method}")
+    try:
+        probe(b"", metadata=bearer(PROBER), timeout=WAIT_S)
+    except grpc.RpcError as error:
+        return describe_error(error)[1]
+    return ""
+
+
+def test_probes_and_listings_are_not_charged_to_a_tenant(
+    deployment: TenantServer, channel: grpc.Channel
+) -> None:
+    methods = {
+        f"{protocol.service}/{method.name}"
+        for protocol in all_services()
+        for method in protocol.methods
+        if method.is_probe
+    }
+    assert methods == PROBE_METHODS
+    stub = generation_pb2_grpc.GenerationServiceStub(channel)
+    message = pb.GenerateStreamRequest(text="1", max_new_tokens=3000)
+    # The stream takes the tenant's only request of this minute, and its only concurrent call.
+    stream = stub.GenerateStream(message, metadata=bearer(PROBER), timeout=WAIT_S)
+    next(stream)
+    assert refusal_reason(channel, PROBER) == "RATE_LIMITED"
+    for method in sorted(methods):
+        for _ in range(3):
+            assert probe_refusal(channel, method) != "RATE_LIMITED", method
+    for path in PROBE_PATHS:
+        for _ in range(3):
+            status, body = deployment.server.get(path, PROBER)
+            assert status == 200, (path, body)
+    assert refusal_reason(channel, PROBER) == "RATE_LIMITED"
+    stream.cancel()
 
 
 def test_concurrent_calls_are_limited_per_tenant(

@@ -11,9 +11,9 @@ from gpt.config import GPTConfig
 from serving.engine_core.adapter_cache import (
     PREFIX_WRITE_BYTES_MAX,
     AdapterCache,
-    AdapterReadResult,
     prefix_write_tokens_max,
 )
+from serving.engine_core.adapter_reader import AdapterReadResult
 from serving.messages import AdapterRef
 from tests.support.servers import WAIT_S
 

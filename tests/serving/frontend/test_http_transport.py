@@ -18,7 +18,11 @@ import grpc
 import pytest
 
 from serving.config import NetworkConfig
-from serving.frontend.http_transport import HttpServer
+from serving.frontend.http_transport import (
+    PROBE_CONNECTION_S,
+    PROBE_CONNECTIONS_MAX,
+    HttpServer,
+)
 from serving.service.error_reasons import REASONS
 from tests.support.servers import (
     START_S,
@@ -27,6 +31,7 @@ from tests.support.servers import (
     eventually,
     free_port,
     serving,
+    without_model_name,
     write_checkpoint,
 )
 
@@ -179,7 +184,8 @@ def test_pages_answer_get_and_head_and_list_allowed_methods(port: int) -> None:
 def test_pages_are_answered_while_the_model_loads(server: MetricsServer) -> None:
     assert server.startup_responses["/health/ready"] == "503 loading\n"
     assert server.startup_responses["/health/live"] == "live\n"
-    assert 'preamble_engine_state{state="loading"} 1.0' in server.startup_responses["/metrics"]
+    metrics = without_model_name(server.startup_responses["/metrics"])
+    assert 'preamble_engine_state{state="loading"} 1.0' in metrics
 
 
 def test_metrics_can_have_a_separate_address(server: MetricsServer, port: int) -> None:
@@ -322,6 +328,48 @@ def test_connections_are_limited(port: int) -> None:
         assert read_reply(connections[-1]).status == 429  # Before any request is sent.
     finally:
         for connection in connections:
+            connection.close()
+    eventually(lambda: is_accepting(port))
+
+
+PROBES = ("/health/live", "/health/ready", "/livez/", "/v2/health/ready")
+
+
+def test_probes_are_answered_while_idle_connections_take_all_others(
+    server: MetricsServer, port: int
+) -> None:
+    metrics_port = int(server.metrics.rpartition(":")[2])
+    for filled_port, paths in ((port, PROBES), (metrics_port, ("/health/live", "/metrics"))):
+        # More than the bound (20) and the connections for probes: the last ones are rejected later.
+        idle = [connect(filled_port) for _ in range(20 + PROBE_CONNECTIONS_MAX + 5)]
+        try:
+            for _ in range(3):
+                for path in paths:
+                    probe = send(filled_port, request(path, method="GET"))
+                    assert (probe.status, probe.headers["connection"]) == (200, "close"), path
+            if filled_port == port:
+                refused = send(port, completion_request({"prompt": [1], "max_tokens": 1}))
+                assert (refused.status, refused.error["code"]) == (429, "QUEUE_FULL")
+                assert "http_connections_max" in refused.error["message"]
+        finally:
+            for connection in idle:
+                connection.close()
+        eventually(lambda filled_port=filled_port: is_accepting(filled_port))  # type: ignore[misc]
+
+
+def test_a_connection_for_a_probe_is_closed_after_two_seconds(port: int) -> None:
+    idle = [connect(port) for _ in range(20)]
+    try:
+        with connect(port) as silent, connect(port) as halting:
+            started = time.monotonic()
+            halting.sendall(b"GET /health/live HTTP/1.1\r\nHos")
+            for probe in (silent, halting):
+                refused = read_reply(probe)
+                assert (refused.status, refused.error["code"]) == (429, "QUEUE_FULL")
+                assert probe.recv(1) == b""
+            assert time.monotonic() - started > PROBE_CONNECTION_S / 2
+    finally:
+        for connection in idle:
             connection.close()
     eventually(lambda: is_accepting(port))
 

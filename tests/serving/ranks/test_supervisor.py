@@ -268,7 +268,7 @@ def test_ranks_without_a_process_descriptor_are_killed(
     supervisor = LocalSupervisor(config.with_fields(tp=2))
 
     with pytest.raises(OSError, match="Too many open files"):
-        supervisor._start_ranks()
+        supervisor._start_processes()
 
     assert len(pids) == 2
     assert not any(map(is_present, pids))

@@ -1,10 +1,26 @@
 """Watchdog: a long step gets a long learned time-out, a short step gets a short limit."""
 
+import fcntl
+import os
+import resource
+import subprocess
+import sys
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.messages import HEARTBEAT_INTERVAL_S, StepSize, StepTime
-from serving.ranks.watchdog import RECENT_STEPS, TIMEOUT_FACTOR, TIMEOUT_MIN_S, StepTimeout
+from serving.ranks.watchdog import (
+    RECENT_STEPS,
+    TIMEOUT_FACTOR,
+    TIMEOUT_MIN_S,
+    StepTimeout,
+    close_descriptors,
+    readable_descriptors,
+    wait_for_exit,
+)
+
+HIGH_DESCRIPTOR = 1030  # `select` refuses descriptors from 1024 on.
 
 
 def timeout_after(*steps: tuple[int, int, float]) -> StepTimeout:
@@ -119,3 +135,23 @@ def test_the_limit_is_at_least_ten_times_each_recent_step_of_a_size_in_flight(
         size = StepSize(step.tokens, step.context_tokens)
         timeout.record_steps([], [*others_in_flight, size])
         assert timeout.limit_s() >= max(TIMEOUT_MIN_S, TIMEOUT_FACTOR * step.seconds)
+
+
+def test_exits_are_noticed_with_many_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, HIGH_DESCRIPTOR + 10), hard))
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True
+        ) as process:
+            low = os.pidfd_open(process.pid)
+            high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, HIGH_DESCRIPTOR)
+            assert high >= HIGH_DESCRIPTOR
+            assert not wait_for_exit({0: high}, 0.01)
+            assert readable_descriptors([high], 0.0) == set()
+            process.communicate("\n")
+            assert wait_for_exit({0: high}, 60.0)
+            assert readable_descriptors([low, high], None) == {low, high}
+            close_descriptors({0: high, 1: low})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -24,6 +24,17 @@ def test_the_least_recently_used_adapter_is_evicted() -> None:
     assert rows.pin("a", 4) == (0, False)
 
 
+def test_changes_are_the_last_state_of_each_loaded_or_evicted_adapter() -> None:
+    rows = AdapterRowPool(8)
+    for name in ("a", "b", "c", "a"):
+        rows.pin(name, 4)
+        rows.unpin(name)
+    # "a" was evicted for "c", and "b" for "a".
+    assert rows.pop_changes() == {"a": True, "b": False, "c": True}
+    rows.pin("a", 4)
+    assert rows.pop_changes() == {}
+
+
 def test_a_pinned_adapter_is_not_evicted() -> None:
     rows = AdapterRowPool(8)
     rows.pin("a", 4)

@@ -1,8 +1,8 @@
 """Metrics and logs: exported series, their documentation, log lines, and no prompt in any of them.
 
 One server takes calls that end in several ways; its scrape is compared with the document of the
-series, the dashboard and the alerts. tests/e2e/test_prometheus.py has the tests that need
-Prometheus itself.
+series, the dashboard and the alerts. tests/third_party_clients/test_prometheus.py has the tests
+that need Prometheus itself.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import logging
 import math
 import random
 import re
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,7 +21,10 @@ from typing import Any
 import grpc
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, Metric, generate_latest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from clients.client import CallError, Options
@@ -32,12 +36,25 @@ from serving.logs import LogThrottle, log_to_stderr
 from serving.request import AnswerSpec, OverloadedError, RefusedError
 from serving.service.metrics import (
     ADAPTER_LABELS_MAX,
+    EXEMPLAR_CHARACTERS_MAX,
     INTER_TOKEN_BUCKETS_S,
     OTHER_ADAPTERS,
+    PHASE_BUCKETS_S,
+    REQUEST_BUCKETS_S,
     BulkHistogram,
     Metrics,
+    exemplar_labels,
 )
-from tests.support.servers import ROOT, Server, eventually, serving, write_adapter, write_checkpoint
+from tests.support.servers import (
+    ROOT,
+    WAIT_S,
+    Server,
+    eventually,
+    serving,
+    without_model_name,
+    write_adapter,
+    write_checkpoint,
+)
 
 pytestmark = pytest.mark.slow  # Starts servers: too slow for the fast suite.
 
@@ -50,6 +67,7 @@ OPTIONAL_SERIES = {
     "preamble_tls_certificate_expiry_timestamp_seconds",
     "preamble_trace_spans_dropped_total",
     "preamble_trace_spans_sent_total",
+    "preamble_usage_written_timestamp_seconds",
     "preamble_weights_agreement_ratio",
     "preamble_weights_divergence",
 }
@@ -102,14 +120,18 @@ def scraped_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped
 
 
 def parse_series(text: str) -> dict[str, dict[str, Any]]:
-    """The kind, labels and HELP text of each series of a scrape, by its name."""
+    """The kind, labels and HELP text of each series of a scrape, by its name; no aliases."""
     series: dict[str, dict[str, Any]] = {}
     for family in text_string_to_metric_families(text):
+        if family.name.startswith("vllm:"):
+            continue
         for sample in family.samples:
             name = sample.name
             if family.type == "histogram":
                 name = name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum")
             labels = set(sample.labels) - {"le"}
+            if name.startswith("preamble_"):  # The document says this once for all series.
+                labels.remove("model_name")
             series[name] = {"kind": family.type, "labels": labels, "text": family.documentation}
     return series
 
@@ -153,7 +175,7 @@ def test_every_series_in_the_dashboard_and_the_alerts_exists(scraped_server: Scr
 
 
 def test_label_values_in_alerts_are_exported(scraped_server: ScrapedServer) -> None:
-    text = scraped_server.server.get("/metrics")[1]
+    text = without_model_name(scraped_server.server.get("/metrics")[1])
     states = set(re.findall(r'engine_state{state="(\w+)"}', text))
     groups = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yaml").read_text())["groups"]
     rules = " ".join(rule["expr"] for group in groups for rule in group["rules"])
@@ -183,6 +205,70 @@ def test_calls_are_counted_by_reason_and_tokens(scraped_server: ScrapedServer) -
     assert metric("preamble_stream_message_tokens_sum") == 6  # Unary answers are not counted.
 
 
+def test_durations_of_calls_have_few_labels_and_buckets(scraped_server: ScrapedServer) -> None:
+    # The bounds are a part of the earlier ones, and of those of the histogram without labels, so
+    # that queries of the buckets that are left, and quantiles, are unchanged.
+    earlier = {0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320}
+    assert set(REQUEST_BUCKETS_S) < earlier and set(REQUEST_BUCKETS_S) < set(PHASE_BUCKETS_S)
+    metric = scraped_server.server.metric
+    ok = 'code="OK",method="Generate",wire="preamble"'
+    failed = 'code="FAILED",method="Generate",wire="preamble"'
+    codes = ("NOT_FOUND", "RESOURCE_EXHAUSTED")
+    counts = [
+        metric(f'preamble_requests_total{{code="{code}",method="Generate",wire="preamble"}}')
+        for code in codes
+    ]
+    assert counts == [1, 3]
+    assert metric(f"preamble_request_duration_seconds_count{{{failed}}}") == 4
+    assert metric(f"preamble_request_duration_seconds_count{{{ok}}}") == 2 + 4
+    assert metric("preamble_generation_duration_seconds_count") == 3 + 4
+
+
+def test_adapters_on_the_device_are_listed(scraped_server: ScrapedServer) -> None:
+    server = scraped_server.server
+    assert server.metric('preamble_adapter_resident{adapter="sum"}') == 1
+    assert server.metric("preamble_adapters_resident") == 1
+    rows, capacity = 3, server.metric("preamble_adapters_resident_max")
+    labels = f'max_lora="{capacity:.0f}",running_lora_adapters="sum",waiting_lora_adapters=""'
+    changed_at = server.metric(f"preamble_adapters_info{{{labels}}}")
+    assert capacity == 4096 // rows
+    assert changed_at > server.metric("process_start_time_seconds")
+    loaded = 'adapter_name="sum",engine="0",level="gpu",pinned="false"'
+    assert server.metric(f"vllm:lora_adapter_loaded{{{loaded}}}") == 1
+    assert server.metric(f"vllm:lora_requests_info{{{labels}}}") == changed_at
+
+
+def test_the_cache_configuration_equals_the_sizes_of_the_cache(
+    scraped_server: ScrapedServer,
+) -> None:
+    metric = scraped_server.server.metric
+    tokens, blocks = metric("preamble_kv_block_tokens"), metric("preamble_kv_blocks")
+    assert tokens > 0 and blocks > 0
+    labels = f'block_tokens="{tokens:.0f}",blocks="{blocks:.0f}",dtype="auto",prefix_cache="true"'
+    assert metric(f"preamble_kv_cache_info{{{labels}}}") == 1
+    labels = f'block_size="{tokens:.0f}",cache_dtype="auto",enable_prefix_caching="True"'
+    labels += f',engine="0",num_gpu_blocks="{blocks:.0f}"'
+    assert metric(f"vllm:cache_config_info{{{labels}}}") == 1
+
+
+@pytest.mark.parametrize(
+    ("request_id", "trace_id", "labels"),
+    [
+        ("", "", {}),
+        ("r", "", {"request_id": "r"}),
+        ("", "t" * 32, {"trace_id": "t" * 32}),
+        ("r" * 100, "", {"request_id": "r" * 100}),
+        ('a"b\\c', "", {"request_id": "a_b_c"}),
+        ("r" * 100, "t" * 32, {"request_id": "r" * 78, "trace_id": "t" * 32}),
+    ],
+)
+def test_labels_of_exemplars_fit_into_openmetrics(
+    request_id: str, trace_id: str, labels: dict[str, str]
+) -> None:
+    assert exemplar_labels(request_id, trace_id) == labels
+    assert sum(map(len, (*labels, *labels.values()))) <= EXEMPLAR_CHARACTERS_MAX
+
+
 def test_the_json_log_has_overload_lines_and_no_prompt(scraped_server: ScrapedServer) -> None:
     text = scraped_server.log.read_text()
     lines = [json.loads(line) for line in text.splitlines()]
@@ -194,6 +280,48 @@ def test_the_json_log_has_overload_lines_and_no_prompt(scraped_server: ScrapedSe
     assert (first["wire"], first["method"], first["accepted"]) == ("preamble", "Generate", "False")
     # The lines of one second are throttled to one; the next line has the count of the others.
     assert 1 <= len(ended) + sum(int(line["fields"]["unsaid"]) for line in ended) <= 3
+
+
+def scrape_openmetrics(server: Server) -> dict[str, Metric]:
+    """The families of a scrape in OpenMetrics, by name."""
+    request = urllib.request.Request(f"http://{server.http_address}/metrics")
+    request.add_header("Accept", "application/openmetrics-text")
+    with urllib.request.urlopen(request, timeout=WAIT_S) as page:
+        assert page.headers["Content-Type"].startswith("application/openmetrics-text")
+        families = openmetrics_families(page.read().decode())  # type: ignore[no-untyped-call]
+        return {family.name: family for family in families}
+
+
+def test_exemplars_lead_from_latencies_to_calls(scraped_server: ScrapedServer) -> None:
+    server, trace_id = scraped_server.server, "5f" * 16
+    metadata = (("x-request-id", "slow-one"), ("traceparent", f"00-{trace_id}-{'ab' * 8}-01"))
+    with grpc.insecure_channel(server.address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        message = generation_pb2.GenerateRequest(text=SECRET, max_new_tokens=4)
+        stub.Generate(message, metadata=metadata, timeout=WAIT_S)
+    status, _ = server.request("/v1/completions", {"prompt": [1, 2], "max_tokens": 3})
+    assert status == 200
+
+    def labels_of(name: str) -> list[dict[str, str]]:
+        samples = scrape_openmetrics(server)[name].samples
+        return [sample.exemplar.labels for sample in samples if sample.exemplar]
+
+    call = {"trace_id": trace_id, "request_id": "slow-one"}
+    eventually(lambda: call in labels_of("preamble_request_duration_seconds"))
+    names = ["preamble_time_to_first_token_seconds", "preamble_inter_token_latency_seconds"]
+    names += [
+        f"preamble_{phase}_duration_seconds"
+        for phase in ("queue", "prefill", "decode", "generation")
+    ]
+    for name in names:
+        assert labels_of(name), name
+    # The HTTP call has the random id that the server gave it.
+    openai = [
+        sample.exemplar.labels
+        for sample in scrape_openmetrics(server)["preamble_time_to_first_token_seconds"].samples
+        if sample.exemplar and sample.labels["wire"] == "openai"
+    ]
+    assert len(openai) == 1 and re.fullmatch(r"[0-9a-f]{32}", openai[0]["request_id"])
 
 
 def test_a_bulk_histogram_equals_the_librarys_histogram() -> None:

@@ -1,11 +1,10 @@
-"""KServe v2 over HTTP, by tritonclient.http and by bare requests, compared with gRPC."""
+"""KServe v2 over HTTP, by bare requests, compared with gRPC."""
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx2 as httpx
-import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 
@@ -32,14 +31,6 @@ def http(deployment: KServeServer) -> Iterator[httpx.Client]:
 @pytest.fixture
 def grpc_client(deployment: KServeServer) -> Iterator[triton_grpc.InferenceServerClient]:
     with triton_grpc.InferenceServerClient(deployment.server.address) as client:
-        yield client
-
-
-@pytest.fixture
-def client(deployment: KServeServer) -> Iterator[Any]:
-    triton_http = pytest.importorskip("tritonclient.http", reason="needs tritonclient[http]")
-    address = deployment.server.http_address
-    with triton_http.InferenceServerClient(address, concurrency=4) as client:
         yield client
 
 
@@ -156,66 +147,6 @@ def test_unknown_paths_are_refused_briefly(http: httpx.Client) -> None:
     assert "gRPC port" in http.post(grpc_path).json()["error"]["message"]
 
 
-def test_clients_read_health_metadata_and_errors(client: Any, deployment: KServeServer) -> None:
-    assert client.is_server_live() and client.is_server_ready()
-    assert client.is_model_ready("preamble") and client.is_model_ready("fox", "2")
-    assert not client.is_model_ready("dog")
-    assert client.get_server_metadata()["name"] == "preamble"
-    assert client.get_model_metadata(deployment.model)["platform"] == "preamble"
-    assert client.get_model_config("preamble")["backend"] == "preamble"
-    assert {"preamble", "sum"} <= {model["name"] for model in client.get_model_repository_index()}
-    client.load_model("sum")
-    with pytest.raises(Exception, match="no model 'dog'"):
-        client.get_model_metadata("dog")
-    with pytest.raises(Exception, match="not served here"):
-        client.get_inference_statistics()
-
-
-def client_inputs(binary: bool, **inputs: Any) -> list[Any]:
-    import tritonclient.http as triton_http
-
-    numpy_types = {"BYTES": np.object_, "INT32": np.int32, "FP32": np.float32, "BOOL": np.bool_}
-    client_tensors = []
-    for tensor in tensors(**inputs):
-        values = tensor["data"]
-        if tensor["datatype"] == "BYTES":
-            values = [value.encode() for value in values]
-        client_input = triton_http.InferInput(tensor["name"], [1], tensor["datatype"])
-        array: Any = np.array(values, dtype=numpy_types[tensor["datatype"]])
-        client_input.set_data_from_numpy(array, binary_data=binary)
-        client_tensors.append(client_input)
-    return client_tensors
-
-
-@pytest.mark.parametrize("binary", [True, False])
-def test_client_requests_equal_those_of_grpc(
-    client: Any, grpc_client: triton_grpc.InferenceServerClient, binary: bool
-) -> None:
-    import tritonclient.http as triton_http
-
-    options: dict[str, Any] = {"max_tokens": 12, "exclude_input_in_output": True}
-    expected = text_of(infer(grpc_client, "sum", **options))
-    inputs = client_inputs(binary, **options)
-    names = ("text_output", "output_ids", "cumulative_logprob")
-    outputs = [triton_http.InferRequestedOutput(name, binary_data=binary) for name in names]
-
-    default = client.infer("sum", inputs, request_id="7")
-    listed = client.infer(
-        "sum", inputs, outputs=outputs, request_compression_algorithm="gzip", priority=3
-    )
-    pending = client.async_infer("sum", inputs, outputs=outputs)
-
-    assert text_of(default) == expected
-    for result in (listed, pending.get_result()):
-        text = result.as_numpy("text_output")[0]
-        assert (text.decode() if binary else text) == expected
-    assert default.get_response()["id"] == "7"
-    assert listed.as_numpy("output_ids").shape == (1, 12)
-    assert listed.as_numpy("cumulative_logprob").shape == (1,)
-    with pytest.raises(Exception, match="max_tokens is 0"):
-        client.infer("sum", client_inputs(binary, max_tokens=0))
-
-
 def test_disconnected_clients_cancel_their_streams(
     http: httpx.Client, deployment: KServeServer
 ) -> None:
@@ -224,19 +155,3 @@ def test_disconnected_clients_cancel_their_streams(
         next(response.iter_lines())
     server = deployment.server
     eventually(lambda: server.metric("preamble_scheduler_running_requests") == 0)
-
-
-def test_the_triton_provider_of_litellm_completes_and_streams(deployment: KServeServer) -> None:
-    litellm = pytest.importorskip("litellm", reason="litellm is not installed")
-    api_base = f"http://{deployment.server.http_address}/v2/models/preamble/generate"
-    call = {
-        "model": "triton/preamble",
-        "messages": [{"role": "user", "content": TEXT}],
-        "api_base": api_base,
-        "max_tokens": 5,
-    }
-    unary = litellm.completion(**call).choices[0].message.content
-    chunks = [
-        chunk.choices[0].delta.content or "" for chunk in litellm.completion(**call, stream=True)
-    ]
-    assert unary and "".join(chunks) and unary.endswith("".join(chunks))

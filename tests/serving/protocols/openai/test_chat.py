@@ -28,7 +28,14 @@ from serving.admission.chat_prompt import ChatPromptRenderer
 from serving.admission.template_sandbox import SECONDS_MAX
 from serving.config import ServerConfig
 from serving.service.service import ServableCheckpoint
-from tests.support.chat_server import BASE, PROMPT, USER, ChatServer, tool
+from tests.support.chat_server import (
+    BASE,
+    PROMPT,
+    USER,
+    ChatServer,
+    tool,
+    write_chat_checkpoint,
+)
 from tests.support.chat_templates import CHATML
 from tests.support.models import lively
 from tests.support.servers import (
@@ -46,7 +53,9 @@ pytestmark = pytest.mark.slow
 
 # Short, so that its ids are known without a template engine.
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content | trim }}"
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}"
+    "{% if message.name is defined %} {{ message.name }}{% endif %}: {{ message.content | trim }}"
+    "{% if message.reasoning_content is defined %} ({{ message.reasoning_content }}){% endif %}"
     "{% if message.tool_calls is defined %}{{ message.tool_calls[0].function.arguments.a }}"
     "{% endif %}{{ '\\n' }}{% if message.content == 'tell' %}"
     "{{ raise_exception('nobody asks that') }}{% endif %}{% endfor %}"
@@ -60,13 +69,7 @@ GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
     folder = tmp_path_factory.mktemp("chat")
-    folder_words = folder / "words"
-    folder_words.mkdir()
-    model = sentencepiece_model(model_type="bpe", byte_fallback=True)
-    (folder_words / "tokenizer.model").write_bytes(model)
-    (folder_words / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    checkpoint = folder / BASE
-    write_native(lively(CONFIG), checkpoint, tokenizer=folder_words)
+    checkpoint = write_chat_checkpoint(folder, TEMPLATE)
     tokenizer = open_tokenizer(checkpoint / "tokenizer")
     adapters = folder / "adapters"
     adapters.mkdir()
@@ -132,7 +135,7 @@ def test_all_roles_and_text_parts_reach_the_template(deployment: ChatServer) -> 
         tool_choice="none",
         **GREEDY,
     )
-    turns = "system: be of use\nuser: a\na\nassistant: 7\ntool: 42\n"
+    turns = "system: be of use\nuser ann: a\na\nassistant: 7\ntool: 42\n"
     assert text_of(chat) == deployment.plain(turns + PROMPT, **GREEDY).choices[0].text
 
 
@@ -142,6 +145,28 @@ def test_answers_can_be_sent_back_as_messages(deployment: ChatServer) -> None:
     # The template strips whitespace around an answer.
     turns = f"user: {QUESTION}\nassistant: {text_of(first_chat).strip()}\n"
     assert text_of(second_chat) == deployment.plain(turns + PROMPT, **GREEDY).choices[0].text
+
+
+def test_answers_of_other_servers_can_be_sent_back(deployment: ChatServer) -> None:
+    """The template gets the name and the reasoning; what describes an answer changes nothing."""
+    described: dict[str, Any] = {"annotations": [{"type": "a"}], "id": "1", "audio": None}
+    described |= {"function_call": None, "tool_calls": [], "thinking_blocks": [{"a": 1}]}
+
+    def expect(line: str, message: dict[str, Any]) -> None:
+        messages: list[Any] = [*USER, {"role": "assistant", **message}, *USER]
+        chat = deployment.chat(messages=messages, **GREEDY)
+        prompt = f"user: {QUESTION}\n{line}\n{PROMPT}"
+        assert text_of(chat) == deployment.plain(prompt, **GREEDY).choices[0].text
+
+    expect("assistant: forty", {"content": "forty", **described})
+    expect("assistant: ", {"content": None, **described})
+    expect("assistant: I cannot", {"content": None, "refusal": "I cannot"})
+    expect("assistant: no", {"content": [{"type": "refusal", "refusal": "no"}]})
+    expect("assistant: a", {"content": [{"type": "output_text", "text": "a", "annotations": []}]})
+    for field in ("reasoning", "reasoning_content"):
+        expect("assistant: a (b</s>)", {"content": "a", field: "b</s>"})
+    expect("assistant: a", {"content": "a", "reasoning": "", "reasoning_content": None})
+    expect("assistant ann: a", {"content": "a", "name": "ann"})
 
 
 def test_template_options_change_the_prompt(deployment: ChatServer) -> None:
@@ -334,6 +359,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
         (user_message("x", weight=1), "messages", "weight"),
         (user_message("x", tool_call_id="1"), "messages", "the role must be tool"),
         (user_message("x", tool_calls=[TOOL]), "messages", "the role must be assistant"),
+        (user_message("x", reasoning="y"), "messages", "the role must be assistant"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages", "'king'"),
         ({"messages": USER * 41}, "messages", "messages_max"),
         (user_message("a " * 10_000), "messages", "text_bytes_max"),

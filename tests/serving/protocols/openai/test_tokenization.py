@@ -19,6 +19,7 @@ from checkpoints_tools.conversion.convert import write_native
 from clients.client import Client, Options
 from clients.transport import CallError
 from gpt.adapters.prompt_template import PromptTemplate
+from tests.support.chat_server import tool
 from tests.support.chat_templates import ADDED, CHATML, SPECIAL
 from tests.support.models import lively
 from tests.support.servers import CONFIG, WAIT_S, Server, serving, write_adapter
@@ -30,7 +31,10 @@ from tests.support.tritonclient_calls import infer, text_of
 pytestmark = pytest.mark.slow  # Servers of its own.
 
 BASE = "chat-7b"
-TEMPLATE = "{{ bos_token }}" + CHATML
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% if mood %}{{ mood }}{% endif %}"
+    + CHATML
+)
 MESSAGES: list[Any] = [
     {"role": "system", "content": "Be of use."},
     {"role": "user", "content": "what is the sum of twelve and thirty?"},
@@ -335,9 +339,43 @@ def test_tokenize_returns_the_prompt_of_a_chat(deployment: TokenizingServer) -> 
         "continue_final_message": False,
         "chat_template": None,
         "chat_template_kwargs": {},
+        "media_io_kwargs": {},
+        "mm_processor_kwargs": None,
+        "tools": None,
     }
-    neutral |= {"mm_processor_kwargs": None, "tools": None}
     assert deployment.tokenize(messages=MESSAGES, **neutral)["count"] > 0
+    assert deployment.tokenize(prompt="a", tools=[], add_generation_prompt=True)["count"] == 2
+
+
+def test_tokenize_has_the_template_options_of_chats(deployment: TokenizingServer) -> None:
+    """As in vLLM: the ids are those of transformers, and of a chat with the same fields."""
+    partial: list[Any] = [*MESSAGES, {"role": "assistant", "content": "forty<|im_end|>two "}]
+    tools = [tool("f", description="<|im_start|>", parameters={"type": "object"}), tool("g")]
+    cases: list[tuple[list[Any], dict[str, Any]]] = [
+        (MESSAGES, {"tools": tools}),
+        (MESSAGES, {"chat_template_kwargs": {"mood": "kind"}}),
+        (MESSAGES, {"tools": tools, "chat_template_kwargs": {"mood": "kind"}}),
+        (partial, {"continue_final_message": True}),
+        (partial, {"continue_final_message": True, "add_generation_prompt": False}),
+    ]
+    for messages, fields in cases:
+        ids = deployment.tokenize(messages=messages, **fields)["tokens"]
+        body = {"model": BASE, "messages": messages, **fields, **GREEDY, "return_token_ids": True}
+        status, chat = deployment.request("/v1/chat/completions", body)
+        assert status == 200, chat
+        assert ids == chat["prompt_token_ids"], fields
+    # Texts that need no escape, because transformers would parse the control tokens in them.
+    plain: list[Any] = [*MESSAGES, {"role": "assistant", "content": "forty"}]
+    tools = [tool("f", parameters={"type": "object", "properties": {}})]
+    apply = deployment.tokenizer.apply_chat_template
+    body = {"messages": MESSAGES, "tools": tools, "chat_template_kwargs": {"mood": "kind"}}
+    assert deployment.tokenize(**body)["tokens"] == apply(
+        MESSAGES, tools=tools, mood="kind", add_generation_prompt=True, return_dict=False
+    )
+    body = {"messages": plain, "continue_final_message": True}
+    assert deployment.tokenize(**body)["tokens"] == apply(
+        plain, continue_final_message=True, return_dict=False
+    )
 
 
 def test_detokenize_writes_control_tokens(deployment: TokenizingServer) -> None:
@@ -385,9 +423,44 @@ def test_tokenizer_info_describes_the_tokenizer(deployment: TokenizingServer) ->
             "/tokenize",
             {"messages": MESSAGES, "chat_template": "x"},
             "chat_template",
-            "not supported",
+            "not from requests",
         ),
-        ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, "tools", "not supported"),
+        ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, "tools", "is not a function"),
+        ("/tokenize", {"prompt": "a", "tools": [tool("f")]}, "tools", "needs messages"),
+        (
+            "/tokenize",
+            {"prompt": "a", "chat_template_kwargs": {"mood": "kind"}},
+            "chat_template_kwargs",
+            "needs messages",
+        ),
+        (
+            "/tokenize",
+            {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs",
+            "must not be",
+        ),
+        (
+            "/tokenize",
+            {"messages": MESSAGES, "mm_processor_kwargs": {"a": 1}},
+            "mm_processor_kwargs",
+            "text only",
+        ),
+        (
+            "/tokenize",
+            {
+                "messages": MESSAGES,
+                "continue_final_message": True,
+                "add_generation_prompt": True,
+            },
+            "continue_final_message",
+            "both true",
+        ),
+        (
+            "/tokenize",
+            {"prompt": "a", "continue_final_message": True},
+            "continue_final_message",
+            "needs messages",
+        ),
         ("/tokenize", {"prompt": "a", "model": "zzz"}, "model", "there is no model 'zzz'"),
         ("/tokenize", {"messages": MESSAGES, "model": "zzz"}, "model", "there is no model 'zzz'"),
         ("/detokenize", {}, "tokens", "tokens is not set"),

@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from checkpoints_tools.conversion.convert import write_native
 from gpt.tokenizers.tokenizer import open_tokenizer
-from tests.support.chat_server import BASE, PROMPT, USER, ChatServer, tool
-from tests.support.models import lively
-from tests.support.servers import CONFIG, serving
-from tests.support.trained_tokenizers import sentencepiece_model
+from tests.support.chat_server import (
+    BASE,
+    PROMPT,
+    USER,
+    ChatServer,
+    tool,
+    write_chat_checkpoint,
+)
+from tests.support.servers import serving
 
 pytestmark = pytest.mark.slow
 
@@ -48,13 +52,7 @@ NAMED_ADD: Any = {"type": "function", "function": {"name": "add"}}
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
     folder = tmp_path_factory.mktemp("tools")
-    words = folder / "words"
-    words.mkdir()
-    model = sentencepiece_model(model_type="bpe", byte_fallback=True)
-    (words / "tokenizer.model").write_bytes(model)
-    (words / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    checkpoint = folder / BASE
-    write_native(lively(CONFIG), checkpoint, tokenizer=words)
+    checkpoint = write_chat_checkpoint(folder, TEMPLATE)
     with serving(checkpoint, folder / "s.yaml", folder / "log") as server:
         yield ChatServer(server, open_tokenizer(checkpoint / "tokenizer"))
 

@@ -13,7 +13,7 @@ from serving.protocols.openai.completion_request import (
     BaseCompletionRequest,
     CompletionRequest,
 )
-from serving.protocols.openai.unsupported_fields import UNSUPPORTED_FIELDS
+from serving.protocols.openai.unsupported_fields import REPLAYED_FIELDS, UNSUPPORTED_FIELDS
 from tests.support.servers import ROOT
 
 PROMPT = {"prompt": "a"}
@@ -147,7 +147,82 @@ def test_every_neutral_value_is_accepted_and_others_are_refused(
 
 def test_the_document_names_every_field_of_other_servers() -> None:
     documented = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "openai.md").read_text()))
-    assert set(UNSUPPORTED_FIELDS) <= documented
+    assert {*UNSUPPORTED_FIELDS, *REPLAYED_FIELDS} <= documented
+
+
+# Assistant messages as clients send them back: OpenAI's SDK (also after `parse`), vLLM's answers,
+# litellm's, and those of Mistral's client.
+OPENAI_MESSAGE: dict[str, Any] = {
+    "role": "assistant",
+    "content": "b",
+    "refusal": None,
+    "annotations": [],
+    "audio": None,
+    "function_call": None,
+    "tool_calls": None,
+}
+CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+REPLAYED_MESSAGES: dict[str, dict[str, Any]] = {
+    "openai": OPENAI_MESSAGE,
+    "parsed": {
+        **OPENAI_MESSAGE,
+        "parsed": {"a": 1},
+        "tool_calls": [{**CALL, "function": {**CALL["function"], "parsed_arguments": {}}}],
+    },
+    "vllm": {
+        **OPENAI_MESSAGE,
+        "tool_calls": [],
+        "annotations": None,
+        "reasoning": "c",
+        "reasoning_content": "c",
+    },
+    "litellm": {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{**CALL, "index": 0, "provider_specific_fields": {"a": [1]}}],
+        "function_call": None,
+        "images": [],
+        "thinking_blocks": [{"type": "thinking", "thinking": "a", "signature": "b"}],
+        "reasoning_content": None,
+        "provider_specific_fields": {"refusal": None},
+    },
+    "mistral": {"role": "assistant", "content": "a", "prefix": False, "tool_calls": None},
+    "annotated": {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "a", "annotations": [], "cache_control": {}}],
+        "annotations": [{"type": "url_citation", "url_citation": {"url": "a"}}],
+        "id": "msg_1",
+    },
+}
+
+
+@pytest.mark.parametrize("message", REPLAYED_MESSAGES.values(), ids=REPLAYED_MESSAGES)
+def test_answers_are_accepted_as_messages(message: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "a"}, message, {"role": "user", "content": "d"}]
+    parse({"messages": messages}, ChatCompletionRequest)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"function_call": {"name": "f", "arguments": "{}"}}, "messages[0].function_call"),
+        ({"audio": {"id": "a"}}, "messages[0].audio"),
+        ({"images": [{"type": "image_url"}]}, "messages[0] has the unknown field 'images'"),
+        ({"prefix": True}, "messages[0] has the unknown field 'prefix'"),
+        ({"contents": "b"}, "messages[0] has the unknown field 'contents'"),
+        (
+            {"tool_calls": [{**CALL, "weight": 1}]},
+            "messages[0].tool_calls[0] has the unknown field 'weight'",
+        ),
+    ],
+)
+def test_fields_of_messages_that_ask_for_something_are_refused(
+    fields: dict[str, Any], words: str
+) -> None:
+    message = {"role": "assistant", "content": "a", **fields}
+    with pytest.raises(RequestError, match=re.escape(words)) as refused:
+        parse({"messages": [message]}, ChatCompletionRequest)
+    assert refused.value.field == "messages"
 
 
 def test_null_is_absent_in_nested_objects() -> None:

@@ -1,17 +1,20 @@
 """The web page, in a real browser: what it shows, which calls it makes, and its security policy.
 
-Its answers are compared with those of a gRPC client; the model computes in fp64, where tokens do
-not depend on the batch. Names and texts of a second server are HTML, which must stay text.
+Its answers are compared with those of a gRPC client, and its chats with those of the HTTP API; the
+models compute in fp64, where tokens do not depend on the batch. Names and texts of one server are
+HTML, which must stay text.
 """
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +42,7 @@ from tests.support.servers import (
     write_adapter,
     write_checkpoint,
 )
+from tests.support.tcp_relay import TcpRelay
 
 pytestmark = pytest.mark.slow  # Servers of its own, and a browser.
 
@@ -47,6 +51,13 @@ OTHER_ADAPTERS = 120  # More adapters than two pages of the list.
 TOKEN = "a-token-for-the-page-0123456789"
 SUBJECT = "<img src=x onerror=window.hit=1>"
 RESTART_S = 60.0
+# Each turn is one line, so a conversation is its lines.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+)
+CHAT = "/v1/chat/completions"
+LAST = ".exchange:last-child"
+NO_ADAPTER = "This server has no adapter"
 # An answer of this length takes minutes, so that a slow browser can still stop it.
 LONG_ANSWER_TOKENS = 200_000
 RUNNING = "preamble_scheduler_running_requests"
@@ -92,8 +103,27 @@ def deployment(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="module")
+def chat_server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
+    """A server whose model has a chat template; `fox` has a prompt template, `sum` has none."""
+    folder = tmp_path_factory.mktemp("chats")
+    checkpoint = write_checkpoint(folder)
+    adapters = folder / "adapters"
+    adapters.mkdir()
+    encode = open_tokenizer(checkpoint / "tokenizer").encode
+    write_adapter(adapters / "sum.safetensors", checkpoint, encode("what is the sum of"))
+    template = PromptTemplate("{first}<|VIRTUAL_PROMPT_0|> and {second}", (3,))
+    rows = encode("the quick brown")[:3]
+    write_adapter(adapters / "fox.safetensors", checkpoint, rows, template=template)
+    settings: dict[str, Any] = {"adapters": str(adapters), "served_model_name": ["small-chat"]}
+    settings["chat_template"] = str(folder / "chat_template.jinja")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    with serving(checkpoint, folder / "s.yaml", **settings) as server:
+        yield PageServer(server, browser)
+
+
+@pytest.fixture(scope="module")
 def html_server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
-    """A server with tokens, whose model has an HTML name and generates only HTML."""
+    """A server with tokens, whose model chats, has an HTML name and generates only HTML."""
     folder = tmp_path_factory.mktemp("hostile")
     vocabulary = {f'<img src=x onerror="window.hit={token}">': token for token in range(640)}
     library = tokenizers.Tokenizer(
@@ -112,6 +142,8 @@ def html_server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> I
     tokens.write_text(yaml.safe_dump({"crew": {"token": TOKEN}}))
     tokens.chmod(0o600)
     limits: dict[str, Any] = {"adapters": str(adapters), "tokens": str(tokens)}
+    limits["chat_template"] = str(folder / "chat_template.jinja")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     with serving(checkpoint, folder / "s.yaml", **limits) as server:
         yield PageServer(server, browser)
 
@@ -123,15 +155,27 @@ def choose_adapter(tab: Tab, name: str) -> None:
     assert tab.value("document.querySelector('#adapter').value") == name
 
 
-def submit_prompt(tab: Tab, prompt: str, tokens: int) -> str:
-    """The answer that is shown in the end."""
-    tab.fill("#max-tokens", str(tokens))
+def submit_prompt(tab: Tab, prompt: str, tokens: int | None = None) -> str:
+    """Send a prompt, and return the answer that is shown in the end."""
+    if tokens is not None:
+        tab.fill("#max-tokens", str(tokens))
     tab.fill("#field-0", prompt)
-    tab.press("Enter", control=True)
+    tab.press("Enter")
+    return wait_for_answer(tab)
+
+
+def wait_for_answer(tab: Tab) -> str:
     tab.wait(
-        "document.querySelector('#end').textContent && !document.querySelector('#run').disabled"
+        f"document.querySelector('{LAST}[aria-busy=false]')"
+        " && !document.querySelector('#run').hidden"
     )
-    return str(tab.value("document.querySelector('#answer').textContent"))
+    return str(tab.value(f"document.querySelector('{LAST} .answer').textContent"))
+
+
+def paths_posted(tab: Tab, start: int = 0) -> list[str]:
+    """The completion requests of a tab, as the paths of their addresses."""
+    paths = ["/" + address.split("/", 3)[3] for address in tab.requested[start:]]
+    return [path for path in paths if path.endswith("completions")]
 
 
 # ------------------------------------------------------------------------------------- status
@@ -139,22 +183,44 @@ def submit_prompt(tab: Tab, prompt: str, tokens: int) -> str:
 
 def test_page_shows_the_model_and_its_load(deployment: PageServer) -> None:
     tab = deployment.ready()
-    assert tab.text("h1") == "checkpoint"
+    models = json.loads(deployment.server.get("/v1/models")[1])["data"]
+    assert tab.text("h1") == models[0]["id"] == "checkpoint"
+    assert tab.text("#summary").endswith(" parameters · float64")
+    assert "server, last 2 s" in tab.text("#load-title")
+    assert "hidden size" not in tab.text("aside")
+    tab.click("#details summary")
     status_text = tab.read("aside", "Preamble")
     for expected in (
-        "2 layers, hidden size 32",
         "4,096 tokens",
-        "float64",
-        "one",
         str(OTHER_ADAPTERS + 2),
-        "Limited first by",
+        "2 layers, hidden size 32",
+        "Limited by",
     ):
         assert expected in status_text, expected
+    for absent in ("Ranks", "kv_tokens_max", "running_requests_max"):
+        assert absent not in status_text, absent
     with deployment.server.client() as client:
         # The page polls every two seconds.
         client.generate(TEXT, Options(max_new_tokens=200, ignore_ends=True))
     tab.wait("/[1-9].* at most/.test(document.querySelector('#chart').getAttribute('aria-label'))")
     assert tab.value("document.querySelectorAll('#chart polyline').length") == 1
+    assert tab.text("#peak").startswith("peak ")
+
+
+@pytest.mark.parametrize("width", [360, 768, 1280])
+def test_page_fits_its_window(deployment: PageServer, width: int) -> None:
+    tab = deployment.ready()
+    tab.resize(width)
+    choose_adapter(tab, "sum")
+    submit_prompt(tab, TEXT * 9, 40)
+    for part in ("#more", "#equivalent", "#details"):
+        tab.click(f"{part} > summary")
+    assert tab.value("document.documentElement.scrollWidth") <= width
+    rows = tab.value(
+        "[...document.querySelectorAll('.figures > div')].map((each) => each.offsetTop)"
+    )
+    columns = 2 if width == 360 else 4
+    assert [rows.count(row) for row in sorted(set(rows))] == [columns] * (4 // columns)
 
 
 def test_page_makes_no_foreign_requests_and_violates_no_policy(deployment: PageServer) -> None:
@@ -217,8 +283,11 @@ def test_adapter_answers_equal_those_of_grpc(deployment: PageServer) -> None:
         options = Options(max_new_tokens=12, adapter="sum")
         assert answer == client.generate(TEXT, options).text != ""
         assert answer != client.generate(TEXT, Options(max_new_tokens=12)).text
-    assert tab.text("#made") == "12" and tab.text("#end") == "at max tokens"
-    assert tab.text("#first-token").endswith("s")
+    assert tab.text(f"{LAST} .count") == "12 tokens"
+    assert tab.text(f"{LAST} .end") == "at the length limit"
+    assert tab.text(f"{LAST} .first").endswith("s")
+    assert tab.text(f"{LAST} .who") == "sum"
+    assert tab.value("document.querySelector('#field-0').value") == TEXT
 
 
 def test_page_has_an_input_for_each_template_field(deployment: PageServer) -> None:
@@ -248,11 +317,265 @@ def test_adapters_are_paginated_and_searchable(deployment: PageServer) -> None:
     assert tab.value("document.querySelector('#choices').hidden")
 
 
+def test_an_unknown_adapter_is_an_error_and_never_the_base(deployment: PageServer) -> None:
+    tab = deployment.ready()
+    start = len(tab.requested)
+    tab.fill("#adapter", "zzz")
+    tab.press("Tab")
+    tab.fill("#field-0", TEXT)
+    assert "“zzz”" in tab.read("#adapter-error", NO_ADAPTER)
+    senders: list[Callable[[], None]] = [lambda: tab.press("Enter"), lambda: tab.click("#run")]
+    for send in senders:
+        tab.click("#field-0")
+        send()
+        tab.wait("document.activeElement.id === 'adapter'")
+    tab.press("Enter")  # In the input itself.
+    tab.fill("#adapter", "su")  # Faster than the list, in which "None" is highlighted.
+    tab.press("Enter")
+    tab.wait(
+        "document.querySelector('#adapter').value !== 'su'"
+        " || !document.querySelector('#adapter-error').hidden"
+    )
+    tab.fill("#adapter", "zzz")
+    tab.press("Enter")
+    assert "“zzz”" in tab.read("#adapter-error", NO_ADAPTER)
+    assert tab.value("document.querySelector('#adapter').value") == "zzz"
+    assert tab.value("document.querySelector('#adapter').getAttribute('aria-invalid')") == "true"
+    assert paths_posted(tab, start) == []
+    assert tab.value("document.querySelectorAll('.exchange').length") == 0
+
+    tab.fill("#adapter", "fox@1")  # A name that is typed, but not chosen from the list.
+    tab.press("Tab")
+    tab.read("#fields", "numbers")
+    assert tab.text("#adapter-error") == ""
+    tab.fill("#adapter", "")
+    tab.press("Tab")
+    tab.read("#fields", "Prompt")
+    assert submit_prompt(tab, TEXT, 4)
+    assert tab.text(f"{LAST} .who") == "checkpoint"
+
+
 def test_error_messages_of_the_server_are_shown(deployment: PageServer) -> None:
     tab = deployment.ready()
     submit_prompt(tab, TEXT, 100_000)
-    assert tab.text("#end") == "refused"
-    assert "4096" in tab.read("#failure", "tokens")
+    assert tab.text(f"{LAST} .end") == "refused"
+    assert "4096" in tab.read(f"{LAST} .failure", "tokens")
+
+
+# ------------------------------------------------------------------------------------------- chats
+
+
+def chat(server: PageServer, messages: list[Any], **fields: Any) -> str:
+    """The answer of the HTTP API."""
+    body = {"messages": messages, "temperature": 0, "max_tokens": 12, **fields}
+    status, text = server.server.request(CHAT, body)
+    assert status == 200, text
+    return str(json.loads(text)["choices"][0]["message"]["content"])
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def test_a_conversation_contains_its_earlier_messages(chat_server: PageServer) -> None:
+    tab = chat_server.ready()
+    models = json.loads(chat_server.server.get("/v1/models")[1])["data"]
+    assert tab.text("h1") == models[0]["id"] == "small-chat"
+    assert tab.text("#fields") == "Message"
+    first = submit_prompt(tab, "one and two?", 12)
+    assert first == chat(chat_server, [user("one and two?")]) != ""
+    assert tab.value("document.activeElement.id") == "field-0"
+    assert tab.value("document.querySelector('#field-0').value") == ""
+    history = [user("one and two?"), assistant(first)]
+    second = submit_prompt(tab, "and three?")
+    assert second == chat(chat_server, [*history, user("and three?")])
+    assert tab.text(f"{LAST} .question") == "and three?"
+    assert tab.text(f"{LAST} .who") == "small-chat"
+
+    choose_adapter(tab, "sum")  # An adapter without a template continues the conversation.
+    history += [user("and three?"), assistant(second)]
+    third = submit_prompt(tab, "and four?")
+    assert third == chat(chat_server, [*history, user("and four?")], model="sum")
+    assert tab.text(f"{LAST} .who") == "sum"
+    assert tab.value("document.querySelectorAll('.exchange').length") == 3
+
+    tab.click("#new")
+    assert tab.value("document.querySelectorAll('.exchange').length") == 0
+    tab.fill("#adapter", "")
+    tab.press("Tab")
+    assert submit_prompt(tab, "one and two?") == first
+    assert paths_posted(tab) == [CHAT] * 4
+    assert tab.complaints == []
+
+
+def test_an_adapter_with_a_template_completes_its_fields(chat_server: PageServer) -> None:
+    tab = chat_server.ready()
+    answer = submit_prompt(tab, "one and two?", 8)
+    choose_adapter(tab, "fox")
+    assert tab.text("#fields").split() == ["first", "second"]
+    tab.fill("#field-1", "two")
+    completion = submit_prompt(tab, "one")
+    with chat_server.server.client() as client:
+        options = Options(max_new_tokens=8, adapter="fox")
+        inputs = {"first": "one", "second": "two"}
+        assert completion == client.generate(inputs, options).text != ""
+    assert tab.text(f"{LAST} .question") == "first: one\nsecond: two"
+    choose_adapter(tab, "sum")
+    messages = [user("one and two?"), assistant(answer), user("go on")]
+    expected = chat(chat_server, messages, model="sum", max_tokens=8)
+    assert submit_prompt(tab, "go on") == expected
+
+
+def test_enter_sends_and_shift_enter_adds_a_line(chat_server: PageServer) -> None:
+    tab = chat_server.ready()
+    tab.fill("#max-tokens", "12")
+    tab.fill("#field-0", "one")
+    tab.press("Shift+Enter")
+    tab.type("two")
+    assert tab.value("document.querySelector('#field-0').value") == "one\ntwo"
+    tab.press("Enter")
+    assert wait_for_answer(tab) == chat(chat_server, [user("one\ntwo")])
+    tab.fill("#field-0", "  ")
+    tab.press("Enter")  # There is nothing to send.
+    tab.fill("#field-0", "one")
+    tab.press("Enter", control=True)
+    wait_for_answer(tab)
+    assert paths_posted(tab) == [CHAT] * 2
+
+
+def test_more_fields_are_sent(chat_server: PageServer) -> None:
+    tab = chat_server.ready()
+    assert not tab.value("document.querySelector('#top-p').checkVisibility()")
+    tab.click("#more summary")
+    tab.fill("#temperature", "0.8")
+    tab.fill("#top-p", "0.9")
+    tab.fill("#seed", "7")
+    tab.fill("#system", "be of use")
+    fields: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
+    messages = [{"role": "system", "content": "be of use"}, user("one?")]
+    expected = chat(chat_server, messages, **fields)
+    assert submit_prompt(tab, "one?", 12) == expected
+    assert expected != chat(chat_server, messages, **{**fields, "seed": 8})
+    tab.click("#new")
+    stop = expected[4:6]
+    tab.fill("#stop-texts", "\\n\\n\n" + stop.replace("\\", r"\\").replace("\n", r"\n"))
+    fields["stop"] = ["\n\n", stop]
+    assert submit_prompt(tab, "one?") == chat(chat_server, messages, **fields) != expected
+    assert tab.text(f"{LAST} .end") == "complete"
+    tab.fill("#seed", "-1")
+    tab.click("#more summary")
+    start = len(tab.requested)
+    tab.fill("#field-0", "one?")
+    tab.press("Enter")  # The browser shows its message beside the input.
+    tab.wait("document.activeElement.id === 'seed'")
+    assert paths_posted(tab, start) == []
+
+
+def test_answer_and_command_can_be_copied(chat_server: PageServer) -> None:
+    tab = chat_server.ready()
+    tab.fill("#field-0", "one")
+    tab.press("Shift+Enter")
+    tab.type("it's <b>two</b>")
+    tab.fill("#max-tokens", "12")
+    tab.click("#equivalent summary")
+    tab.read("#command", "curl")
+    tab.click("#equivalent .copy")
+    tab.read("#announcement", "Copied")
+    command = tab.value("navigator.clipboard.readText()")
+    assert command == tab.text("#command")
+    tab.click("#run")
+    answer = wait_for_answer(tab)
+    tab.click(f"{LAST} .copy")
+    tab.read(f"{LAST} .copy", "Copied")
+    assert tab.value("navigator.clipboard.readText()") == answer
+
+    curl, address, *options = shlex.split(command.replace("\\\n", ""))
+    values = dict(zip(options[::2], options[1::2], strict=True))
+    assert (curl, address) == ("curl", f"{chat_server.address}v1/chat/completions")
+    assert values["-H"] == "content-type: application/json"
+    body = json.loads(values["-d"])
+    assert body["model"] == "small-chat"
+    assert chat(chat_server, **body) == answer
+
+
+def test_copying_works_without_the_clipboard_object(chat_server: PageServer) -> None:
+    """Browsers have no clipboard object in a page of another host without TLS."""
+    tab = chat_server.ready()
+    tab.value("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    answer = submit_prompt(tab, "one", 12)
+    tab.click(f"{LAST} .copy")
+    tab.read("#announcement", "^Copied")
+    tab.click("#field-0")
+    tab.press("v", control=True)
+    # A textarea has no carriage returns.
+    assert tab.value("document.querySelector('#field-0').value") == answer.replace("\r", "\n")
+
+
+def test_a_broken_stream_keeps_the_answer_and_the_conversation(chat_server: PageServer) -> None:
+    with TcpRelay(chat_server.server.http_address) as relay:
+        tab = chat_server.browser.open(f"http://{relay.address}/")
+        tab.read("#state", "Ready")
+        tab.fill("#max-tokens", "3000")
+        tab.fill("#field-0", "go on")
+        tab.press("Enter")
+        tab.read(f"{LAST} .count", "[0-9]")
+        relay.cut()
+        assert "connection" in tab.read(f"{LAST} .failure", "was lost")
+        partial = wait_for_answer(tab)
+        assert tab.text(f"{LAST} .end") == "broken off" and partial
+        messages = [user("go on"), assistant(partial), user("and now?")]
+        expected = chat(chat_server, messages)
+        assert submit_prompt(tab, "and now?", 12) == expected
+
+
+def rank_processes(server: Server) -> list[int]:
+    """The ranks among the server's processes, which include the one of the chat template."""
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.ranks}
+    return [pid for pid, name in names.items() if b"template_sandbox" not in name]
+
+
+def test_an_error_of_the_ranks_ends_an_answer(chat_server: PageServer) -> None:
+    tab = chat_server.ready()
+    tab.fill("#max-tokens", "3000")
+    tab.fill("#field-0", "go on")
+    tab.press("Enter")
+    tab.read(f"{LAST} .count", "[0-9]")
+    (rank,) = rank_processes(chat_server.server)
+    os.kill(rank, signal.SIGKILL)
+    tab.read(f"{LAST} .failure", "[a-z]")
+    assert wait_for_answer(tab) and tab.text(f"{LAST} .end") == "broken off"
+    tab.read("#state", "^Ready", RESTART_S)
+
+
+def test_a_refused_message_can_be_corrected(chat_server: PageServer) -> None:
+    tab = chat_server.ready()
+    answer = submit_prompt(tab, "one?", 12)
+    submit_prompt(tab, "two?", 100_000)
+    assert tab.text(f"{LAST} .end") == "refused"
+    assert tab.value("document.querySelector('#field-0').value") == "two?"
+    expected = chat(chat_server, [user("one?"), assistant(answer), user("two?")])
+    tab.fill("#max-tokens", "12")
+    tab.click("#field-0")
+    tab.press("Enter")
+    assert wait_for_answer(tab) == expected
+    assert tab.value("document.querySelectorAll('.exchange').length") == 2
+
+
+def test_every_input_has_a_label(chat_server: PageServer) -> None:
+    tab = chat_server.ready()
+    submit_prompt(tab, "one?", 4)
+    unlabelled = tab.value(
+        "[...document.querySelectorAll('input, textarea')]"
+        ".filter((each) => !each.labels.length).map((each) => each.id)"
+    )
+    unnamed = tab.value(
+        "[...document.querySelectorAll('button')].filter((each) => !each.textContent.trim()).length"
+    )
+    assert (unlabelled, unnamed) == ([], 0)
 
 
 # --------------------------------------------------------------------------------------- the server
@@ -314,6 +637,8 @@ def test_html_is_shown_as_text(html_server: PageServer) -> None:
     assert "<script>" in tab.text("#adapter-about")
     answer = submit_prompt(tab, SUBJECT, 6)
     assert answer.count("<img src=x onerror=") == 6
+    assert tab.text(f"{LAST} .question") == SUBJECT
+    assert paths_posted(tab) == [CHAT]
     assert tab.value("window.hit") is None
     assert tab.value("document.querySelectorAll('main img, main script').length") == 0
     assert not [complaint for complaint in tab.complaints if "401" not in complaint]
@@ -321,12 +646,22 @@ def test_html_is_shown_as_text(html_server: PageServer) -> None:
 
 def test_stopping_an_answer_cancels_its_request(html_server: PageServer) -> None:
     tab = sign_in(html_server)
+    stops: list[Callable[[], None]] = [lambda: tab.click("#stop"), lambda: tab.press("Escape")]
+    for stop in stops:
+        start_long_answer(tab)
+        stop()
+        tab.read(f"{LAST} .end", "stopped")
+        count = tab.text(f"{LAST} .count").split()[0].replace(",", "")
+        assert 0 < int(count) < LONG_ANSWER_TOKENS
+        eventually(lambda: html_server.server.metric(RUNNING) == 0)
+        tab.wait("!document.querySelector('#run').hidden")
+    # The part of an answer that was stopped belongs to the conversation.
+    tab.click("#equivalent summary")
+    assert tab.read("#command", "curl").count('"role":"assistant"') == 2
+
+
+def start_long_answer(tab: Tab) -> None:
     tab.fill("#max-tokens", str(LONG_ANSWER_TOKENS))
     tab.fill("#field-0", "go on")
     tab.click("#run")
-    tab.read("#made", "[0-9]")
-    tab.click("#stop")
-    tab.read("#end", "stopped")
-    assert 0 < int(tab.text("#made").replace(",", "")) < LONG_ANSWER_TOKENS
-    eventually(lambda: html_server.server.metric(RUNNING) == 0)
-    assert tab.value("document.querySelector('#run').disabled") is False
+    tab.read(f"{LAST} .count", "[0-9]")

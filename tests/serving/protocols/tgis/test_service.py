@@ -1,14 +1,10 @@
-"""The TGIS service, by messages over real sockets, and by the stubs of its own clients.
+"""The TGIS service, by messages over real sockets.
 
 The oracle is preamble.v1 on the same server, which tests/e2e/test_serving.py compares with
 `gpt.generation.generate`: in fp64 the same request gets the same answer on every protocol.
 """
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +15,7 @@ import pytest
 
 from gpt.tokenizers.tokenizer import open_tokenizer
 from serving.protocols.tgis.service import _token_offsets
-from tests.support.servers import ROOT, WAIT_S, eventually, serving, write_adapter, write_checkpoint
+from tests.support.servers import eventually, serving, write_adapter, write_checkpoint
 from tests.support.tgis_calls import (
     REFUSED,
     TEXT,
@@ -36,7 +32,6 @@ pytestmark = pytest.mark.slow  # Servers of its own: too long for the fast suite
 OTHER = "the quick brown fox"
 CONTEXT = 4096
 LONG = {"max_new_tokens": 3900, "min_new_tokens": 3900}  # No stop condition ends it early.
-STUBS = ROOT / "build" / "tgis"
 
 
 @pytest.fixture(scope="module")
@@ -502,34 +497,3 @@ def test_model_info(deployment: TgisServer) -> None:
 
 
 # ----------------------------------------------------------------------------- third-party stubs
-
-
-@pytest.mark.slow
-def test_third_party_stubs_work(deployment: TgisServer) -> None:
-    if not (STUBS / "vllm_tgis_adapter").is_dir():
-        pytest.skip(f"no TGIS stubs in {STUBS}; run: make tools")
-    client = subprocess.run(
-        [sys.executable, "-m", "tests.support.tgis_client", deployment.server.address, TEXT, OTHER],
-        cwd=ROOT,
-        env={**os.environ, "TGIS_STUBS": str(STUBS)},
-        capture_output=True,
-        text=True,
-        timeout=4 * WAIT_S,
-    )
-    assert client.returncode == 0, client.stderr
-    report = json.loads(client.stdout)
-    sampling = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 11}
-    sampling["repetition_penalty"] = 1.1
-    for text, answer in zip((TEXT, OTHER), report["texts"], strict=True):
-        expected = deployment.generate_own(
-            text, adapter="sum", sampling=sampling, max_new_tokens=16
-        )
-        assert answer == text + expected.text
-    assert report["streamed"] == report["texts"]
-    assert report["seeds"] == [11] * 4
-    assert report["last"] == report["stops"]
-    assert set(report["stops"]) <= {"MAX_TOKENS", "EOS_TOKEN"}
-    assert all(report["counts"] + report["inputs"] + report["tokens"])
-    assert set(report["details"]) == {2}
-    assert (report["context"], report["kind"]) == (CONTEXT, "DECODER_ONLY")
-    assert report["code"] == "INVALID_ARGUMENT"

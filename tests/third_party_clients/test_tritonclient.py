@@ -1,18 +1,22 @@
-"""KServe v2 as Triton's own tools and the clients of its backends use it.
+"""Triton's client, unmodified, over KServe's gRPC and HTTP protocols.
 
-The oracle is preamble.v1 on the same server.
+The calls are those of Triton's own tools and of the clients of its text backends. The oracle is
+preamble.v1 on the same server.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import tritonclient.grpc as triton
+import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from clients.client import Client, Options
 from tests.support.servers import write_adapter
 from tests.support.tritonclient_calls import (
+    NUMPY,
     TEXT,
     KServeServer,
     infer,
@@ -23,7 +27,7 @@ from tests.support.tritonclient_calls import (
     text_of,
 )
 
-pytestmark = pytest.mark.slow  # A server of its own: too long for the fast suite.
+pytestmark = pytest.mark.clients
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +39,13 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KServeServe
 @pytest.fixture
 def client(deployment: KServeServer) -> Iterator[triton.InferenceServerClient]:
     with triton.InferenceServerClient(deployment.server.address) as client:
+        yield client
+
+
+@pytest.fixture
+def http_client(deployment: KServeServer) -> Iterator[triton_http.InferenceServerClient]:
+    address = deployment.server.http_address
+    with triton_http.InferenceServerClient(address, concurrency=4) as client:
         yield client
 
 
@@ -140,3 +151,61 @@ def test_new_adapters_can_be_loaded_and_invalid_ones_are_reported(
         assert caught.value.status() == f"StatusCode.{code}"
     for name in ("new", "broken"):
         (deployment.adapters / f"{name}.safetensors").unlink()
+
+
+def test_http_clients_read_health_metadata_and_errors(
+    deployment: KServeServer, http_client: triton_http.InferenceServerClient
+) -> None:
+    assert http_client.is_server_live() and http_client.is_server_ready()
+    assert http_client.is_model_ready("preamble") and http_client.is_model_ready("fox", "2")
+    assert not http_client.is_model_ready("dog")
+    assert http_client.get_server_metadata()["name"] == "preamble"
+    assert http_client.get_model_metadata(deployment.model)["platform"] == "preamble"
+    assert http_client.get_model_config("preamble")["backend"] == "preamble"
+    index = http_client.get_model_repository_index()
+    assert {"preamble", "sum"} <= {model["name"] for model in index}
+    http_client.load_model("sum")
+    with pytest.raises(InferenceServerException, match="no model 'dog'"):
+        http_client.get_model_metadata("dog")
+    with pytest.raises(InferenceServerException, match="not served here"):
+        http_client.get_inference_statistics()
+
+
+def http_inputs(*, binary: bool, **inputs: Any) -> list[triton_http.InferInput]:
+    """Input tensors of the HTTP client, as binary data or as JSON."""
+    infer_inputs = []
+    for name, value in {"text_input": TEXT, **inputs}.items():
+        kind = {bool: "BOOL", int: "INT32", str: "BYTES"}[type(value)]
+        infer_input = triton_http.InferInput(name, [1], kind)
+        values = [value.encode()] if kind == "BYTES" else [value]
+        array: Any = np.array(values, dtype=NUMPY.get(kind, np.object_))
+        infer_input.set_data_from_numpy(array, binary_data=binary)
+        infer_inputs.append(infer_input)
+    return infer_inputs
+
+
+@pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
+def test_http_texts_equal_those_of_preamble_v1(
+    http_client: triton_http.InferenceServerClient, preamble_client: Client, binary: bool
+) -> None:
+    expected = preamble_client.generate(TEXT, Options(max_new_tokens=12, adapter="sum")).text
+    options: dict[str, Any] = {"max_tokens": 12, "exclude_input_in_output": True}
+    inputs = http_inputs(binary=binary, **options)
+    names = ("text_output", "output_ids", "cumulative_logprob")
+    outputs = [triton_http.InferRequestedOutput(name, binary_data=binary) for name in names]
+
+    default = http_client.infer("sum", inputs, request_id="7")
+    listed = http_client.infer(
+        "sum", inputs, outputs=outputs, request_compression_algorithm="gzip", priority=3
+    )
+    pending = http_client.async_infer("sum", inputs, outputs=outputs)
+
+    assert text_of(default) == expected
+    for response in (listed, pending.get_result()):
+        text = response.as_numpy("text_output")[0]
+        assert (text.decode() if binary else text) == expected
+    assert default.get_response()["id"] == "7"
+    assert listed.as_numpy("output_ids").shape == (1, 12)
+    assert listed.as_numpy("cumulative_logprob").shape == (1,)
+    with pytest.raises(InferenceServerException, match="max_tokens is 0"):
+        http_client.infer("sum", http_inputs(binary=binary, max_tokens=0))

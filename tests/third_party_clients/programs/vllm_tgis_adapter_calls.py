@@ -1,14 +1,17 @@
-"""A TGIS client with the stubs of vllm-tgis-adapter, for a separate process.
+"""Calls of a TGIS client with the stubs of vllm-tgis-adapter, for a separate process.
 
-Prints the responses as JSON. The package itself imports vllm, which its stubs do not need: empty
-modules stand in for its parents.
+    python vllm_tgis_adapter_calls.py ADDRESS TEXT...
+
+Prints the responses as JSON. The package itself imports vLLM, which its stubs do not need: empty
+modules replace the parents of the stubs.
 """
 
 import json
-import os
 import sys
 import types
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,10 +19,16 @@ import grpc
 TIMEOUT_S = 60.0
 
 
-def stubs(folder: str) -> tuple[Any, Any]:
-    for name in ("vllm_tgis_adapter", "vllm_tgis_adapter.grpc"):
+def stubs() -> tuple[Any, Any]:
+    spec = find_spec("vllm_tgis_adapter")
+    assert spec is not None and spec.origin is not None
+    package = Path(spec.origin).parent
+    for name, folder in (
+        ("vllm_tgis_adapter", package),
+        ("vllm_tgis_adapter.grpc", package / "grpc"),
+    ):
         module = types.ModuleType(name)
-        module.__path__ = [os.path.join(folder, *name.split("."))]
+        module.__path__ = [str(folder)]
         sys.modules[name] = module
     module_name = "vllm_tgis_adapter.grpc.pb.generation_pb2"
     return import_module(module_name), import_module(f"{module_name}_grpc")
@@ -74,10 +83,10 @@ def ask(pb: Any, stub: Any, texts: list[str]) -> dict[str, Any]:
 
 
 def main(address: str, *texts: str) -> None:
-    pb, services = stubs(os.environ["TGIS_STUBS"])
+    pb, services = stubs()
     with grpc.insecure_channel(address) as channel:
         report = ask(pb, services.GenerationServiceStub(channel), list(texts))
-    sys.stdout.write(json.dumps(report))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,197 @@
+"""Contention benchmark: speed of serving and tuning beside busy processes, as a share of fair.
+
+With k busy processes on c cores, an ideal engine that can use all c cores reaches the fraction
+c / (c + k) of its speed alone: its fair speed. Threads that spin at barriers reach less, because
+they use up CPU time while they wait for a preempted thread. A round times each engine alone, and
+then beside one and two busy processes. Figures are medians of the rounds' shares.
+"""
+
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from bench.harness.model_shapes import GPT2
+from bench.harness.record import SuiteOutput
+from bench.harness.targets import Settings, measured_row
+from bench.peers.compare import PEERS_FOLDER, EngineProcess
+from bench.peers.prompt_tuning import (
+    CASES,
+    NO_DROPOUT,
+    TrainerProcess,
+    TuningSizes,
+    random_batches,
+    start_trainers,
+)
+from gpt.child_processes import ChildProcess
+from gpt.host_limits import usable_cores
+
+PARTS = ("serving", "tuning")
+BUSY_PROCESSES = (0, 1, 2)  # Numbers of busy processes that each round measures.
+START_S = 60.0  # Time limit for the start of a busy process.
+# A busy process runs until its standard input is closed, which happens at the latest when this
+# process ends.
+BUSY_SCRIPT = """
+import sys, threading
+def wait_for_end():
+    sys.stdin.read()
+    ended.set()
+ended = threading.Event()
+threading.Thread(target=wait_for_end, daemon=True).start()
+print("ready", flush=True)
+while not ended.is_set():
+    for _ in range(100_000):
+        pass
+"""
+
+
+@dataclass(frozen=True)
+class ContentionSizes:
+    """Sizes of the timed work; tests use smaller ones."""
+
+    rounds: int = 5
+    prompt_tokens: int = 32
+    new_tokens: int = 128  # Of the one request that is timed.
+    tuning: TuningSizes = field(default_factory=partial(TuningSizes, steps=2))
+
+
+# Runs the timed work once, and returns its speed.
+SpeedFunction = Callable[[], float]
+
+
+def run_suite(
+    parts: Sequence[str] = (),
+    sizes: ContentionSizes = ContentionSizes(),
+    **network: float | None,
+) -> Iterator[SuiteOutput]:
+    """Run the selected parts, or all parts; `network` overrides config values of GPT-2 small."""
+    measurements = {"serving": measure_serving, "tuning": measure_tuning}
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        model = Path(name) / "model"
+        GPT2.save_random(model, **NO_DROPOUT | network)
+        vocab_size = int(network.get("vocab_size") or GPT2.settings["vocab_size"])
+        yield f"GPT-2 small, bf16, {usable_cores()} cores"
+        for part in parts or PARTS:
+            yield from measurements[part](model, vocab_size, sizes)
+
+
+def measure_serving(model: Path, vocab_size: int, sizes: ContentionSizes) -> Iterator[SuiteOutput]:
+    """Time one request on our engine and on llama.cpp, if it is installed."""
+
+    def speed_of(engine: EngineProcess) -> SpeedFunction:
+        def generate() -> float:
+            prompt = random.sample(range(vocab_size), sizes.prompt_tokens)
+            seconds = engine.time_generation([prompt], sizes.new_tokens)
+            if engine.failure:
+                raise RuntimeError(f"{engine.name} failed {engine.failure}")
+            return sizes.new_tokens / seconds
+
+        return generate
+
+    with ExitStack() as stack:
+        engines: list[EngineProcess] = []
+        descriptions: dict[str, str] = {}
+        for name, python in (
+            ("ours", Path(sys.executable)),
+            ("llama", PEERS_FOLDER / "llama" / "bin" / "python"),
+        ):
+            try:
+                engine = EngineProcess(name, python, model)
+            except (RuntimeError, OSError) as error:
+                descriptions[name] = f"not run: {error}"
+                continue
+            stack.callback(engine.close)
+            engines.append(engine)
+            descriptions[name] = engine.description
+        yield Settings("one request", descriptions)
+        speeds = {engine.name: speed_of(engine) for engine in engines}
+        yield from report_shares("serving", "new tokens/s", speeds, sizes.rounds)
+
+
+def measure_tuning(model: Path, vocab_size: int, sizes: ContentionSizes) -> Iterator[SuiteOutput]:
+    """Time steps of prompt tuning with our trainer."""
+    case, rng = CASES[0], random.Random(0)
+    tuning_sizes = replace(sizes.tuning, vocab_size=vocab_size)
+
+    def speed_of(trainer: TrainerProcess) -> SpeedFunction:
+        def train() -> float:
+            batches = random_batches(rng, case, tuning_sizes, tuning_sizes.steps)
+            tokens = sum(len(example) for batch in batches for example in batch)
+            return tokens / trainer.train(batches, tuning_sizes.answer_tokens).seconds
+
+        return train
+
+    with start_trainers(model.parent, tuning_sizes, ("ours",)) as trainers:
+        for trainer in trainers:
+            trainer.load_model(model, "bfloat16")
+            trainer.start_training(case.virtual_tokens)
+        speeds = {trainer.name: speed_of(trainer) for trainer in trainers}
+        yield from report_shares("tuning", "text tokens/s", speeds, sizes.rounds)
+
+
+def report_shares(
+    part: str, unit: str, speeds: Mapping[str, SpeedFunction], rounds: int
+) -> Iterator[SuiteOutput]:
+    """Time interleaved rounds after a warm-up; yield a line per engine, and our rows."""
+    samples: dict[str, dict[int, list[float]]] = {
+        name: {count: [] for count in BUSY_PROCESSES} for name in speeds
+    }
+    for measure in speeds.values():
+        measure()
+    for _ in range(rounds):
+        for name, measure in speeds.items():
+            for count in BUSY_PROCESSES:
+                with busy_processes(count):
+                    samples[name][count].append(measure())
+    for name, by_count in samples.items():
+        cells = ", ".join(
+            f"{statistics.median(by_count[count]):,.1f} with {count} busy"
+            for count in BUSY_PROCESSES
+        )
+        yield f"{name}: {cells} {unit}"
+    for count in BUSY_PROCESSES[1:]:
+        shares = {name: fair_shares(samples[name], count) for name in samples}
+        medians = {name: statistics.median(values) for name, values in shares.items()}
+        summary = ", ".join(f"{name} {100 * share:.0f} %" for name, share in medians.items())
+        if "ours" in medians:
+            yield measured_row(
+                f"contention/{part}-{count}", 100 * medians["ours"], summary, samples=shares
+            )
+
+
+def fair_shares(by_count: Mapping[int, Sequence[float]], busy: int) -> list[float]:
+    """Return the share of the fair speed that each round reached beside `busy` processes."""
+    cores = usable_cores()
+    fair = cores / (cores + busy)
+    return [
+        speed / (alone * fair) for alone, speed in zip(by_count[0], by_count[busy], strict=True)
+    ]
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Run `count` processes that each keep a core busy."""
+    processes = []
+    try:
+        for _ in range(count):
+            processes.append(
+                ChildProcess(
+                    [sys.executable, "-c", BUSY_SCRIPT],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+            )
+        for process in processes:
+            if process.read_line(START_S) != "ready\n":
+                raise RuntimeError("a busy process ended at its start")
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()  # Also closes the pipes.

@@ -1,0 +1,104 @@
+"""Adapter residency: the adapters whose rows are on the device, and those that requests wait for.
+
+The scheduler puts adapters on the device and evicts them; it knows only their digests, and reports
+changes in `Update`s. The front end knows the names, from the requests that it submits. Routers read
+the names in the metrics, so a tenant's private adapters are left out. Prefix adapters are not
+counted: their keys and values are in KV blocks, not in the adapter pool. The module is plain state
+without locks.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from serving.request import AnswerSpec
+
+# At most this number of adapter names is reported.
+ADAPTER_NAMES_MAX = 100
+
+
+@dataclass(frozen=True)
+class ResidencySnapshot:
+    """Names without versions, the last used first, at most ADAPTER_NAMES_MAX in each list."""
+
+    resident: tuple[str, ...]
+    waiting: tuple[str, ...]  # Requests wait for these adapters, which are not on the device.
+    adapters_max: int  # Number of adapters of the present average size that fit on the device.
+    changed_at: float  # Unix time of the last change of the adapters on the device.
+
+
+@dataclass(frozen=True, slots=True)
+class _AdapterUse:
+    name: str  # Without version; empty: a tenant's private adapter.
+    row_count: int
+
+
+class AdapterResidency:
+    """Joins the digests of the adapters on the device with the names in requests.
+
+    `rows_max` is the size of the adapter pool. At most `rows_max` + `requests_max` adapters are
+    remembered: all that can be on the device, and one for each unfinished request.
+    """
+
+    def __init__(self, rows_max: int, requests_max: int) -> None:
+        self._rows_max = rows_max
+        self._uses_max = rows_max + requests_max
+        # By digest, the last used adapter last.
+        self._uses: OrderedDict[str, _AdapterUse] = OrderedDict()
+        self._resident: set[str] = set()
+        self._changed_at = time.time()
+
+    def record_use(self, answer: AnswerSpec) -> None:
+        """Remember the adapter of an answer that is submitted to the engine loop."""
+        adapter_ref = answer.adapter_ref
+        if adapter_ref is None or adapter_ref.is_prefix:
+            return
+        self._uses[adapter_ref.digest] = _AdapterUse(_shared_name(answer), adapter_ref.row_count)
+        self._uses.move_to_end(adapter_ref.digest)
+        if len(self._uses) > self._uses_max:
+            del self._uses[next(digest for digest in self._uses if digest not in self._resident)]
+
+    def apply_changes(self, changes: Mapping[str, bool]) -> None:
+        """Apply `Update.adapter_changes`."""
+        for digest, is_resident in changes.items():
+            if is_resident:
+                self._resident.add(digest)
+            else:
+                self._resident.discard(digest)
+        if changes:
+            self._changed_at = time.time()
+
+    def clear(self) -> None:
+        """Forget the adapters on the device, because the ranks were lost."""
+        self.apply_changes(dict.fromkeys(self._resident, False))
+
+    def snapshot(self, waiting_answers: Iterable[AnswerSpec]) -> ResidencySnapshot:
+        """Return the present state. `waiting_answers` have no token yet, the newest last."""
+        resident = [
+            self._uses[digest] for digest in reversed(self._uses) if digest in self._resident
+        ]
+        waiting = [
+            _shared_name(answer)
+            for answer in waiting_answers
+            if answer.adapter_ref is not None
+            and not answer.adapter_ref.is_prefix
+            and answer.adapter_ref.digest not in self._resident
+        ]
+        rows = sum(use.row_count for use in resident)
+        average_rows = -(-rows // len(resident)) if resident else 1
+        return ResidencySnapshot(
+            _listed(use.name for use in resident),
+            _listed(reversed(waiting)),
+            max(len(self._resident), self._rows_max // average_rows),
+            self._changed_at,
+        )
+
+
+def _shared_name(answer: AnswerSpec) -> str:
+    return "" if answer.is_private else answer.adapter.partition("@")[0]
+
+
+def _listed(names: Iterable[str]) -> tuple[str, ...]:
+    distinct_names = dict.fromkeys(name for name in names if name)
+    return tuple(distinct_names)[:ADAPTER_NAMES_MAX]

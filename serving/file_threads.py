@@ -1,0 +1,117 @@
+"""File threads: daemon threads for file accesses of the front end that may not answer.
+
+A disk or a network file system may not answer for hours, and Python cannot interrupt a thread that
+waits for it. The default threads of asyncio are unsuitable for such accesses: a few of them would
+take all threads, and a process does not exit before its default threads end. Here a caller waits
+for a limited time, an owner (for example a tenant) has a limited share of the threads, and the exit
+does not wait. The module does not know which files are read or written.
+"""
+
+import asyncio
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from serving.request import UnavailableError
+
+T = TypeVar("T")
+
+THREADS_MAX = 32
+OWNER_THREADS_MAX = 4
+# Owners that are not tenants. A tenant's name has no slash.
+POLL_OWNER, TOKENS_OWNER, TLS_OWNER, FLIGHT_OWNER = "/poll", "/tokens", "/tls", "/flight"
+CHANGE_LOG_OWNER = "/changes"
+
+
+@dataclass(frozen=True, eq=False)
+class _Access:
+    """A file access that waits for a thread or runs in one."""
+
+    owner: str
+    function: Callable[[], Any]
+    future: "Future[Any]"
+
+
+class FileThreads:
+    """Runs file accesses, each in a new daemon thread, at most `OWNER_THREADS_MAX` per owner."""
+
+    def __init__(self, limit_s: float) -> None:
+        """`limit_s`: the time that `run` waits for an access."""
+        self.limit_s = limit_s
+        self._lock = threading.Lock()
+        self._waiting: deque[_Access] = deque()
+        self._running: Counter[str] = Counter()  # Accesses in threads, by owner.
+
+    async def run(
+        self, owner: str, function: Callable[..., T], *args: Any, limit_s: float | None = None
+    ) -> T:
+        """Return `function(*args)`; raise UnavailableError if it takes longer than `limit_s`.
+
+        The default of `limit_s` is the constructor's. A call that runs continues in its thread; a
+        call that waits for a thread is dropped.
+        """
+        limit_s = self.limit_s if limit_s is None else limit_s
+        future = self.submit(owner, function, *args)
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            if not limit.expired():
+                raise  # Raised by `function`: the operating system gave up.
+            raise UnavailableError(
+                f"the server's storage did not answer within {limit_s:g} s; try again later",
+                "STORAGE_TIMEOUT",
+            ) from None
+        finally:
+            self._drop_cancelled()
+
+    async def run_to_end(self, owner: str, function: Callable[[], object]) -> None:
+        """Call `function`, and wait for its end at most for the time limit.
+
+        The call is never dropped, also if the task of the caller is cancelled.
+        """
+        await asyncio.wait(
+            [asyncio.wrap_future(self.submit(owner, function))], timeout=self.limit_s
+        )
+
+    def submit(self, owner: str, function: Callable[..., T], *args: Any) -> "Future[T]":
+        """Call `function(*args)` in a thread as soon as the owner has a free one."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._waiting.append(_Access(owner, partial(function, *args), future))
+            self._start_waiting()
+        return future
+
+    def _start_waiting(self) -> None:
+        """Start the accesses whose owners have a free thread. The caller holds the lock."""
+        for access in list(self._waiting):
+            if self._running.total() >= THREADS_MAX:
+                return
+            if self._running[access.owner] < OWNER_THREADS_MAX:
+                self._waiting.remove(access)
+                self._running[access.owner] += 1
+                threading.Thread(
+                    target=self._run_access, args=(access,), name="files", daemon=True
+                ).start()
+
+    def _run_access(self, access: _Access) -> None:
+        try:
+            if access.future.set_running_or_notify_cancel():
+                access.future.set_result(access.function())
+        except BaseException as error:
+            access.future.set_exception(error)
+        finally:
+            with self._lock:
+                self._running -= Counter([access.owner])
+                self._start_waiting()
+
+    def _drop_cancelled(self) -> None:
+        """Drop waiting accesses whose callers have stopped waiting."""
+        with self._lock:
+            self._waiting = deque(
+                access for access in self._waiting if not access.future.cancelled()
+            )

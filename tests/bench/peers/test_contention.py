@@ -1,0 +1,51 @@
+"""Contention benchmark on a tiny model; the shares are not checked."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from bench.harness.targets import Row
+from bench.peers import contention, prompt_tuning
+
+NETWORK: dict[str, float | None] = {
+    "n_layer": 2,
+    "n_embd": 32,
+    "n_head": 4,
+    "vocab_size": 320,
+    "n_positions": 160,
+}
+
+
+def test_the_share_is_relative_to_the_fair_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contention, "usable_cores", lambda: 2)
+    samples = {0: [90.0, 60.0], 1: [30.0, 40.0], 2: [45.0, 15.0]}
+    assert contention.fair_shares(samples, 1) == pytest.approx([0.5, 1.0])
+    assert contention.fair_shares(samples, 2) == pytest.approx([1.0, 0.5])
+
+
+def test_busy_processes_run_only_inside_of_the_context() -> None:
+    def children() -> set[str]:
+        return set(Path("/proc/self/task").joinpath(own_task, "children").read_text().split())
+
+    own_task = Path("/proc/thread-self").resolve().name
+    before = children()
+    with contention.busy_processes(2):
+        assert len(children() - before) == 2
+    assert children() == before
+
+
+@pytest.mark.slow
+def test_each_part_yields_a_row_for_one_and_for_two_busy_processes() -> None:
+    pytest.importorskip("peft")
+    tuning = prompt_tuning.TuningSizes(batch_size=2, answer_tokens=2, steps=1, threads=1)
+    sizes = contention.ContentionSizes(rounds=1, prompt_tokens=8, new_tokens=8, tuning=tuning)
+    outputs = list(contention.run_suite((), sizes, **NETWORK))
+    rows = [output for output in outputs if isinstance(output, Row)]
+    assert [row.target.name.removeprefix("contention/") for row in rows] == [
+        "serving-1",
+        "serving-2",
+        "tuning-1",
+        "tuning-2",
+    ]
+    assert all(math.isfinite(row.value) and row.value > 0 for row in rows)
