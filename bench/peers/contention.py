@@ -1,9 +1,12 @@
 """Contention benchmark: speed of serving and tuning beside busy processes, as a share of fair.
 
-With k busy processes on c cores, an ideal engine that can use all c cores reaches the fraction
-c / (c + k) of its speed alone: its fair speed. Threads that spin at barriers reach less, because
-they use up CPU time while they wait for a preempted thread. A round times each engine alone, and
-then beside one and two busy processes. Figures are medians of the rounds' shares.
+With k busy processes on c cores, an ideal engine that can use all c cores reaches the fraction c /
+(c + k) of its speed alone: its fair speed. Linux may share the cores among sessions instead of
+threads (`sched_autogroup_enabled`). Each process of this benchmark is a session of its own, so the
+fraction is then that of one session among k + 1, of which k can use only one core each. Threads
+that spin at barriers reach less, because they use up CPU time while they wait for a preempted
+thread. A round times each engine alone, and then beside one and two busy processes. Figures are
+medians of the rounds' shares.
 """
 
 import random
@@ -34,6 +37,7 @@ from gpt.host_limits import usable_cores
 
 PARTS = ("serving", "tuning")
 BUSY_PROCESSES = (0, 1, 2)  # Numbers of busy processes that each round measures.
+AUTOGROUP_FILE = Path("/proc/sys/kernel/sched_autogroup_enabled")
 START_S = 60.0  # Time limit for the start of a busy process.
 # A busy process runs until its standard input is closed, which happens at the latest when this
 # process ends.
@@ -76,7 +80,8 @@ def run_suite(
         model = Path(name) / "model"
         GPT2.save_random(model, **NO_DROPOUT | network)
         vocab_size = int(network.get("vocab_size") or GPT2.settings["vocab_size"])
-        yield f"GPT-2 small, bf16, {usable_cores()} cores"
+        sharers = "sessions" if shares_by_session() else "threads"
+        yield f"GPT-2 small, bf16, {usable_cores()} cores shared by {sharers}"
         for part in parts or PARTS:
             yield from measurements[part](model, vocab_size, sizes)
 
@@ -167,11 +172,25 @@ def report_shares(
 
 def fair_shares(by_count: Mapping[int, Sequence[float]], busy: int) -> list[float]:
     """Return the share of the fair speed that each round reached beside `busy` processes."""
-    cores = usable_cores()
-    fair = cores / (cores + busy)
+    fair = fair_fraction(usable_cores(), busy, by_session=shares_by_session())
     return [
         speed / (alone * fair) for alone, speed in zip(by_count[0], by_count[busy], strict=True)
     ]
+
+
+def fair_fraction(cores: int, busy: int, *, by_session: bool) -> float:
+    """Return the fair fraction of the speed alone beside `busy` processes."""
+    if by_session:
+        return max(cores / (busy + 1), cores - busy) / cores
+    return cores / (cores + busy)
+
+
+def shares_by_session() -> bool:
+    """Return whether Linux shares the cores among sessions."""
+    try:
+        return AUTOGROUP_FILE.read_text().strip() == "1"
+    except OSError:
+        return False
 
 
 @contextmanager

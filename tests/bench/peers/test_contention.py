@@ -19,9 +19,27 @@ NETWORK: dict[str, float | None] = {
 
 def test_the_share_is_relative_to_the_fair_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contention, "usable_cores", lambda: 2)
+    monkeypatch.setattr(contention, "shares_by_session", lambda: False)
     samples = {0: [90.0, 60.0], 1: [30.0, 40.0], 2: [45.0, 15.0]}
     assert contention.fair_shares(samples, 1) == pytest.approx([0.5, 1.0])
     assert contention.fair_shares(samples, 2) == pytest.approx([1.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("cores", "busy", "by_session", "fraction"),
+    [
+        (2, 1, False, 2 / 3),
+        (2, 2, False, 1 / 2),
+        (2, 1, True, 1 / 2),
+        (2, 2, True, 1 / 3),
+        (8, 1, True, 7 / 8),
+        (8, 15, True, 1 / 16),
+    ],
+)
+def test_the_fair_fraction_depends_on_what_shares_the_cores(
+    cores: int, busy: int, by_session: bool, fraction: float
+) -> None:
+    assert contention.fair_fraction(cores, busy, by_session=by_session) == pytest.approx(fraction)
 
 
 def test_busy_processes_run_only_inside_of_the_context() -> None:
