@@ -24,11 +24,11 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from gpt.abandoned_files import temporary_folder
-from gpt.atomic_files import write_atomic
 from gpt.child_processes import ChildProcess, die_with_parent
 from gpt.cpu_threads import set_thread_count
 from gpt.errors import ConfigError
+from gpt.files.abandoned_files import temporary_folder
+from gpt.files.atomic_files import write_atomic
 from gpt.parallel.mesh import Mesh
 from ptuning.config import SHARED_TASK_SETTINGS, ParallelConfig, TuneConfig
 

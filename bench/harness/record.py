@@ -17,8 +17,8 @@ from typing import Any
 
 from bench.harness.roofline import MeasuredLimit
 from bench.harness.targets import Row, Settings
-from gpt.atomic_files import write_atomic
 from gpt.errors import ConfigError
+from gpt.files.atomic_files import write_atomic
 from gpt.host_limits import total_memory_bytes, usable_cores
 from gpt.json_output import nonfinite_to_none
 

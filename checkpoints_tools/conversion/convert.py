@@ -32,7 +32,6 @@ from checkpoints_tools.conversion.target_directory import (
 from checkpoints_tools.layout.layout import Layout, TargetFile, unplaced_tensors
 from checkpoints_tools.layout.tokenizer_files import plan_tokenizer_files
 from checkpoints_tools.writers.registry import ConversionOptions, plan_target
-from gpt.atomic_files import fsync_folders, rename_durable, write_synced
 from gpt.checkpoint.digest import combine_digests, fingerprint, functional_config, identify
 from gpt.checkpoint.logical_tensor import (
     Checkpoint,
@@ -43,6 +42,7 @@ from gpt.checkpoint.logical_tensor import (
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import CheckpointError
+from gpt.files.atomic_files import fsync_folders, rename_durable, write_synced
 from gpt.formats.manifest import MANIFEST, Manifest
 from gpt.formats.registry import open_checkpoint
 from gpt.reference_logits.proof_file import PROOF_FILE as PROOF

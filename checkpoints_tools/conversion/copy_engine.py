@@ -36,10 +36,10 @@ from torch import Tensor
 from checkpoints_tools.conversion.crc32 import combine_crc32
 from checkpoints_tools.conversion.journal import FinishedTensor, Journal
 from checkpoints_tools.layout.layout import Layout, Placement, TargetFile, placements_by_tensor
-from gpt.atomic_files import fsync_folders
 from gpt.checkpoint.logical_tensor import Checkpoint, LogicalTensor, allocate_scratch, as_bytes
 from gpt.dtypes import is_finite
 from gpt.errors import CheckpointError
+from gpt.files.atomic_files import fsync_folders
 from gpt.parallel.weight_sharding import layer_number
 
 # Finished tensors are committed (fsync, then journal) when this time has passed, or this number of

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpt.json_lines_log import JsonLinesLog
+from gpt.files.json_lines_log import JsonLinesLog
 
 COUNTS = ("requests", "prompt_tokens", "virtual_tokens", "cached_tokens", "generated_tokens")
 GROUPS = ("tenant", "adapter", "model", "server", "day")

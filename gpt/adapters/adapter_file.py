@@ -17,7 +17,6 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from gpt.abandoned_files import remove_abandoned_partials
 from gpt.adapters.card import (
     CARD_BYTES_MAX,
     Adapter,
@@ -30,12 +29,13 @@ from gpt.adapters.card import (
 from gpt.adapters.change_log import AdapterChange, AdapterChangeLog, ChangeAuthor
 from gpt.adapters.import_nemo import is_nemo_prompt, open_nemo_prompt
 from gpt.adapters.import_peft import open_peft, open_tgis
-from gpt.atomic_files import write_atomic
 from gpt.checkpoint.files.safetensors_file import open_safetensors
 from gpt.checkpoint.logical_tensor import Checkpoint, ModelIdentity
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import AdapterError, CheckpointError, RequestError
+from gpt.files.abandoned_files import remove_abandoned_partials
+from gpt.files.atomic_files import write_atomic
 
 __all__ = [
     "Adapter",

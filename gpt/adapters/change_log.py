@@ -10,8 +10,8 @@ servers that share the directory write one log.
 - `refusals.jsonl`: changes that were refused before they began. They have files of their own, so
   that a caller who is always refused cannot displace the records of changes.
 
-Both logs are rotated (`gpt.json_lines_log`). A record has no content of an adapter, and no token.
-The module imports neither torch nor a server; it does not decide who may change an adapter.
+Both logs are rotated (`gpt.files.json_lines_log`). A record has no content of an adapter, and no
+token. The module imports neither torch nor a server; it does not decide who may change an adapter.
 """
 
 import getpass
@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from gpt.json_lines_log import JsonLinesLog
+from gpt.files.json_lines_log import JsonLinesLog
 
 FOLDER = ".changes"
 CHANGES_FILE, REFUSALS_FILE = "changes.jsonl", "refusals.jsonl"

@@ -20,9 +20,9 @@ from torch import Tensor
 from gpt.adapters.card import Adapter
 from gpt.adapters.export_peft import AdapterExport, bos_row, check_not_prefix
 from gpt.adapters.prompt_template import VIRTUAL_PROMPT_MARK, PromptTemplate, TemplateField
-from gpt.atomic_files import open_atomic
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.errors import AdapterError
+from gpt.files.atomic_files import open_atomic
 from gpt.formats.nemo.archive import CONFIG_FILE
 
 SUFFIX = ".nemo"

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from gpt.adapters.card import Adapter
 from gpt.adapters.import_peft import PREFIX_TUNING, PROMPT_EMBEDDINGS_KEY
-from gpt.atomic_files import stage_folder
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.errors import AdapterError
+from gpt.files.atomic_files import stage_folder
 from gpt.tokenizers.tokenizer import open_tokenizer
 
 EMBEDDING_KEY = "embedding.word_embeddings.weight"

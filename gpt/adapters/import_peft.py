@@ -19,7 +19,7 @@ from gpt.checkpoint.files.safetensors_file import open_safetensors
 from gpt.checkpoint.files.torch_save import is_dense, load_weights_only, open_state_dict
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError
-from gpt.regular_files import read_regular_file
+from gpt.files.regular_files import read_regular_file
 
 PROMPT_EMBEDDINGS_KEY = "prompt_embeddings"
 MULTITASK_PROMPT_TUNING = "MULTITASK_PROMPT_TUNING"

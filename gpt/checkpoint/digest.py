@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from gpt.abandoned_files import remove_abandoned_partials
-from gpt.atomic_files import write_atomic
 from gpt.checkpoint.logical_tensor import Checkpoint, LogicalTensor, ModelIdentity, allocate_scratch
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError
+from gpt.files.abandoned_files import remove_abandoned_partials
+from gpt.files.atomic_files import write_atomic
 from gpt.host_limits import usable_cores
 
 __all__ = ["ModelIdentity", "base_digest", "combine_digests", "fingerprint", "identify"]

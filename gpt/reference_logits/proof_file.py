@@ -16,12 +16,12 @@ import safetensors
 import torch
 from torch import Tensor
 
-from gpt.atomic_files import write_atomic
 from gpt.checkpoint.files.safetensors_file import SafetensorsTensor, encode_header, open_safetensors
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import CheckpointError
+from gpt.files.atomic_files import write_atomic
 
 PROOF_FILE = "preamble.proof.safetensors"
 FORMAT, VERSION = "preamble.proof", 1

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt.errors import CheckpointError, RequestError
-from gpt.regular_files import read_regular_file
+from gpt.files.regular_files import read_regular_file
 from gpt.settings import short_repr
 
 TOKEN_ID_LIMIT = 1 << 31  # Above the size of every vocabulary.

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from gpt.atomic_files import write_atomic
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
+from gpt.files.atomic_files import write_atomic
 from gpt.settings import parse_settings, read_yaml, short_repr
 from planning.hardware import Cluster, Device
 from planning.inference.step_cost import PiecewiseLinear, StepCostModel

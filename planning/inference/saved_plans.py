@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from gpt.atomic_files import write_atomic
+from gpt.files.atomic_files import write_atomic
 from planning.inference.plan import settings_header
 from planning.inference.requirements import Requirements
 from planning.plan import Plan

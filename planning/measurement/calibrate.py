@@ -20,11 +20,11 @@ import yaml
 from checkpoints_tools.conversion.convert import write_native
 from clients.load.generator import LengthSampler, LoadError, LoadSpec, ServerEndpoint, run_load
 from clients.load.report import LoadReport
-from gpt.abandoned_files import temporary_folder
 from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
 from gpt.cpu_threads import set_thread_count
 from gpt.errors import PreambleError
+from gpt.files.abandoned_files import temporary_folder
 from gpt.formats.registry import open_checkpoint
 from gpt.host_limits import total_memory_bytes
 from gpt.model.loading import check_dtype, parse_device

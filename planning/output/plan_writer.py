@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from gpt.atomic_files import write_atomic
 from gpt.errors import ConfigError
+from gpt.files.atomic_files import write_atomic
 from gpt.json_output import nonfinite_to_none
 from gpt.settings import short_repr, suggest_nearest
 from planning.figures import count_by_feasibility, label, rejections

@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Self
 
-from gpt.atomic_files import write_atomic
+from gpt.files.atomic_files import write_atomic
 from ptuning.reporting import tensorboard_events
 from ptuning.run_facts import StepMetrics, Validation
 

@@ -32,12 +32,12 @@ from gpt.adapters.adapter_file import (
     publish_adapter,
 )
 from gpt.adapters.golden_examples import record_golden_examples
-from gpt.atomic_files import stage_folder, write_atomic
 from gpt.checkpoint.digest import identify
 from gpt.checkpoint.logical_tensor import checkpoint_from_tensors
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPE_NAMES, FLOAT_DTYPES
 from gpt.errors import ConfigError
+from gpt.files.atomic_files import stage_folder, write_atomic
 from gpt.formats.manifest import MANIFEST, NATIVE, Manifest
 from gpt.formats.native import TOKENIZER_FOLDER
 from gpt.formats.registry import open_checkpoint

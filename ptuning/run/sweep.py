@@ -29,8 +29,8 @@ from gpt.adapters.adapter_file import (
     open_adapter,
     publish_adapter,
 )
-from gpt.atomic_files import write_atomic
 from gpt.errors import AdapterError, ConfigError, PreambleError
+from gpt.files.atomic_files import write_atomic
 from gpt.json_output import nonfinite_to_none
 from gpt.settings import read_yaml, setting_fields, short_repr, suggest_nearest
 from ptuning.config import TuneConfig, ValidationConfig

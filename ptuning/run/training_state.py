@@ -27,9 +27,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gpt.atomic_files import fsync_folder, rename_durable, write_synced
 from gpt.checkpoint.files.safetensors_file import read_small_file
 from gpt.errors import ConfigError
+from gpt.files.atomic_files import fsync_folder, rename_durable, write_synced
 from gpt.parallel.mesh import Mesh
 from gpt.settings import setting_fields
 from ptuning.config import TuneConfig, rename_monitor

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt.adapters.adapter_file import SUFFIX, AdapterName, parse_name
-from gpt.atomic_files import write_atomic
 from gpt.errors import ConfigError, RequestError
-from gpt.regular_files import open_regular_file
+from gpt.files.atomic_files import write_atomic
+from gpt.files.regular_files import open_regular_file
 
 ALIAS_SUFFIX = ".current"
 UPLOAD_PREFIX = ".upload-"

@@ -17,12 +17,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from gpt.abandoned_files import is_abandoned, lock_descriptor, remove_abandoned_partials
 from gpt.adapters.adapter_file import SUFFIX, Adapter, AdapterName, open_adapter, parse_name
 from gpt.adapters.card import NAME_PATTERN
 from gpt.adapters.change_log import AdapterChange, AdapterChangeLog, ChangeAction, ChangeAuthor
-from gpt.atomic_files import rename_durable
 from gpt.errors import AdapterError, ConfigError, RequestError
+from gpt.files.abandoned_files import is_abandoned, lock_descriptor, remove_abandoned_partials
+from gpt.files.atomic_files import rename_durable
 from serving.adapters.directory_layout import (
     UNLOADED_PREFIX,
     UPLOAD_PREFIX,

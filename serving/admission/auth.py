@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import yaml
 
 from gpt.errors import ConfigError
-from gpt.regular_files import open_regular_file
+from gpt.files.regular_files import open_regular_file
 from gpt.settings import YAML_BYTES_MAX, BoundedYamlLoader, parse_settings, short_repr
 from serving.admission.rate_limits import UNLIMITED, RateLimits
 from serving.request import RefusedError

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from gpt.atomic_files import write_atomic
+from gpt.files.atomic_files import write_atomic
 from gpt.sampling_params import SamplingParams
 from serving.messages import (
     EngineStats,

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from gpt.errors import ConfigError
-from gpt.regular_files import read_regular_file
+from gpt.files.regular_files import read_regular_file
 from serving.config import SecurityConfig
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import msgspec
 
-from gpt.atomic_files import write_atomic
 from gpt.errors import ConfigError
+from gpt.files.atomic_files import write_atomic
 from serving.config import ServerConfig
 from serving.ranks.message_socket import Channel
 from serving.ranks.supervisor import KILL_TIMEOUT_S, RankSupervisor

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from gpt.errors import ConfigError
-from gpt.json_lines_log import JsonLinesLog
+from gpt.files.json_lines_log import JsonLinesLog
 from serving.config import ObservabilityConfig
 from serving.logs import LogThrottle
 from serving.service.usage import UsageCounts, UsageMeter

@@ -64,6 +64,7 @@ COMMAND_LINES = {f"{folder}.__main__" for folder in IMPORTS}
 LAYERS: dict[str, tuple[str, ...]] = {
     "gpt": (
         ".",
+        "files",
         "parallel cpu tokenizers",
         "checkpoint costs",
         "checkpoint/files attention",
@@ -131,13 +132,12 @@ TORCH_AND_IO = {"torch", "grpc", "asyncio"}
 WITHOUT: dict[str, set[str]] = {
     "gpt": {"grpc", "asyncio", "prometheus_client", "multiprocessing"},
     "gpt/adapters/change_log.py": {"torch"},
-    "gpt/atomic_files.py": {"torch"},
     "gpt/child_processes.py": {"torch"},
     "gpt/config.py": {"torch"},
     "gpt/costs": {"torch"},
     "gpt/errors.py": {"torch"},
     "gpt/host_limits.py": {"torch"},
-    "gpt/json_lines_log.py": {"torch"},
+    "gpt/files": {"torch"},
     "gpt/parallel/pipeline_stages.py": {"torch"},
     "gpt/parallel/vocabulary_padding.py": {"torch"},
     "gpt/parallel/weight_sharding.py": {"torch"},

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gpt.atomic_files import stage_folder
+from gpt.files.atomic_files import stage_folder
 from tests.support.client_environments import run_program
 from tests.support.servers import ROOT
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpt.json_lines_log import JsonLinesLog
+from gpt.files.json_lines_log import JsonLinesLog
 
 COUNTS = ("requests", "prompt_tokens", "virtual_tokens", "cached_tokens", "generated_tokens")
 

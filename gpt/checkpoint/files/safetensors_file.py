@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gpt.errors import CheckpointError
-from gpt.regular_files import open_regular_file, read_regular_file
+from gpt.files.regular_files import open_regular_file, read_regular_file
 
 # No model has a longer header; a longer one means a broken file or another format.
 HEADER_BYTES_MAX = 100 << 20

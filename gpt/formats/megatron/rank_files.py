@@ -19,8 +19,8 @@ from gpt.checkpoint.files.restricted_unpickle import Stub
 from gpt.checkpoint.files.torch_file import read_torch_file
 from gpt.checkpoint.logical_tensor import summarize_names
 from gpt.errors import CheckpointError
+from gpt.files.regular_files import open_regular_file
 from gpt.formats.mappings.megatron_args import ARCHITECTURE_ARGS, MegatronArgs
-from gpt.regular_files import open_regular_file
 from gpt.settings import short_repr
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"

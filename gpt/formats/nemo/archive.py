@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from gpt.abandoned_files import remove_abandoned_partials
-from gpt.atomic_files import stage_folder
 from gpt.checkpoint.digest import digest_cache_folder
 from gpt.checkpoint.files.file_tree import FILES_MAX, FileTree, Span, scan_folder_recursive
 from gpt.checkpoint.files.safetensors_file import MappedFile, refuse_git_lfs_pointer
 from gpt.errors import CheckpointError
-from gpt.regular_files import open_regular_file
+from gpt.files.abandoned_files import remove_abandoned_partials
+from gpt.files.atomic_files import stage_folder
+from gpt.files.regular_files import open_regular_file
 
 GZIP_MAGIC = b"\x1f\x8b"
 # `tarfile` reads a member's header, including a long name and extended attributes, into memory.

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gpt.atomic_files import fsync_folder
+from gpt.files.atomic_files import fsync_folder
 
 # Bytes of a line. Readers skip longer lines, which no writer of this module has written.
 LINE_BYTES_MAX = 64 << 10

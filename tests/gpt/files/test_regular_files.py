@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt.regular_files import open_regular_file, read_regular_file
+from gpt.files.regular_files import open_regular_file, read_regular_file
 
 
 def test_a_regular_file_is_read_through_links(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from gpt.atomic_files import (
+from gpt.child_processes import child_environment
+from gpt.files.atomic_files import (
     fsync_folders,
     open_atomic,
     rename_durable,
@@ -24,7 +25,6 @@ from gpt.atomic_files import (
     write_atomic,
     write_synced,
 )
-from gpt.child_processes import child_environment
 
 OLD, NEW = b"old content", b"new content"
 
@@ -114,7 +114,7 @@ def test_a_killed_writer_leaves_the_old_content(tmp_path: Path) -> None:
     path = write_atomic(tmp_path / "report", OLD)
     program = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from gpt.atomic_files import open_atomic\n"
+        "from gpt.files.atomic_files import open_atomic\n"
         "path = Path(sys.argv[1])\n"
         "with open_atomic(path, partial_path=path.with_name('.report.part')) as file:\n"
         "    file.write(b'new content'); file.flush(); os.kill(os.getpid(), signal.SIGKILL)\n"

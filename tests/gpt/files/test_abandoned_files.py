@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gpt.abandoned_files import remove_abandoned_partials, temporary_folder
-from gpt.atomic_files import write_atomic
+from gpt.files.abandoned_files import remove_abandoned_partials, temporary_folder
+from gpt.files.atomic_files import write_atomic
 
 WRITERS = {
     "file": "with open_atomic(folder / 'file') as file:\n    file.write(b'part')\n    pause()",
@@ -25,8 +25,8 @@ WRITERS = {
 PROGRAM = """
 import sys
 from pathlib import Path
-from gpt.abandoned_files import temporary_folder
-from gpt.atomic_files import open_atomic, stage_folder
+from gpt.files.abandoned_files import temporary_folder
+from gpt.files.atomic_files import open_atomic, stage_folder
 
 def pause():
     print("ready", flush=True)

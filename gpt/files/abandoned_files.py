@@ -20,7 +20,7 @@ from pathlib import Path
 # A process creates a file and then locks it. Therefore a file without a lock is abandoned only if
 # nothing was written to it for this time.
 LOCK_DELAY_MAX_S = 1.0
-# The names of files and folders that `gpt.atomic_files` has not renamed yet.
+# The names of files and folders that `gpt.files.atomic_files` has not renamed yet.
 PARTIAL_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.part")
 # The end of the names of temporary folders. Folders of releases that did not lock them lack it.
 LOCKED_SUFFIX = ".locked"
@@ -58,7 +58,7 @@ def is_abandoned(path: Path) -> bool:
 
 
 def remove_abandoned_partials(folder: Path) -> None:
-    """Remove the abandoned partial files and folders of `gpt.atomic_files` in a folder."""
+    """Remove the abandoned partial files and folders of `gpt.files.atomic_files` in a folder."""
     _remove_abandoned(folder, PARTIAL_NAME)
 
 

@@ -3,8 +3,8 @@
 A reader sees either the complete old content or the complete new content, even if the process is
 killed or the disk is full. The one exception: a folder that is replaced is absent for an instant. A
 durable write also flushes the content and the folder's entries to disk, so that the new content
-survives a power failure. A partial file or folder is locked, so that `gpt.abandoned_files` can
-distinguish it from one that a killed process left.
+survives a power failure. A partial file or folder is locked, so that `gpt.files.abandoned_files`
+can distinguish it from one that a killed process left.
 """
 
 import os
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from gpt.abandoned_files import lock_descriptor, locked
+from gpt.files.abandoned_files import lock_descriptor, locked
 
 DEFAULT_MODE = 0o666  # Permissions before the umask, as for any new file.
 

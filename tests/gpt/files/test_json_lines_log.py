@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from gpt import json_lines_log
-from gpt.json_lines_log import LINE_BYTES_MAX, JsonLinesLog
+from gpt.files import json_lines_log
+from gpt.files.json_lines_log import LINE_BYTES_MAX, JsonLinesLog
 from tests.support.full_disk import full_disk
 from tests.support.servers import ROOT, WAIT_S, eventually, suspended
 
@@ -23,7 +23,7 @@ HOSTILE_TEXTS = ["a\nb", "\r\n", "\0\x1b[2J", "\u2028\x85", '"}', "\ud800", "é"
 WRITER = """
 import sys
 from pathlib import Path
-from gpt.json_lines_log import JsonLinesLog
+from gpt.files.json_lines_log import JsonLinesLog
 path, name, records, appends = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 log = JsonLinesLog(path, 2_000, 1_000)
 print("ready", flush=True)

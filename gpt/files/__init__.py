@@ -1,0 +1,1 @@
+"""Files: atomic writes, files of killed processes, regular files, and logs of JSON lines."""
