@@ -1,4 +1,4 @@
-"""Regular files: opened without blocking; FIFOs, devices and other kinds of files are refused.
+"""Regular files: opened without waiting for another process; FIFOs and devices are refused.
 
 In a directory that other programs write to, a name can be a FIFO, a socket or a device. To open a
 FIFO blocks until a program opens its other end, and a device may never end. The module imports only

@@ -96,7 +96,7 @@ def complete_prompts(
     complete_tokens = 0
     for indices in _length_sorted_batches(sizes, tokens_max, drafts, draft_tokens_max):
         detokenizers = [StopStringDetokenizer(tokenizer, stop_strings) for _ in indices]
-        # Rows that a stop string has ended, and all rows that have ended.
+        # Rows that a stop string has ended, and rows that have ended for another reason.
         stopped_rows: set[int] = set()
         finished_rows: set[int] = set()
         for outputs in generate_steps(
