@@ -149,10 +149,9 @@ def _prompt_of(answer: AnswerSpec) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class UsageCollector(Collector):
-    """The counts as Prometheus counters, with the labels tenant, model_name and adapter."""
+    """The counts as Prometheus counters, with the labels tenant and adapter."""
 
     meter: UsageMeter
-    model: str
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         snapshot = self.meter.snapshot()
@@ -160,9 +159,8 @@ class UsageCollector(Collector):
             family = CounterMetricFamily(
                 f"preamble_usage_{field.name}",
                 HELP_TEXTS[field.name],
-                labels=["tenant", "model_name", "adapter"],
+                labels=["tenant", "adapter"],
             )
             for key, counts in snapshot.items():
-                labels = [key.tenant, self.model, key.adapter]
-                family.add_metric(labels, getattr(counts, field.name))
+                family.add_metric([key.tenant, key.adapter], getattr(counts, field.name))
             yield family

@@ -198,13 +198,16 @@ def test_a_change_in_a_hung_directory_is_made_once(tmp_path: Path) -> None:
                 AdapterCalls(impatient_client).promote("read@4")
             assert caught.value.reason == "STORAGE_TIMEOUT"
             disk.resume()
-            made = [*4 * [("promote", "done", "")], *2 * [("rollback", "done", "")]]
-            dropped = ("promote", "refused", "STORAGE_TIMEOUT")
-            eventually(lambda: sorted(_recorded(deployment)) == sorted([*made, dropped]))
+            records = [
+                *4 * [("promote", "done", "")],
+                ("promote", "refused", "STORAGE_TIMEOUT"),
+                *2 * [("rollback", "done", "")],
+            ]
+            eventually(lambda: sorted(_change_records(deployment)) == records)
             assert calls.show("read").version == 2
 
 
-def _recorded(deployment: Deployment) -> list[tuple[str, str, str]]:
+def _change_records(deployment: Deployment) -> list[tuple[str, str, str]]:
     """The action, status and reason of each change in the change log."""
     records = AdapterChangeLog(deployment.adapters).read()
     return [(record["action"], record["status"], record["reason"]) for record in records]
