@@ -333,7 +333,8 @@ class Frontend:
         """Run a call: authenticate it, record its metrics, and raise `CallFailure` on an error.
 
         `while_draining`: accept the call even if the server drains or has `calls_max` open calls.
-        `is_probe`: the call checks health or lists models, and is not charged to its tenant.
+        `is_probe`: the call only reads the state, the models, the adapters or the load of the
+        server, and is not charged to its tenant.
         `parent`: the call that contains this call; its caller is authenticated already.
         """
         call = Call(self, protocol, Caller(), deadline, origin)
