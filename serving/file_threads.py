@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from serving.logs import LogThrottle
 from serving.request import UnavailableError
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ OWNER_THREADS_MAX = 4
 # Owners that are not tenants. A tenant's name has no slash.
 POLL_OWNER, TOKENS_OWNER, TLS_OWNER, FLIGHT_OWNER = "/poll", "/tokens", "/tls", "/flight"
 CHANGE_LOG_OWNER = "/changes"
+DROPPED_LOG_PERIOD_S = 60.0  # Minimum time between two warnings about dropped accesses.
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +50,7 @@ class FileThreads:
         self._lock = threading.Lock()
         self._waiting: deque[_Access] = deque()
         self._running: Counter[str] = Counter()  # Accesses in threads, by owner.
+        self._log_throttle = LogThrottle(DROPPED_LOG_PERIOD_S)
 
     async def run(self, owner: str, function: Callable[..., T], *args: Any) -> T:
         """Return `function(*args)`; raise UnavailableError if it takes longer than the limit.
@@ -93,13 +96,29 @@ class FileThreads:
         The call is never dropped, not even if the task of the caller is cancelled. An error of the
         call is logged.
         """
-        await asyncio.wait(
-            [asyncio.wrap_future(self.submit_logged(owner, function))], timeout=self.limit_s
-        )
+        await self.wait(self.submit(owner, _call_logged, function))
 
-    def submit_logged(self, owner: str, function: Callable[[], object]) -> "Future[None]":
-        """Like `submit`, for a caller that does not wait for the end: an error is logged."""
-        return self.submit(owner, _call_logged, function)
+    async def wait(self, access: "Future[None]") -> None:
+        """Wait for the end of a submitted access, but not longer than the limit."""
+        await asyncio.wait([asyncio.wrap_future(access)], timeout=self.limit_s)
+
+    def submit_logged(
+        self, owner: str, function: Callable[[], object], waiting_max: int
+    ) -> "Future[None]":
+        """Like `submit`, but an error of the call is logged, and the number of calls is bounded.
+
+        If `waiting_max` accesses of the owner wait for a thread, the call is dropped, which is
+        logged too.
+        """
+        with self._lock:
+            waiting = sum(access.owner == owner for access in self._waiting)
+        if waiting < waiting_max:
+            return self.submit(owner, _call_logged, function)
+        if (suppressed := self._log_throttle.claim_line(owner)) is not None:
+            log.warning("event=file_access_dropped owner=%s unsaid=%d", owner, suppressed)
+        dropped: Future[None] = Future()
+        dropped.cancel()
+        return dropped
 
     def submit(self, owner: str, function: Callable[..., T], *args: Any) -> "Future[T]":
         """Call `function(*args)` in a thread as soon as the owner has a free one."""

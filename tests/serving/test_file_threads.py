@@ -131,6 +131,35 @@ def test_errors_of_an_access_that_must_run_are_logged(caplog: pytest.LogCaptureF
     assert "ZeroDivisionError" in caplog.text
 
 
+def test_the_number_of_waiting_logged_accesses_is_bounded(
+    released: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[int] = []
+
+    async def main() -> None:
+        threads = FileThreads(0.02)
+        for _ in range(OWNER_THREADS_MAX):
+            threads.submit("a", waiting(released))
+        accesses = [
+            threads.submit_logged("a", lambda: calls.append(1), waiting_max=3) for _ in range(5)
+        ]
+        other = threads.submit_logged("b", lambda: calls.append(2), waiting_max=3)
+        await threads.wait(other)
+        await threads.wait(accesses[4])
+        assert calls == [2]
+        released.set()
+        assert [access.cancelled() or access.result(WAIT_S) for access in accesses] == [
+            *3 * [None],
+            *2 * [True],
+        ]
+
+    asyncio.run(main())
+    assert calls == [2, 1, 1, 1]
+    assert [record.message for record in caplog.records] == [
+        "event=file_access_dropped owner=a unsaid=0"
+    ]
+
+
 def test_the_exit_does_not_wait_for_an_access() -> None:
     program = (
         "import asyncio, threading\n"

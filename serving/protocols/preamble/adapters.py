@@ -20,7 +20,6 @@ from gpt.errors import PreambleError, RequestError
 from protos.preamble.v1 import adapters_pb2 as pb
 from serving.adapters.registry import LoadedAdapter
 from serving.adapters.version_updates import AdapterUpload
-from serving.file_threads import CHANGE_LOG_OWNER
 from serving.frontend.call import Call
 from serving.frontend.grpc_transport import Cardinality, RpcMethod
 from serving.request import RefusedError, UnavailableError, UnknownAdapterError
@@ -140,9 +139,7 @@ async def _start_upload(
             name = await _read_name(messages)
         return store.start_upload(name, author.tenant, author)
     except PreambleError as error:
-        await call.service.file_threads.run_to_end(
-            CHANGE_LOG_OWNER, partial(store.record_refusal, "upload", name, author, error)
-        )
+        await call.service.file_threads.wait(call.record_refusal("upload", name, error))
         raise
 
 
@@ -173,14 +170,13 @@ async def _run_change(
     action: ChangeAction, change: Callable[[str, str, ChangeAuthor], T], name: str, call: Call
 ) -> T:
     """Run a change of the adapter store in a thread, with this call as its author."""
-    threads, store, author = call.service.file_threads, call.service.store, call.change_author
-    access = threads.submit(author.tenant, change, name, author.tenant, author)
+    author = call.change_author
+    access = call.service.file_threads.submit(author.tenant, change, name, author.tenant, author)
     try:
         return await _result_of_change(call, access)
     except BaseException as error:
         if access.cancelled():  # The store records a change only if it runs.
-            record = partial(store.record_refusal, action, name, author, error)
-            threads.submit_logged(CHANGE_LOG_OWNER, record)
+            call.record_refusal(action, name, error)
         raise
 
 
