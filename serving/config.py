@@ -212,7 +212,7 @@ class AdapterConfig:
     adapter_read_s: float = 60.0
     upload_bytes_max: int = 256 << 20  # Bytes of an uploaded adapter file.
     uploads_max: int = 2  # Concurrent uploads.
-    upload_s: float = 600.0  # Time limit of an upload.
+    upload_s: float = 600.0  # Time limit of an upload, and of any other change that runs.
     # Maximum L2 norm of a virtual token's row in an uploaded adapter. For an uploaded prefix
     # adapter, the maximum absolute value of an element instead.
     row_norm_max: float = 1e4

@@ -121,7 +121,7 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
         message_bytes_max=config.limits_config.message_bytes_max,
         usage=UsageMeter(config.observability_config.usage_labels_max),
     )
-    metrics.watch_usage(frontend.usage, service.name)
+    metrics.watch_usage(frontend.usage)
     help_text = "Engine state; 1 for the current state."
     metrics.watch_state("engine_state", help_text, ENGINE_STATES, partial(_engine_state, frontend))
     if tls is not None:
