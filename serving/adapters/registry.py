@@ -217,9 +217,11 @@ class AdapterRegistry:
             tenants = [name for name in shared_directory.folders if NAME_PATTERN.fullmatch(name)]
             directories, previous = {"": shared_directory}, self._directories
             for name in tenants:
-                directories[name] = previous.get(name) or self._open_directory(
-                    shared_directory.directory / name, name
-                )
+                if name in previous:
+                    directories[name] = previous[name]
+                else:
+                    folder = shared_directory.directory / name
+                    directories[name] = self._open_directory(folder, name)
             removed = [directory for name, directory in previous.items() if name not in directories]
             self._removed_failures += sum(directory.failures for directory in removed)
             self._directories = directories

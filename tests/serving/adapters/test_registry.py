@@ -123,6 +123,19 @@ def test_invalid_adapters_are_refused_once_and_others_served(
         assert sum(message_words in line for line in refusals) == 1
 
 
+def test_a_tenant_with_only_refused_files_keeps_its_directory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tenant").mkdir()
+    file = publish_adapter(adapter("tax"), tmp_path / "tenant")
+    file.write_bytes(file.read_bytes()[:40])
+    adapters = open_registry(tmp_path)
+    adapters.scan()
+    adapters.scan()
+    assert len([line for line in caplog.messages if "adapter_refused" in line]) == 1
+    assert adapters.failures == 1
+
+
 def test_adapters_over_the_limit_load_when_others_are_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
