@@ -62,6 +62,7 @@ class AdapterRegistry:
         self.adapters_max = adapters_max
         self._eligible = eligible
         self._update_lock = threading.Lock()  # Guards updates of `_directories`.
+        self._capacity_lock = threading.Lock()  # Serializes `_reserve`.
         self._removed_failures = 0  # Failures counted in directories that were removed.
         # By tenant. The mapping is replaced and never mutated, so that readers need no lock.
         self._directories: dict[str, AdapterDirectory] = (
@@ -171,19 +172,21 @@ class AdapterRegistry:
         """Scan the shared directory and the folder of `tenant` (None: all folders).
 
         Several threads may scan, but each directory is scanned by one of them at a time. A scan of
-        all folders skips a directory that another thread scans, since its disk may not answer.
+        all folders skips a folder that another thread scans, since its disk may not answer, and
+        ends at once if another thread scans the shared directory.
         """
         if self.directory is None:
             return
         requested_at = time.monotonic()
         shared_directory = self._directories[""]
-        if not self._scan_directory(shared_directory, requested_at, wait=tenant is not None):
+        blocking = tenant is not None
+        if not self._scan_directory(shared_directory, requested_at, blocking=blocking):
             return
         self._update_tenant_directories(shared_directory)
         for name, directory in list(self._directories.items()):
             if name and tenant in (None, name):
                 try:
-                    self._scan_directory(directory, requested_at, wait=tenant is not None)
+                    self._scan_directory(directory, requested_at, blocking=blocking)
                 except OSError as error:  # An error must not affect other tenants' adapters.
                     log.warning("event=adapters_not_scanned tenant=%s error=%s", name, error)
 
@@ -193,20 +196,29 @@ class AdapterRegistry:
             directory.reselect_current()
 
     def _open_directory(self, directory: Path, tenant: str = "") -> AdapterDirectory:
-        return AdapterDirectory(directory, self.check, tenant, self._eligible)
+        return AdapterDirectory(directory, self.check, self._reserve, tenant, self._eligible)
+
+    def _reserve(self, directory: AdapterDirectory, count: int) -> None:
+        """Let a directory have `count` adapters, or fewer if the others leave less capacity."""
+        with self._capacity_lock:
+            others = sum(
+                other.reserved for other in self._directories.values() if other is not directory
+            )
+            directory.reserved = max(0, min(count, self.adapters_max - others))
 
     def _scan_directory(
-        self, directory: AdapterDirectory, requested_at: float, *, wait: bool
+        self, directory: AdapterDirectory, requested_at: float, *, blocking: bool
     ) -> bool:
-        """Scan a directory, unless a scan has begun since `requested_at` (monotonic clock).
+        """Scan a directory, unless a scan that began after `requested_at` has completed.
 
-        Return False if another thread scans the directory and `wait` is false.
+        `requested_at` is on the monotonic clock. Return False if another thread scans the directory
+        and `blocking` is false.
         """
-        if not directory.scan_lock.acquire(blocking=wait):
+        if not directory.scan_lock.acquire(blocking=blocking):
             return False
         try:
             if directory.scan_began_at <= requested_at:
-                directory.scan(self.adapters_max - (len(self) - len(directory)))
+                directory.scan()
         finally:
             directory.scan_lock.release()
         return True
