@@ -103,7 +103,7 @@ def selected_version(folder: Path, name: str) -> int | None:
     versions = version_files(folder, name) if folder.is_dir() else {}
     try:
         current = read_alias(folder, name).current
-    except ConfigError:
+    except ConfigError:  # A scan ignores an invalid record too.
         current = None
     return current if current in versions else max(versions, default=None)
 

@@ -24,17 +24,18 @@ __all__ = ["AdapterRegistry", "LoadedAdapter", "check_directory"]
 
 log = logging.getLogger(__name__)
 
-START_ANSWER_S = 5.0  # Time that the disk has to answer the check at the start.
+CHECK_LIMIT_S = 5.0  # Time limit of `check_directory`.
 
 
 def check_directory(directory: Path) -> None:
-    """Raise ConfigError if `directory` is not a directory; accept it if the disk does not answer.
+    """Raise ConfigError if `directory` is not a directory.
 
-    A server starts without its adapters then, and finds them when the disk answers.
+    If the disk does not answer within the time limit, raise no error: the server then starts
+    without adapters, and loads them when the disk answers.
     """
-    answer = FileThreads(START_ANSWER_S).submit(POLL_OWNER, directory.is_dir)
-    wait([answer], START_ANSWER_S)
-    if answer.done() and not answer.result():
+    is_directory = FileThreads(CHECK_LIMIT_S).submit(POLL_OWNER, directory.is_dir)
+    wait([is_directory], CHECK_LIMIT_S)
+    if is_directory.done() and not is_directory.result():
         raise ConfigError(
             f"adapters: {directory} is not a directory; create it, or name another directory"
         )
@@ -81,7 +82,7 @@ class AdapterRegistry:
 
     @property
     def scan_progress(self) -> int:
-        """A number that increases while directories are scanned."""
+        """A number that increases with each file of a scan, as long as the disk answers."""
         return sum(directory.scan_progress for directory in self._directories.values())
 
     def lookup(self, name: str, tenant: str = "") -> LoadedAdapter:
@@ -108,7 +109,10 @@ class AdapterRegistry:
             return self.lookup(name, tenant)
 
     def needs_scan(self, names: Iterable[str], tenant: str) -> bool:
-        """Return whether one of the names is a valid name that is not loaded."""
+        """Return whether a scan may load adapters of these names; empty names are ignored.
+
+        False if an invalid name precedes the unknown ones: the request is refused for that name.
+        """
         if self.directory is None:
             return False
         try:
@@ -117,7 +121,7 @@ class AdapterRegistry:
                     self.lookup(name, tenant)
         except UnknownAdapterError:
             return True
-        except RequestError:  # An invalid name; no file has it.
+        except RequestError:  # An invalid name.
             return False
         return False
 
