@@ -239,8 +239,8 @@ class Update(_Message, frozen=True):
     completed_steps: list[StepTime] = []  # Since the last update.
     # Also has the step that the engine loop launches directly after it sends this message, if any.
     steps_in_flight: list[StepSize] = []
-    # By digest: the adapters that were put on the device (True) or evicted from it (False) since
-    # the last update. The last change of each adapter counts.
+    # By digest: whether the adapter was put on the device (True) or evicted from it (False), for
+    # each adapter with such a change since the last update. An adapter's last change counts.
     adapter_changes: dict[str, bool] = {}
 
 
