@@ -191,7 +191,7 @@ class EngineStats(_Part, frozen=True):
     adapter_loads: int = 0  # Copies of adapters onto the device.
     drafted_tokens: int = 0  # Draft tokens that were verified.
     accepted_tokens: int = 0  # Draft tokens that were accepted.
-    # Steps that ran in the CUDA graph runner, with a graph or, if the size has none, without.
+    # Steps of the CUDA graph runner: replays of graphs, and steps of sizes that have no graph.
     replayed_steps: int = 0
     early_steps: int = 0  # Steps that were planned before the previous step's tokens were known.
 
