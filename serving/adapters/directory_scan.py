@@ -162,16 +162,14 @@ class AdapterDirectory:
         file_stamps, alias_stamps, self.folders = self._list_files()
         self._scanned_ns = now_ns
         self._directory_mtime_ns = mtime_ns
+        has_changed = file_stamps != self._file_stamps or alias_stamps != self._alias_stamps
+        if not has_changed and not self._skipped_files:
+            return
         previous_adapters = self._snapshot.adapters
         # The adapters of removed files count until this scan has dropped them.
         self._reserve(self, max(len(file_stamps), len(previous_adapters)))
-        has_capacity = bool(self._skipped_files) and len(previous_adapters) < self.reserved
-        if (
-            file_stamps == self._file_stamps
-            and alias_stamps == self._alias_stamps
-            and not has_capacity
-        ):
-            return
+        if not has_changed and len(previous_adapters) >= self.reserved:
+            return  # There is no capacity for the skipped files.
         self._read_aliases(alias_stamps)
         previous_stamps, self._file_stamps = self._file_stamps, file_stamps
         self._skipped_files &= file_stamps.keys()
