@@ -15,13 +15,14 @@ import pytest
 
 from gpt.tokenizers.tokenizer import open_tokenizer
 from serving.protocols.tgis.service import _token_offsets
-from tests.support.servers import eventually, serving, write_adapter, write_checkpoint
+from tests.support.servers import eventually
 from tests.support.tgis_calls import (
     REFUSED,
     TEXT,
     TgisServer,
     call_error,
     stop_reason_name,
+    tgis_server,
     violated_fields,
 )
 from tests.support.trained_tokenizers import CORPUS, LINES
@@ -36,18 +37,9 @@ LONG = {"max_new_tokens": 3900, "min_new_tokens": 3900}  # No stop condition end
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TgisServer]:
-    folder = tmp_path_factory.mktemp("tgis")
-    checkpoint = write_checkpoint(folder)
-    adapters = folder / "adapters"
-    adapters.mkdir()
-    rows = open_tokenizer(checkpoint / "tokenizer").encode("what is the sum of")
-    write_adapter(adapters / "sum.safetensors", checkpoint, rows)
     limits: dict[str, Any] = {"running_requests_max": 2, "queue_requests_max": 4}
-    with (
-        serving(checkpoint, folder / "s.yaml", adapters=str(adapters), **limits) as server,
-        grpc.insecure_channel(server.address) as channel,
-    ):
-        yield TgisServer(server, checkpoint, channel)
+    with tgis_server(tmp_path_factory.mktemp("tgis"), **limits) as deployment:
+        yield deployment
 
 
 # ------------------------------------------------------------------------------------------ answers
