@@ -78,6 +78,14 @@ def upload(store: AdapterStore, name: str, content_: bytes, tenant: str = "") ->
     return key
 
 
+def store_of_two_versions(folder: Path, payload: bytes) -> AdapterStore:
+    """A store with the uploaded versions tax@1 and tax@2."""
+    store = store_of(folder)
+    for _ in range(2):
+        upload(store, "tax", payload)
+    return store
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != CHANGES_FOLDER)
 
@@ -196,9 +204,7 @@ def test_leftovers_of_killed_servers_are_removed_and_active_uploads_kept(
 def test_unloaded_versions_are_removed_and_not_reused(tmp_path: Path) -> None:
     folder = tmp_path / "adapters"
     payload = content(tmp_path)
-    store = store_of(folder)
-    for _ in range(2):
-        upload(store, "tax", payload)
+    store = store_of_two_versions(folder, payload)
 
     store.unload("tax@2", "")
 
@@ -289,10 +295,7 @@ def test_missing_or_invalid_promotions_mean_the_newest_version(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "adapters"
-    payload = content(tmp_path)
-    store = store_of(folder)
-    for _ in range(2):
-        upload(store, "tax", payload)
+    store = store_of_two_versions(folder, content(tmp_path))
     store.promote("tax@1", "")
     (folder / "tax@1.safetensors").unlink()
     store.adapters.scan()
@@ -506,9 +509,7 @@ def test_refusals_are_recorded_with_their_reasons(tmp_path: Path) -> None:
 def test_a_change_that_cannot_be_recorded_is_not_made(tmp_path: Path) -> None:
     folder = tmp_path / "adapters"
     payload = content(tmp_path)
-    store = store_of(folder)
-    for _ in range(2):
-        upload(store, "tax", payload)
+    store = store_of_two_versions(folder, payload)
     log_folder = folder / CHANGES_FOLDER
     for path in (log_folder, *log_folder.iterdir()):
         path.chmod(0o500 if path == log_folder else 0o400)
@@ -560,10 +561,7 @@ while True:
 @pytest.mark.slow
 def test_the_log_of_a_killed_server_names_the_last_change(tmp_path: Path) -> None:
     folder = tmp_path / "adapters"
-    payload = content(tmp_path)
-    store = store_of(folder)
-    for _ in range(2):
-        upload(store, "tax", payload)
+    store = store_of_two_versions(folder, content(tmp_path))
     for delay_s in (0.0, 0.02, 0.05):
         with ready_program(CHANGING, folder):
             time.sleep(delay_s)
