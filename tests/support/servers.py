@@ -134,7 +134,7 @@ class Server:
     def metric(self, series: str) -> float:
         """A series of the scrape by its name, with its labels if it has some; 0 if absent.
 
-        The label `model_name`, which all series have, is left out.
+        The label `model_name`, which all series have, is ignored.
         """
         for line in self.get("/metrics")[1].splitlines():
             name, _, value = line.rpartition(" ")

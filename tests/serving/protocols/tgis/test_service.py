@@ -486,6 +486,3 @@ def test_offsets_equal_those_of_the_tokenizers_library(tmp_path: Path) -> None:
 def test_model_info(deployment: TgisServer) -> None:
     info = deployment.call("ModelInfo", "ModelInfoRequest", "ModelInfoResponse", model_id="any")()
     assert (info.model_kind, info.max_sequence_length, info.max_new_tokens) == (0, 4096, 4095)
-
-
-# ----------------------------------------------------------------------------- third-party stubs
