@@ -161,6 +161,12 @@ class Server:
         return match[1]
 
 
+def is_idle(server: Server) -> bool:
+    """Whether no call is open, and no request is running, waiting or using KV blocks."""
+    gauges = ("requests_in_flight", "scheduler_running_requests", "scheduler_waiting_requests")
+    return all(server.metric(f"preamble_{name}") == 0 for name in (*gauges, "kv_blocks_held"))
+
+
 def command(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "preamble", *map(str, words)]
 

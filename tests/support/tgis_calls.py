@@ -130,11 +130,6 @@ class TgisServer:
         answer: own_pb.GenerateResponse = self.own.Generate(message, timeout=WAIT_S)
         return answer
 
-    @property
-    def idle(self) -> bool:
-        states = ("scheduler_running_requests", "scheduler_waiting_requests", "requests_in_flight")
-        return all(self.server.metric(f"preamble_{state}") == 0 for state in states)
-
 
 @contextmanager
 def tgis_server(folder: Path, **settings: Any) -> Iterator[TgisServer]:

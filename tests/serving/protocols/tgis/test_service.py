@@ -15,7 +15,7 @@ import pytest
 
 from gpt.tokenizers.tokenizer import open_tokenizer
 from serving.protocols.tgis.service import _token_offsets
-from tests.support.servers import eventually
+from tests.support.servers import eventually, is_idle
 from tests.support.tgis_calls import (
     REFUSED,
     TEXT,
@@ -223,7 +223,7 @@ def test_time_limits_succeed_and_deadlines_fail(deployment: TgisServer) -> None:
     assert response.text
     error: Any = call_error(partial(deployment.ask(TEXT, stopping=LONG), timeout=0.3))
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    eventually(lambda: deployment.idle)
+    eventually(lambda: is_idle(deployment.server))
 
 
 # ------------------------------------------------------------------------------------------ streams
@@ -392,11 +392,11 @@ def test_one_invalid_prompt_refuses_its_batch(deployment: TgisServer) -> None:
     error: Any = call_error(deployment.ask("unheard of", "one", ""))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert violated_fields(error) == ["requests[2].text"]
-    eventually(lambda: deployment.idle)
+    eventually(lambda: is_idle(deployment.server))
 
 
 def test_overload_is_refused_and_queued_requests_time_out(deployment: TgisServer) -> None:
-    eventually(lambda: deployment.idle)
+    eventually(lambda: is_idle(deployment.server))
     label = (("x-correlation-id", "the same"),)  # Equal ids do not join two calls.
     running = [deployment.stream("one", stopping=LONG)(metadata=label) for _ in range(2)]
     for stream in running:
@@ -422,7 +422,7 @@ def test_overload_is_refused_and_queued_requests_time_out(deployment: TgisServer
 
     for stream in (*running, *waiting):
         stream.cancel()
-    eventually(lambda: deployment.idle)
+    eventually(lambda: is_idle(deployment.server))
     assert deployment.server.metric("preamble_kv_blocks_held") == 0
     cancelled_requests = (
         'preamble_requests_total{code="CANCELLED",method="GenerateStream",wire="tgis"}'
