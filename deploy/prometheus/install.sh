@@ -1,7 +1,7 @@
 #!/bin/sh
-# Unpacks Debian's Prometheus and promtool under build/tools/prometheus, for the tests of `make
-# test-clients`. Root is not needed, because apt gets its own list and cache directories. Without apt, the script prints a
-# notice and exits with 0; the tests that need these programs are then skipped.
+# Unpacks Debian's Prometheus and promtool under build/tools/prometheus, for `make test-clients`.
+# Root is not needed, because apt gets its own list and cache directories. Without apt, the script
+# prints a notice and exits with 0; the tests that need these programs are then skipped.
 set -eu
 cd "$(dirname "$0")/../.."
 tools=$PWD/build/tools

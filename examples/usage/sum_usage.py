@@ -2,8 +2,9 @@
 
     python examples/usage/sum_usage.py usage.jsonl --by tenant adapter --since 2026-01-01
 
-The files of several servers can be given. A record belongs to the day in which its interval ends.
-Times are compared as text, which works because all of them are UTC in the same format.
+The files of several servers can be given. A record belongs to the day in which its interval begins.
+Times are compared as text: all of them are UTC in the same format, and a date without a time sorts
+before the times of its day.
 """
 
 import argparse
@@ -22,15 +23,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, help="usage files; rotated files are added")
     parser.add_argument("--by", nargs="+", choices=GROUPS, default=["tenant"], metavar="GROUP")
-    parser.add_argument("--since", default="", help="only intervals that end after this UTC time")
-    parser.add_argument("--until", default="~", help="only intervals that end by this UTC time")
+    parser.add_argument(
+        "--since", default="", metavar="TIME", help="sum intervals from this UTC time"
+    )
+    parser.add_argument(
+        "--until", default="~", metavar="TIME", help="sum intervals before this UTC time"
+    )
     flags = parser.parse_args(arguments)
 
     sums: defaultdict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
     for path in flags.files:
         # The two limits are for writers only.
         for record in JsonLinesLog(path, bytes_max=1, files_max=1).read():
-            if flags.since < record["end"] <= flags.until:
+            if flags.since <= record["start"] < flags.until:
                 sums[group_of(record, flags.by)].update({name: record[name] for name in COUNTS})
 
     widths = [max(map(len, column)) for column in zip(flags.by, *sums, strict=True)]
@@ -41,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def group_of(record: dict[str, Any], groups: list[str]) -> tuple[str, ...]:
-    day = record["end"][: len("2026-01-01")]
+    day = record["start"][: len("2026-01-01")]
     names = {**record, "day": day, "tenant": record["tenant"] or "-"}
     return tuple(names[group] or "(base model)" for group in groups)
 

@@ -27,7 +27,7 @@ from protos.preamble.v1 import generation_pb2_grpc
 from tests.support.broken.kserve_requests import input_tensor, request, texts
 from tests.support.client_crowd import OPEN_S, OWN_CONNECTION, completion, open_clients
 from tests.support.process_memory import anonymous_bytes
-from tests.support.servers import WAIT_S, Server, eventually, serving, write_checkpoint
+from tests.support.servers import WAIT_S, Server, eventually, is_idle, serving, write_checkpoint
 from tests.support.tritonclient_calls import streaming, text_of
 
 pytestmark = pytest.mark.slow  # Servers of its own, and minutes.
@@ -46,11 +46,6 @@ PROMPT = "1 2 3"
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("crowds"), tokenizer=False)
-
-
-def is_idle(server: Server) -> bool:
-    states = ("scheduler_running_requests", "scheduler_waiting_requests", "requests_in_flight")
-    return all(server.metric(f"preamble_{state}") == 0 for state in (*states, "kv_blocks_held"))
 
 
 def in_flight(server: Server, count: int) -> Callable[[], bool]:

@@ -246,20 +246,10 @@ def settings_file(upgrade: Upgrade) -> Path:
 
 @contextmanager
 def serving(release: Installation, upgrade: Upgrade, settings_file: Path) -> Iterator[Server]:
-    words: list[str | Path] = [
-        "serve",
-        upgrade.model,
-        "--config",
-        settings_file,
-        "--port",
-        "0",
-        "--http-port",
-        "0",
-    ]
+    command: list[str | Path] = [release.preamble, "serve", upgrade.model]
+    command += ["--config", settings_file, "--port", "0", "--http-port", "0"]
     log = release.home / "log"
-    with server_process(
-        [release.preamble, *words], release.home, clean_environment(), log
-    ) as server:
+    with server_process(command, release.home, clean_environment(), log) as server:
         yield server
         assert server.stop() == 0, log.read_text()
 

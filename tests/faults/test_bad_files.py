@@ -7,6 +7,7 @@ accepted on purpose are in `ACCEPTED`, each with its reason.
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -39,7 +40,7 @@ NO_NUMBER: Values = {
     "a boolean": True,
     "not a number": float("nan"),
     "infinite": float("inf"),
-    "infinite below": float("-inf"),
+    "negative infinity": float("-inf"),
 }
 SIZE: Values = {
     **NO_NUMBER,
@@ -51,6 +52,7 @@ SIZE: Values = {
     "over 64 bits": 2**64,
     "400 digits": 10**400,
 }
+OPTIONAL_SIZE: Values = {kind: value for kind, value in SIZE.items() if kind != "zero"}
 FLAG: Values = {"a text": "yes", "a number": 2, "a list": [True], "an object": {}}
 TEXT: Values = {"a number": 5, "a list": ["a"], "an object": {}, "a boolean": True}
 EPSILON: Values = {**NO_NUMBER, "zero": 0, "negative": -1e-5, "above 1": 2.0, "400 digits": 10**400}
@@ -59,7 +61,10 @@ DROPOUT: Values = {**NO_NUMBER, "negative": -0.1, "one": 1.0, "above 1": 1.5}
 # Values that are accepted, by (surface, cause), with the reason.
 ACCEPTED: dict[tuple[str, str], str] = {
     **{
-        (surface, "max_position_embeddings: 10^9"): "only learned positions are as many as this"
+        (
+            surface,
+            "max_position_embeddings: 10^9",
+        ): "rotary positions need no table"
         for surface in ("override", "llama", "mistral", "qwen2")
     },
     **{
@@ -80,7 +85,7 @@ def violations(
         try:
             read(bad)
         except PreambleError as error:
-            # A size that is possible in itself is compared with the weights.
+            # A valid size is refused because the weights have another one.
             is_named = bad.field in str(error) or "the weights" in str(error)
             if not is_named:
                 wrong.append(f"{bad.cause}: does not name the field: {error}"[:300])
@@ -107,7 +112,8 @@ def _settings() -> Mapping[str, Values]:
         int: {
             key: SIZE[key]
             for key in SIZE
-            if key not in ("zero", "10^9", "10^12")  # Some limits may be as large, and some off.
+            # Zero turns some limits off, and some may be large.
+            if key not in ("zero", "10^9", "10^12")
         },
         float: {**NO_NUMBER, "negative": -1.0},
         bool: FLAG,
@@ -122,13 +128,13 @@ def _settings() -> Mapping[str, Values]:
     return tables
 
 
-def test_a_bad_setting_is_refused_by_name(tmp_path: Path) -> None:
-    def read(bad: BadValue) -> object:
-        path = tmp_path / "settings.yaml"
-        path.write_text(yaml.safe_dump({"model": "m", bad.field: bad.value}))
-        return ServerConfig.read(str(path), {})
+def read_settings(path: Path, bad: BadValue) -> ServerConfig:
+    path.write_text(yaml.safe_dump({"model": "m", bad.field: bad.value}))
+    return ServerConfig.read(str(path), {})
 
-    check("settings", bad_values(_settings()), read)
+
+def test_a_bad_setting_is_refused_by_name(tmp_path: Path) -> None:
+    check("settings", bad_values(_settings()), partial(read_settings, tmp_path / "s.yaml"))
 
 
 LARGE_SETTINGS = {
@@ -152,13 +158,7 @@ LARGE_SETTINGS = {
 
 def test_settings_have_upper_bounds(tmp_path: Path) -> None:
     values = (BadValue(key, "too large", value) for key, value in LARGE_SETTINGS.items())
-
-    def read(bad: BadValue) -> object:
-        path = tmp_path / "settings.yaml"
-        path.write_text(yaml.safe_dump({"model": "m", bad.field: bad.value}))
-        return ServerConfig.read(str(path), {})
-
-    check("settings", values, read)
+    check("settings", values, partial(read_settings, tmp_path / "s.yaml"))
 
 
 GPT_FIELDS: Mapping[str, Values] = {
@@ -167,9 +167,9 @@ GPT_FIELDS: Mapping[str, Values] = {
         SIZE,
     ),
     "max_position_embeddings": SIZE,
-    "ffn_hidden_size": {key: SIZE[key] for key in SIZE if key != "zero"},
-    "num_query_groups": {key: SIZE[key] for key in SIZE if key != "zero"},
-    "kv_channels": {**{key: SIZE[key] for key in SIZE if key != "zero"}, "odd": 7},
+    "ffn_hidden_size": OPTIONAL_SIZE,
+    "num_query_groups": OPTIONAL_SIZE,
+    "kv_channels": {**OPTIONAL_SIZE, "odd": 7},
     "position_embedding_type": {**TEXT, "an unknown name": "sinus"},
     "rotary_percent": {**NO_NUMBER, "zero": 0, "negative": -0.5, "above 1": 1.5},
     "rotary_base": {**NO_NUMBER, "zero": 0, "negative": -1, "below 1": 0.5, "10^40": 1e40},
@@ -205,7 +205,7 @@ GPT_FIELDS: Mapping[str, Values] = {
     "untie_embeddings_and_output_weights": FLAG,
     "parallel_residual": FLAG,
     "window_size": {**NO_NUMBER, "zero": 0, "negative": -1, "a fraction": 1.5, "10^12": 10**12},
-    "num_experts": {key: SIZE[key] for key in SIZE if key != "zero"},
+    "num_experts": OPTIONAL_SIZE,
     "moe_router_topk": {**NO_NUMBER, "negative": -1, "a fraction": 1.5},
     "moe_layers": {"a text": "all", "too many": [True] * 50, "numbers": [1] * 5},
     "moe_router_score_function": {**TEXT, "an unknown name": "argmax"},
@@ -241,7 +241,6 @@ def test_a_bad_override_is_refused_by_name(tmp_path: Path) -> None:
     check("override", bad_values(fields), read)
 
 
-HF_SIZE: Values = {key: SIZE[key] for key in SIZE if key != "zero"}
 HUGGINGFACE_FIELDS: Mapping[str, Values] = {
     **dict.fromkeys(
         (
@@ -254,8 +253,8 @@ HUGGINGFACE_FIELDS: Mapping[str, Values] = {
         ),
         SIZE,
     ),
-    "num_key_value_heads": HF_SIZE,
-    "head_dim": {**HF_SIZE, "odd": 7},
+    "num_key_value_heads": OPTIONAL_SIZE,
+    "head_dim": {**OPTIONAL_SIZE, "odd": 7},
     "rms_norm_eps": EPSILON,
     "rope_theta": {**NO_NUMBER, "zero": 0, "negative": -1, "below 1": 0.5, "10^40": 1e40},
     "rope_scaling": {
@@ -269,7 +268,7 @@ HUGGINGFACE_FIELDS: Mapping[str, Values] = {
         "a text for factor": {"rope_type": "linear", "factor": "two"},
         "no frequencies": {"rope_type": "llama3", "factor": 2.0},
     },
-    "sliding_window": {**HF_SIZE},
+    "sliding_window": OPTIONAL_SIZE,
     "tie_word_embeddings": FLAG,
     "attention_bias": FLAG,
     "mlp_bias": FLAG,
@@ -350,8 +349,8 @@ CARD: Mapping[str, Values] = {
     "base_digest": TEXT,
     "method": TEXT,
     "kind": {**TEXT, "an unknown name": "lora2"},
-    "hidden_size": {key: NO_NUMBER[key] for key in NO_NUMBER} | {"a fraction": 1.5},
-    "virtual_tokens": {key: NO_NUMBER[key] for key in NO_NUMBER} | {"a fraction": 1.5},
+    "hidden_size": {**NO_NUMBER, "a fraction": 1.5},
+    "virtual_tokens": {**NO_NUMBER, "a fraction": 1.5},
     "metrics": {"a text": "good", "a list": [1]},
     "stop": {"a text": "end", "numbers": [1], "too many": ["x"] * 100, "a long text": ["x" * 999]},
     "max_new_tokens": {**NO_NUMBER, "zero": 0, "negative": -1, "2^32": 2**32, "10^400": 10**400},

@@ -143,7 +143,7 @@ class Target:
         self.peak_bytes = max(self.peak_bytes, anonymous_bytes(self.server.process.pid))
 
     def check_unharmed(self) -> None:
-        """The server gives the same answer, holds nothing, and its memory is bounded."""
+        """Check that the server gives the same answer, frees KV blocks, and bounds its memory."""
         assert self.ask() == self.answer
         with self.server.client() as client:
             eventually(lambda: client.load().kv_blocks_held == 0)

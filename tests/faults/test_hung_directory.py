@@ -31,8 +31,8 @@ pytestmark = pytest.mark.slow  # Servers of its own.
 
 ANSWER_S = 2.0  # `adapters_answer_s` of these servers.
 SHORT = Options(max_new_tokens=4, temperature=0.0)
-# A call that needs no disk is answered within this time on a busy machine.
-PROMPT_S = 5.0
+# Limit of a call that needs no disk, on a busy machine.
+QUICK_S = 5.0
 UNKNOWN_CALLS = 12  # More than the default threads of asyncio.
 EXIT_S = 15.0
 
@@ -82,13 +82,13 @@ def reason(server: Server, adapter: str, timeout_s: float = WAIT_S) -> str:
     return caught.value.reason
 
 
-def assert_prompt_answers(server: Server) -> None:
-    """Calls that need no disk are answered at once."""
+def assert_quick_answers(server: Server) -> None:
+    """Check that calls that need no disk are answered within QUICK_S."""
     for adapter in ("", "read"):
         started = time.monotonic()
-        generate(server, adapter, PROMPT_S)
-        assert time.monotonic() - started < PROMPT_S
-    with server.client(PROMPT_S) as client:
+        generate(server, adapter, QUICK_S)
+        assert time.monotonic() - started < QUICK_S
+    with server.client(QUICK_S) as client:
         assert {adapter.name for adapter in client.adapters()} >= {"read", "unread"}
     assert server.get("/health/ready")[0] == 200
 
@@ -113,7 +113,7 @@ def test_special_files_delay_no_call(tmp_path: Path) -> None:
         (deployment.adapters / "loop").symlink_to(".")
         (deployment.adapters / "device.safetensors").symlink_to("/dev/zero")
         eventually(lambda: "event=adapter_note_refused file=read.current" in deployment.log)
-        assert_prompt_answers(server)
+        assert_quick_answers(server)
         reasons = {reason(server, f"unknown{number}") for number in range(UNKNOWN_CALLS)}
         assert reasons == {"UNKNOWN_ADAPTER"}
         with server.client() as client, pytest.raises(CallError, match="not a regular file"):
@@ -136,11 +136,11 @@ def test_a_hung_directory_delays_only_the_calls_that_need_it(tmp_path: Path) -> 
                 pool.submit(reason, server, f"unknown{number}") for number in range(UNKNOWN_CALLS)
             ]
             unread = pool.submit(reason, server, "unread")
-            assert_prompt_answers(server)
+            assert_quick_answers(server)
             assert generate(server, "read") == answer
             assert {call.result() for call in unknown} == {"STORAGE_TIMEOUT"}
             assert unread.result() == "ADAPTER_UNUSABLE"
-            assert_prompt_answers(server)
+            assert_quick_answers(server)
             with server.client() as client:
                 calls = AdapterCalls(client)
                 for change in (calls.load, calls.unload):
@@ -158,7 +158,7 @@ def test_a_hung_directory_delays_only_the_calls_that_need_it(tmp_path: Path) -> 
             disk.stop()
             for number in range(UNKNOWN_CALLS):
                 pool.submit(generate, server, f"unknown{number}", ANSWER_S)
-            assert_prompt_answers(server)
+            assert_quick_answers(server)
             assert_exits(server)
     assert "event=stopped drained=True" in deployment.log
     assert "Traceback" not in deployment.log
@@ -246,7 +246,7 @@ def test_a_hundred_thousand_files_delay_no_call(tmp_path: Path) -> None:
             os.close(descriptor)
         with server.client() as client:
             _refresh(client)
-        assert_prompt_answers(server)
+        assert_quick_answers(server)
         assert server.metric("preamble_adapter_load_failures_total") == 100_000
         assert_exits(server)
     refusals = deployment.log.count("event=adapter_refused")
@@ -254,7 +254,7 @@ def test_a_hundred_thousand_files_delay_no_call(tmp_path: Path) -> None:
 
 
 def _refresh(client: Client) -> None:
-    """Scan the directory until all files were seen."""
+    """Rescan the directory until a scan ends in time."""
     end = time.monotonic() + 10 * WAIT_S
     while time.monotonic() < end:
         try:
@@ -272,11 +272,11 @@ def test_a_pipe_of_logs_that_is_not_read_stops_no_call(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "log")
     reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
     with deployment.serve() as server:
-        for number in range(3_000):  # Each gives a line: more than a pipe holds.
+        for number in range(3_000):  # Each logs a line: together more than fits into a pipe.
             (deployment.adapters / f"bad{number}.safetensors").touch()
             if number % 100 == 0:
                 reason(server, f"bad{number}")
-        assert_prompt_answers(server)
+        assert_quick_answers(server)
         server.process.send_signal(signal.SIGUSR2)
         assert_exits(server)
     os.close(reader)

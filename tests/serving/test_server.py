@@ -41,6 +41,7 @@ from tests.support.servers import (
     Server,
     command,
     eventually,
+    is_idle,
     serving,
     suspended,
     write_checkpoint,
@@ -94,11 +95,6 @@ def client(server: Server) -> Iterator[Client]:
 def trailing_metadata_text(error: grpc.RpcError) -> str:
     assert isinstance(error, grpc.Call)
     return str([tuple(item) for item in error.trailing_metadata()])
-
-
-def is_idle(server: Server) -> bool:
-    states = ("scheduler_running_requests", "scheduler_waiting_requests", "requests_in_flight")
-    return all(server.metric(f"preamble_{state}") == 0 for state in states)
 
 
 def test_errors_after_a_disconnect_are_counted_without_a_stack_trace() -> None:

@@ -1,6 +1,8 @@
 """A server with a chat template, its checkpoint, and its client."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,9 @@ import openai
 from openai.types.chat import ChatCompletion
 
 from checkpoints_tools.conversion.convert import write_native
-from gpt.tokenizers.tokenizer import Tokenizer
+from gpt.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from tests.support.models import lively
-from tests.support.servers import CONFIG, WAIT_S, Server
+from tests.support.servers import CONFIG, WAIT_S, Server, serving
 from tests.support.trained_tokenizers import byte_level, sentencepiece_model
 
 BASE = "checkpoint"
@@ -74,6 +76,14 @@ class ChatServer:
 
     def plain(self, text: str = PROMPT, model: str = BASE, **options: Any) -> Any:
         return self.client.completions.create(model=model, prompt=self.ids(text), **options)
+
+
+@contextmanager
+def chat_server(folder: Path, template: str) -> Iterator[ChatServer]:
+    """A separate server of a checkpoint with this chat template."""
+    checkpoint = write_chat_checkpoint(folder, template)
+    with serving(checkpoint) as server:
+        yield ChatServer(server, open_tokenizer(checkpoint / "tokenizer"))
 
 
 def tool(name: str, **function: Any) -> dict[str, Any]:

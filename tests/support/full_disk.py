@@ -1,4 +1,7 @@
-"""A disk that is full, for this process: every write beyond a size of a file fails."""
+"""A full disk, simulated for this process: RLIMIT_FSIZE limits the size of each file.
+
+As on a full disk, the system writes the bytes that fit, and the next write fails.
+"""
 
 import resource
 import signal
@@ -8,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk(bytes_max: int) -> Iterator[None]:
-    """Let every write beyond this size of a file fail."""
+    """Fail every write that would make a file larger than `bytes_max`."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:

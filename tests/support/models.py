@@ -23,6 +23,9 @@ from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_stages import stage_layers
 from gpt.parallel.weight_sharding import ParameterSpec
 
+# Arguments of transformers' GPT2Config.
+TINY_GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4}
+
 # Where the two best logits are closer than this, fp32 rounding may decide between them.
 MARGIN = 1e-4
 

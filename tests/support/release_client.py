@@ -73,7 +73,7 @@ async def _concurrent(address: str, token: str) -> list[dict[str, Any]]:
 
 
 def _comparable(answer: Any) -> Any:
-    """Round numbers, and leave out what depends on the state of the prefix cache."""
+    """Round numbers, and omit the field that depends on the state of the prefix cache."""
     if isinstance(answer, float):
         return round(answer, FLOAT_DIGITS)
     if isinstance(answer, dict):

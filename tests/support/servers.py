@@ -134,7 +134,7 @@ class Server:
     def metric(self, series: str) -> float:
         """A series of the scrape by its name, with its labels if it has some; 0 if absent.
 
-        The label `model_name`, which all series have, is left out.
+        The label `model_name`, which all series have, is ignored.
         """
         for line in self.get("/metrics")[1].splitlines():
             name, _, value = line.rpartition(" ")
@@ -159,6 +159,12 @@ class Server:
         match = re.search(rf"\b{key}=(\S+)", self.ready)
         assert match is not None, self.ready
         return match[1]
+
+
+def is_idle(server: Server) -> bool:
+    """Whether no call is open, and no request is running, waiting or using KV blocks."""
+    gauges = ("requests_in_flight", "scheduler_running_requests", "scheduler_waiting_requests")
+    return all(server.metric(f"preamble_{name}") == 0 for name in (*gauges, "kv_blocks_held"))
 
 
 def command(*words: str | Path) -> list[str]:

@@ -1,8 +1,10 @@
-"""Calls of TGIS's API on a real server, by our copy of its protos, with fields as plain data.
+"""A server with an adapter, and calls of TGIS's API by our copy of its protos.
 
 The server's own API, preamble.v1, is the oracle.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from gpt.tokenizers.tokenizer import open_tokenizer
 from protos.foreign.descriptor_pools import load_package
 from protos.preamble.v1 import generation_pb2 as own_pb
 from protos.preamble.v1 import generation_pb2_grpc
-from tests.support.servers import WAIT_S, Server
+from tests.support.servers import WAIT_S, Server, serving, write_adapter, write_checkpoint
 
 pb = load_package("tgis")
 TEXT = "twelve and thirty? answer:"
@@ -72,7 +74,7 @@ STOPS = pb.file.enum_types_by_name["StopReason"].values_by_number
 
 
 class TgisServer:
-    """A server with an adapter, two running requests and a short queue, and stubs of both APIs."""
+    """Calls of TGIS's API and of preamble.v1 on a server. Fields of requests are plain data."""
 
     def __init__(self, server: Server, checkpoint: Path, channel: grpc.Channel) -> None:
         self.server = server
@@ -128,10 +130,20 @@ class TgisServer:
         answer: own_pb.GenerateResponse = self.own.Generate(message, timeout=WAIT_S)
         return answer
 
-    @property
-    def idle(self) -> bool:
-        states = ("scheduler_running_requests", "scheduler_waiting_requests", "requests_in_flight")
-        return all(self.server.metric(f"preamble_{state}") == 0 for state in states)
+
+@contextmanager
+def tgis_server(folder: Path, **settings: Any) -> Iterator[TgisServer]:
+    """A separate server with the adapter `sum`."""
+    checkpoint = write_checkpoint(folder)
+    adapters = folder / "adapters"
+    adapters.mkdir()
+    rows = open_tokenizer(checkpoint / "tokenizer").encode("what is the sum of")
+    write_adapter(adapters / "sum.safetensors", checkpoint, rows)
+    with (
+        serving(checkpoint, adapters=str(adapters), **settings) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        yield TgisServer(server, checkpoint, channel)
 
 
 def stop_reason_name(response: Any) -> str:

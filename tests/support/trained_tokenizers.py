@@ -187,3 +187,11 @@ def all_cases(folder: Path) -> dict[str, Case]:
         "words": json_case(folder / "h", word_level()),
         "null": numbers,
     }
+
+
+def auto_tokenizer(folder: Path) -> Any:
+    """The tokenizer that transformers opens from the files of a folder."""
+    import transformers
+
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    return tokenizer

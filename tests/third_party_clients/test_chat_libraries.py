@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from gpt.tokenizers.tokenizer import open_tokenizer
-from tests.support.chat_server import BASE, USER, ChatServer, write_chat_checkpoint
+from tests.support.chat_server import BASE, USER, ChatServer, chat_server
 from tests.support.chat_templates import HERMES
 from tests.support.client_environments import run_program
-from tests.support.servers import serving
 
 pytestmark = pytest.mark.clients
 
@@ -25,10 +23,8 @@ GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
-    folder = tmp_path_factory.mktemp("libraries")
-    checkpoint = write_chat_checkpoint(folder, HERMES)
-    with serving(checkpoint, folder / "s.yaml") as server:
-        yield ChatServer(server, open_tokenizer(checkpoint / "tokenizer"))
+    with chat_server(tmp_path_factory.mktemp("libraries"), HERMES) as deployment:
+        yield deployment
 
 
 @pytest.fixture

@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from clients.client import Options
-from gpt.tokenizers.tokenizer import open_tokenizer
 from tests.support.client_environments import run_node_program, run_process, run_program
-from tests.support.servers import ROOT, WAIT_S, serving, write_adapter, write_checkpoint
-from tests.support.tgis_calls import TEXT, TgisServer
+from tests.support.servers import ROOT, WAIT_S
+from tests.support.tgis_calls import TEXT, TgisServer, tgis_server
 
 pytestmark = pytest.mark.clients
 
@@ -29,17 +27,8 @@ SERVICE = "preamble.v1.GenerationService"
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TgisServer]:
-    folder = tmp_path_factory.mktemp("grpc")
-    checkpoint = write_checkpoint(folder)
-    adapters = folder / "adapters"
-    adapters.mkdir()
-    rows = open_tokenizer(checkpoint / "tokenizer").encode("what is the sum of")
-    write_adapter(adapters / "sum.safetensors", checkpoint, rows)
-    with (
-        serving(checkpoint, folder / "s.yaml", adapters=str(adapters)) as server,
-        grpc.insecure_channel(server.address) as channel,
-    ):
-        yield TgisServer(server, checkpoint, channel)
+    with tgis_server(tmp_path_factory.mktemp("grpc")) as deployment:
+        yield deployment
 
 
 def generated_text(deployment: TgisServer, prompt: str) -> str:

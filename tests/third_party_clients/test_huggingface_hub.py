@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from clients.client import Options
-from gpt.tokenizers.tokenizer import open_tokenizer
-from tests.support.chat_server import BASE, USER, ChatServer, tool, write_chat_checkpoint
+from tests.support.chat_server import BASE, USER, ChatServer, chat_server, tool
 from tests.support.chat_templates import HERMES
-from tests.support.servers import WAIT_S, serving
+from tests.support.servers import WAIT_S
 
 pytestmark = pytest.mark.clients
 
@@ -32,10 +31,8 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
-    folder = tmp_path_factory.mktemp("hub")
-    checkpoint = write_chat_checkpoint(folder, HERMES)
-    with serving(checkpoint, folder / "s.yaml") as server:
-        yield ChatServer(server, open_tokenizer(checkpoint / "tokenizer"))
+    with chat_server(tmp_path_factory.mktemp("hub"), HERMES) as deployment:
+        yield deployment
 
 
 @pytest.fixture

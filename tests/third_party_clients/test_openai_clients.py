@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from gpt.tokenizers.tokenizer import open_tokenizer
-from tests.support.chat_server import BASE, USER, ChatServer, write_chat_checkpoint
+from tests.support.chat_server import BASE, USER, ChatServer, chat_server
 from tests.support.chat_templates import HERMES
 from tests.support.client_environments import PROGRAMS, run_node_program, run_program
-from tests.support.servers import eventually, serving
+from tests.support.servers import eventually
 
 pytestmark = pytest.mark.clients
 
@@ -24,10 +23,8 @@ RUNNING = "preamble_scheduler_running_requests"
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
-    folder = tmp_path_factory.mktemp("openai")
-    checkpoint = write_chat_checkpoint(folder, HERMES)
-    with serving(checkpoint, folder / "s.yaml") as server:
-        yield ChatServer(server, open_tokenizer(checkpoint / "tokenizer"))
+    with chat_server(tmp_path_factory.mktemp("openai"), HERMES) as deployment:
+        yield deployment
 
 
 def check_report(deployment: ChatServer, report: dict[str, Any]) -> None:

@@ -9,11 +9,10 @@ import pytest
 
 from bench.harness.targets import Row
 from bench.peers import contention, prompt_tuning
+from tests.support.models import TINY_GPT2
 
 NETWORK: dict[str, float | None] = {
-    "n_layer": 2,
-    "n_embd": 32,
-    "n_head": 4,
+    **TINY_GPT2,
     "vocab_size": 320,
     "n_positions": 160,
 }

@@ -11,11 +11,10 @@ from bench.harness.model_shapes import GPT2
 from bench.harness.targets import Row
 from bench.peers import prompt_tuning
 from bench.peers.peft_process import TRAINERS
+from tests.support.models import TINY_GPT2
 
 NETWORK: dict[str, float | None] = {
-    "n_layer": 2,
-    "n_embd": 32,
-    "n_head": 4,
+    **TINY_GPT2,
     "vocab_size": 64,
     "n_positions": 64,
 }

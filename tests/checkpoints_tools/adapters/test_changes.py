@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-import preamble
 from gpt.adapters.adapter_file import Card, build_adapter, save_adapter
 from gpt.adapters.change_log import CHANGES_FILE, FOLDER, AdapterChangeLog, ChangeAuthor
 from gpt.errors import AdapterError
+from tests.support.adapter_exchange import run_adapters_command
 
 
 @pytest.fixture
@@ -27,12 +27,6 @@ def directory(tmp_path: Path) -> Path:
     with pytest.raises(AdapterError), log.recording("unload", "fox\x1b[2J", crew, "crew"):
         raise AdapterError("no such\nversion")
     return tmp_path
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = preamble.main(["adapters", *map(str, arguments)])
-    output = capsys.readouterr()
-    return code, output.out, output.err
 
 
 def requested(text: str) -> list[str]:
@@ -59,14 +53,14 @@ def requested(text: str) -> list[str]:
 def test_filters_select_changes(
     directory: Path, capsys: pytest.CaptureFixture[str], filters: list[str], names: list[str]
 ) -> None:
-    code, out, _ = run(capsys, "log", directory, *filters, "--json")
+    code, out, _ = run_adapters_command(capsys, "log", directory, *filters, "--json")
     assert (code, requested(out)) == (0, names)
 
 
 def test_each_change_is_one_printable_line(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = run(capsys, "log", directory)
+    code, out, err = run_adapters_command(capsys, "log", directory)
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert len(lines) == 4 and all(line.isprintable() for line in lines)
@@ -96,7 +90,7 @@ def test_invalid_arguments_are_refused(
 ) -> None:
     words = [word.replace("DIR", str(tmp_path)) for word in arguments]
     try:
-        code, _, err = run(capsys, *words)
+        code, _, err = run_adapters_command(capsys, *words)
     except SystemExit as exit_request:
         code, err = exit_request.code or 0, capsys.readouterr().err  # type: ignore[assignment]
     assert code == exit_code and message in err
@@ -105,8 +99,8 @@ def test_invalid_arguments_are_refused(
 def test_a_directory_without_a_log_has_no_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(capsys, "log", tmp_path) == (0, "", "")
-    assert run(capsys, "log", tmp_path, "--json") == (0, "[]\n", "")
+    assert run_adapters_command(capsys, "log", tmp_path) == (0, "", "")
+    assert run_adapters_command(capsys, "log", tmp_path, "--json") == (0, "[]\n", "")
 
 
 def test_imports_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,11 +108,15 @@ def test_imports_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     save_adapter(build_adapter(Card("tax"), torch.zeros(1, 8)), source)
     adapters = tmp_path / "adapters"
     adapters.mkdir()
-    assert run(capsys, "import", source, adapters)[0] == 0
-    assert run(capsys, "import", source, adapters / "fox@3.safetensors")[0] == 0
-    assert run(capsys, "import", source, tmp_path / "elsewhere.safetensors")[0] == 0
+    assert run_adapters_command(capsys, "import", source, adapters)[0] == 0
+    assert run_adapters_command(capsys, "import", source, adapters / "fox@3.safetensors")[0] == 0
+    assert (
+        run_adapters_command(capsys, "import", source, tmp_path / "elsewhere.safetensors")[0] == 0
+    )
 
-    records: list[dict[str, Any]] = json.loads(run(capsys, "log", adapters, "--json")[1])
+    records: list[dict[str, Any]] = json.loads(
+        run_adapters_command(capsys, "log", adapters, "--json")[1]
+    )
     keys = ("status", "action", "adapter", "version", "protocol", "method")
     assert [tuple(record[key] for key in keys) for record in records] == [
         ("done", "upload", "tax", 1, "command", "adapters import"),
@@ -134,7 +132,7 @@ def test_large_logs_are_printed_in_bounded_memory(
     line = path.read_bytes().splitlines(keepends=True)[-1]
     path.write_bytes(line * 8_000)  # About 4 MB.
     tracemalloc.start()
-    assert run(capsys, "log", directory, "--tenant", "crew", "--last", "3")[0] == 0
+    assert run_adapters_command(capsys, "log", directory, "--tenant", "crew", "--last", "3")[0] == 0
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < path.stat().st_size / 5

@@ -26,6 +26,7 @@ from tests.support.checkpoints.hf_targets import GATED
 from tests.support.models import lively
 from tests.support.tokenizer_texts import fixed_texts
 from tests.support.trained_tokenizers import (
+    auto_tokenizer,
     byte_level,
     llama_like,
     metaspace,
@@ -104,13 +105,6 @@ def write_planned(source: Path, folder: Path, family: str = "llama") -> HuggingF
         (folder / file.path).write_bytes(b"".join(text.content for text in file.literals))
     (folder / "config.json").write_text(json.dumps({"model_type": family}))
     return planned
-
-
-def auto_tokenizer(folder: Path) -> Any:
-    import transformers
-
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
-    return tokenizer
 
 
 def assert_same_tokenizer(ours: Tokenizer, folder: Path, texts: list[str]) -> None:
@@ -268,7 +262,7 @@ REFUSED_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED_OPTIONS)
-def test_tokenizer_that_transformers_would_misread_is_left_out(name: str, tmp_path: Path) -> None:
+def test_tokenizer_that_transformers_would_misread_is_omitted(name: str, tmp_path: Path) -> None:
     options, config, reason = REFUSED_OPTIONS[name]
     source = tmp_path / "source"
     source.mkdir()
@@ -278,7 +272,7 @@ def test_tokenizer_that_transformers_would_misread_is_left_out(name: str, tmp_pa
     assert not TOKENIZER_FILES & {file.path for file in planned.files}
     (note,) = planned.notes
     assert "would not give the ids" in note and reason in note and "--tokenizer" in note
-    # The ids of BOS and EOS are known even so.
+    # The BOS and EOS ids are known without a tokenizer.
     ours = open_tokenizer(source)
     assert (planned.bos_id, planned.eos_id) == (ours.bos_id, ours.eos_id)
 

@@ -256,7 +256,7 @@ def notes_of(layout: Layout) -> str:
     return " ".join(layout.notes)
 
 
-def test_tokenizer_unknown_to_nemo_is_carried_with_a_note(tmp_path: Path) -> None:
+def test_tokenizer_unknown_to_nemo_is_kept_with_a_note(tmp_path: Path) -> None:
     json_case(tmp_path / "words", byte_level())
     source = model_with_vocabulary(tmp_path / "words")
     assert "NeMo finds no tokenizer in the target, because a .nemo can contain only" in notes_of(

@@ -2,17 +2,14 @@
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from gpt.files.abandoned_files import remove_abandoned_partials, temporary_folder
 from gpt.files.atomic_files import write_atomic
+from tests.support.ready_programs import ready_program
 
 WRITERS = {
     "file": "with open_atomic(folder / 'file') as file:\n    file.write(b'part')\n    pause()",
@@ -36,24 +33,8 @@ folder = Path(sys.argv[1])
 """
 
 
-@contextmanager
-def writer(kind: str, folder: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A process that has begun to write, and waits."""
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM + WRITERS[kind], str(folder)],
-        env={**os.environ, "TMPDIR": str(folder)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield process
-        process.kill()
-
-
 def age(folder: Path) -> None:
-    """Let the last changes be some time ago."""
+    """Set old modification times."""
     for path in (*folder.rglob("*"), folder):
         os.utime(path, (1e9, 1e9))
 
@@ -72,7 +53,9 @@ def sweep(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_partial_files_are_removed_after_their_process_is_killed(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with writer(kind, tmp_path) as process:
+    # The process has begun to write, and waits.
+    program = PROGRAM + WRITERS[kind]
+    with ready_program(program, tmp_path, TMPDIR=str(tmp_path)) as process:
         age(tmp_path)
         sweep(kind, tmp_path, monkeypatch)
         assert len(list(tmp_path.iterdir())) == 1  # Its process still writes it.

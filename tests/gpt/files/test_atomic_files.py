@@ -1,11 +1,7 @@
-"""Atomic files: full disks, killed processes, existing targets, links and permission bits.
-
-RLIMIT_FSIZE simulates a full disk: the system writes the bytes that fit, then fails.
-"""
+"""Atomic files: full disks, killed processes, existing targets, links and permission bits."""
 
 import errno
 import os
-import resource
 import signal
 import stat
 import subprocess
@@ -25,18 +21,9 @@ from gpt.files.atomic_files import (
     write_atomic,
     write_synced,
 )
+from tests.support.full_disk import full_disk
 
 OLD, NEW = b"old content", b"new content"
-
-
-@contextmanager
-def full_disk(size: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextmanager

@@ -4,11 +4,7 @@ import errno
 import fcntl
 import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +12,8 @@ import pytest
 from gpt.files import json_lines_log
 from gpt.files.json_lines_log import LINE_BYTES_MAX, JsonLinesLog
 from tests.support.full_disk import full_disk
-from tests.support.servers import ROOT, WAIT_S, eventually, suspended
+from tests.support.ready_programs import ready_program
+from tests.support.servers import WAIT_S, eventually, suspended
 
 HOSTILE_TEXTS = ["a\nb", "\r\n", "\0\x1b[2J", "\u2028\x85", '"}', "\ud800", "é" * 300, ""]
 # Arguments: path, name of the writer, records of an append, appends (0: until it is killed).
@@ -35,20 +32,6 @@ while number < appends or not appends:
     if not appends:
         print(number, flush=True)
 """
-
-
-@contextmanager
-def writer(path: Path, name: str, records: int, appends: int) -> Iterator["subprocess.Popen[str]"]:
-    arguments = [sys.executable, "-c", WRITER, str(path), name, str(records), str(appends)]
-    process = subprocess.Popen(
-        arguments, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def numbered(log: JsonLinesLog) -> list[int]:
@@ -105,11 +88,11 @@ def test_a_rotation_that_was_killed_loses_no_file(tmp_path: Path) -> None:
     assert numbered(log) == [1, 3, 4, 5, 6][-5:]
 
 
-@pytest.mark.parametrize("half", [b'{"number": 7', b'{"number": 7}', b"x" * 200_000, b"\0\0"])
-def test_half_lines_are_skipped_and_then_removed(tmp_path: Path, half: bytes) -> None:
+@pytest.mark.parametrize("rest", [b'{"number": 7', b'{"number": 7}', b"x" * 200_000, b"\0\0"])
+def test_incomplete_lines_are_skipped_and_then_removed(tmp_path: Path, rest: bytes) -> None:
     log = JsonLinesLog(tmp_path / "x.jsonl", 1 << 20, 2)
     for lines in (b"", b'{"number":0}\n'):
-        log.path.write_bytes(lines + half)
+        log.path.write_bytes(lines + rest)
         assert numbered(log) == [0] * bool(lines)
         log.append([{"number": 1}])
         assert log.path.read_bytes() == lines + b'{"number":1}\n'
@@ -177,7 +160,10 @@ def test_a_reader_sees_the_files_as_they_were(tmp_path: Path) -> None:
 
 def test_writers_of_several_processes_do_not_mix_lines(tmp_path: Path) -> None:
     log = JsonLinesLog(tmp_path / "x.jsonl", 2_000, 1_000)
-    with writer(log.path, "a", 3, 40) as first, writer(log.path, "b", 3, 40) as second:
+    with (
+        ready_program(WRITER, log.path, "a", 3, 40) as first,
+        ready_program(WRITER, log.path, "b", 3, 40) as second,
+    ):
         for process in (first, second):
             assert process.stdin is not None
             process.stdin.write("\n")
@@ -200,7 +186,7 @@ def test_a_killed_writer_loses_at_most_its_last_append(tmp_path: Path) -> None:
     log = JsonLinesLog(tmp_path / "x.jsonl", 2_000, 1_000)
     for delay_s in (0.0, 0.001, 0.003, 0.01, 0.03):
         appended_before = len(list(log.read()))
-        with writer(log.path, "a", 5, 0) as process:
+        with ready_program(WRITER, log.path, "a", 5, 0) as process:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write("\n")
             process.stdin.flush()
@@ -224,21 +210,14 @@ def test_a_stopped_writer_delays_others_for_a_bounded_time(
     monkeypatch.setattr(json_lines_log, "LOCK_S", 0.2)
     code = (
         "import fcntl, sys, time; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX); "
-        "print('locked', flush=True); time.sleep(600)"
+        "print('ready', flush=True); time.sleep(600)"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "x.jsonl.lock")],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "locked\n"
-        with suspended(process.pid):
-            with pytest.raises(TimeoutError, match="another process holds the lock"):
-                log.append([{"number": 1}])
-            assert numbered(log) == [0]
-    finally:
-        process.kill()
-        process.communicate()
+    with (
+        ready_program(code, tmp_path / "x.jsonl.lock") as process,
+        suspended(process.pid),
+    ):
+        with pytest.raises(TimeoutError, match="another process holds the lock"):
+            log.append([{"number": 1}])
+        assert numbered(log) == [0]
     eventually(lambda: log.append([{"number": 2}]) == 0)
     assert numbered(log) == [0, 2]

@@ -121,9 +121,8 @@ def test_batches_limit_the_logits_of_drafts(monkeypatch: pytest.MonkeyPatch) -> 
     drafts = [[1] * 5, [2] * 5, [3] * 3, [4] * 20, []]
     batches = list(completions._length_sorted_batches([9, 8, 7, 6, 5], 100, drafts, 8))
     assert batches == [[0], [1, 2], [3], [4]]
-    assert [len(answer.draft_logprobs) for answer in complete(PROMPTS, drafts=drafts)] == [
-        *(5, 5, 3, 20, 0)
-    ]
+    answers = complete(PROMPTS, drafts=drafts)
+    assert [len(answer.draft_logprobs) for answer in answers] == [5, 5, 3, 20, 0]
 
 
 def test_draft_is_cut_at_the_end_of_the_context() -> None:

@@ -20,6 +20,7 @@ from gpt.tokenizers.tokenizer import (
 from tests.support.chat_templates import ADDED, SPECIAL
 from tests.support.trained_tokenizers import (
     LINES,
+    auto_tokenizer,
     byte_level,
     llama_like,
     metaspace,
@@ -64,13 +65,6 @@ TEXTS = (
     *LINES,
 )
 HFTokenizer = Any
-
-
-def auto_tokenizer(folder: Path) -> HFTokenizer:
-    import transformers
-
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
-    return tokenizer
 
 
 def decode_with_control_tokens(tokenizer: Tokenizer, ids: list[int]) -> str:

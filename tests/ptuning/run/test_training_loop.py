@@ -93,7 +93,7 @@ INVALID: dict[str, tuple[dict[str, object], str | None, str]] = {
     "unknown key": ({"learning_rte": 1}, None, "did you mean 'learning_rate'"),
     "wrong type": ({"steps": "many"}, None, "steps is 'many'; it must be a whole number"),
     "out of range": ({"steps": 0}, None, "steps is 0"),
-    "no room": ({"tokens_max": 0}, None, "tokens_max is 0; it must be at least 1 and"),
+    "no tokens": ({"tokens_max": 0}, None, "tokens_max is 0; it must be at least 1 and"),
     "no answer": ({"max_new_tokens": 0}, None, "max_new_tokens is 0; it must be at least 1 and"),
     "no rate": ({"learning_rate": float("inf")}, None, "learning_rate is inf; it must be more"),
     "a huge rate": (

@@ -1,8 +1,6 @@
 """The adapter store: uploads, promotions and removals are atomic for every reader."""
 
 import queue
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +35,8 @@ from serving.service.error_reasons import reason_name
 from tests.support.full_disk import full_disk
 from tests.support.models import CLASSIC
 from tests.support.privileges import plain_user
-from tests.support.servers import ROOT, WAIT_S, eventually
+from tests.support.ready_programs import ready_program
+from tests.support.servers import WAIT_S, eventually
 
 CONFIG = AdapterConfig(upload_bytes_max=100_000, uploads_max=2)
 
@@ -77,6 +76,14 @@ def upload(store: AdapterStore, name: str, content_: bytes, tenant: str = "") ->
         raise
     upload_.discard()
     return key
+
+
+def store_of_two_versions(folder: Path, payload: bytes) -> AdapterStore:
+    """A store with the uploaded versions tax@1 and tax@2."""
+    store = store_of(folder)
+    for _ in range(2):
+        upload(store, "tax", payload)
+    return store
 
 
 def names(folder: Path) -> list[str]:
@@ -168,7 +175,7 @@ upload = store.start_upload("tax", "acme")
 upload.create_file()
 upload.write_chunk(Path(sys.argv[2]).read_bytes()[:-1])
 upload._file.flush()
-print("half", flush=True)
+print("ready", flush=True)
 time.sleep(60)
 """
 
@@ -180,18 +187,12 @@ def test_leftovers_of_killed_servers_are_removed_and_active_uploads_kept(
     folder = tmp_path / "adapters"
     payload = content(tmp_path)
     folder.mkdir()
-    arguments = [sys.executable, "-c", KILLED, str(folder), str(tmp_path / "made.safetensors")]
-    process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "half\n"
+    with ready_program(KILLED, folder, tmp_path / "made.safetensors"):
         (upload_part,) = (folder / "acme").iterdir()
         store = store_of(folder)
         time.sleep(max(0.0, upload_part.stat().st_mtime + 1.1 - time.time()))
         store.sweep()
         assert upload_part.exists()  # It is being written.
-    finally:
-        process.kill()
-        process.communicate()
 
     assert len(store.adapters) == 0
     store.sweep()
@@ -203,9 +204,7 @@ def test_leftovers_of_killed_servers_are_removed_and_active_uploads_kept(
 def test_unloaded_versions_are_removed_and_not_reused(tmp_path: Path) -> None:
     folder = tmp_path / "adapters"
     payload = content(tmp_path)
-    store = store_of(folder)
-    for _ in range(2):
-        upload(store, "tax", payload)
+    store = store_of_two_versions(folder, payload)
 
     store.unload("tax@2", "")
 
@@ -296,10 +295,7 @@ def test_missing_or_invalid_promotions_mean_the_newest_version(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "adapters"
-    payload = content(tmp_path)
-    store = store_of(folder)
-    for _ in range(2):
-        upload(store, "tax", payload)
+    store = store_of_two_versions(folder, content(tmp_path))
     store.promote("tax@1", "")
     (folder / "tax@1.safetensors").unlink()
     store.adapters.scan()
@@ -513,9 +509,7 @@ def test_refusals_are_recorded_with_their_reasons(tmp_path: Path) -> None:
 def test_a_change_that_cannot_be_recorded_is_not_made(tmp_path: Path) -> None:
     folder = tmp_path / "adapters"
     payload = content(tmp_path)
-    store = store_of(folder)
-    for _ in range(2):
-        upload(store, "tax", payload)
+    store = store_of_two_versions(folder, payload)
     log_folder = folder / CHANGES_FOLDER
     for path in (log_folder, *log_folder.iterdir()):
         path.chmod(0o500 if path == log_folder else 0o400)
@@ -567,17 +561,10 @@ while True:
 @pytest.mark.slow
 def test_the_log_of_a_killed_server_names_the_last_change(tmp_path: Path) -> None:
     folder = tmp_path / "adapters"
-    payload = content(tmp_path)
-    store = store_of(folder)
-    for _ in range(2):
-        upload(store, "tax", payload)
+    store = store_of_two_versions(folder, content(tmp_path))
     for delay_s in (0.0, 0.02, 0.05):
-        arguments = [sys.executable, "-c", CHANGING, str(folder)]
-        process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        time.sleep(delay_s)
-        process.kill()
-        process.communicate()
+        with ready_program(CHANGING, folder):
+            time.sleep(delay_s)
         # The current version is that of the last change, or of the change before it, if the server
         # was killed between the record of its beginning and the change itself.
         *_, before_last, last = changes(folder, "status", "version")

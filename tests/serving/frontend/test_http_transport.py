@@ -30,6 +30,7 @@ from tests.support.servers import (
     Server,
     eventually,
     free_port,
+    is_idle,
     serving,
     without_model_name,
     write_checkpoint,
@@ -101,11 +102,6 @@ def record_startup(port: int, observed_states: dict[str, str]) -> None:
 def port(server: Server) -> Iterator[int]:
     yield int(server.ready_field("http").rpartition(":")[2])
     eventually(lambda: is_idle(server))
-
-
-def is_idle(server: Server) -> bool:
-    states = ("scheduler_running_requests", "scheduler_waiting_requests", "requests_in_flight")
-    return all(server.metric(f"preamble_{state}") == 0 for state in states)
 
 
 @dataclass(frozen=True)

@@ -25,15 +25,15 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     free: dict[str, Any] | None = None
 
 
-IGNORED = [(Body, "mode", "auto"), (Part, "index", 0)]
+NEUTRAL = [(Body, "mode", "auto"), (Part, "index", 0)]
 
 
 def clean(body: Any) -> Any:
-    data = remove_unset_fields(json.dumps(body).encode(), Body, lambda *field: field in IGNORED)
+    data = remove_unset_fields(json.dumps(body).encode(), Body, lambda *field: field in NEUTRAL)
     return json.loads(data)
 
 
-def nothing(*field: Any) -> bool:
+def is_never_neutral(*field: Any) -> bool:
     return False
 
 
@@ -63,10 +63,10 @@ def test_unset_fields_are_removed(body: Any, expected: Any) -> None:
 def test_numbers_and_white_space_of_schemas_are_kept() -> None:
     schema = b'{ "maximum" : 1.000000000000000000001 }'
     data = b'{"part" : {"schema": ' + schema + b' , "x" : null }}'
-    assert schema in remove_unset_fields(data, Body, nothing)
+    assert schema in remove_unset_fields(data, Body, is_never_neutral)
 
 
 @pytest.mark.parametrize("data", [b"[]", b"null", b'{"part": {"text": 1'])
 def test_bodies_that_are_no_objects_are_refused(data: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
-        remove_unset_fields(data, Body, nothing)
+        remove_unset_fields(data, Body, is_never_neutral)

@@ -29,6 +29,7 @@ from tests.support.servers import (
     WAIT_S,
     Server,
     eventually,
+    is_idle,
     serving,
     write_adapter,
     write_checkpoint,
@@ -181,11 +182,6 @@ def open_sockets(server: Server) -> int:
         with contextlib.suppress(FileNotFoundError):
             count += str(fd.readlink()).startswith("socket:")
     return count
-
-
-def is_idle(server: Server) -> bool:
-    states = ("requests_in_flight", "scheduler_running_requests", "scheduler_waiting_requests")
-    return all(server.metric(f"preamble_{state}") == 0 for state in (*states, "kv_blocks_held"))
 
 
 @pytest.mark.slow

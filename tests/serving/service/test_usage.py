@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from examples.usage import sum_usage
 from gpt.errors import AdapterError, ConfigError
 from gpt.sampling_params import SamplingParams
 from serving.config import ObservabilityConfig
@@ -263,6 +264,28 @@ def test_files_are_rotated_and_a_deleted_file_is_logged(
         assert file.write()
     assert len(read_usage_file(path)) == 3
     assert caplog.text.count("event=usage_files_deleted count=1") == 1
+
+
+def test_usage_counts_for_the_day_in_which_its_interval_begins(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, meter = tmp_path / "usage.jsonl", UsageMeter()
+    clock.now += 16 * 3600 - 60  # A minute before midnight.
+    file = UsageFile(config(path), meter, "m", clock)
+    for generated_tokens in (3, 5):
+        add_request(meter, "acme", "", generated_tokens)
+        clock.now += 60
+        assert file.write()
+
+    def print_days(*flags: str) -> list[list[str]]:
+        sum_usage.main([str(path), "--by", "day", *flags])
+        return [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+
+    first, second = print_days()
+    assert (first[0], first[-1]) == ("2027-01-15", "3")
+    assert (second[0], second[-1]) == ("2027-01-16", "5")
+    assert print_days("--until", "2027-01-16") == [first]
+    assert print_days("--since", "2027-01-16") == [second]
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def text_calls(base_url: str, model: str, question: str) -> dict[str, Any]:
     chat = chat_model(base_url, model)
     response = chat.invoke(question)
     with_logprobs = chat.bind(logprobs=True, top_logprobs=2).invoke(question)
-    # Fields with values that ask for nothing.
-    no_operations = chat_model(
+    # Fields with values that have no effect.
+    neutral_fields = chat_model(
         base_url,
         model,
         seed=-1,
@@ -66,7 +66,7 @@ def text_calls(base_url: str, model: str, question: str) -> dict[str, Any]:
             "batch": chat.batch([question, question])[1].content,
             "async": asyncio.run(chat.ainvoke(question)).content,
             "logprobs": with_logprobs.content,
-            "no_operations": no_operations.invoke(question).content,
+            "neutral_fields": neutral_fields.invoke(question).content,
             "responses": chat_model(base_url, model, use_responses_api=True).invoke(question).text,
         },
         "completion": completions.invoke(question),

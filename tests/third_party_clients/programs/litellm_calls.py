@@ -38,7 +38,7 @@ async def asynchronous_texts(fields: dict[str, Any]) -> list[str]:
 
 def chat_calls(fields: dict[str, Any]) -> dict[str, Any]:
     """Chats, a forced tool call and an answer with a schema, by a chat provider."""
-    # Fields with values that ask for nothing, and fields that litellm drops for some providers.
+    # Fields with values that have no effect, and fields that litellm drops for some providers.
     additional = {
         "user": "a",
         "service_tier": "auto",

@@ -11,8 +11,8 @@ const schema = {
   additionalProperties: false,
 };
 const tools = [{ type: 'function', function: { name: 'get_weather', parameters: schema } }];
-// Values that ask for nothing.
-const noOperations = {
+// Fields with values that have no effect.
+const neutralFields = {
   service_tier: 'auto', modalities: ['text'], verbosity: 'low', seed: -1, audio: null,
 };
 const client = new OpenAI({ baseURL, apiKey: 'none', maxRetries: 0 });
@@ -33,7 +33,7 @@ async function collect(stream, text) {
   return [chunks.map(text).join(''), chunks];
 }
 
-const chat = await create({ ...noOperations, logprobs: true });
+const chat = await create({ ...neutralFields, logprobs: true });
 const [streamed, chunks] = await collect(
   await create({ stream: true, stream_options: { include_usage: true } }),
   (chunk) => chunk.choices[0]?.delta.content ?? '',

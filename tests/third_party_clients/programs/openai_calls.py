@@ -19,8 +19,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}]
-# Values that ask for nothing.
-NO_OPERATIONS: dict[str, Any] = {
+# Fields with values that have no effect.
+NEUTRAL_FIELDS: dict[str, Any] = {
     "service_tier": "auto",
     "modalities": ["text"],
     "verbosity": "low",
@@ -77,7 +77,7 @@ def main(base_url: str, model: str, question: str) -> None:
         "temperature": 0,
         "max_tokens": 12,
     }
-    chat: Any = client.chat.completions.create(**fields, **NO_OPERATIONS, logprobs=True)
+    chat: Any = client.chat.completions.create(**fields, **NEUTRAL_FIELDS, logprobs=True)
     chunks = list(
         client.chat.completions.create(
             **fields, stream=True, stream_options={"include_usage": True}

@@ -18,10 +18,10 @@ let active = -1; // Index of the highlighted choice.
 let isStale = false; // Whether the text was changed after the list was made.
 let searching = null; // AbortController of the running search.
 let searchTimer = 0;
-let report = () => {};
+let onChange = () => {};
 
 /** Calls a function after each selection. */
-export const onAdapterChange = (callback) => (report = callback);
+export const onAdapterChange = (callback) => (onChange = callback);
 export const selectedAdapter = () => adapter;
 /** Returns the name in the input; empty: the base model. */
 export const typedName = () => input.value.trim();
@@ -85,7 +85,7 @@ function select(record) {
   $("adapter-about").textContent = record ? describe(record) : "";
   showError("");
   closeList();
-  report();
+  onChange();
 }
 
 async function search(contains, pageToken = "", previous = []) {

@@ -32,7 +32,7 @@ from tests.support.broken.kserve_requests import (
     request,
     texts,
 )
-from tests.support.servers import ROOT, WAIT_S, Server, eventually
+from tests.support.servers import ROOT, WAIT_S, eventually, is_idle
 from tests.support.tritonclient_calls import (
     STREAM_REQUESTS_MAX,
     TEXT,
@@ -74,11 +74,6 @@ def preamble_client(deployment: KServeServer) -> Iterator[Client]:
 def stub(deployment: KServeServer) -> Iterator[Any]:
     with grpc.insecure_channel(deployment.server.address) as channel:
         yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
-
-
-def is_idle(server: Server) -> bool:
-    states = ("scheduler_running_requests", "scheduler_waiting_requests", "requests_in_flight")
-    return all(server.metric(f"preamble_{state}") == 0 for state in states)
 
 
 # --------------------------------------------------------------------------------- metadata

@@ -25,7 +25,7 @@ from tests.support.models import lively
 from tests.support.servers import CONFIG, WAIT_S, Server, serving, write_adapter
 from tests.support.tgis_calls import TgisServer
 from tests.support.tokens_file import BOSS, CREW, POOR, tokens_file
-from tests.support.trained_tokenizers import byte_level
+from tests.support.trained_tokenizers import auto_tokenizer, byte_level
 from tests.support.tritonclient_calls import infer, text_of
 
 pytestmark = pytest.mark.slow  # Servers of its own.
@@ -54,12 +54,9 @@ class TokenizingServer:
     """A server with adapters, and transformers' tokenizer of the served model."""
 
     def __init__(self, server: Server, checkpoint: Path) -> None:
-        import transformers
-
         self.server = server
         self.checkpoint = checkpoint
-        auto: Any = transformers.AutoTokenizer
-        self.tokenizer: Any = auto.from_pretrained(checkpoint / "tokenizer")
+        self.tokenizer = auto_tokenizer(checkpoint / "tokenizer")
         self.tgis = TgisServer(server, checkpoint, grpc.insecure_channel(server.address))
         self.triton = triton.InferenceServerClient(server.address)
         self.http = self.http_client(CREW)

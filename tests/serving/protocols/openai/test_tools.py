@@ -11,16 +11,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from gpt.tokenizers.tokenizer import open_tokenizer
-from tests.support.chat_server import (
-    BASE,
-    PROMPT,
-    USER,
-    ChatServer,
-    tool,
-    write_chat_checkpoint,
-)
-from tests.support.servers import serving
+from tests.support.chat_server import BASE, PROMPT, USER, ChatServer, chat_server, tool
 
 pytestmark = pytest.mark.slow
 
@@ -51,10 +42,8 @@ NAMED_ADD: Any = {"type": "function", "function": {"name": "add"}}
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
-    folder = tmp_path_factory.mktemp("tools")
-    checkpoint = write_chat_checkpoint(folder, TEMPLATE)
-    with serving(checkpoint, folder / "s.yaml", folder / "log") as server:
-        yield ChatServer(server, open_tokenizer(checkpoint / "tokenizer"))
+    with chat_server(tmp_path_factory.mktemp("tools"), TEMPLATE) as deployment:
+        yield deployment
 
 
 def check_calls(completion: ChatCompletion) -> list[str]:

@@ -1,4 +1,4 @@
-"""Fields of other servers: accepted if they ask for nothing, else refused with a reason."""
+"""Fields of other servers: accepted with neutral values, else refused with a reason."""
 
 import json
 import re
@@ -216,7 +216,7 @@ def test_answers_are_accepted_as_messages(message: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_fields_of_messages_that_ask_for_something_are_refused(
+def test_fields_of_messages_that_would_have_an_effect_are_refused(
     fields: dict[str, Any], words: str
 ) -> None:
     message = {"role": "assistant", "content": "a", **fields}

@@ -36,7 +36,7 @@ from tests.support.generation_service import (
     Sets,
     generation_server,
 )
-from tests.support.servers import ROOT, eventually
+from tests.support.servers import ROOT, eventually, is_idle
 
 pytestmark = pytest.mark.slow  # Servers of its own: too long for the fast suite.
 
@@ -482,8 +482,7 @@ def test_full_queues_give_a_retry_time(deployment: GenerationServer) -> None:
         error = refusal(lambda: deployment.ask(deployment.message()))
     finally:
         running_stream.cancel()
-    gauges = ("requests_in_flight", "scheduler_running_requests", "scheduler_waiting_requests")
-    eventually(lambda: not any(deployment.server.metric(f"preamble_{name}") for name in gauges))
+    eventually(lambda: is_idle(deployment.server))
     assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
     retry_ms = error.details["RetryInfo"].retry_delay.ToMilliseconds()
     assert retry_ms > 0

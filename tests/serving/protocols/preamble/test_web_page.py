@@ -85,17 +85,23 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield browser
 
 
-@pytest.fixture(scope="module")
-def deployment(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
-    folder = tmp_path_factory.mktemp("page")
-    checkpoint = write_checkpoint(folder)
+def write_adapters(folder: Path, checkpoint: Path, template: str) -> Path:
+    """Write the adapter `sum`, and `fox` with a prompt template; return their directory."""
     adapters = folder / "adapters"
     adapters.mkdir()
     encode = open_tokenizer(checkpoint / "tokenizer").encode
     write_adapter(adapters / "sum.safetensors", checkpoint, encode("what is the sum of"))
-    template = PromptTemplate("{numbers}<|VIRTUAL_PROMPT_0|> answer:", (3,))
+    prompt_template = PromptTemplate(template, (3,))
     rows = encode("the quick brown")[:3]
-    write_adapter(adapters / "fox.safetensors", checkpoint, rows, template=template)
+    write_adapter(adapters / "fox.safetensors", checkpoint, rows, template=prompt_template)
+    return adapters
+
+
+@pytest.fixture(scope="module")
+def deployment(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
+    folder = tmp_path_factory.mktemp("page")
+    checkpoint = write_checkpoint(folder)
+    adapters = write_adapters(folder, checkpoint, "{numbers}<|VIRTUAL_PROMPT_0|> answer:")
     for number in range(OTHER_ADAPTERS):
         shutil.copy(adapters / "sum.safetensors", adapters / f"other-{number:03}.safetensors")
     with serving(checkpoint, folder / "s.yaml", adapters=str(adapters)) as server:
@@ -107,13 +113,7 @@ def chat_server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> I
     """A server whose model has a chat template; `fox` has a prompt template, `sum` has none."""
     folder = tmp_path_factory.mktemp("chats")
     checkpoint = write_checkpoint(folder)
-    adapters = folder / "adapters"
-    adapters.mkdir()
-    encode = open_tokenizer(checkpoint / "tokenizer").encode
-    write_adapter(adapters / "sum.safetensors", checkpoint, encode("what is the sum of"))
-    template = PromptTemplate("{first}<|VIRTUAL_PROMPT_0|> and {second}", (3,))
-    rows = encode("the quick brown")[:3]
-    write_adapter(adapters / "fox.safetensors", checkpoint, rows, template=template)
+    adapters = write_adapters(folder, checkpoint, "{first}<|VIRTUAL_PROMPT_0|> and {second}")
     settings: dict[str, Any] = {"adapters": str(adapters), "served_model_name": ["small-chat"]}
     settings["chat_template"] = str(folder / "chat_template.jinja")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)

@@ -15,13 +15,14 @@ import pytest
 
 from gpt.tokenizers.tokenizer import open_tokenizer
 from serving.protocols.tgis.service import _token_offsets
-from tests.support.servers import eventually, serving, write_adapter, write_checkpoint
+from tests.support.servers import eventually, is_idle
 from tests.support.tgis_calls import (
     REFUSED,
     TEXT,
     TgisServer,
     call_error,
     stop_reason_name,
+    tgis_server,
     violated_fields,
 )
 from tests.support.trained_tokenizers import CORPUS, LINES
@@ -36,18 +37,9 @@ LONG = {"max_new_tokens": 3900, "min_new_tokens": 3900}  # No stop condition end
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TgisServer]:
-    folder = tmp_path_factory.mktemp("tgis")
-    checkpoint = write_checkpoint(folder)
-    adapters = folder / "adapters"
-    adapters.mkdir()
-    rows = open_tokenizer(checkpoint / "tokenizer").encode("what is the sum of")
-    write_adapter(adapters / "sum.safetensors", checkpoint, rows)
     limits: dict[str, Any] = {"running_requests_max": 2, "queue_requests_max": 4}
-    with (
-        serving(checkpoint, folder / "s.yaml", adapters=str(adapters), **limits) as server,
-        grpc.insecure_channel(server.address) as channel,
-    ):
-        yield TgisServer(server, checkpoint, channel)
+    with tgis_server(tmp_path_factory.mktemp("tgis"), **limits) as deployment:
+        yield deployment
 
 
 # ------------------------------------------------------------------------------------------ answers
@@ -231,7 +223,7 @@ def test_time_limits_succeed_and_deadlines_fail(deployment: TgisServer) -> None:
     assert response.text
     error: Any = call_error(partial(deployment.ask(TEXT, stopping=LONG), timeout=0.3))
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    eventually(lambda: deployment.idle)
+    eventually(lambda: is_idle(deployment.server))
 
 
 # ------------------------------------------------------------------------------------------ streams
@@ -400,11 +392,11 @@ def test_one_invalid_prompt_refuses_its_batch(deployment: TgisServer) -> None:
     error: Any = call_error(deployment.ask("unheard of", "one", ""))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert violated_fields(error) == ["requests[2].text"]
-    eventually(lambda: deployment.idle)
+    eventually(lambda: is_idle(deployment.server))
 
 
 def test_overload_is_refused_and_queued_requests_time_out(deployment: TgisServer) -> None:
-    eventually(lambda: deployment.idle)
+    eventually(lambda: is_idle(deployment.server))
     label = (("x-correlation-id", "the same"),)  # Equal ids do not join two calls.
     running = [deployment.stream("one", stopping=LONG)(metadata=label) for _ in range(2)]
     for stream in running:
@@ -430,7 +422,7 @@ def test_overload_is_refused_and_queued_requests_time_out(deployment: TgisServer
 
     for stream in (*running, *waiting):
         stream.cancel()
-    eventually(lambda: deployment.idle)
+    eventually(lambda: is_idle(deployment.server))
     assert deployment.server.metric("preamble_kv_blocks_held") == 0
     cancelled_requests = (
         'preamble_requests_total{code="CANCELLED",method="GenerateStream",wire="tgis"}'
@@ -494,6 +486,3 @@ def test_offsets_equal_those_of_the_tokenizers_library(tmp_path: Path) -> None:
 def test_model_info(deployment: TgisServer) -> None:
     info = deployment.call("ModelInfo", "ModelInfoRequest", "ModelInfoResponse", model_id="any")()
     assert (info.model_kind, info.max_sequence_length, info.max_new_tokens) == (0, 4096, 4095)
-
-
-# ----------------------------------------------------------------------------- third-party stubs
