@@ -120,13 +120,18 @@ def read_settings(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     }
     saved = fingerprint.get("settings", {})
     settings = rename_monitor(saved)
-    if "monitor" not in saved:  # A state of version 0.1, in which None meant never, as 0 does now.
+    if began_in_version_0_1(fingerprint):  # There, None meant never, as 0 does now.
         settings.setdefault("monitor", "loss")
         if settings.get("validate_every") is None:
             settings["validate_every"] = 0
         elif settings.get("patience") is None:
             settings["patience"] = 0
     return {**defaults, **settings}
+
+
+def began_in_version_0_1(fingerprint: Mapping[str, Any]) -> bool:
+    """Return whether a run with this fingerprint began in version 0.1, which had no `monitor`."""
+    return "monitor" not in fingerprint.get("settings", {})
 
 
 @dataclass(frozen=True)

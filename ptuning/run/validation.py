@@ -22,13 +22,7 @@ from ptuning.config import ValidationConfig
 from ptuning.data.dataset import ExampleSet, TaskData, new_tokens_limit, task_template
 from ptuning.evaluation.answer_metrics import compute_metrics, macro_average
 from ptuning.run.preparation import PreparedRun
-from ptuning.run_facts import (
-    ADAPTER,
-    NO_PROMPT,
-    ORACLE,
-    Sample,
-    Validation,
-)
+from ptuning.run_facts import ADAPTER, NO_PROMPT, ORACLE, Sample, Validation
 from ptuning.training.trainer import Trainer
 
 SAMPLES_PER_TASK = 12  # Number of sample answers per task in the report.
@@ -93,14 +87,17 @@ class Validator:
         prepared: PreparedRun,
         trainer: Trainer,
         report_activity: ActivityCallback = ignore_activity,
+        *,
+        as_in_version_0_1: bool = False,
     ) -> None:
+        """`as_in_version_0_1`: compute scores that are comparable with those of version 0.1."""
         self._prepared = prepared
         self._trainer = trainer
         self._report_activity = report_activity
+        self._as_in_version_0_1 = as_in_version_0_1
+        select_records = _select_first_records if as_in_version_0_1 else _select_records
         self.tasks = {
-            task.task.name: _select_records(
-                task, task.validation, prepared.config.validation_config
-            )
+            task.task.name: select_records(task, task.validation, prepared.config.validation_config)
             for task in prepared.tasks
             if task.validation is not None
         }
@@ -115,12 +112,13 @@ class Validator:
     def describe_records(self) -> list[str]:
         """Return one line per task that says which validation records are evaluated."""
         lines = []
+        subset = "the first" if self._as_in_version_0_1 else "a sample of"
         for name, task in self.tasks.items():
             count, records = len(task.examples.examples), task.records
             selection = (
                 f"all {records:,} validation records"
                 if count == records
-                else f"a sample of {count:,} of {records:,} validation records"
+                else f"{subset} {count:,} of {records:,} validation records"
             )
             activity = "measuring on" if self.generates_answers else "computing only the loss on"
             prefix = f"{name}: " if len(self.tasks) > 1 else ""
@@ -300,3 +298,14 @@ def _select_records(
     )
     limit = new_tokens_limit([*data.examples.examples, *records.examples], data.task.max_new_tokens)
     return TaskValidation(examples, len(records.examples), limit)
+
+
+def _select_first_records(
+    data: TaskData, records: ExampleSet, validation_config: ValidationConfig
+) -> TaskValidation:
+    """Return the validation of a task as in version 0.1: the first records, and long answers."""
+    return TaskValidation(
+        records.head(validation_config.validation_examples),
+        len(records.examples),
+        data.task.max_new_tokens or NEW_TOKENS_DEFAULT,
+    )

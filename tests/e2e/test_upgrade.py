@@ -182,6 +182,8 @@ def test_an_unfinished_tuning_run_resumes_to_the_same_losses(
     assert len(expected) > INTERRUPTED_AT
     assert list(resumed) == list(expected)
     assert list(resumed.values()) == pytest.approx(list(expected.values()), rel=1e-4)
+    held_out = [logged_held_out_losses(folder, name) for folder in folders.values()]
+    assert held_out[1] == pytest.approx(held_out[0], rel=1e-4)
     tables = [
         open_adapter(folder / f"adapters/{name}@1.safetensors").table for folder in folders.values()
     ]
@@ -219,6 +221,12 @@ def logged_losses(folder: Path, name: str) -> dict[int, float]:
         return {}
     lines = path.read_text().rpartition("\n")[0].splitlines()
     return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(lines)}
+
+
+def logged_held_out_losses(folder: Path, name: str) -> dict[int, float]:
+    with (folder / "runs" / name / "1" / "validations.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["measure"] == "loss"]
+    return {int(row["step"]): float(row["value"]) for row in rows}
 
 
 @pytest.fixture(scope="module")

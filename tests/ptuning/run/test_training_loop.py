@@ -347,6 +347,57 @@ def test_settings_that_the_file_does_not_set_keep_the_values_of_the_run(
     assert first == expected[:2]
 
 
+class LossPerValidation(LossRecorder):
+    """Records the held-out loss by step, and the length limit of the answers."""
+
+    def __init__(self, ends_after: int | None) -> None:
+        super().__init__(ends_after)
+        self.validation_losses: dict[int, float | None] = {}
+        self.answer_tokens_max = 0
+
+    def on_validation(
+        self, validation: Validation, measuring: Validator, best_step: int | None
+    ) -> None:
+        self.validation_losses[validation.step] = validation.loss
+        self.answer_tokens_max = measuring.tasks["answer"].answer_tokens_max
+
+
+def validation_losses(file: Path, *, ends_after: int | None = None) -> LossPerValidation:
+    prepared = prepare(TuneConfig.from_yaml(str(file)))
+    recorder = LossPerValidation(ends_after)
+    with suppress(EOFError):
+        TrainingLoop(prepared, load_trainer(prepared, Mesh.single()), recorder).run()
+    return recorder
+
+
+def test_a_run_of_version_0_1_keeps_its_validation_records(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """It evaluated the first records; its best score is not comparable with scores of others."""
+    settings = {"steps": 8, "save_every": 1, "patience": 6}
+    file = write_settings(tmp_path, checkpoint, **settings, **write_validation(tmp_path, 9))
+    uninterrupted = tmp_path / "uninterrupted"
+    uninterrupted.mkdir()
+    first_records = write_validation(uninterrupted, 4)
+    expected = validation_losses(
+        write_settings(uninterrupted, checkpoint, **settings, **first_records)
+    ).validation_losses
+    sampled = validation_losses(file, ends_after=3).validation_losses
+    assert sampled[2] != expected[2]
+    (state,) = (tmp_path / "runs" / "answer" / "1").glob("state-*")
+    facts = json.loads((state / "facts.json").read_text())
+    del facts["origin"]["settings"]["monitor"]
+    facts["origin"]["settings"]["measure"] = "loss"
+    (state / "facts.json").write_text(json.dumps(facts))
+
+    resumed = validation_losses(file, ends_after=5)
+    resumed_again = validation_losses(file)
+
+    assert resumed.validation_losses == {4: expected[4]}
+    assert resumed_again.validation_losses == {6: expected[6], 8: expected[8]}
+    assert resumed_again.answer_tokens_max == 20  # `max_new_tokens`, as in version 0.1.
+
+
 def test_changed_training_records_refuse_the_resume(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
