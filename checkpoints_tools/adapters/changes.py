@@ -46,7 +46,12 @@ def log_parser() -> argparse.ArgumentParser:
         "2026-01-31T08:00), or an age such as 30m, 12h or 7d",
     )
     add("--status", choices=STATUSES, help="only changes with this status")
-    add("--last", metavar="N", type=positive_int, help="only the last N of these changes")
+    add(
+        "--last",
+        metavar="N",
+        type=positive_int,
+        help=f"only the last N of these changes (at most {LAST_MAX:,})",
+    )
     add("--json", action="store_true", help="print a JSON list with all fields")
     return parser
 
