@@ -64,6 +64,7 @@ class AsyncClient:
         tls: Tls | None = None,
         retries: Retries = DEFAULT_RETRIES,
     ) -> None:
+        self.address = address
         self.timeout_s = timeout_s
         self.retries = retries
         self.metadata = call_metadata(token)
@@ -108,7 +109,7 @@ class AsyncClient:
                     yield read_piece(response)
                 return
             except grpc.aio.AioRpcError as error:
-                failure = read_call_error(error)
+                failure = read_call_error(error, self.address)
             finally:
                 call.cancel()
             if has_started:  # A retry would yield the same pieces again.
@@ -194,5 +195,5 @@ class AsyncClient:
             try:
                 return await method(message, timeout=attempts.remaining_s, metadata=self.metadata)
             except grpc.aio.AioRpcError as error:
-                failure = read_call_error(error)
+                failure = read_call_error(error, self.address)
             await asyncio.sleep(attempts.next_wait_s(failure))

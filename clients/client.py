@@ -94,6 +94,7 @@ class Client:
         tls: Tls | None = None,
         retries: Retries = DEFAULT_RETRIES,
     ) -> None:
+        self.address = address
         self.timeout_s = timeout_s
         self.retries = retries
         self.metadata = call_metadata(token)
@@ -138,7 +139,7 @@ class Client:
                     yield read_piece(response)
                 return
             except grpc.RpcError as error:
-                failure = read_call_error(error)
+                failure = read_call_error(error, self.address)
             finally:
                 call.cancel()
             if has_started:  # A retry would yield the same pieces again.
@@ -224,5 +225,5 @@ class Client:
             try:
                 return method(message, timeout=attempts.remaining_s, metadata=self.metadata)
             except grpc.RpcError as error:
-                failure = read_call_error(error)
+                failure = read_call_error(error, self.address)
             time.sleep(attempts.next_wait_s(failure))

@@ -129,10 +129,11 @@ def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
-def read_call_error(error: Any) -> CallError:
+def read_call_error(error: Any, address: str = "") -> CallError:
     """Convert an error of grpc or grpc.aio to a CallError.
 
-    Both kinds of error have the same methods, but no common base class with these methods.
+    Both kinds of error have the same methods, but no common base class with these methods. With
+    `address` (HOST:PORT of the server), the message of a failed connection names it.
     """
     code = error.code()
     if code is grpc.StatusCode.CANCELLED:
@@ -149,6 +150,9 @@ def read_call_error(error: Any) -> CallError:
         elif key == "grpc-retry-pushback-ms" and str(value).isdecimal():
             retry_s = int(value) / 1000
     message = error.details() or "the server gave no reason"
+    if address and code is grpc.StatusCode.UNAVAILABLE and not reason:
+        # The gRPC library names IP addresses, not the host that the user named.
+        message = f"the connection to {address} failed: {message}"
     return CallError(code.name, message, reason, field, retry_s)
 
 

@@ -191,11 +191,13 @@ async def run_load_async(
     async with endpoint.open_channel() as channel:
         metadata = call_metadata(endpoint.token)
         return await _LoadGenerator(
-            channel, spec, await _server_limits(channel, metadata), metadata
+            channel, spec, await _server_limits(channel, metadata, endpoint.address), metadata
         ).run(progress)
 
 
-async def _server_limits(channel: grpc.aio.Channel, metadata: Metadata) -> tuple[int, int]:
+async def _server_limits(
+    channel: grpc.aio.Channel, metadata: Metadata, address: str
+) -> tuple[int, int]:
     """Return the vocabulary size and the context length of the model."""
     get_server_info = channel.unary_unary(
         SERVER_INFO_METHOD,
@@ -207,7 +209,7 @@ async def _server_limits(channel: grpc.aio.Channel, metadata: Metadata) -> tuple
             admin_pb2.GetServerInfoRequest(), timeout=30.0, metadata=metadata
         )
     except grpc.aio.AioRpcError as error:
-        failure = read_call_error(error)
+        failure = read_call_error(error, address)
         raise LoadError(
             f"GetServerInfo failed ({failure.code}: {failure}); check --server and --token"
         ) from None
