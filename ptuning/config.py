@@ -417,6 +417,7 @@ class TuneConfig(ComposedSettings):
 
     def with_fields(self, **settings: Any) -> Self:
         """Return a copy with changed settings; the constructors check all values again."""
+        # The rename must come first, because the copy sets both `monitor` and `measure`.
         return super().with_fields(**rename_monitor(settings))
 
     @property
@@ -441,7 +442,7 @@ class TuneConfig(ComposedSettings):
     @classmethod
     def from_dict(cls, settings: dict[str, Any], source: str) -> Self:
         """Parse a mapping of settings; `source` names its file in error messages."""
-        settings = rename_monitor(settings)
+        settings = dict(settings)
         if "task_templates" in settings:
             if "tasks" in settings:
                 raise ConfigError(

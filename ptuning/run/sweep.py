@@ -70,7 +70,7 @@ class Variant:
 
     values: Mapping[str, Any]  # The swept values, keyed by setting.
     config: TuneConfig  # All settings of the run.
-    file: Mapping[str, Any]  # The settings without defaults: of the file, of the sweep, folders.
+    file: Mapping[str, Any]  # The settings without the defaults: as the file of a single run.
     folder: Path  # Folder of this run, including its adapters; no other run writes into it.
 
     def __str__(self) -> str:

@@ -11,13 +11,14 @@ adapter file for `tune --evaluate`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import Tensor
 
 from gpt.adapters.prompt_template import PART_PATTERN, VIRTUAL_PROMPT_MARK, PromptTemplate
 from gpt.errors import RequestError
 from gpt.generation.completions import NEW_TOKENS_DEFAULT, TextCompletion, complete_prompts
-from ptuning.activity import ActivityCallback, ignore_activity
+from ptuning.activity import MEASURING, ActivityCallback, ignore_activity
 from ptuning.config import ValidationConfig
 from ptuning.data.dataset import ExampleSet, TaskData, new_tokens_limit, task_template
 from ptuning.evaluation.answer_metrics import compute_metrics, macro_average
@@ -26,11 +27,6 @@ from ptuning.run_facts import ADAPTER, NO_PROMPT, ORACLE, Sample, Validation
 from ptuning.training.trainer import Trainer
 
 SAMPLES_PER_TASK = 12  # Number of sample answers per task in the report.
-ACTIVITIES = {
-    NO_PROMPT: "measuring without the adapter",
-    ORACLE: "measuring with the written instruction",
-    ADAPTER: "measuring with the adapter",
-}
 
 
 @dataclass
@@ -159,11 +155,10 @@ class Validator:
         """
         by_task: dict[str, dict[str, float]] = {}
         loss_sum, loss_tokens = 0.0, 0
-        earlier_losses = self._losses_by_step.get(step, {}) if repeats_step else {}
-        losses = self._losses_by_step[step] = {
-            name: earlier_losses[name] if name in earlier_losses else self._mean_loss(name, table)
-            for name in self.tasks
-        }
+        losses = self._losses_by_step.get(step) if repeats_step else None
+        if losses is None:
+            losses = {name: self._mean_loss(name, table) for name in self.tasks}
+            self._losses_by_step[step] = losses
         for name, task_validation in self.tasks.items():
             examples = task_validation.examples.examples
             loss = task_validation.loss = losses[name]
@@ -206,7 +201,7 @@ class Validator:
         # A server reserves this number of tokens for the answer when it truncates a prompt.
         served_new_tokens = task.max_new_tokens or NEW_TOKENS_DEFAULT
         prompts = self.render_prompts(template, examples, served_new_tokens)
-        activity = self._activity_name(ACTIVITIES[variant], name)
+        activity = self._activity_name(MEASURING[variant], name)
         count = sum(prompt is not None for prompt in prompts)
         self._report_activity(activity, 0, count)
         answer_iterator = iter(
@@ -296,7 +291,8 @@ def _select_records(
         if validation_config.measure == "all"
         else records.sample(validation_config.validation_examples)
     )
-    limit = new_tokens_limit([*data.examples.examples, *records.examples], data.task.max_new_tokens)
+    all_examples = chain(data.examples.examples, records.examples)
+    limit = new_tokens_limit(all_examples, data.task.max_new_tokens)
     return TaskValidation(examples, len(records.examples), limit)
 
 
