@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_tools.flags import positive_int
-from gpt.adapters.change_log import AdapterChangeLog, ChangeRecord
+from gpt.adapters.change_log import AdapterChangeLog, ChangeRecord, format_time
 from gpt.errors import ConfigError, printable
 
 STATUSES = ("done", "failed", "refused", "unfinished")
@@ -83,7 +83,7 @@ def _read_records(directory: Path) -> Iterator[ChangeRecord]:
 
 
 def _parse_since(text: str) -> str:
-    """Return the time as text in the format of the records, which sorts by time."""
+    """Return the time in the format of the records."""
     if match := re.fullmatch(r"(\d{1,5})([smhd])", text):
         since = datetime.now(UTC) - timedelta(seconds=int(match[1]) * UNIT_SECONDS[match[2]])
     else:
@@ -96,7 +96,7 @@ def _parse_since(text: str) -> str:
                 f"{text!r} is not a time; give a date, a time such as 2026-01-31T08:00, or an age "
                 "such as 12h"
             ) from None
-    return since.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return format_time(since)
 
 
 def _is_selected(record: ChangeRecord, flags: argparse.Namespace) -> bool:
