@@ -86,9 +86,7 @@ def plan_tokenizer(path: Path | None, config: GPTConfig, family: str) -> Hugging
     except CheckpointError as error:
         note = f"the target has no tokenizer, and config.json has no BOS and EOS token ids: {error}"
         return HuggingFaceTokenizer(notes=(note,))
-    folder = tokenizer_folder(path)
-    assert folder is not None, "a tokenizer's path has a directory"
-    generation = _generation_config(tokenizer, folder)
+    generation = _generation_config(tokenizer, path)
     planned = HuggingFaceTokenizer(generation, tokenizer.bos_id, tokenizer.eos_id)
     try:
         files = _tokenizer_files(tokenizer, path, config, family)
@@ -275,9 +273,14 @@ def _tokenizer_config(
 
 def _read_companion(path: Path, name: str) -> dict[str, Any]:
     """Read a JSON file in the tokenizer's directory; an empty record if there is none."""
+    file = _folder(path) / name
+    return read_json(file) if file.is_file() else {}
+
+
+def _folder(path: Path) -> Path:
     folder = tokenizer_folder(path)
-    assert folder is not None
-    return read_json(folder / name) if (folder / name).is_file() else {}
+    assert folder is not None, "a tokenizer's path has a directory"
+    return folder
 
 
 def _copied_files(tokenizer: Tokenizer, path: Path) -> list[TargetFile]:
@@ -289,9 +292,7 @@ def _copied_files(tokenizer: Tokenizer, path: Path) -> list[TargetFile]:
 
 
 def _template_files(path: Path) -> list[TargetFile]:
-    folder = tokenizer_folder(path)
-    assert folder is not None
-    templates = (file for pattern in TEMPLATE_PATTERNS for file in folder.glob(pattern))
+    templates = (file for pattern in TEMPLATE_PATTERNS for file in _folder(path).glob(pattern))
     return [
         literal_file(file.name, read_tokenizer_file(file))
         for file in sorted(templates)
@@ -299,9 +300,9 @@ def _template_files(path: Path) -> list[TargetFile]:
     ]
 
 
-def _generation_config(tokenizer: Tokenizer, folder: Path) -> tuple[TargetFile, ...]:
+def _generation_config(tokenizer: Tokenizer, path: Path) -> tuple[TargetFile, ...]:
     """Plan generation_config.json: the source's file, with the tokenizer's BOS and EOS ids."""
-    source = _read_companion(folder, GENERATION_FILE)
+    source = _read_companion(path, GENERATION_FILE)
     record = {name: value for name, value in source.items() if name != "_from_model_config"}
     if tokenizer.bos_id is not None:
         record["bos_token_id"] = tokenizer.bos_id
