@@ -162,7 +162,7 @@ def _check_validation(
         return
     # The allowed values need no validation records.
     for name, setting, allowed in (
-        ("measure", validation_config.measure, ("none", "sample")),
+        ("measure", validation_config.measure, ("none", "sample", "first")),
         ("monitor", validation_config.monitor, ("loss",)),
         ("patience", validation_config.patience, (None, 0)),
         ("validate_every", validation_config.validate_every, (None, 0)),

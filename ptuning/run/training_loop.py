@@ -8,7 +8,7 @@ terminal, the logs and the report.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -34,7 +34,6 @@ from ptuning.run.preparation import PreparedRun
 from ptuning.run.training_state import (
     RunFingerprint,
     SavedState,
-    began_in_version_0_1,
     choose_run_folder,
     common_state,
     remove_states,
@@ -161,6 +160,7 @@ class TrainingLoop:
         self._mesh = trainer.mesh
         runs_folder = run_folder(self._config.output_config, self._config.data_config)
         self._folder = _agree_on_folder(runs_folder, self._mesh, restart=restart)
+        self._validator = Validator(prepared, trainer, callback.on_activity)
         self._keeps_final_state = keeps_final_state
         self._fingerprint = self._agree_on_fingerprint()
         self._progress = RunProgress()
@@ -172,17 +172,8 @@ class TrainingLoop:
         self._save_warned = False
         saved_state = common_state(self._folder, self._mesh)
         self._resumed = saved_state is not None
-        # The fingerprint with which the run began. The run of an earlier release keeps it, so that
-        # each resume of the run evaluates the same validation records.
-        self._origin: Mapping[str, Any] = asdict(self._fingerprint)
         if saved_state is not None:
             self._resume(saved_state)
-        self._validator = Validator(
-            prepared,
-            trainer,
-            callback.on_activity,
-            as_in_version_0_1=began_in_version_0_1(self._origin),
-        )
 
     def run(self) -> RunOutcome:
         """Train until the last step, early stopping or a stop request; return the outcome."""
@@ -339,7 +330,7 @@ class TrainingLoop:
         best_tensors = self._early_stopping.state_tensors()
         tensors |= {BEST_PREFIX + name: tensor for name, tensor in best_tensors.items()}
         facts = {
-            "origin": self._origin,
+            "origin": asdict(self._fingerprint),
             "course": asdict(self._progress) | self._early_stopping.state_facts(),
             "scale": asdict(trainer.loss_scale),
         }
@@ -355,8 +346,7 @@ class TrainingLoop:
             )
 
     def _resume(self, saved_state: SavedState) -> None:
-        self._origin = saved_state.facts["origin"]
-        self._fingerprint.check_matches(self._origin, saved_state.path)
+        self._fingerprint.check_matches(saved_state.facts["origin"], saved_state.path)
         trainer = self.trainer
         # The losses of RunProgress and the facts of EarlyStopping, under their field names.
         progress_facts = dict(saved_state.facts["course"])

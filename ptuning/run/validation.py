@@ -83,17 +83,14 @@ class Validator:
         prepared: PreparedRun,
         trainer: Trainer,
         report_activity: ActivityCallback = ignore_activity,
-        *,
-        as_in_version_0_1: bool = False,
     ) -> None:
-        """`as_in_version_0_1`: compute scores that are comparable with those of version 0.1."""
         self._prepared = prepared
         self._trainer = trainer
         self._report_activity = report_activity
-        self._as_in_version_0_1 = as_in_version_0_1
-        select_records = _select_first_records if as_in_version_0_1 else _select_records
         self.tasks = {
-            task.task.name: select_records(task, task.validation, prepared.config.validation_config)
+            task.task.name: _select_records(
+                task, task.validation, prepared.config.validation_config
+            )
             for task in prepared.tasks
             if task.validation is not None
         }
@@ -108,7 +105,8 @@ class Validator:
     def describe_records(self) -> list[str]:
         """Return one line per task that says which validation records are evaluated."""
         lines = []
-        subset = "the first" if self._as_in_version_0_1 else "a sample of"
+        measures_first = self._prepared.config.validation_config.measure == "first"
+        subset = "the first" if measures_first else "a sample of"
         for name, task in self.tasks.items():
             count, records = len(task.examples.examples), task.records
             selection = (
@@ -285,23 +283,14 @@ class Validator:
 def _select_records(
     data: TaskData, records: ExampleSet, validation_config: ValidationConfig
 ) -> TaskValidation:
-    """Return the validation of a task on all of its records, or on a sample of them."""
-    examples = (
-        records
-        if validation_config.measure == "all"
-        else records.sample(validation_config.validation_examples)
-    )
-    all_examples = chain(data.examples.examples, records.examples)
-    limit = new_tokens_limit(all_examples, data.task.max_new_tokens)
+    """Return the validation of a task on the records that `measure` selects."""
+    measure, count = validation_config.measure, validation_config.validation_examples
+    max_new_tokens = data.task.max_new_tokens
+    if measure == "first":
+        examples = records.head(count)
+        limit = max_new_tokens or NEW_TOKENS_DEFAULT
+    else:
+        examples = records if measure == "all" else records.sample(count)
+        all_examples = chain(data.examples.examples, records.examples)
+        limit = new_tokens_limit(all_examples, max_new_tokens)
     return TaskValidation(examples, len(records.examples), limit)
-
-
-def _select_first_records(
-    data: TaskData, records: ExampleSet, validation_config: ValidationConfig
-) -> TaskValidation:
-    """Return the validation of a task as in version 0.1: the first records, and long answers."""
-    return TaskValidation(
-        records.head(validation_config.validation_examples),
-        len(records.examples),
-        data.task.max_new_tokens or NEW_TOKENS_DEFAULT,
-    )

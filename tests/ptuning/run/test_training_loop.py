@@ -23,12 +23,14 @@ from gpt.formats.registry import open_checkpoint
 from gpt.generation.generate import generate
 from gpt.parallel.mesh import Mesh
 from gpt.sampling_params import SamplingParams
+from gpt.settings import read_yaml
 from gpt.tokenizers.tokenizer import open_tokenizer
 from ptuning.__main__ import main
 from ptuning.activity import LOADING
 from ptuning.config import TuneConfig
 from ptuning.reporting.observer import NullObserver
 from ptuning.run.preparation import prepare
+from ptuning.run.resumed_settings import resumed_settings
 from ptuning.run.training_loop import TrainingLoop, load_trainer
 from ptuning.run.training_state import common_state, latest_state, save_state
 from ptuning.run.validation import Validator
@@ -363,7 +365,8 @@ class LossPerValidation(LossRecorder):
 
 
 def validation_losses(file: Path, *, ends_after: int | None = None) -> LossPerValidation:
-    prepared = prepare(TuneConfig.from_yaml(str(file)))
+    config = TuneConfig.from_yaml(str(file))
+    prepared = prepare(config.with_fields(**resumed_settings(config, read_yaml(file))))
     recorder = LossPerValidation(ends_after)
     with suppress(EOFError):
         TrainingLoop(prepared, load_trainer(prepared, Mesh.single()), recorder).run()
