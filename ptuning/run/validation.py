@@ -23,7 +23,14 @@ from ptuning.config import ValidationConfig
 from ptuning.data.dataset import ExampleSet, TaskData, new_tokens_limit, task_template
 from ptuning.evaluation.answer_metrics import compute_metrics, macro_average
 from ptuning.run.preparation import PreparedRun
-from ptuning.run_facts import ADAPTER, NO_PROMPT, ORACLE, Sample, Validation
+from ptuning.run_facts import (
+    ADAPTER,
+    NO_PROMPT,
+    ORACLE,
+    Sample,
+    Validation,
+    describe_selection,
+)
 from ptuning.training.trainer import Trainer
 
 SAMPLES_PER_TASK = 12  # Number of sample answers per task in the report.
@@ -105,15 +112,9 @@ class Validator:
     def describe_records(self) -> list[str]:
         """Return one line per task that says which validation records are evaluated."""
         lines = []
-        measures_first = self._prepared.config.validation_config.measure == "first"
-        subset = "the first" if measures_first else "a sample of"
+        measure = self._prepared.config.validation_config.measure
         for name, task in self.tasks.items():
-            count, records = len(task.examples.examples), task.records
-            selection = (
-                f"all {records:,} validation records"
-                if count == records
-                else f"{subset} {count:,} of {records:,} validation records"
-            )
+            selection = describe_selection(len(task.examples.examples), task.records, measure)
             activity = "measuring on" if self.generates_answers else "computing only the loss on"
             prefix = f"{name}: " if len(self.tasks) > 1 else ""
             answer_note = (
@@ -121,7 +122,7 @@ class Validator:
                 if self.generates_answers
                 else ""
             )
-            lines.append(f"{prefix}{activity} {selection}{answer_note}")
+            lines.append(f"{prefix}{activity} {selection} validation records{answer_note}")
         return lines
 
     def measure_baselines(self) -> None:

@@ -520,6 +520,7 @@ def test_measuring_uses_a_fixed_sample_and_says_its_size(
     changes = {**write_validation(tmp_path, 9), "steps": 2}
     for measure, line, evaluated in (
         ("sample", "measuring on a sample of 4 of 9 validation records, answers of at most", 4),
+        ("first", "measuring on the first 4 of 9 validation records, answers of at most 20 ", 4),
         ("all", "measuring on all 9 validation records", 9),
         ("none", "computing only the loss on a sample of 4 of 9 validation records\n", 4),
     ):
