@@ -311,9 +311,8 @@ _TYPE_CHECKS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
 def _check_types(config: Any, prefix: str = "") -> None:
     """Raise ConfigError if a value fails the check of its field's type (`_TYPE_CHECKS`).
 
-    `prefix`: the beginning of the names in messages.
-
     Fields of all other types must be text. Damaged and malicious files can have wrong values.
+    `prefix` is added to the names in messages.
     """
     for name, annotation in get_type_hints(type(config)).items():
         is_valid, requirement = _TYPE_CHECKS.get(

@@ -9,10 +9,10 @@ from collections.abc import MutableMapping
 
 from gpt.host_limits import usable_cores
 
-# The number of times that a waiting thread of GNU OpenMP, which torch uses, reads a variable before
-# it sleeps: 0.05 to 0.2 ms, depending on the CPU. By default such a thread spins for 4 to 15 ms. If
-# another process preempts a thread of a torch operation, the other threads spin all that time, and
-# the preempted thread gets no core.
+# The number of iterations that a waiting thread of GNU OpenMP, which torch uses, spins before it
+# sleeps. They take 0.05 to 0.2 ms, depending on the CPU. The default number takes 4 to 15 ms. If
+# another process preempts a thread of a torch operation, the other threads spin for all that time
+# on the cores that the preempted thread could use.
 OPENMP_SPIN_COUNT = 4000
 
 

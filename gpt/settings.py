@@ -206,9 +206,10 @@ def _convert_setting(value: object, hint: Any, key: str, source: str) -> Any:
         except (ValueError, OverflowError):
             pass
     if get_origin(hint) is Literal:
-        word = "on" if value is True else "off" if value is False else value
         # YAML 1.1 parses `on` and `off`, which some settings have as values, as booleans.
-        value, hint = word if word in get_args(hint) else value, str
+        if isinstance(value, bool) and (word := "on" if value else "off") in get_args(hint):
+            value = word
+        hint = str
     if get_origin(hint) is tuple and isinstance(value, list):
         element_type = get_args(hint)[0]
         return tuple(_convert_setting(item, element_type, key, source) for item in value)

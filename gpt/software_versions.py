@@ -34,7 +34,7 @@ def library_version(distribution: str) -> str | None:
 def runtime_libraries() -> dict[str, str | None]:
     """Return the versions of the libraries that Preamble and its extras require, by name.
 
-    The value is None if a library is not installed. The extra `dev` is left out.
+    The value is None if a library is not installed. The extra `dev` does not count.
     """
     try:
         requirements = importlib.metadata.requires("preamble") or []

@@ -24,25 +24,27 @@ from serving.profiles import find_profile
 
 GOLDEN_MODES = ("ignore", "warn", "strict")
 ATTENTION_BACKENDS, KV_DTYPES = ("auto", "torch", "triton", "flashinfer"), ("auto", "fp8")
-StepAheadMode = Literal["auto", "on", "off"]
-MetricAliases = Literal["vllm", "off"]
-CudaGraphMode = Literal["auto", "off"]
 LINEAR_BACKENDS = ("auto", "torch", "fp8", "te")
 TE_RECIPES = ("none", "current", "delayed", "block")
 WEIGHT_FORMATS = ("auto", "int8")
 SPECIAL_TOKEN_PARSING = ("auto", "never")
+# Settings with the choices "on" or "off" have Literal types, for which `parse_settings` converts
+# the booleans that YAML reads for these words without quotes.
+CudaGraphMode = Literal["auto", "off"]
+StepAheadMode = Literal["auto", "on", "off"]
+MetricAliases = Literal["vllm", "off"]
 # Formats in which models write calls of tools, under vLLM's names; json: an object or a list of
 # objects with name and arguments (or parameters).
 CallFormat = Literal["hermes", "llama3_json", "mistral", "json"]
 TOOL_CALL_FORMATS = ("auto", *get_args(CallFormat))
 USAGE_LABELS_MAX = 500
-USAGE_INTERVAL_S_MIN = 0.1  # Each write flushes the disk.
+USAGE_INTERVAL_S_MIN = 0.1  # Each write waits for the disk (fsync).
 MODEL_NAME_PATTERN = re.compile(r"[!-~]{1,200}")
 HOST_PATTERN = re.compile(r"[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?")
 ORIGIN_PATTERN = re.compile(rf"[a-z][a-z0-9+.-]*://({HOST_PATTERN.pattern})(:\d{{1,5}})?")
-# Bounds of settings. Larger values are mistakes: they overflow the integers of the network library,
-# or the server would allocate tables of this size.
-POLL_S_MIN = 0.01
+POLL_S_MIN = 0.01  # Minimum of settings that are intervals of polls, which access files.
+# Upper bounds of settings. Larger values are mistakes: they overflow the integers of the network
+# library, or the server would allocate tables of this size.
 SECONDS_MAX = 1_000_000_000
 BYTES_MAX = 1 << 50
 COUNT_MAX = (1 << 31) - 1
@@ -60,7 +62,7 @@ UPPER_BOUNDS: Mapping[str, int] = {
     "adapters_max": 1 << 24,
     "uploads_max": 1024,
     "flight_steps_max": 1 << 20,
-    "message_bytes_max": (1 << 31) - 1,
+    "message_bytes_max": COUNT_MAX,
 }
 _SAFEGUARD_NAMES = {"tls_cert": "encryption", "tokens": "tokens"}
 
@@ -212,7 +214,7 @@ class AdapterConfig:
     adapter_read_s: float = 60.0
     upload_bytes_max: int = 256 << 20  # Bytes of an uploaded adapter file.
     uploads_max: int = 2  # Concurrent uploads.
-    upload_s: float = 600.0  # Time limit of an upload.
+    upload_s: float = 600.0  # Time limit of an upload, and of any other change that runs.
     # Maximum L2 norm of a virtual token's row in an uploaded adapter. For an uploaded prefix
     # adapter, the maximum absolute value of an element instead.
     row_norm_max: float = 1e4
@@ -497,7 +499,8 @@ def _check_bounds(part: Any) -> None:
         if not is_bounded or value is None or isinstance(value, str):  # A text is a choice.
             continue
         may_be_zero = name in ("speculate_tokens_max", "gather_ms")  # 0: off.
-        if not (value >= 0 if may_be_zero else value > 0) or not value < float("inf"):
+        is_allowed_sign = value > 0 or (may_be_zero and value == 0)
+        if not is_allowed_sign or value == float("inf"):  # A comparison with NaN is false.
             bound = "0 or more" if may_be_zero else "more than 0"
             raise ConfigError(f"{name} is {short_repr(value)}; it must be {bound}, and finite")
         minimum = POLL_S_MIN if name.endswith("_poll_s") else 0

@@ -8,6 +8,7 @@ does not wait. The module does not know which files are read or written.
 """
 
 import asyncio
+import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -16,7 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from serving.logs import LogThrottle
 from serving.request import UnavailableError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -25,6 +29,7 @@ OWNER_THREADS_MAX = 4
 # Owners that are not tenants. A tenant's name has no slash.
 POLL_OWNER, TOKENS_OWNER, TLS_OWNER, FLIGHT_OWNER = "/poll", "/tokens", "/tls", "/flight"
 CHANGE_LOG_OWNER = "/changes"
+DROPPED_LOG_PERIOD_S = 60.0  # Minimum time between two warnings about dropped accesses.
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,43 +45,80 @@ class FileThreads:
     """Runs file accesses, each in a new daemon thread, at most `OWNER_THREADS_MAX` per owner."""
 
     def __init__(self, limit_s: float) -> None:
-        """`limit_s`: the time that `run` waits for an access."""
+        """`limit_s`: the time that a caller waits for an access, if it gives no other limit."""
         self.limit_s = limit_s
         self._lock = threading.Lock()
         self._waiting: deque[_Access] = deque()
         self._running: Counter[str] = Counter()  # Accesses in threads, by owner.
+        self._log_throttle = LogThrottle(DROPPED_LOG_PERIOD_S)
 
-    async def run(
-        self, owner: str, function: Callable[..., T], *args: Any, limit_s: float | None = None
+    async def run(self, owner: str, function: Callable[..., T], *args: Any) -> T:
+        """Return `function(*args)`; raise UnavailableError if it takes longer than the limit.
+
+        A call that runs continues in its thread; a call that waits for a thread is dropped.
+        """
+        return await self.result(self.submit(owner, function, *args))
+
+    async def result(
+        self,
+        access: "Future[T]",
+        limit_s: float | None = None,
+        running_limit_s: float | None = None,
     ) -> T:
-        """Return `function(*args)`; raise UnavailableError if it takes longer than `limit_s`.
+        """Return the result of a submitted access; raise UnavailableError if it takes too long.
 
-        The default of `limit_s` is the constructor's. A call that runs continues in its thread; a
-        call that waits for a thread is dropped.
+        An access that has no thread after `limit_s` (default: the constructor's) is dropped. An
+        access that has a thread continues; it is waited for up to `running_limit_s` (default:
+        `limit_s`). If this method raises an error, or the task of the caller is cancelled,
+        `access.cancelled()` tells whether the access was dropped, and so will never run.
         """
         limit_s = self.limit_s if limit_s is None else limit_s
-        future = self.submit(owner, function, *args)
+        result = asyncio.wrap_future(access)
         try:
-            async with asyncio.timeout(limit_s) as limit:
-                return await asyncio.wrap_future(future)
-        except TimeoutError:
-            if not limit.expired():
-                raise  # Raised by `function`: the operating system gave up.
+            await asyncio.wait([result], timeout=limit_s)
+            if not access.done() and not access.cancel() and running_limit_s is not None:
+                await asyncio.wait([result], timeout=max(running_limit_s - limit_s, 0.0))
+                limit_s = max(running_limit_s, limit_s)
+            if access.done() and not access.cancelled():
+                return await result
             raise UnavailableError(
                 f"the server's storage did not answer within {limit_s:g} s; try again later",
                 "STORAGE_TIMEOUT",
-            ) from None
+            )
         finally:
-            self._drop_cancelled()
+            result.cancel()
+            if access.cancel():
+                self._drop_cancelled()
 
     async def run_to_end(self, owner: str, function: Callable[[], object]) -> None:
-        """Call `function`, and wait for its end at most for the time limit.
+        """Call `function`, and wait for its end, but not longer than the limit.
 
-        The call is never dropped, also if the task of the caller is cancelled.
+        The call is never dropped, not even if the task of the caller is cancelled. An error of the
+        call is logged.
         """
-        await asyncio.wait(
-            [asyncio.wrap_future(self.submit(owner, function))], timeout=self.limit_s
-        )
+        await self.wait(self.submit(owner, _call_logged, function))
+
+    async def wait(self, access: "Future[None]") -> None:
+        """Wait for the end of a submitted access, but not longer than the limit."""
+        await asyncio.wait([asyncio.wrap_future(access)], timeout=self.limit_s)
+
+    def submit_logged(
+        self, owner: str, function: Callable[[], object], waiting_max: int
+    ) -> "Future[None]":
+        """Like `submit`, but an error of the call is logged, and the number of calls is bounded.
+
+        If `waiting_max` accesses of the owner wait for a thread, the call is dropped, which is
+        logged too.
+        """
+        with self._lock:
+            waiting = sum(access.owner == owner for access in self._waiting)
+        if waiting < waiting_max:
+            return self.submit(owner, _call_logged, function)
+        if (suppressed := self._log_throttle.claim_line(owner)) is not None:
+            log.warning("event=file_access_dropped owner=%s unsaid=%d", owner, suppressed)
+        dropped: Future[None] = Future()
+        dropped.cancel()
+        return dropped
 
     def submit(self, owner: str, function: Callable[..., T], *args: Any) -> "Future[T]":
         """Call `function(*args)` in a thread as soon as the owner has a free one."""
@@ -115,3 +157,10 @@ class FileThreads:
             self._waiting = deque(
                 access for access in self._waiting if not access.future.cancelled()
             )
+
+
+def _call_logged(function: Callable[[], object]) -> None:
+    try:
+        function()
+    except Exception:
+        log.exception("event=file_access_failed")

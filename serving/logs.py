@@ -3,8 +3,8 @@
 A message is `event=NAME key=value ...`. The JSON formatter parses this text into fields, so that
 one log call serves both formats. No line contains a prompt or a completion. An event that can occur
 a thousand times a second is logged at most once a second, with the number of suppressed lines. If
-the program that reads stderr stops reading, lines are dropped, because a write that blocks would
-stop the event loop.
+stderr is a pipe or a socket whose reader stops reading, lines are dropped, because a write that
+blocks would stop the event loop.
 """
 
 import json
@@ -23,7 +23,8 @@ LOG_FORMATS = ("text", "json")
 
 # A pipe to which `poll` reports free space accepts this number of bytes at once (PIPE_BUF).
 PIPE_WRITE_BYTES_MAX = 4096
-# Time that the first line waits for a reader that does not read; the next lines do not wait.
+# Time that a line waits for free space in the pipe. After a dropped line, lines do not wait until
+# one is written.
 READER_WAIT_MS = 200
 
 _FIELD_PATTERN = re.compile(r"""(\w+)=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\S+)""")
@@ -57,15 +58,15 @@ class _JsonFormatter(logging.Formatter):
 class _StderrHandler(logging.StreamHandler[TextIO]):
     """The handler that `log_to_stderr` installs; the type distinguishes it from other handlers.
 
-    Lines to a pipe or a socket are dropped while its reader does not read. The first line after
-    such a time has the number of dropped lines.
+    Lines to a pipe or a socket are dropped while it has no space. Before the next line that can be
+    written, a line has the number of dropped lines.
     """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
         self._descriptor = _pipe_descriptor(stream)
         self._dropped_lines = 0
-        self._is_cut = False  # The last line was written in part.
+        self._is_cut = False  # Whether only a part of the last line was written.
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._descriptor is None:

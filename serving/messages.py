@@ -191,7 +191,7 @@ class EngineStats(_Part, frozen=True):
     adapter_loads: int = 0  # Copies of adapters onto the device.
     drafted_tokens: int = 0  # Draft tokens that were verified.
     accepted_tokens: int = 0  # Draft tokens that were accepted.
-    # Steps that ran in the CUDA graph runner, with a graph or, if the size has none, without.
+    # Steps of the CUDA graph runner: replays of graphs, and steps of sizes that have no graph.
     replayed_steps: int = 0
     early_steps: int = 0  # Steps that were planned before the previous step's tokens were known.
 
@@ -239,8 +239,8 @@ class Update(_Message, frozen=True):
     completed_steps: list[StepTime] = []  # Since the last update.
     # Also has the step that the engine loop launches directly after it sends this message, if any.
     steps_in_flight: list[StepSize] = []
-    # By digest: the adapters that were put on the device (True) or evicted from it (False) since
-    # the last update. The last change of each adapter counts.
+    # By digest: whether the adapter was put on the device (True) or evicted from it (False), for
+    # each adapter with such a change since the last update. An adapter's last change counts.
     adapter_changes: dict[str, bool] = {}
 
 

@@ -27,6 +27,7 @@ from gpt.errors import ConfigError
 from gpt.software_versions import preamble_version
 from serving.admission.auth import Authenticator
 from serving.config import (
+    COUNT_MAX,
     LimitsConfig,
     NetworkConfig,
     ObservabilityConfig,
@@ -121,7 +122,7 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
         message_bytes_max=config.limits_config.message_bytes_max,
         usage=UsageMeter(config.observability_config.usage_labels_max),
     )
-    metrics.watch_usage(frontend.usage, service.name)
+    metrics.watch_usage(frontend.usage)
     help_text = "Engine state; 1 for the current state."
     metrics.watch_state("engine_state", help_text, ENGINE_STATES, partial(_engine_state, frontend))
     if tls is not None:
@@ -283,8 +284,8 @@ def _bind_grpc(
 
 def _grpc_options(config: NetworkConfig, limits: LimitsConfig) -> list[tuple[str, int]]:
     def ms(seconds: float) -> int:
-        # The largest value of gRPC's integers means that there is no limit.
-        return min(round(1000 * seconds), (1 << 31) - 1)
+        # For gRPC, the largest integer of 32 bits means that there is no limit.
+        return min(round(1000 * seconds), COUNT_MAX)
 
     return [
         ("grpc.max_receive_message_length", limits.message_bytes_max),
@@ -324,13 +325,14 @@ def _install_signal_handlers(frontend: Frontend) -> asyncio.Event:
 
     def dump() -> None:
         if frontend.service is not None:
-            frontend.service.file_threads.submit(FLIGHT_OWNER, _request_flight, frontend.service)
+            frontend.service.file_threads.submit(FLIGHT_OWNER, _request_dump, frontend.service)
 
     loop.add_signal_handler(signal.SIGUSR2, dump)
     return stop_now
 
 
-def _request_flight(service: Service) -> None:
+def _request_dump(service: Service) -> None:
+    """Let rank 0 write its flight recorder to a file."""
     log.info("event=flight_asked path=%s", service.engine.dump())
 
 
@@ -375,10 +377,10 @@ async def _poll_adapters(service: Service) -> None:
         try:
             await service.scan_adapters()
         except UnavailableError as error:
-            # The thread still waits for the directory, so the next scan skips this directory.
+            # The thread still waits for a directory, which the next scan skips.
             log.warning("event=adapters_not_scanned reason=%r", str(error))
             scan_s = 0.0
-        except Exception:  # Such as an error of a network file system. The next scan retries.
+        except Exception:  # For example, an error of a network file system. The next scan retries.
             log.exception("event=adapters_not_scanned")
         else:
             scan_s = time.monotonic() - started
@@ -433,15 +435,14 @@ async def _set_health(health: HealthService, *, is_ready: bool, is_live: bool = 
 
 def _http_routes(config: NetworkConfig, frontend: Frontend) -> Routes:
     """Return all routes of the HTTP port."""
-    pages = dict(_monitoring_routes(frontend))
-    metrics_page = MetricsPage(frontend.metrics)
-    pages[METRICS_PATH] = _select_by_credential(
-        partial(frontend.access.has_role, role="operator"),
-        metrics_page.handlers(with_usage=True),
-        metrics_page.handlers(),
-    )
-    if config.metrics_port is not None:
-        del pages[METRICS_PATH]
+    pages = _monitoring_routes(frontend)
+    if config.metrics_port is None:
+        metrics_page = MetricsPage(frontend.metrics)
+        pages[METRICS_PATH] = _select_by_credential(
+            partial(frontend.access.has_role, role="operator"),
+            metrics_page.handlers(with_usage=True),
+            metrics_page.handlers(),
+        )
     return merge_routes(
         pages,
         routes.routes(frontend),
@@ -467,8 +468,8 @@ def _open_metrics_server(
     host = config.metrics_host or config.host
     # This port needs no tokens. Scrapers on other machines may use any name for it.
     security = replace(security, tokens=None) if is_loopback(host) else SecurityConfig()
-    # Operators alone may reach this port, so its metrics have the usage of each tenant.
-    pages = dict(_monitoring_routes(frontend))
+    # Only operators may reach this port, so its metrics have the usage of each tenant.
+    pages = _monitoring_routes(frontend)
     pages[METRICS_PATH] = MetricsPage(frontend.metrics).handlers(with_usage=True)
     return HttpServer(
         config,
@@ -485,7 +486,10 @@ def _select_by_credential(
     handlers: Mapping[str, Handler],
     other_handlers: Mapping[str, Handler],
 ) -> Mapping[str, Handler]:
-    """Return handlers that serve `handlers` if the request's credential is allowed, else others."""
+    """Return handlers that call `handlers` if a request's credential is allowed, else the others.
+
+    Both have the same methods.
+    """
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         selected = handlers if is_allowed(credential(request)) else other_handlers
@@ -494,7 +498,9 @@ def _select_by_credential(
     return dict.fromkeys(other_handlers, handle)
 
 
-def _monitoring_routes(frontend: Frontend) -> Routes:
+def _monitoring_routes(frontend: Frontend) -> dict[str, Mapping[str, Handler]]:
+    """Return the routes of probes, without the metrics."""
+
     def liveness() -> TextPage:
         # The probe passes while lost ranks are restarted. It fails after a permanent failure.
         if frontend.is_live:

@@ -1,12 +1,12 @@
-"""Contention benchmark: speed of serving and tuning beside busy processes, as a share of fair.
+"""Contention benchmark: speed of serving and tuning beside busy processes.
 
 With k busy processes on c cores, an ideal engine that can use all c cores reaches the fraction c /
 (c + k) of its speed alone: its fair speed. Linux may share the cores among sessions instead of
-threads (`sched_autogroup_enabled`). Each process of this benchmark is a session of its own, so the
-fraction is then that of one session among k + 1, of which k can use only one core each. Threads
-that spin at barriers reach less, because they use up CPU time while they wait for a preempted
-thread. A round times each engine alone, and then beside one and two busy processes. Figures are
-medians of the rounds' shares.
+threads (`sched_autogroup_enabled`). Each process of this benchmark runs in its own session, and a
+busy process uses at most one core. The fraction is then the larger of 1 / (k + 1) and (c - k) / c.
+Threads that spin at barriers reach less, because they use up CPU time while they wait for a
+preempted thread. A round times each engine alone, and then beside one and two busy processes.
+Figures are medians of the rounds' shares. If our engine fails, its rows give the reason.
 """
 
 import random
@@ -14,15 +14,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from bench.harness.model_shapes import GPT2
 from bench.harness.record import SuiteOutput
-from bench.harness.targets import Settings, measured_row
+from bench.harness.targets import Settings, measured_row, not_run_row
 from bench.peers.compare import PEERS_FOLDER, EngineProcess
 from bench.peers.prompt_tuning import (
     CASES,
@@ -62,10 +61,16 @@ class ContentionSizes:
     rounds: int = 5
     prompt_tokens: int = 32
     new_tokens: int = 128  # Of the one request that is timed.
-    tuning: TuningSizes = field(default_factory=partial(TuningSizes, steps=2))
+    tuning: TuningSizes = field(
+        default_factory=lambda: TuningSizes(steps=2, threads=usable_cores())
+    )
 
 
-# Runs the timed work once, and returns its speed.
+class ContentionError(Exception):
+    """An engine failed during the timed work."""
+
+
+# Runs the timed work once, and returns its speed. Raises ContentionError if the engine has failed.
 SpeedFunction = Callable[[], float]
 
 
@@ -94,7 +99,7 @@ def measure_serving(model: Path, vocab_size: int, sizes: ContentionSizes) -> Ite
             prompt = random.sample(range(vocab_size), sizes.prompt_tokens)
             seconds = engine.time_generation([prompt], sizes.new_tokens)
             if engine.failure:
-                raise RuntimeError(f"{engine.name} failed {engine.failure}")
+                raise ContentionError(f"{engine.name} failed {engine.failure}")
             return sizes.new_tokens / seconds
 
         return generate
@@ -102,6 +107,7 @@ def measure_serving(model: Path, vocab_size: int, sizes: ContentionSizes) -> Ite
     with ExitStack() as stack:
         engines: list[EngineProcess] = []
         descriptions: dict[str, str] = {}
+        failures: dict[str, str] = {}
         for name, python in (
             ("ours", Path(sys.executable)),
             ("llama", PEERS_FOLDER / "llama" / "bin" / "python"),
@@ -109,6 +115,7 @@ def measure_serving(model: Path, vocab_size: int, sizes: ContentionSizes) -> Ite
             try:
                 engine = EngineProcess(name, python, model)
             except (RuntimeError, OSError) as error:
+                failures[name] = str(error)
                 descriptions[name] = f"not run: {error}"
                 continue
             stack.callback(engine.close)
@@ -116,7 +123,7 @@ def measure_serving(model: Path, vocab_size: int, sizes: ContentionSizes) -> Ite
             descriptions[name] = engine.description
         yield Settings("one request", descriptions)
         speeds = {engine.name: speed_of(engine) for engine in engines}
-        yield from report_shares("serving", "new tokens/s", speeds, sizes.rounds)
+        yield from report_shares("serving", "new tokens/s", speeds, failures, sizes.rounds)
 
 
 def measure_tuning(model: Path, vocab_size: int, sizes: ContentionSizes) -> Iterator[SuiteOutput]:
@@ -128,32 +135,41 @@ def measure_tuning(model: Path, vocab_size: int, sizes: ContentionSizes) -> Iter
         def train() -> float:
             batches = random_batches(rng, case, tuning_sizes, tuning_sizes.steps)
             tokens = sum(len(example) for batch in batches for example in batch)
-            return tokens / trainer.train(batches, tuning_sizes.answer_tokens).seconds
+            try:
+                return tokens / trainer.train(batches, tuning_sizes.answer_tokens).seconds
+            except (RuntimeError, OSError) as error:
+                raise ContentionError(str(error)) from error
 
         return train
 
-    with start_trainers(model.parent, tuning_sizes, ("ours",)) as trainers:
-        for trainer in trainers:
-            trainer.load_model(model, "bfloat16")
-            trainer.start_training(case.virtual_tokens)
-        speeds = {trainer.name: speed_of(trainer) for trainer in trainers}
-        yield from report_shares("tuning", "text tokens/s", speeds, sizes.rounds)
+    with ExitStack() as stack:
+        speeds: dict[str, SpeedFunction] = {}
+        failures: dict[str, str] = {}
+        try:
+            trainers = stack.enter_context(start_trainers(model.parent, tuning_sizes, ("ours",)))
+            for trainer in trainers:
+                trainer.load_model(model, "bfloat16")
+                trainer.start_training(case.virtual_tokens)
+                speeds[trainer.name] = speed_of(trainer)
+        except (RuntimeError, OSError) as error:
+            failures["ours"] = str(error)
+        yield from report_shares("tuning", "text tokens/s", speeds, failures, sizes.rounds)
 
 
 def report_shares(
-    part: str, unit: str, speeds: Mapping[str, SpeedFunction], rounds: int
+    part: str,
+    unit: str,
+    speeds: Mapping[str, SpeedFunction],
+    start_failures: Mapping[str, str],
+    rounds: int,
 ) -> Iterator[SuiteOutput]:
-    """Time interleaved rounds after a warm-up; yield a line per engine, and our rows."""
-    samples: dict[str, dict[int, list[float]]] = {
-        name: {count: [] for count in BUSY_PROCESSES} for name in speeds
-    }
-    for measure in speeds.values():
-        measure()
-    for _ in range(rounds):
-        for name, measure in speeds.items():
-            for count in BUSY_PROCESSES:
-                with busy_processes(count):
-                    samples[name][count].append(measure())
+    """Time the engines; yield a line per engine, and our rows.
+
+    `start_failures`: the reasons of the engines that did not start, which `speeds` lacks.
+    """
+    failures = dict(start_failures)
+    samples = time_rounds(speeds, failures, rounds)
+    yield from (failures[name] for name in speeds if name in failures)
     for name, by_count in samples.items():
         cells = ", ".join(
             f"{statistics.median(by_count[count]):,.1f} with {count} busy"
@@ -161,13 +177,40 @@ def report_shares(
         )
         yield f"{name}: {cells} {unit}"
     for count in BUSY_PROCESSES[1:]:
+        row_name = f"contention/{part}-{count}"
+        if "ours" in failures:
+            yield not_run_row(row_name, failures["ours"])
+            continue
         shares = {name: fair_shares(samples[name], count) for name in samples}
         medians = {name: statistics.median(values) for name, values in shares.items()}
         summary = ", ".join(f"{name} {100 * share:.0f} %" for name, share in medians.items())
-        if "ours" in medians:
-            yield measured_row(
-                f"contention/{part}-{count}", 100 * medians["ours"], summary, samples=shares
-            )
+        yield measured_row(row_name, 100 * medians["ours"], summary, samples=shares)
+
+
+def time_rounds(
+    speeds: Mapping[str, SpeedFunction], failures: MutableMapping[str, str], rounds: int
+) -> dict[str, dict[int, list[float]]]:
+    """Time interleaved rounds after a warm-up; return the speeds by engine and busy processes.
+
+    If an engine fails, the reason is added to `failures`, and its speeds are dropped.
+    """
+    samples: dict[str, dict[int, list[float]]] = {
+        name: {count: [] for count in BUSY_PROCESSES} for name in speeds
+    }
+    for round_index in range(rounds + 1):
+        for name in list(samples):
+            measure = speeds[name]
+            try:
+                if round_index == 0:
+                    measure()
+                    continue
+                for count in BUSY_PROCESSES:
+                    with busy_processes(count):
+                        samples[name][count].append(measure())
+            except ContentionError as error:
+                failures[name] = str(error)
+                del samples[name]
+    return samples
 
 
 def fair_shares(by_count: Mapping[int, Sequence[float]], busy: int) -> list[float]:

@@ -7,11 +7,12 @@ servers that share the directory write one log.
 - `changes.jsonl`: each change has a record with the status `begun` before the directory changes,
   and a record with the status `done` or `failed` after. If the first record cannot be written, the
   change is refused. A change without a second record was interrupted: `unfinished`.
-- `refusals.jsonl`: changes that were refused before they began. They have files of their own, so
-  that a caller who is always refused cannot displace the records of changes.
+- `refusals.jsonl`: changes that were refused before they began. They are in a log of their own, so
+  that many refusals cannot displace the records of changes.
 
-Both logs are rotated (`gpt.files.json_lines_log`). A record has no content of an adapter, and no
-token. The module imports neither torch nor a server; it does not decide who may change an adapter.
+Both logs are rotated (`gpt.files.json_lines_log`). A record contains neither the content of an
+adapter nor a token. The module imports neither torch nor a server, and does not decide who may
+change an adapter.
 """
 
 import getpass
@@ -38,9 +39,10 @@ LOG_FILES_MAX = 10  # Default number of files of each of the two logs.
 # Bounds of a record's texts. A caller chooses some of them.
 NAME_CHARACTERS_MAX = 200
 MESSAGE_CHARACTERS_MAX = 500
-# Records in memory that wait for a disk that cannot be written.
+# Maximum number of records that are kept in memory because they could not be written.
 UNWRITTEN_RECORDS_MAX = 1000
-# Number of later records that may precede the end of a change. It bounds a reader's memory.
+# Maximum number of records between the beginning and the end of a change that a reader joins. It
+# bounds the reader's memory.
 OPEN_RECORDS_MAX = 1000
 
 ChangeAction = Literal["upload", "promote", "rollback", "unload"]
@@ -50,7 +52,7 @@ ChangeRecord = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ChangeAuthor:
-    """Who makes a change, and from where. An empty field is unknown or does not apply."""
+    """The author and the origin of a change. An empty field is unknown or does not apply."""
 
     tenant: str = ""
     token: str = ""  # Name of the token in the tokens file, never the token.
@@ -114,7 +116,10 @@ class AdapterChangeLog:
         return None
 
     def owner_of(self, folder: Path) -> str:
-        """Return the tenant whose folder this is; empty for the adapter directory itself."""
+        """Return the tenant that owns a folder, which is the folder's name; "": no tenant owns it.
+
+        `folder`: the adapter directory of this log, which no tenant owns, or a tenant's folder.
+        """
         is_directory = (
             self._folder is None or (folder / FOLDER).absolute() == self._folder.absolute()
         )
@@ -269,7 +274,7 @@ def _join_ends(records: Iterable[ChangeRecord]) -> Iterator[ChangeRecord]:
     the records does not change, but at most for OPEN_RECORDS_MAX records.
     """
     withheld: deque[ChangeRecord] = deque()
-    # By the id of a change: its last beginning. Beginnings with an end are not in this mapping.
+    # The last beginning of each change without an end, keyed by the id of the change.
     open_changes: dict[Any, ChangeRecord] = {}
 
     def is_open(record: ChangeRecord) -> bool:

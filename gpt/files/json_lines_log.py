@@ -15,7 +15,6 @@ import fcntl
 import json
 import os
 import re
-import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gpt.files.atomic_files import fsync_folder
+from gpt.files.regular_files import open_regular_descriptor, open_regular_file
 
 # Bytes of a line. Readers skip longer lines, which no writer of this module has written.
 LINE_BYTES_MAX = 64 << 10
@@ -76,8 +76,7 @@ class JsonLinesLog:
             rotated_paths = [path for _, path in sorted(self._rotated_files(), reverse=True)]
             for path in (*rotated_paths, self.path):
                 with suppress(FileNotFoundError):
-                    file = open(_open_regular(path, os.O_RDONLY), "rb")  # noqa: SIM115, `stack`.
-                    files.append(stack.enter_context(file))
+                    files.append(stack.enter_context(open_regular_file(path)))
         return files
 
     @contextmanager
@@ -88,7 +87,7 @@ class JsonLinesLog:
         """
         path = self.path.with_name(f"{self.path.name}.lock")
         flags = os.O_RDONLY if operation == fcntl.LOCK_SH else os.O_RDWR | os.O_CREAT
-        descriptor = _open_regular(path, flags)
+        descriptor = open_regular_descriptor(path, flags, FILE_MODE)
         try:
             end = time.monotonic() + LOCK_S
             while True:
@@ -150,7 +149,8 @@ class JsonLinesLog:
 
     def _append_lines(self, lines: bytes) -> None:
         is_new = not self.path.exists()
-        descriptor = _open_regular(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+        descriptor = open_regular_descriptor(self.path, flags, FILE_MODE)
         with open(descriptor, "r+b", buffering=0) as file:
             size = _size_without_half_line(file)
             if size < file.seek(0, os.SEEK_END):
@@ -171,18 +171,6 @@ def _encode(record: Mapping[str, Any]) -> bytes:
     line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
     assert len(line) <= LINE_BYTES_MAX, "the creator of a record bounds its texts"
     return line
-
-
-def _open_regular(path: Path, flags: int) -> int:
-    """Open a regular file; raise an OSError for another kind of file, such as a FIFO.
-
-    O_NONBLOCK: opening a FIFO would wait for a process at its other end.
-    """
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, FILE_MODE)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return descriptor
 
 
 def _write_all(file: BinaryIO, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoint and adapter files: opens regular files without blocking, and refuses other files.
+"""Regular files: opened without waiting for another process; FIFOs and devices are refused.
 
 In a directory that other programs write to, a name can be a FIFO, a socket or a device. To open a
 FIFO blocks until a program opens its other end, and a device may never end. The module imports only
@@ -17,15 +17,21 @@ def open_regular_file(path: Path) -> BinaryIO:
 
     Symbolic links are followed.
     """
-    # The first check precedes `open`, because opening a device can have an effect on it.
+    # Opening a device can have an effect on it. The file is checked again after it is opened,
+    # because the name may mean another file then.
     _refuse_special_file(path, os.stat(path))
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return os.fdopen(open_regular_descriptor(path, os.O_RDONLY), "rb")
+
+
+def open_regular_descriptor(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Call `os.open`; raise an OSError at once if `path` is not a regular file."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     try:
-        _refuse_special_file(path, os.fstat(descriptor))  # The name may mean another file now.
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
+        _refuse_special_file(path, os.fstat(descriptor))
+    except OSError:
         os.close(descriptor)
         raise
+    return descriptor
 
 
 def read_regular_file(path: Path) -> bytes:
@@ -38,4 +44,4 @@ def _refuse_special_file(path: Path, status: os.stat_result) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))

@@ -24,8 +24,8 @@ from gpt.tokenizers.tokenizer import Tokenizer
 NEW_TOKENS_DEFAULT = 128
 # Largest sum of prompt lengths and max_new_tokens in a batch of several prompts.
 BATCH_TOKENS_MAX = 8192
-# Largest number of logits that the drafts of a batch of several prompts need in the first step:
-# 256 MiB in fp32.
+# Largest number of logits in the first step that the drafts of a batch of several prompts need; in
+# fp32 they have 256 MiB.
 DRAFT_LOGITS_MAX = 1 << 26
 
 
@@ -66,7 +66,7 @@ def complete_prompts(
     cut at the end of the model's context. `max_new_tokens` is one limit, or one per prompt; it is
     reduced where the completion would exceed the model's context. `tokens_max` is the largest sum
     of prompt lengths and max_new_tokens in a batch of several prompts. `report_progress` is called
-    with the completed share of all tokens, as a number of prompts.
+    with a number of prompts, in proportion to the completed tokens.
     """
     if isinstance(max_new_tokens, int):
         max_new_tokens = [max_new_tokens] * len(prompts)
@@ -96,7 +96,7 @@ def complete_prompts(
     complete_tokens = 0
     for indices in _length_sorted_batches(sizes, tokens_max, drafts, draft_tokens_max):
         detokenizers = [StopStringDetokenizer(tokenizer, stop_strings) for _ in indices]
-        # Rows that a stop string has ended, and all rows that have ended.
+        # Rows that a stop string has ended, and rows that have ended for another reason.
         stopped_rows: set[int] = set()
         finished_rows: set[int] = set()
         for outputs in generate_steps(
@@ -150,7 +150,7 @@ def _length_sorted_batches(
 ) -> Iterator[list[int]]:
     """Yield batches of prompt indices with limited sums of sizes and of draft lengths, in tokens.
 
-    A prompt that is above one of the limits is alone in its batch. The batches are made in
+    A prompt that exceeds one of the limits is alone in its batch. The batches are made in
     descending order of size, so that the prompts of a batch have similar sizes.
     """
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])

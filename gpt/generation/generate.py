@@ -2,9 +2,9 @@
 
 The loop has no queue and no scheduling policy: the first step is the prefill of all prompts, and
 each later step decodes one token per unfinished prompt. With drafts (probable completions), the
-first step also checks the draft of each prompt, as in speculative decoding. At any parallel split,
-all ranks must make the same call. The tests of the server's engine use the loop as reference, and
-offline programs use it to complete a list of prompts.
+first step also verifies the draft of each prompt, as in speculative decoding. At any parallel
+split, all ranks must make the same call. The tests of the server's engine use the loop as
+reference, and offline programs use it to complete a list of prompts.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -118,12 +118,11 @@ def generate_steps(
     then skip this prompt.
 
     `drafts` has for each prompt the tokens with which its completion probably begins; sampling must
-    be plain greedy. The first step computes the logits of prompt and draft together. It yields the
-    tokens of the draft that greedy decoding would give, and then the first other token, so it may
-    have several outputs per prompt, in order.
+    be plain greedy. The first step computes the logits of prompt and draft together, and may yield
+    several outputs per prompt, in order: the accepted tokens of the draft and, in place of the
+    first rejected token, the token that greedy decoding gives.
 
-    `shares_prefix`: compute the keys and values of the tokens with which all prompts begin only
-    once.
+    `shares_prefix`: compute the keys and values of the common prefix of all prompts only once.
     """
     if not prompts:
         return
@@ -173,7 +172,8 @@ def generate_steps(
             block_tables[rows],
             BLOCK_TOKENS,
         )
-        # The last positions of each row, whose logits predict its draft or its next token.
+        # Logits are needed at the last positions of each row. They predict the tokens of its draft,
+        # or its next token.
         logit_counts = [max(1, len(drafts[row])) for row in rows]
         logit_rows = _last_positions(batch, logit_counts)
         if not needs_prompt_logits:
@@ -203,7 +203,7 @@ def generate_steps(
         unfinished_rows = []
         for row, count, logprobs in zip(rows, logit_counts, draft_logprobs, strict=True):
             row_samples = list(islice(samples, count))
-            row_outputs = _check_draft(
+            row_outputs = _verify_draft(
                 row, drafts[row], row_samples, samplings[row], len(output_ids[row])
             )
             row_outputs[0] = replace(
@@ -224,17 +224,18 @@ def generate_steps(
         rows = [row for row in unfinished_rows if row not in dropped_rows]
 
 
-def _check_draft(
+def _verify_draft(
     row: int,
     draft: Sequence[int],
     samples: Sequence[tuple[int, Score | None]],
     sampling: SamplingParams,
     output_count: int,
 ) -> list[TokenOutput]:
-    """Return the outputs of one row: a token, or the tokens of its draft up to the first other one.
+    """Return the outputs of a row: its next token, or the result of verifying its draft.
 
-    `samples[i]` is valid if all tokens of the draft before i were sampled too. `output_count`: the
-    number of tokens that the row has so far.
+    The result is the draft's tokens up to the first one that differs from its sample, and this
+    sample. `samples[i]` is valid only if all draft tokens before i are equal to their samples.
+    `output_count`: the number of tokens that the row has so far.
     """
     outputs = []
     for index, (token, token_score) in enumerate(samples):
@@ -364,9 +365,9 @@ def _write_prefix_kv(
 
 
 def _common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
-    """Return the number of tokens with which all prompts begin; 0 for a single prompt.
+    """Return the length of the common prefix of all prompts; 0 for a single prompt.
 
-    At least one token of each prompt is not shared, because its logits are needed.
+    The prefix lacks at least the last token of each prompt, because its logits are needed.
     """
     if len(prompts) < 2:
         return 0
@@ -386,10 +387,10 @@ def _prefill_shared_tokens(
     tokens: Sequence[int],
     adapter_table: Tensor | None,
 ) -> None:
-    """Compute the keys and values of the tokens with which all prompts begin.
+    """Compute the keys and values of the common prefix of all prompts.
 
-    The sequences share the whole blocks of these tokens. The last block, if it is not full, is
-    copied to each sequence.
+    The sequences share the full blocks of the prefix. If its last block is not full, each sequence
+    gets a copy of it.
     """
     batch = Batch.paged([len(tokens)], [0], block_tables[:1], BLOCK_TOKENS)
     batch = replace(batch, logit_rows=batch.last_rows)
@@ -405,7 +406,7 @@ def _allocate_kv_pool(
 ) -> tuple[KVPool, Tensor]:
     """Return a KV pool for sequences of these numbers of tokens, and their block tables.
 
-    The whole blocks of the first `shared_tokens` tokens are the same for all sequences.
+    All sequences share the full blocks of the first `shared_tokens` tokens.
     """
     shared_blocks = shared_tokens // BLOCK_TOKENS
     block_counts = [-(-count // BLOCK_TOKENS) - shared_blocks for count in token_counts]

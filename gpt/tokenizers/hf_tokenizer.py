@@ -224,10 +224,10 @@ _MARKS_TO_SPACES = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "conte
 
 
 def _split_replacement(decoder: Any) -> tuple[list[Any], dict[str, str]]:
-    """Return the steps of a `decoder`, and the text of a token that the outer steps replace.
+    """Return the inner steps of a `decoder`, and the text that its outer steps replace, by token.
 
     Our export of a sentencepiece model replaces the unknown token by a mark in the first step, and
-    the mark by the unknown token's text in the last step.
+    the mark by the unknown token's text in the last step. For other decoders the mapping is empty.
     """
     steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
     if len(steps) < 3 or steps[0].get("type") != "Replace" or steps[-1].get("type") != "Replace":

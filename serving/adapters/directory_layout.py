@@ -96,14 +96,15 @@ def parse_file_name(file: str) -> AdapterName | None:
 
 
 def selected_version(folder: Path, name: str) -> int | None:
-    """Return the version that a name without a version selects; None: the name has no file.
+    """Return the version that the files select for a name without a version; None: no file.
 
-    Files that cannot be used count too, because this function does not open them.
+    This function opens no adapter. A server selects another version if the file of this one cannot
+    be used, or if its golden examples must pass first.
     """
     versions = version_files(folder, name) if folder.is_dir() else {}
     try:
         current = read_alias(folder, name).current
-    except ConfigError:
+    except ConfigError:  # A scan ignores an invalid record too.
         current = None
     return current if current in versions else max(versions, default=None)
 

@@ -25,9 +25,7 @@ from serving.messages import AdapterRef
 log = logging.getLogger(__name__)
 
 MTIME_RESOLUTION_NS = 2_000_000_000  # The coarsest mtime resolution of a file system.
-# Limit of the log lines about rejected files of one scan.
-REJECTIONS_LOGGED_MAX = 100
-
+REJECTIONS_LOGGED_MAX = 100  # Rejected files that one scan logs with their reasons.
 
 _Listing = tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]], tuple[str, ...]]
 
@@ -68,23 +66,28 @@ class AdapterDirectory:
         self,
         directory: Path,
         check: Callable[[Adapter], None],
+        reserve: "Callable[[AdapterDirectory, int], None]",
         tenant: str = "",
         eligible: Callable[[LoadedAdapter], bool] = lambda adapter: True,
     ) -> None:
-        """`eligible` returns whether a version is eligible as the current version of its name.
+        """`reserve` sets `reserved` to the given number, or to less if a limit requires that.
 
-        If no alias record names a loaded version, the newest eligible version is current. If no
-        version is eligible, the newest version is current.
+        `eligible` returns whether a version is eligible as the current version of its name. If no
+        alias record names a loaded version, the newest eligible version is current. If no version
+        is eligible, the newest version is current.
         """
         self.directory = directory
         self._eligible = eligible
         self._check = check
+        self._reserve = reserve
         self._tenant = tenant
+        # Number of adapters that count against the limit of all directories: during a scan the
+        # number that it may keep and load, and then the number that it kept and loaded.
+        self.reserved = 0
         self.scan_lock = threading.Lock()
-        self.scan_began_at = -math.inf  # On the monotonic clock.
+        self.scan_began_at = -math.inf  # Start of the last complete scan, on the monotonic clock.
         self.scan_progress = 0  # Increases while the directory is scanned.
         self._publish_lock = threading.Lock()  # Never held during a file access.
-        self._adapters_max = 0
         self._scanned_ns = 0  # Time of the last scan.
         self._directory_mtime_ns = 0  # The directory's modification time at that scan.
         # By file name, at the last scan: (modification time, size) of each adapter file, and
@@ -98,7 +101,7 @@ class AdapterDirectory:
         self.folders: tuple[str, ...] = ()  # Subdirectories at the last scan.
         # Number of rejected files; a file that is rejected again after a change counts again.
         self.failures = 0
-        self._rejections_logged = 0  # In the present scan.
+        self._failures_before_scan = 0
 
     def __len__(self) -> int:
         return len(self._snapshot.adapters)
@@ -147,22 +150,26 @@ class AdapterDirectory:
             or self._scanned_ns - mtime_ns < MTIME_RESOLUTION_NS
         )
 
-    def scan(self, adapters_max: int) -> None:
-        """Load new adapter files and drop removed files; keep at most `adapters_max` adapters."""
-        self._adapters_max = adapters_max
-        self.scan_began_at = time.monotonic()
+    def scan(self) -> None:
+        """Load new adapter files and drop removed files."""
+        began_at = time.monotonic()
+        self._load_changes()
+        self.reserved = len(self)
+        self.scan_began_at = began_at
+
+    def _load_changes(self) -> None:
         now_ns, mtime_ns = time.time_ns(), os.stat(self.directory).st_mtime_ns
         file_stamps, alias_stamps, self.folders = self._list_files()
         self._scanned_ns = now_ns
         self._directory_mtime_ns = mtime_ns
-        previous_adapters = self._snapshot.adapters
-        has_capacity = bool(self._skipped_files) and len(previous_adapters) < adapters_max
-        if (
-            file_stamps == self._file_stamps
-            and alias_stamps == self._alias_stamps
-            and not has_capacity
-        ):
+        has_changed = file_stamps != self._file_stamps or alias_stamps != self._alias_stamps
+        if not has_changed and not self._skipped_files:
             return
+        previous_adapters = self._snapshot.adapters
+        # The adapters of removed files count until this scan has dropped them.
+        self._reserve(self, max(len(file_stamps), len(previous_adapters)))
+        if not has_changed and len(previous_adapters) >= self.reserved:
+            return  # There is no capacity for the skipped files.
         self._read_aliases(alias_stamps)
         previous_stamps, self._file_stamps = self._file_stamps, file_stamps
         self._skipped_files &= file_stamps.keys()
@@ -174,14 +181,13 @@ class AdapterDirectory:
         }
         adapters: dict[str, LoadedAdapter] = {}
         # Loaded adapters stay loaded; new files fill the remaining capacity in name order.
-        failures_before = self.failures
-        self._rejections_logged = 0
+        self._failures_before_scan = self.failures
         for file in sorted(file_stamps, key=lambda name: (name not in loaded_files, name)):
             is_unchanged = previous_stamps.get(file) == file_stamps[file]
             self._load_file(self.directory / file, is_unchanged, adapters)
             self.scan_progress += 1
-        unlogged = self.failures - failures_before - self._rejections_logged
-        if unlogged:
+        unlogged = self.failures - self._failures_before_scan - REJECTIONS_LOGGED_MAX
+        if unlogged > 0:
             log.warning("event=adapters_refused files=%d tenant=%s", unlogged, self._tenant)
         with self._publish_lock:
             self._publish(adapters)
@@ -217,7 +223,7 @@ class AdapterDirectory:
             ):
                 loaded_adapter = None  # The loaded adapter is from another file.
             is_duplicate = key in adapters
-            is_full = loaded_adapter is None and len(adapters) >= self._adapters_max
+            is_full = loaded_adapter is None and len(adapters) >= self.reserved
             if loaded_adapter is None and is_unchanged:
                 if is_duplicate or is_full or file.name not in self._skipped_files:
                     return  # The file was rejected before, and has not changed.
@@ -231,7 +237,7 @@ class AdapterDirectory:
                 )
             if is_full:
                 raise ConfigError(
-                    f"{self._adapters_max} adapters are loaded already; remove one, or raise "
+                    "the number of adapters is at its limit (adapters_max); remove one, or raise "
                     "adapters_max"
                 )
             adapters[key] = loaded_adapter or self._read_adapter(
@@ -268,8 +274,7 @@ class AdapterDirectory:
     def _reject(self, file: Path, reason: str) -> None:
         self.failures += 1
         self._rejection_reasons[file.name] = reason.replace(f"{file.parent}/", "")
-        if self._rejections_logged < REJECTIONS_LOGGED_MAX:
-            self._rejections_logged += 1
+        if self.failures - self._failures_before_scan <= REJECTIONS_LOGGED_MAX:
             log.warning("event=adapter_refused file=%s reason=%r", file.name, reason)
 
     def reselect_current(self) -> None:

@@ -24,17 +24,18 @@ __all__ = ["AdapterRegistry", "LoadedAdapter", "check_directory"]
 
 log = logging.getLogger(__name__)
 
-START_ANSWER_S = 5.0  # Time that the disk has to answer the check at the start.
+CHECK_LIMIT_S = 5.0  # Time limit of `check_directory`.
 
 
 def check_directory(directory: Path) -> None:
-    """Raise ConfigError if `directory` is not a directory; accept it if the disk does not answer.
+    """Raise ConfigError if `directory` is not a directory.
 
-    A server starts without its adapters then, and finds them when the disk answers.
+    If the disk does not answer within the time limit, raise no error: the server then starts
+    without adapters, and loads them when the disk answers.
     """
-    answer = FileThreads(START_ANSWER_S).submit(POLL_OWNER, directory.is_dir)
-    wait([answer], START_ANSWER_S)
-    if answer.done() and not answer.result():
+    is_directory = FileThreads(CHECK_LIMIT_S).submit(POLL_OWNER, directory.is_dir)
+    wait([is_directory], CHECK_LIMIT_S)
+    if is_directory.done() and not is_directory.result():
         raise ConfigError(
             f"adapters: {directory} is not a directory; create it, or name another directory"
         )
@@ -62,6 +63,7 @@ class AdapterRegistry:
         self.adapters_max = adapters_max
         self._eligible = eligible
         self._update_lock = threading.Lock()  # Guards updates of `_directories`.
+        self._capacity_lock = threading.Lock()  # Serializes `_reserve`.
         self._removed_failures = 0  # Failures counted in directories that were removed.
         # By tenant. The mapping is replaced and never mutated, so that readers need no lock.
         self._directories: dict[str, AdapterDirectory] = (
@@ -80,7 +82,7 @@ class AdapterRegistry:
 
     @property
     def scan_progress(self) -> int:
-        """A number that increases while directories are scanned."""
+        """A number that increases with each file of a scan, as long as the disk answers."""
         return sum(directory.scan_progress for directory in self._directories.values())
 
     def lookup(self, name: str, tenant: str = "") -> LoadedAdapter:
@@ -107,7 +109,10 @@ class AdapterRegistry:
             return self.lookup(name, tenant)
 
     def needs_scan(self, names: Iterable[str], tenant: str) -> bool:
-        """Return whether one of the names is a valid name that is not loaded."""
+        """Return whether a scan may load adapters of these names; empty names are ignored.
+
+        False if an invalid name precedes the unknown ones: the request is refused for that name.
+        """
         if self.directory is None:
             return False
         try:
@@ -116,7 +121,7 @@ class AdapterRegistry:
                     self.lookup(name, tenant)
         except UnknownAdapterError:
             return True
-        except RequestError:  # An invalid name; no file has it.
+        except RequestError:  # An invalid name.
             return False
         return False
 
@@ -171,19 +176,21 @@ class AdapterRegistry:
         """Scan the shared directory and the folder of `tenant` (None: all folders).
 
         Several threads may scan, but each directory is scanned by one of them at a time. A scan of
-        all folders skips a directory that another thread scans, since its disk may not answer.
+        all folders skips a folder that another thread scans, since its disk may not answer, and
+        ends at once if another thread scans the shared directory.
         """
         if self.directory is None:
             return
         requested_at = time.monotonic()
         shared_directory = self._directories[""]
-        if not self._scan_directory(shared_directory, requested_at, wait=tenant is not None):
+        blocking = tenant is not None
+        if not self._scan_directory(shared_directory, requested_at, blocking=blocking):
             return
         self._update_tenant_directories(shared_directory)
         for name, directory in list(self._directories.items()):
             if name and tenant in (None, name):
                 try:
-                    self._scan_directory(directory, requested_at, wait=tenant is not None)
+                    self._scan_directory(directory, requested_at, blocking=blocking)
                 except OSError as error:  # An error must not affect other tenants' adapters.
                     log.warning("event=adapters_not_scanned tenant=%s error=%s", name, error)
 
@@ -193,20 +200,29 @@ class AdapterRegistry:
             directory.reselect_current()
 
     def _open_directory(self, directory: Path, tenant: str = "") -> AdapterDirectory:
-        return AdapterDirectory(directory, self.check, tenant, self._eligible)
+        return AdapterDirectory(directory, self.check, self._reserve, tenant, self._eligible)
+
+    def _reserve(self, directory: AdapterDirectory, count: int) -> None:
+        """Let a directory have `count` adapters, or fewer if the others leave less capacity."""
+        with self._capacity_lock:
+            others = sum(
+                other.reserved for other in self._directories.values() if other is not directory
+            )
+            directory.reserved = max(0, min(count, self.adapters_max - others))
 
     def _scan_directory(
-        self, directory: AdapterDirectory, requested_at: float, *, wait: bool
+        self, directory: AdapterDirectory, requested_at: float, *, blocking: bool
     ) -> bool:
-        """Scan a directory, unless a scan has begun since `requested_at` (monotonic clock).
+        """Scan a directory, unless a scan that began after `requested_at` has completed.
 
-        Return False if another thread scans the directory and `wait` is false.
+        `requested_at` is on the monotonic clock. Return False if another thread scans the directory
+        and `blocking` is false.
         """
-        if not directory.scan_lock.acquire(blocking=wait):
+        if not directory.scan_lock.acquire(blocking=blocking):
             return False
         try:
             if directory.scan_began_at <= requested_at:
-                directory.scan(self.adapters_max - (len(self) - len(directory)))
+                directory.scan()
         finally:
             directory.scan_lock.release()
         return True
@@ -217,9 +233,11 @@ class AdapterRegistry:
             tenants = [name for name in shared_directory.folders if NAME_PATTERN.fullmatch(name)]
             directories, previous = {"": shared_directory}, self._directories
             for name in tenants:
-                directories[name] = previous.get(name) or self._open_directory(
-                    shared_directory.directory / name, name
-                )
+                if name in previous:
+                    directories[name] = previous[name]
+                else:
+                    folder = shared_directory.directory / name
+                    directories[name] = self._open_directory(folder, name)
             removed = [directory for name, directory in previous.items() if name not in directories]
             self._removed_failures += sum(directory.failures for directory in removed)
             self._directories = directories

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -51,8 +51,8 @@ UNWRITTEN_LOG_PERIOD_S = 60.0  # Minimum time between two warnings about unwritt
 class AdapterStore:
     """Changes the directory that the registry `adapters` reads.
 
-    A change by a tenant has an author, which the change log records; None: only the tenant is
-    known. `reason_name` returns the name of an error's reason, for the change log.
+    `author`, in the methods that change it, is recorded in the change log; None: only the tenant
+    is known. `reason_name` returns the name of an error's reason, for the change log.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class AdapterStore:
         return self._change_locks.setdefault(tenant, threading.Lock())
 
     def prepare(self) -> None:
-        """Create the folder of the change log, if that is permitted, and remove leftovers."""
-        with suppress(OSError):  # For example, a read-only directory: changes fail in it anyway.
+        """Create the folder of the change log, if that is permitted, and call `sweep`."""
+        with suppress(OSError):  # For example, a read-only directory, in which changes fail anyway.
             self.changes.create_folder()
         self.sweep()
 
@@ -190,9 +190,7 @@ class AdapterStore:
     def rollback(self, name: str, tenant: str, author: ChangeAuthor | None = None) -> LoadedAdapter:
         """Restore the version that was current before the last promotion."""
         with self._recording("rollback", name, tenant, author) as change:
-            adapter = self._rollback(name, tenant, change)
-        log.info("event=adapter_rolled_back adapter=%s tenant=%s", adapter.key, tenant)
-        return adapter
+            return self._rollback(name, tenant, change)
 
     def _rollback(self, name: str, tenant: str, change: AdapterChange) -> LoadedAdapter:
         adapter_name, folder = self._parse_name(name, "name"), self._tenant_folder(tenant)
@@ -216,6 +214,7 @@ class AdapterStore:
             )
             change.finish(previous[0])
         self._rescan(tenant)
+        log.info("event=adapter_rolled_back adapter=%s@%d tenant=%s", name, previous[0], tenant)
         return self._resolve_own(name, tenant)
 
     def sweep(self, tenant: str | None = None) -> None:
@@ -229,13 +228,10 @@ class AdapterStore:
                 with suppress(OSError):  # For example, no write permission.
                     _sweep_folder(folder)
 
-    @contextmanager
     def _recording(
         self, action: ChangeAction, name: str, tenant: str, author: ChangeAuthor | None
-    ) -> Iterator[AdapterChange]:
-        author = author or ChangeAuthor(tenant)
-        with self.changes.recording(action, name, author, tenant) as change:
-            yield change
+    ) -> AbstractContextManager[AdapterChange]:
+        return self.changes.recording(action, name, author or ChangeAuthor(tenant), tenant)
 
     def _warn_of_unwritten_records(self, error: OSError) -> None:
         suppressed = self._log_throttle.claim_line("adapter_log")

@@ -2,9 +2,9 @@
 
 The scheduler puts adapters on the device and evicts them; it knows only their digests, and reports
 changes in `Update`s. The front end knows the names, from the requests that it submits. Routers read
-the names in the metrics, so a tenant's private adapters are left out. Prefix adapters are not
-counted: their keys and values are in KV blocks, not in the adapter pool. The module is plain state
-without locks.
+the names in the metrics, so the names of private adapters of tenants are omitted. Prefix adapters
+are not counted: their keys and values are in KV blocks, not in the adapter pool. The module has no
+locks; the engine calls it under its own lock.
 """
 
 import time
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 from serving.request import AnswerSpec
 
-# At most this number of adapter names is reported.
-ADAPTER_NAMES_MAX = 100
+ADAPTER_NAMES_MAX = 100  # Names in each list of a `ResidencySnapshot`.
 
 
 @dataclass(frozen=True)
 class ResidencySnapshot:
-    """Names without versions, the last used first, at most ADAPTER_NAMES_MAX in each list."""
+    """Adapters on the device and waiting ones: names without versions, the last used first."""
 
     resident: tuple[str, ...]
     waiting: tuple[str, ...]  # Requests wait for these adapters, which are not on the device.
-    adapters_max: int  # Number of adapters of the present average size that fit on the device.
+    # Number of adapters that fit on the device, if they have the average size of those on it.
+    adapters_max: int
     changed_at: float  # Unix time of the last change of the adapters on the device.
 
 
@@ -74,7 +74,7 @@ class AdapterResidency:
         self.apply_changes(dict.fromkeys(self._resident, False))
 
     def snapshot(self, waiting_answers: Iterable[AnswerSpec]) -> ResidencySnapshot:
-        """Return the present state. `waiting_answers` have no token yet, the newest last."""
+        """Return the current state. `waiting_answers` have no token yet, the newest last."""
         resident = [
             self._uses[digest] for digest in reversed(self._uses) if digest in self._resident
         ]
@@ -88,17 +88,19 @@ class AdapterResidency:
         rows = sum(use.row_count for use in resident)
         average_rows = -(-rows // len(resident)) if resident else 1
         return ResidencySnapshot(
-            _listed(use.name for use in resident),
-            _listed(reversed(waiting)),
+            _distinct_names(use.name for use in resident),
+            _distinct_names(reversed(waiting)),
             max(len(self._resident), self._rows_max // average_rows),
             self._changed_at,
         )
 
 
 def _shared_name(answer: AnswerSpec) -> str:
+    """Return the adapter's name without version; empty: a tenant's private adapter."""
     return "" if answer.is_private else answer.adapter.partition("@")[0]
 
 
-def _listed(names: Iterable[str]) -> tuple[str, ...]:
+def _distinct_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the first ADAPTER_NAMES_MAX names, without repetitions and private adapters."""
     distinct_names = dict.fromkeys(name for name in names if name)
     return tuple(distinct_names)[:ADAPTER_NAMES_MAX]

@@ -1,9 +1,10 @@
 """Adapter reader: reads adapter files in threads, so that a slow file does not delay the others.
 
 Normally one thread reads the files in the order of the requests. If a file takes longer than
-`STALL_S`, for example because its disk does not answer, another thread reads the next files. A read
-that takes longer than its time limit is answered with a reason; its thread cannot be interrupted,
-and ends when the disk answers. The module does not know the format of the files.
+`STALL_S`, for example because its disk does not answer, another thread reads the next files. If a
+request is not completed within its time limit, its result is an error text; the thread that reads
+the file cannot be interrupted, and ends when the disk answers. The module does not know the format
+of the files.
 """
 
 import threading
@@ -38,20 +39,20 @@ class AdapterReader:
         on_read: Callable[[AdapterReadResult], None],
         limit_s: float,
     ) -> None:
-        """`limit_s`: the time from a request after which `on_read` gets a reason."""
+        """`limit_s`: time limit of a request, after which its result is an error text."""
         self._read = read
         self._on_read = on_read
         self._limit_s = limit_s
         self._changed = threading.Condition()  # Guards all attributes below.
         self._queue: deque[AdapterRef] = deque()
-        self._requested_at: dict[AdapterRef, float] = {}  # Requests without an answer.
-        self._began_at: dict[AdapterRef, float] = {}  # Reads in threads.
+        self._requested_at: dict[AdapterRef, float] = {}  # Requests without a result.
+        self._began_at: dict[AdapterRef, float] = {}  # Reads that run in threads.
         self._stalled: set[AdapterRef] = set()  # Reads whose threads were replaced.
         self._is_started = False
         self._is_closed = False
 
     def request(self, adapter_ref: AdapterRef) -> None:
-        """Read an adapter. A second request while a read runs waits for the same read."""
+        """Read an adapter; a request during a read of the same adapter gets that read's result."""
         with self._changed:
             self._requested_at[adapter_ref] = time.monotonic()
             if adapter_ref not in self._began_at:
@@ -92,7 +93,7 @@ class AdapterReader:
                 self._on_read(read_result)
 
     def _watch(self) -> None:
-        """Replace threads whose reads are stalled, and answer requests after the time limit."""
+        """Replace threads whose reads are stalled, and end requests at their time limit."""
         while True:
             with self._changed:
                 if self._is_closed:

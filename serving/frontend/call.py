@@ -9,12 +9,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal
 
-from gpt.adapters.change_log import ChangeAction, ChangeAuthor
+from gpt.adapters.change_log import UNWRITTEN_RECORDS_MAX, ChangeAction, ChangeAuthor
 from gpt.errors import PreambleError
 from serving.admission.auth import Authenticator, Caller, Role
 from serving.admission.rate_limits import QuotaTable, RequestReservation, TenantUsage
@@ -133,16 +134,20 @@ class Call:
             self.caller.require_role(role)
         except RefusedError as error:
             if change is not None and self.frontend.service is not None:
-                service = self.frontend.service
                 # One record at a time: such a caller must not occupy the threads of other calls.
                 async with self.frontend.refusal_lock:
-                    await service.file_threads.run_to_end(
-                        CHANGE_LOG_OWNER,
-                        partial(
-                            service.store.record_refusal, change, "", self.change_author, error
-                        ),
-                    )
+                    await self.service.file_threads.wait(self.record_refusal(change, "", error))
             raise
+
+    def record_refusal(
+        self, change: ChangeAction, name: str, error: BaseException
+    ) -> "Future[None]":
+        """Record in the change log, in a thread, that a change of adapter `name` was refused."""
+        record = partial(self.service.store.record_refusal, change, name, self.change_author, error)
+        # A client may repeat its call faster than a disk that does not answer takes the records.
+        return self.service.file_threads.submit_logged(
+            CHANGE_LOG_OWNER, record, UNWRITTEN_RECORDS_MAX
+        )
 
     async def start(self, ask: Ask, *, final_only: bool = False) -> Stream:
         """Admit an ask, submit it, and return its stream; raise if it is refused.
@@ -333,7 +338,8 @@ class Frontend:
         """Run a call: authenticate it, record its metrics, and raise `CallFailure` on an error.
 
         `while_draining`: accept the call even if the server drains or has `calls_max` open calls.
-        `is_probe`: the call checks health or lists models, and is not charged to its tenant.
+        `is_probe`: the call only reads the state, the models, the adapters or the load of the
+        server, and is not charged to its tenant.
         `parent`: the call that contains this call; its caller is authenticated already.
         """
         call = Call(self, protocol, Caller(), deadline, origin)

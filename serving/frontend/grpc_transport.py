@@ -65,7 +65,7 @@ class RpcMethod:
     # Accept calls even while the server drains or has `calls_max` open calls.
     while_draining: bool = False
     change: ChangeAction | None = None  # The change of an adapter that the method makes.
-    is_probe: bool = False  # The method checks health or lists models; it costs no quota.
+    is_probe: bool = False  # As in `Frontend.call`.
 
 
 def probe_method(

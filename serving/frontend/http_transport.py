@@ -384,7 +384,7 @@ class _ProbeConnections:
         return connection in self._timers
 
     def add(self, connection: "_HttpConnection") -> bool:
-        """Add a connection; return False if all present connections have a request."""
+        """Add a connection; return False if PROBE_CONNECTIONS_MAX are open, all with a request."""
         if len(self._timers) >= PROBE_CONNECTIONS_MAX:
             oldest = next((other for other in self._timers if not other.has_request), None)
             if oldest is None:
@@ -431,7 +431,7 @@ class _HttpConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def begin_request(self, path: str, probe_paths: Collection[str]) -> None:
-        """Raise the error of a connection above the limit whose request is not a probe."""
+        """Record that a request has arrived; raise an error if it must be a probe and is not."""
         self.has_request = True
         if self.is_probe and path not in probe_paths:
             raise _too_many_connections(self._connections_max)

@@ -15,7 +15,8 @@ import msgspec
 _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
-# Whether a field that a struct does not have can be ignored: arguments struct, name and value.
+# Called with a struct, and the name and the value of a field that the struct does not have. Returns
+# whether the field can be ignored.
 EffectCheck = Callable[[type[msgspec.Struct], str, Any], bool]
 
 
@@ -34,7 +35,10 @@ def remove_unset_fields(
 def _clean_object(
     data: bytes | msgspec.Raw, struct: type[msgspec.Struct], has_no_effect: EffectCheck
 ) -> dict[str, Any]:
-    """Decode one level of an object, without the fields that can be removed at any level."""
+    """Decode one level of an object, without the fields that `remove_unset_fields` removes.
+
+    They are also removed from the objects in it.
+    """
     part_types = _part_types(struct)
     return {
         name: _clean_value(value, part_types.get(name), has_no_effect)
@@ -47,7 +51,7 @@ def _clean_object(
 def _clean_value(
     value: msgspec.Raw, part_type: type[msgspec.Struct] | None, has_no_effect: EffectCheck
 ) -> Any:
-    """Remove fields from a value that is a struct or a list of structs."""
+    """Remove the same fields from a value that is a struct or a list of structs."""
     if part_type is None:
         return value
     match bytes(value).lstrip()[:1]:

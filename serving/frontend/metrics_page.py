@@ -6,7 +6,8 @@ Prometheus' text format. The response is compressed if `Accept-Encoding` allows 
 Bound of the cost: a thread renders one scrape at a time, outside the event loop. Requests that wait
 for the same format and content get the same scrape. The next scrape begins after a pause, so that
 scrapes take at most the share SCRAPE_SHARE of a core, however many clients ask. A scrape of 1,000
-series takes about 10 ms of CPU time (`serving.service.metrics` bounds the number of series).
+series takes about 10 ms of CPU time (`serving.service.metrics` bounds the number of series). Only
+scrapes of more than 250 ms would take a larger share, since SCRAPE_PAUSE_S_MAX limits the pause.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ OPENMETRICS_MEDIA_TYPE = "application/openmetrics-text"
 # Prometheus names version 0.0.1 too; both versions have the same format.
 OPENMETRICS_VERSIONS = ("", "0.0.1", "1.0.0")
 TEXT_MEDIA_TYPES = ("text/plain", "text/*", "*/*")
-# The text is so repetitive that higher levels make it little smaller.
+# Higher levels take longer, and make the repetitive text only slightly smaller.
 GZIP_LEVEL = 1
 SCRAPE_SHARE = 0.2
 SCRAPE_PAUSE_S_MAX = 1.0

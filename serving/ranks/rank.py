@@ -246,8 +246,8 @@ class Rank:
         engine_loop = self._engine_loop
         assert engine_loop is not None, "the front end sends no message before `Ready`"
         if isinstance(message, DumpFlightRecorder):
-            # Not the engine loop, which may be hung, and not this thread, because the disk may not
-            # answer.
+            # In a new thread, because the engine loop may be hung, and because the disk may not
+            # answer, which would block this thread.
             threading.Thread(
                 target=engine_loop.write_flight,
                 args=(message.path, "asked"),

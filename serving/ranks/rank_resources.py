@@ -1,7 +1,7 @@
 """Rank resources: the device of a rank, and the ranks that share its memory.
 
-The ranks of a node share its memory. They also share its GPUs if the node has fewer
-GPUs than ranks, or if the configured device is one GPU, such as "cuda:0".
+The ranks of a node share its memory. They also share its GPUs if the node has fewer GPUs than
+ranks, or if the configured device is one GPU, such as "cuda:0".
 """
 
 from dataclasses import dataclass

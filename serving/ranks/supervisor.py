@@ -181,6 +181,7 @@ class RankSupervisor(ABC):
             target=self._request_dump, args=(rank_set, rank_0), name="flight", daemon=True
         )
         thread.start()
+        # A little longer than the thread waits, so that it does not use closed descriptors.
         thread.join(DUMP_TIMEOUT_S + 0.1)
 
     def _request_dump(self, rank_set: RankSet, rank_0: dict[int, int]) -> None:
@@ -192,7 +193,7 @@ class RankSupervisor(ABC):
         except OSError as error:  # No writable temporary directory was found.
             log.warning("event=flight_not_written reason=%r", str(error))
             return
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline:  # The caller waits no longer, and closes the channel.
             return
         rank_set.channel.send(encode(DumpFlightRecorder(str(path), config.flight_ids)))
         # The dump is written atomically: it is complete as soon as its path exists.
@@ -284,7 +285,7 @@ class LocalSupervisor(RankSupervisor):
 
     @property
     def _backoff_s(self) -> float:
-        """The wait before the next start, by the number of consecutive losses."""
+        """Time before the next start, which depends on the number of consecutive losses."""
         return BACKOFF_S[min(self._losses, len(BACKOFF_S)) - 1]
 
     def _kill_ranks(self, rank_set: RankSet) -> None:

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 # starved of CPU, perhaps together with the ranks. The delay then does not count as silence of the
 # ranks.
 LATE_WAKEUP_S = 0.5
-# Longest wait of one poll(), which counts milliseconds in 32 bits.
+# Longest wait of one poll(), whose time-out is a 32-bit number of milliseconds.
 POLL_S_MAX = 3600.0
 # Rank 0's channel closes shortly before its process exits. The watchdog then waits at most this
 # time for the exit, so that its report of the loss can contain the exit code.
@@ -84,9 +84,10 @@ class RankLoss:
 
 
 def readable_descriptors(descriptors: Iterable[int], timeout_s: float | None) -> set[int]:
-    """Wait until one of the file descriptors is readable or the time has passed; return those.
+    """Wait for readable file descriptors, at most for `timeout_s` and `POLL_S_MAX`; return them.
 
-    `select` would refuse descriptors from 1024 on, which a server with many connections has.
+    None: no time-out. `select` would refuse descriptors of 1024 or more, which a server with many
+    connections has.
     """
     poll = select.poll()
     for descriptor in descriptors:

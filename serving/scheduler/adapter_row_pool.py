@@ -26,7 +26,7 @@ class AdapterRowPool:
         self.loads = 0  # Number of times that an adapter's rows had to be written to the pool.
         # By digest, the least recently used adapter first.
         self._ranges: OrderedDict[str, _RowRange] = OrderedDict()
-        self._changes: dict[str, bool] = {}  # What `pop_changes` returns next.
+        self._changes: dict[str, bool] = {}  # Next result of `pop_changes`.
 
     @property
     def resident_count(self) -> int:
@@ -63,9 +63,9 @@ class AdapterRowPool:
         return start, True
 
     def pop_changes(self) -> dict[str, bool]:
-        """Return the adapters that were loaded or evicted since the last call of this method.
+        """Return the digests of the adapters that got or lost rows since the last call.
 
-        The values say whether the adapter has rows in the pool now.
+        The value of a digest is whether the adapter has rows in the pool now.
         """
         changes, self._changes = self._changes, {}
         return changes

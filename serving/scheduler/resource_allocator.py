@@ -131,9 +131,10 @@ class ResourceAllocator:
         return self._adapter_rows.loads
 
     def pop_adapter_changes(self) -> dict[str, bool]:
-        """Return the adapters that got or lost rows in the adapter pool since the last call.
+        """Return the digests of adapters that got or lost rows in the adapter pool.
 
-        The values say whether the adapter has rows now.
+        The period is that since the last call. The values are described at
+        `AdapterRowPool.pop_changes`.
         """
         return self._adapter_rows.pop_changes()
 

@@ -565,7 +565,7 @@ class Scheduler:
         )
 
     def pop_adapter_changes(self) -> dict[str, bool]:
-        """Return the adapters that were put on the device (True) or evicted since the last call."""
+        """Return `Update.adapter_changes` since the last call: adapters by digest."""
         return self._allocator.pop_adapter_changes()
 
     def check(self, *, deep: bool = False) -> None:

@@ -499,9 +499,9 @@ class Metrics:
         """Add a state gauge: one series per state."""
         self.registry.register(_StateGauge(f"{PREFIX}{name}", help_text, states, read))
 
-    def watch_usage(self, meter: UsageMeter, model: str) -> None:
+    def watch_usage(self, meter: UsageMeter) -> None:
         """Add the usage of each tenant and adapter, which is read at each scrape with usage."""
-        self.usage_registry.register(UsageCollector(meter, model))
+        self.usage_registry.register(UsageCollector(meter))
 
     def set_build_info(self, **labels: str) -> None:
         """Add the build information: labels of a series whose value is always 1."""

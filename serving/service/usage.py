@@ -12,7 +12,7 @@ the name OTHER, first of the adapter and then of the tenant too, so that the sum
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from typing import NamedTuple, Self
 
 from prometheus_client.core import CounterMetricFamily
@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from serving.config import USAGE_LABELS_MAX
 from serving.request import AnswerSpec, Piece, Request
 
-# Stands for all tenants or adapters without counts of their own. No name begins with this letter.
+# Stands for all tenants or adapters without counts of their own. No name begins with an underscore.
 OTHER = "_other"
 HELP_TEXTS = {
     "requests": "Accepted requests, by tenant and adapter.",
@@ -70,7 +70,7 @@ class UsageMeter:
     def snapshot(self) -> dict[UsageKey, UsageCounts]:
         """Return a copy of all counts."""
         with self.lock:
-            return {key: UsageCounts(*astuple(counts)) for key, counts in self._counts.items()}
+            return {key: replace(counts) for key, counts in self._counts.items()}
 
     def open_request(self, request: Request) -> "RequestUsage":
         """Count an accepted request, once for each of its adapters, and return its counter."""
@@ -149,10 +149,9 @@ def _prompt_of(answer: AnswerSpec) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class UsageCollector(Collector):
-    """The counts as Prometheus counters, with the labels tenant, model_name and adapter."""
+    """The counts as Prometheus counters, with the labels tenant and adapter."""
 
     meter: UsageMeter
-    model: str
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         snapshot = self.meter.snapshot()
@@ -160,9 +159,8 @@ class UsageCollector(Collector):
             family = CounterMetricFamily(
                 f"preamble_usage_{field.name}",
                 HELP_TEXTS[field.name],
-                labels=["tenant", "model_name", "adapter"],
+                labels=["tenant", "adapter"],
             )
             for key, counts in snapshot.items():
-                labels = [key.tenant, self.model, key.adapter]
-                family.add_metric(labels, getattr(counts, field.name))
+                family.add_metric([key.tenant, key.adapter], getattr(counts, field.name))
             yield family

@@ -2,8 +2,8 @@
 
 Dashboards, autoscalers and routers that were written for vLLM read these series unchanged. Each one
 is derived from a family of ours when a scrape is rendered, so nothing is counted twice and the
-values are equal. Types and units are vLLM's; histograms have our buckets. Names that need a count
-which this server does not have are left out. docs/metrics.md has a table of all names.
+values are equal. Types and units are vLLM's; histograms have our buckets. A metric of vLLM for
+which this server has no count does not exist here. docs/metrics.md has a table of all names.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from prometheus_client.core import Exemplar, Metric, Sample
 
 # vLLM numbers the engines of a server.
 ENGINE_LABELS = {"engine": "0"}
-# A label of ours that an alias does not have; series that differ only in it are added.
+# Marks a label of ours that an alias does not have; the alias sums over its values.
 _DROPPED = ""
 
 
@@ -66,10 +66,10 @@ def _newer(first: Exemplar | None, second: Exemplar | None) -> Exemplar | None:
     return max(exemplars, key=lambda exemplar: float(exemplar.timestamp or 0), default=None)
 
 
-# Names of the present version, and the older names that routers and dashboards still read:
+# Names of vLLM's current version, and older names that routers and dashboards still read:
 # `gpu_cache_usage_perc`, `gpu_prefix_cache_queries`, `gpu_prefix_cache_hits` and
-# `time_per_output_token_seconds`. The names of adapter residency are those of vLLM's proposal that
-# llm-d's router reads.
+# `time_per_output_token_seconds`. llm-d's router reads the names of adapter residency, which are
+# only proposed to vLLM.
 ALIASES = (
     _Alias(
         "vllm:num_requests_running", "preamble_scheduler_running_requests", "Running sequences."
@@ -232,6 +232,6 @@ _BY_SOURCE = {
 
 
 def vllm_families(family: Metric) -> Iterator[Metric]:
-    """Return the families of vLLM's that are derived from a family of ours, maybe none."""
+    """Yield the families of vLLM's that are derived from a family of ours."""
     for alias in _BY_SOURCE.get(family.name, ()):
         yield alias.derive(family)

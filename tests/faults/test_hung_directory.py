@@ -14,7 +14,9 @@ import pytest
 
 from clients.adapter_client import AdapterCalls
 from clients.client import CallError, Client, Options
+from gpt.adapters.change_log import AdapterChangeLog
 from gpt.tokenizers.tokenizer import open_tokenizer
+from serving.file_threads import OWNER_THREADS_MAX
 from tests.support.hung_disk import HungDisk
 from tests.support.servers import (
     WAIT_S,
@@ -160,6 +162,55 @@ def test_a_hung_directory_delays_only_the_calls_that_need_it(tmp_path: Path) -> 
             assert_exits(server)
     assert "event=stopped drained=True" in deployment.log
     assert "Traceback" not in deployment.log
+
+
+def test_a_change_in_a_hung_directory_is_made_once(tmp_path: Path) -> None:
+    """A change that runs is waited for up to `upload_s`; a change without a thread is dropped."""
+    deployment = Deployment(tmp_path)
+    disk = HungDisk(deployment.adapters, tmp_path)
+    for version in range(2, 5):
+        deployment.write(f"read@{version}")
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as pool:
+        for name, value in disk.environment.items():
+            patch.setenv(name, value)
+        with (
+            deployment.serve(upload_s=2 * ANSWER_S) as server,
+            Client(server.address, WAIT_S) as client,  # Retries.
+        ):
+            calls = AdapterCalls(client)
+            for version in range(1, 5):
+                calls.promote(f"read@{version}")
+            disk.stop()
+            rollback = pool.submit(calls.rollback, "read")
+            time.sleep(1.5 * ANSWER_S)
+            disk.resume()
+            assert rollback.result().version == 3
+            disk.stop()
+            with pytest.raises(CallError, match="may still be made") as caught:
+                calls.rollback("read")
+            assert (caught.value.code, caught.value.reason) == (
+                "DEADLINE_EXCEEDED",
+                "DEADLINE_PASSED",
+            )
+            unknown = [pool.submit(reason, server, f"u{n}") for n in range(OWNER_THREADS_MAX)]
+            assert {call.result() for call in unknown} == {"STORAGE_TIMEOUT"}
+            with server.client() as impatient_client, pytest.raises(CallError) as caught:
+                AdapterCalls(impatient_client).promote("read@4")
+            assert caught.value.reason == "STORAGE_TIMEOUT"
+            disk.resume()
+            records = [
+                *4 * [("promote", "done", "")],
+                ("promote", "refused", "STORAGE_TIMEOUT"),
+                *2 * [("rollback", "done", "")],
+            ]
+            eventually(lambda: sorted(_change_records(deployment)) == records)
+            assert calls.show("read").version == 2
+
+
+def _change_records(deployment: Deployment) -> list[tuple[str, str, str]]:
+    """The action, status and reason of each change in the change log."""
+    records = AdapterChangeLog(deployment.adapters).read()
+    return [(record["action"], record["status"], record["reason"]) for record in records]
 
 
 def _answers(server: Server, adapter: str) -> bool:

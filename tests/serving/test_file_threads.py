@@ -53,14 +53,14 @@ def test_an_owner_whose_accesses_hang_delays_no_other_owner(released: threading.
             for _ in range(3 * OWNER_THREADS_MAX)
         ]
         await asyncio.sleep(0)
-        assert await threads.run("b", divmod, 7, 2, limit_s=WAIT_S) == (3, 1)
+        assert await threads.result(threads.submit("b", divmod, 7, 2), WAIT_S) == (3, 1)
         for task in hung:
             with pytest.raises(UnavailableError, match=r"did not answer within 0\.05 s") as caught:
                 await task
             assert caught.value.reason == "STORAGE_TIMEOUT"
         # The accesses that had no thread were dropped, so that they do not run later.
         released.set()
-        assert await threads.run("a", divmod, 9, 2, limit_s=WAIT_S) == (4, 1)
+        assert await threads.result(threads.submit("a", divmod, 9, 2), WAIT_S) == (4, 1)
 
     asyncio.run(main())
 
@@ -94,10 +94,70 @@ def test_an_access_that_must_run_is_not_dropped(released: threading.Event) -> No
         await threads.run_to_end("a", lambda: calls.append(1))  # Stops waiting, without an error.
         assert not calls
         released.set()
-        await threads.run("a", divmod, 7, 2, limit_s=WAIT_S)
+        await threads.result(threads.submit("a", divmod, 7, 2), WAIT_S)
 
     asyncio.run(main())
     assert calls == [1]
+
+
+def test_a_caller_knows_whether_its_access_was_dropped_or_runs(released: threading.Event) -> None:
+    async def main() -> None:
+        threads = FileThreads(0.02)
+        running = [threads.submit("a", waiting(released)) for _ in range(OWNER_THREADS_MAX)]
+        queued, cancelled = threads.submit("a", divmod, 7, 2), threads.submit("a", divmod, 7, 2)
+        caller = asyncio.create_task(threads.result(cancelled))
+        with pytest.raises(UnavailableError, match=r"within 0\.02 s"):
+            await threads.result(queued, running_limit_s=WAIT_S)
+        caller.cancel()
+        await asyncio.wait([caller])
+        with pytest.raises(UnavailableError, match=r"within 0\.04 s"):
+            await threads.result(running[0], running_limit_s=0.04)
+        assert queued.cancelled() and cancelled.cancelled() and not running[0].cancelled()
+        caller = asyncio.create_task(threads.result(running[0], running_limit_s=WAIT_S))
+        await asyncio.sleep(0.06)  # Longer than the limit of an access without a thread.
+        released.set()
+        assert await caller == "done"
+
+    asyncio.run(main())
+
+
+def test_errors_of_an_access_that_must_run_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        await FileThreads(WAIT_S).run_to_end("a", lambda: divmod(7, 0))
+
+    asyncio.run(main())
+    (record,) = caplog.records
+    assert record.message == "event=file_access_failed"
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_the_number_of_waiting_logged_accesses_is_bounded(
+    released: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[int] = []
+
+    async def main() -> None:
+        threads = FileThreads(0.02)
+        for _ in range(OWNER_THREADS_MAX):
+            threads.submit("a", waiting(released))
+        accesses = [
+            threads.submit_logged("a", lambda: calls.append(1), waiting_max=3) for _ in range(5)
+        ]
+        other = threads.submit_logged("b", lambda: calls.append(2), waiting_max=3)
+        await threads.wait(other)
+        await threads.wait(accesses[4])
+        assert calls == [2]
+        released.set()
+        assert [access.cancelled() or access.result(WAIT_S) for access in accesses] == [
+            *3 * [None],
+            *2 * [True],
+        ]
+
+    asyncio.run(main())
+    assert calls == [2, 1, 1, 1]
+    assert [record.message for record in caplog.records] == [
+        "event=file_access_dropped owner=a unsaid=0"
+    ]
 
 
 def test_the_exit_does_not_wait_for_an_access() -> None:

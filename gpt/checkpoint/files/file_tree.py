@@ -82,10 +82,11 @@ def scan_folder(folder: Path) -> FileTree:
 def scan_folder_recursive(folder: Path) -> FileTree:
     """Return the files of a folder and of its subfolders, down to `DEPTH_MAX` levels.
 
-    A link to a folder that contains it is not followed, and the number of folders is limited,
-    because links can form loops.
     A symbolic link to a target outside the folder is refused. One exception is allowed: the files
     of a snapshot in the Hugging Face Hub cache are links to the `blobs` folder of the cache.
+
+    Links can form loops. Therefore a link to a folder that contains the link is not followed, and
+    the number of folders is limited.
     """
     root = folder.resolve()
     allowed_roots = [root]
@@ -100,7 +101,7 @@ def scan_folder_recursive(folder: Path) -> FileTree:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 path = Path(entry.path)
                 if entry.is_symlink():
-                    target = _refuse_escaping_link(path, allowed_roots)
+                    target = _resolve_link(path, allowed_roots)
                     if directory.resolve().is_relative_to(target):
                         continue
                 if entry.is_dir() and depth < DEPTH_MAX:
@@ -116,8 +117,8 @@ def scan_folder_recursive(folder: Path) -> FileTree:
     return FileTree(folder, spans)
 
 
-def _refuse_escaping_link(link: Path, allowed_roots: list[Path]) -> Path:
-    """Return the target of a link; raise if it is outside the allowed roots."""
+def _resolve_link(link: Path, allowed_roots: list[Path]) -> Path:
+    """Return the target of a link; raise CheckpointError if it is outside the allowed roots."""
     target = Path(os.path.realpath(link))  # `Path.resolve` raises a RuntimeError for a loop.
     if not any(target.is_relative_to(root) for root in allowed_roots):
         raise CheckpointError(

@@ -161,14 +161,14 @@ static const char *first_key_address(const DecodeArgs *r, const char *kv, int64_
     return kv_address(r, kv, block, 0, item % r->groups, low % r->block_tokens);
 }
 
-/* The context of the parallel loop over decode tasks. A job is up to QUERIES query heads of an item
-   (a row and a KV head). Each job is one task, or `split` tasks: one for each segment of keys. */
+/* The context of the parallel loop over tasks. Each job is `split` tasks: one task, or one for each
+   segment of the longest item. */
 typedef struct {
     const DecodeArgs *args;
     const AttentionOps *ops;
     const char *q, *kv;
     char *out;
-    int64_t row_stride, head_stride, chunks, split;
+    int64_t row_stride, head_stride, jobs_per_item, split;
     PartialOutput *parts; /* For each task its output, if `split` is more than 1. */
 } DecodeLoop;
 
@@ -181,7 +181,7 @@ typedef struct {
 static DecodeJob decode_job(const DecodeLoop *loop, int64_t job)
 {
     const DecodeArgs *r = loop->args;
-    const int64_t item = job / loop->chunks, first = job % loop->chunks * QUERIES;
+    const int64_t item = job / loop->jobs_per_item, first = job % loop->jobs_per_item * QUERIES;
     const int64_t head = item % r->groups * r->queries + first;
     return (DecodeJob){item, head, r->row[item / r->groups] * r->groups * r->queries + head,
                        r->queries - first < QUERIES ? r->queries - first : QUERIES};
@@ -239,7 +239,8 @@ int preamble_decode_attention(const void *args, const void *q, int64_t row_strid
 {
     const DecodeArgs *r = args;
     const int64_t items = r->rows * r->groups;
-    const int64_t chunks = (r->queries + QUERIES - 1) / QUERIES;
+    const int64_t jobs_per_item = (r->queries + QUERIES - 1) / QUERIES;
+    const int64_t jobs = items * jobs_per_item;
     if (r->width > HEAD_DIM_MAX)
         return 1;
     const AttentionOps ops = select_attention_ops(r->bf16, r->width);
@@ -248,16 +249,16 @@ int preamble_decode_attention(const void *args, const void *q, int64_t row_strid
         longest = segment_count(r, i) > longest ? segment_count(r, i) : longest;
     /* If there are fewer jobs than threads, each segment of a job is a task. This does not change
        the sums, because the segments of a job are always merged in the same order. */
-    int64_t split = items * chunks < r->threads ? longest : 1;
+    int64_t split = jobs < r->threads ? longest : 1;
     PartialOutput *parts = NULL;
-    if (split > 1 && (parts = malloc(items * chunks * split * sizeof(PartialOutput))) == NULL)
+    if (split > 1 && (parts = malloc(jobs * split * sizeof(PartialOutput))) == NULL)
         split = 1;
-    const int64_t tasks = items * chunks * split;
-    DecodeLoop loop = {r, &ops, q, kv, out, row_stride, head_stride, chunks, split, parts};
+    const int64_t tasks = jobs * split;
+    DecodeLoop loop = {r, &ops, q, kv, out, row_stride, head_stride, jobs_per_item, split, parts};
     /* A task prefetches keys of the next item. A thread gets chunks of adjacent tasks, so that
        usually the same thread computes the next item. */
     parallel_for(tasks, tasks / (r->threads * 8) + 1, r->threads, STEALING, decode_range, &loop);
-    for (int64_t index = 0; split > 1 && index < items * chunks; index++) {
+    for (int64_t index = 0; split > 1 && index < jobs; index++) {
         const DecodeJob job = decode_job(&loop, index);
         for (int64_t segment = 1; segment < segment_count(r, job.item); segment++)
             merge_partials(parts + index * split, parts + index * split + segment, job.queries,

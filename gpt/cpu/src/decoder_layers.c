@@ -137,25 +137,25 @@ static void norm_and_rope(const LayerRange *s, const StepArgs *p, const NormArgs
             s->rotary_dim / 2, s->interleaved);
 }
 
-/* A layer of a step, as the context of a parallel loop over rows. */
+/* The context of the parallel loop over the rows of `qkv`. */
 typedef struct {
     const LayerRange *range;
     const StepArgs *step;
     const DecoderLayer *layer;
     const Scratch *scratch;
-} LayerStep;
+} QkvLoop;
 
 /* Applies the head norms and RoPE to a row of `qkv`. Stores the row's queries contiguously in `q`,
    and the keys and values in the pool. */
-static void split_qkv_row(const LayerStep *at, int64_t row)
+static void split_qkv_row(const QkvLoop *loop, int64_t row)
 {
-    const LayerRange *s = at->range;
-    const StepArgs *p = at->step;
-    const DecoderLayer *layer = at->layer;
+    const LayerRange *s = loop->range;
+    const StepArgs *p = loop->step;
+    const DecoderLayer *layer = loop->layer;
     uint16_t *pool = (uint16_t *)(p->pool + layer->pool_layer * p->layer_bytes);
     const int64_t width = s->width, block_keys = s->groups * p->block_tokens;
-    const uint16_t *from = at->scratch->qkv + row * s->groups * (s->queries + 2) * width;
-    uint16_t *queries = at->scratch->q + row * s->groups * s->queries * width;
+    const uint16_t *from = loop->scratch->qkv + row * s->groups * (s->queries + 2) * width;
+    uint16_t *queries = loop->scratch->q + row * s->groups * s->queries * width;
     for (int64_t group = 0; group < s->groups; group++) {
         for (int64_t i = 0; i < s->queries; i++, from += width, queries += width)
             norm_and_rope(s, p, &layer->q_norm, row, from, queries);
@@ -216,10 +216,10 @@ int preamble_decoder_layers(const LayerRange *s, const StepArgs *p)
     for (const DecoderLayer *l = s->layer_array; l < s->layer_array + s->layers; l++) {
         char *pool = p->pool + l->pool_layer * p->layer_bytes;
         preamble_gemm(&l->qkv, p->x, p->rows, l->qkv_bias, 0, NULL, scratch.qkv, threads, &l->norm);
-        LayerStep at = {s, p, l, &scratch};
+        QkvLoop loop = {s, p, l, &scratch};
         /* For a few rows, threads would not be faster. */
         parallel_for(p->rows, items_per_chunk(p->rows, threads), p->rows < LANES ? 1 : threads,
-                     STEALING, split_qkv, &at);
+                     STEALING, split_qkv, &loop);
         if (p->decode &&
             preamble_decode_attention(p->decode, scratch.q, row, head, pool, scratch.attended))
             return 1;

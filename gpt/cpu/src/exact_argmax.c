@@ -235,8 +235,8 @@ static void score_candidate_panels(void *context, int64_t first, int64_t end)
 
 /* Stores the column of each row's largest logit in `best`; on a tie, the first such column. There
    are at most ROWS_MAX rows. `norm`, if not NULL, is applied to the rows first. Returns the number
-   of scored (row, panel) pairs, or -1, with `best` undefined, if the L2 norm of a row is outside the
-   supported range. */
+   of scored (row, panel) pairs. Returns -1, and leaves `best` undefined, if the L2 norm of a row is
+   outside the supported range. */
 TARGET_AVX512_VNNI int64_t preamble_screened_argmax(const ScreenedHead *s, const NormArgs *norm,
                                                     const uint16_t *x, int64_t rows, int64_t *best,
                                                     int64_t threads)

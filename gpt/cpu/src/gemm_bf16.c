@@ -301,7 +301,7 @@ void preamble_gemm_unpacked(const uint16_t *weight, int64_t channels, int64_t co
                             uint16_t *memory)
 {
     const PackedWeight shape = {NULL, channels, columns, 0, 0, NULL};
-    const int64_t panels_per_turn = columns / COLUMNS / (threads * 8) + 1;
+    const int64_t panels_per_chunk = columns / COLUMNS / (threads * 8) + 1;
     Gemm product = {.weight = &shape,
                     .bias = bias,
                     .residual = residual,
@@ -314,7 +314,7 @@ void preamble_gemm_unpacked(const uint16_t *weight, int64_t channels, int64_t co
     plan_staging(&product, x, NULL, threads);
     stage_rows(&product, x, NULL, threads);
     UnpackedWeight unpacked = {&product, weight, transposed, memory};
-    parallel_for(columns / COLUMNS, panels_per_turn, threads, STEALING, gemm_unpacked_range,
+    parallel_for(columns / COLUMNS, panels_per_chunk, threads, STEALING, gemm_unpacked_range,
                  &unpacked);
 }
 

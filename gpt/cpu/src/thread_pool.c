@@ -1,8 +1,8 @@
 /* Thread pool of the kernels: the parallel loops that thread_pool.h declares.
 
    The process has one pool, which runs one loop at a time. The calling thread publishes a loop,
-   works on it, closes it when no chunk is left, and waits for the workers that are inside. A worker
-   that comes late finds the loop closed, and delays nobody. */
+   works on it, closes it when no chunk is left, and waits for the workers that are inside. It does
+   not wait for a worker that has not entered yet: such a worker finds the loop closed. */
 
 #define _GNU_SOURCE
 #include "thread_pool.h"
@@ -21,8 +21,8 @@
 #define CACHE_LINE 64
 #define STACK_BYTES (1 << 20)
 /* How long a thread spins before it sleeps. Between two loops of a forward pass a thread waits for
-   less; waking a sleeping thread takes about 50 us. A preempted thread misses one to four
-   milliseconds, and of each of these periods the threads that wait for it waste at most SPIN_NS. */
+   less; waking a sleeping thread takes about 50 us. A preemption lasts one to four milliseconds, of
+   which each thread that waits for the preempted thread wastes at most SPIN_NS. */
 #define SPIN_NS 50000
 #define SPINS_PER_CLOCK_READ 8
 
@@ -167,7 +167,7 @@ static void start_workers(int64_t count)
     pthread_attr_t attributes;
     if (pool.workers >= count || pool.has_refused_thread)
         return;
-    /* The other threads of the process handle its signals, except those of a worker's own faults. */
+    /* Other threads handle the signals of the process; a worker only those of its own faults. */
     sigfillset(&blocked_signals);
     sigdelset(&blocked_signals, SIGSEGV);
     sigdelset(&blocked_signals, SIGBUS);

@@ -2,8 +2,8 @@
 
    The library does not use OpenMP, because OpenMP threads spin for milliseconds at barriers, and a
    barrier waits for every thread. If another process preempts one of the threads, the others then
-   waste their CPU time. In this pool a loop ends when its items are done, with whichever threads
-   took part, and a thread that waits longer than SPIN_NS sleeps, so that the kernel can run the
+   waste their CPU time. In this pool a loop ends when its items are done, even if some threads have
+   not begun, and a thread that waits longer than SPIN_NS sleeps, so that the kernel can run the
    preempted thread in its place. */
 
 #pragma once

@@ -27,7 +27,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 
-# The keys of config.json from which a field of GPTConfig may come, for error messages.
+# The keys of config.json that may set a field of GPTConfig, for error messages.
 GPT_FIELD_KEYS: Mapping[str, Sequence[str]] = {
     "num_layers": ("num_hidden_layers", "n_layer"),
     "hidden_size": ("hidden_size", "n_embd"),
@@ -63,7 +63,7 @@ class ConfigJson:
     """Checked access to the values of config.json, merged with the family's defaults."""
 
     def __init__(self, record: Mapping[str, Any], path: Path, section: str = "") -> None:
-        """`section`: the beginning of the keys in messages, for a mapping inside the file."""
+        """`section` is added to the keys in messages if `record` is a mapping inside the file."""
         self.record = record
         self.path = path
         self.section = section

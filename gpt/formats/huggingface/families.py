@@ -226,6 +226,7 @@ def _qwen_window(fields: ConfigJson) -> int | None:
     window = fields.integer("sliding_window", 0)
     types = fields.layer_types()
     if not fields.flag("use_sliding_window") or not window:
+        # Without a window, full and sliding attention are equal, so layers may mix these two types.
         if set(types or ()) - ATTENTION_TYPES:
             refuse_mixed_attention(fields)
         return None

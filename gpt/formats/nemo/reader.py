@@ -35,7 +35,8 @@ TOKENIZER_BYTES_MAX = 256 << 20
 # Tokenizer fields of the config that refer to a file, and the name of the file's copy in the cache.
 SENTENCEPIECE_FILES = {"model": "tokenizer.model"}
 BPE_FILES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
-# Folder in the archives that Preamble writes, with all files of the tokenizer. NeMo ignores it.
+# Folder in the archives that Preamble writes. It contains all files of the tokenizer, so that a
+# conversion back to another format has them. NeMo ignores it.
 CARRIED_TOKENIZER_FOLDER = "tokenizer"
 
 

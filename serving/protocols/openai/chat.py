@@ -36,7 +36,7 @@ from serving.protocols.openai.responses import (
 from serving.protocols.openai.tool_call_chunks import ToolCallChunks, merge_deltas
 from serving.protocols.openai.tool_call_parsing import MARKERS
 from serving.protocols.openai.tool_calls import ToolChoice, read_tool_choice
-from serving.protocols.openai.unsupported_fields import is_replayed
+from serving.protocols.openai.unsupported_fields import can_ignore_in_message
 from serving.request import AnswerSpec, Ask, DeadlinePassedError, Piece
 from serving.service.service import Service
 
@@ -61,7 +61,7 @@ class ReplayedPart(RequestPart):
 
     @classmethod
     def has_no_effect(cls, name: str, value: Any) -> bool:
-        return is_replayed(name, value)
+        return can_ignore_in_message(name, value)
 
 
 class FunctionCall(ReplayedPart):

@@ -89,7 +89,7 @@ class ResponseFormat(RequestPart):
 
 
 class OpenAIBody(RequestBody):
-    """A request body that accepts fields of other servers if they ask for nothing."""
+    """A request body that accepts fields of other servers with values that have no effect."""
 
     @classmethod
     def has_no_effect(cls, name: str, value: Any) -> bool:

@@ -1,14 +1,14 @@
 """OpenAI fields of other servers: values that are accepted without effect, and reasons of refusals.
 
 Clients and routers send fields of OpenAI, vLLM, SGLang, TensorRT-LLM, llama.cpp and Dynamo that
-this server does not have, most of them with a value that asks for nothing. These values are in the
+this server does not have, most of them with the value of an absent field. These values are in the
 table below, and are accepted. Any other value would change the answer or the response, so it is
 refused with the reason. null is accepted for every field. The fields that this server has are in
 `completion_request` and `chat`.
 
 Clients also send earlier answers back as messages, with the fields of the server or the library
-that returned them. `REPLAYED_FIELDS` names the fields that describe an answer and ask for nothing;
-they are accepted with any value.
+that returned them. Fields that only describe the earlier answer (`REPLAYED_FIELDS`) are accepted
+with any value.
 """
 
 import json
@@ -187,7 +187,7 @@ REPLAYED_FIELDS = frozenset(
 _NEUTRAL_MESSAGE_VALUES: Mapping[str, Any] = {"images": [], "prefix": False, "partial": False}
 
 
-def is_replayed(name: str, value: Any) -> bool:
+def can_ignore_in_message(name: str, value: Any) -> bool:
     """Return whether a field of a message, or of a tool call in it, can be ignored."""
     if name in _NEUTRAL_MESSAGE_VALUES:
         return bool(value == _NEUTRAL_MESSAGE_VALUES[name])

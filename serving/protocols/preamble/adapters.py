@@ -6,8 +6,9 @@ translates messages, and runs file I/O in threads.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -19,10 +20,9 @@ from gpt.errors import PreambleError, RequestError
 from protos.preamble.v1 import adapters_pb2 as pb
 from serving.adapters.registry import LoadedAdapter
 from serving.adapters.version_updates import AdapterUpload
-from serving.file_threads import CHANGE_LOG_OWNER
 from serving.frontend.call import Call
 from serving.frontend.grpc_transport import Cardinality, RpcMethod
-from serving.request import RefusedError, UnknownAdapterError
+from serving.request import RefusedError, UnavailableError, UnknownAdapterError
 
 SERVICE = "preamble.v1.AdapterService"
 PAGE_DEFAULT, PAGE_MAX = 100, 1000
@@ -79,21 +79,21 @@ async def load_adapter(message: pb.LoadAdapterRequest, call: Call) -> pb.LoadAda
 
 
 async def unload_adapter(message: pb.UnloadAdapterRequest, call: Call) -> pb.UnloadAdapterResponse:
-    await _run_change(call.service.store.unload, message.name, call)
+    await _run_change("unload", call.service.store.unload, message.name, call)
     return pb.UnloadAdapterResponse()
 
 
 async def promote_adapter(
     message: pb.PromoteAdapterRequest, call: Call
 ) -> pb.PromoteAdapterResponse:
-    adapter = await _run_change(call.service.store.promote, message.name, call)
+    adapter = await _run_change("promote", call.service.store.promote, message.name, call)
     return pb.PromoteAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
 async def rollback_adapter(
     message: pb.RollbackAdapterRequest, call: Call
 ) -> pb.RollbackAdapterResponse:
-    adapter = await _run_change(call.service.store.rollback, message.name, call)
+    adapter = await _run_change("rollback", call.service.store.rollback, message.name, call)
     return pb.RollbackAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
@@ -105,7 +105,11 @@ async def upload_adapter(
     upload = await _start_upload(messages, call, deadline)
     try:
         async with _upload_deadline(deadline, limit_s):
-            adapter = await _receive_upload(messages, upload, call)
+            await _receive_upload(messages, upload, call)
+        # Checking and flushing a large file takes long, so only `upload_s` limits it.
+        access = call.service.file_threads.submit(call.caller.tenant, upload.finish)
+        remaining_s = max(deadline - asyncio.get_running_loop().time(), 0.0)
+        adapter = await _result_of_change(call, access, limit_s=remaining_s)
     except BaseException as error:
         await _run_to_end(call, upload.discard, error)
         raise
@@ -135,9 +139,7 @@ async def _start_upload(
             name = await _read_name(messages)
         return store.start_upload(name, author.tenant, author)
     except PreambleError as error:
-        await call.service.file_threads.run_to_end(
-            CHANGE_LOG_OWNER, partial(store.record_refusal, "upload", name, author, error)
-        )
+        await call.service.file_threads.wait(call.record_refusal("upload", name, error))
         raise
 
 
@@ -152,7 +154,7 @@ async def _read_name(messages: AsyncIterator[pb.UploadAdapterRequest]) -> str:
 
 async def _receive_upload(
     messages: AsyncIterator[pb.UploadAdapterRequest], upload: AdapterUpload, call: Call
-) -> LoadedAdapter:
+) -> None:
     await _run_in_thread(call, upload.create_file)
     async for message in messages:
         match message.WhichOneof("part"):
@@ -162,26 +164,58 @@ async def _receive_upload(
                 raise RequestError("a second name was sent; send one adapter per upload", "name")
             case _:
                 raise RequestError("a message has no data; send the file as data messages", "data")
-    # Checking and flushing a large file takes long, so only `upload_s` limits it.
-    return await _run_in_thread(
-        call, upload.finish, limit_s=call.service.config.adapter_config.upload_s
-    )
 
 
-async def _run_change(change: Callable[[str, str, ChangeAuthor], T], name: str, call: Call) -> T:
-    """Run a change of the adapter store in a thread, with this call as its author."""
-    return await _run_in_thread(call, change, name, call.caller.tenant, call.change_author)
-
-
-async def _run_in_thread(
-    call: Call, function: Callable[..., T], *args: object, limit_s: float | None = None
+async def _run_change(
+    action: ChangeAction, change: Callable[[str, str, ChangeAuthor], T], name: str, call: Call
 ) -> T:
-    """Call `function`, which does file I/O, in a thread of the caller's tenant."""
-    threads = call.service.file_threads
+    """Run a change of the adapter store in a thread, with this call as its author."""
+    author = call.change_author
+    access = call.service.file_threads.submit(author.tenant, change, name, author.tenant, author)
     try:
-        return await threads.run(call.caller.tenant, function, *args, limit_s=limit_s)
+        return await _result_of_change(call, access)
+    except BaseException as error:
+        if access.cancelled():  # The store records a change only if it runs.
+            call.record_refusal(action, name, error)
+        raise
+
+
+async def _result_of_change(call: Call, access: Future[T], limit_s: float | None = None) -> T:
+    """Return the result of a submitted change.
+
+    A change that has no thread after `limit_s` (default: `adapters_answer_s`) is dropped, and
+    clients retry the call. A change that has a thread cannot be stopped, and a retry could make it
+    twice. Therefore the call waits for it up to `limit_s` (default: `upload_s`), and then ends with
+    an error that clients do not retry.
+    """
+    upload_s = call.service.config.adapter_config.upload_s
+    running_limit_s = upload_s if limit_s is None else limit_s
+    try:
+        with _name_field():
+            return await call.service.file_threads.result(access, limit_s, running_limit_s)
+    except UnavailableError:
+        if access.cancelled():
+            raise
+        raise RefusedError(
+            "DEADLINE_PASSED",
+            f"the change takes longer than {upload_s:g} s (upload_s), and may still be made; see "
+            "`preamble adapters log` before you repeat it",
+        ) from None
+
+
+async def _run_in_thread(call: Call, function: Callable[..., T], *args: object) -> T:
+    """Call `function`, which does file I/O, in a thread of the caller's tenant."""
+    with _name_field():
+        return await call.service.file_threads.run(call.caller.tenant, function, *args)
+
+
+@contextmanager
+def _name_field() -> Iterator[None]:
+    """Add to an UnknownAdapterError the field that contains the adapter's name in all requests."""
+    try:
+        yield
     except UnknownAdapterError as error:
-        error.field = "name"  # The field with the adapter's name in the request messages.
+        error.field = "name"
         raise
 
 

@@ -161,8 +161,8 @@ def build_ask(body: GenerateRequest, *, stream: bool) -> Ask:
             "seed": parameters.seed,
         }
     best_of = parameters.best_of
-    needs_logprobs = bool(stream or parameters.details or (best_of or 1) > 1)
-    needs_logprobs |= bool(parameters.top_n_tokens)  # Also without details, the limit holds.
+    # A response without details has no top tokens, but their number is checked all the same.
+    needs_logprobs = stream or parameters.details or parameters.top_n_tokens or (best_of or 1) > 1
     fields = {
         **sampling,
         "answers": best_of,

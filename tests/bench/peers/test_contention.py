@@ -1,6 +1,8 @@
 """Contention benchmark on a tiny model; the shares are not checked."""
 
 import math
+from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,48 @@ def test_busy_processes_run_only_inside_of_the_context() -> None:
     with contention.busy_processes(2):
         assert len(children() - before) == 2
     assert children() == before
+
+
+def test_the_trainer_uses_the_cores_of_the_fair_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contention, "usable_cores", lambda: 8)
+    assert contention.ContentionSizes().tuning.threads == 8
+
+
+def test_an_engine_that_fails_in_a_round_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing_speed() -> float:
+        if next(calls) == 2:
+            raise contention.ContentionError("the process exited: out of memory")
+        return 10.0
+
+    monkeypatch.setattr(contention, "busy_processes", lambda count: nullcontext())
+    for failing, working in (("ours", "llama"), ("llama", "ours")):
+        calls = count()
+        speeds = {failing: failing_speed, working: lambda: 10.0}
+        outputs = list(contention.report_shares("serving", "tokens/s", speeds, {}, 2))
+        rows = [output for output in outputs if isinstance(output, Row)]
+        reason = "the process exited: out of memory"
+        assert reason in outputs
+        assert len(rows) == 2
+        if failing == "ours":
+            assert {row.not_run_reason for row in rows} == {reason}
+        else:
+            assert all(row.value > 0 and set(row.samples) == {"ours"} for row in rows)
+
+
+def test_an_engine_that_does_not_start_has_rows_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> object:
+        raise RuntimeError("the ours process exited: no module torch")
+
+    monkeypatch.setattr(contention, "EngineProcess", refuse)
+    monkeypatch.setattr(contention, "start_trainers", refuse)
+    for measure in (contention.measure_serving, contention.measure_tuning):
+        outputs = list(measure(tmp_path / "model", 320, contention.ContentionSizes(rounds=1)))
+        rows = [output for output in outputs if isinstance(output, Row)]
+        assert [row.not_run_reason for row in rows] == 2 * [
+            "the ours process exited: no module torch"
+        ]
 
 
 @pytest.mark.slow

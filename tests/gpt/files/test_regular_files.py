@@ -46,6 +46,6 @@ def test_no_descriptor_stays_open(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        with pytest.raises(OSError, match="Not a regular file"):
+        with pytest.raises(OSError, match="not a regular file"):
             open_regular_file(tmp_path / "fifo")
     assert len(os.listdir("/proc/self/fd")) == before

@@ -100,7 +100,7 @@ def test_drafts_follow_a_prefix_of_keys_and_values() -> None:
     assert tokens_and_texts(drafted) == tokens_and_texts(plain)
 
 
-def test_prompts_with_common_tokens_of_any_number_share_them() -> None:
+def test_common_prefixes_of_any_length_are_shared() -> None:
     block_ids = COMMON[:BLOCK_TOKENS]
     for prompts in (
         [PROMPTS[0]],
@@ -161,7 +161,7 @@ def _complete_on_rank(rank: int, size: int, tp: int) -> list[tuple[list[int], li
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
-def test_drafts_are_checked_at_every_split(tp: int) -> None:
+def test_drafts_are_verified_at_every_split(tp: int) -> None:
     plain = complete(PROMPTS)
     expected = complete(PROMPTS, drafts=drafts_of(plain))
     for answers in ranks(2, _complete_on_rank, 2, tp):

@@ -1,7 +1,10 @@
 """The adapter registry: every valid file of the directory is served, up to the limit."""
 
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -123,6 +126,19 @@ def test_invalid_adapters_are_refused_once_and_others_served(
         assert sum(message_words in line for line in refusals) == 1
 
 
+def test_a_tenant_with_only_refused_files_keeps_its_directory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tenant").mkdir()
+    file = publish_adapter(adapter("tax"), tmp_path / "tenant")
+    file.write_bytes(file.read_bytes()[:40])
+    adapters = open_registry(tmp_path)
+    adapters.scan()
+    adapters.scan()
+    assert len([line for line in caplog.messages if "adapter_refused" in line]) == 1
+    assert adapters.failures == 1
+
+
 def test_adapters_over_the_limit_load_when_others_are_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,6 +205,52 @@ def test_a_failing_check_refuses_only_its_adapter(
 
     assert visible_keys(adapters) == ["good@1"]
     assert adapters.failures == 2
+
+
+def test_concurrent_scans_of_tenants_keep_the_limit_of_adapters(tmp_path: Path) -> None:
+    both_are_loading = threading.Barrier(2, timeout=1.0)
+
+    def wait_for_the_other(adapter: Adapter) -> None:
+        with suppress(threading.BrokenBarrierError):
+            both_are_loading.wait()
+
+    tenants = ("a", "b")
+    for tenant in tenants:
+        (tmp_path / tenant).mkdir()
+    adapters = AdapterRegistry(tmp_path, wait_for_the_other, adapters_max=1)
+    adapters.scan()
+    for tenant in tenants:
+        publish_adapter(adapter(tenant), tmp_path / tenant)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(adapters.scan, tenants))
+
+    assert len(adapters) == 1 and adapters.failures == 1
+    (loaded,) = adapters.all_adapters()
+    Path(loaded.adapter_ref.file).unlink()
+    adapters.scan()
+    adapters.scan()  # Tenant "a" may be scanned before the adapter of "b" is dropped.
+    assert {adapter.tenant for adapter in adapters.all_adapters()} == {*tenants} - {loaded.tenant}
+
+
+def test_a_scan_is_repeated_if_the_scan_that_it_waited_for_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = open_registry(tmp_path)
+    publish_adapter(adapter("tax"), tmp_path)
+    requested_at = time.monotonic()
+
+    def fail(path: Path) -> None:
+        raise OSError("the disk failed")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "scandir", fail)
+        with pytest.raises(OSError, match="the disk failed"):
+            adapters.scan()
+    # A scan that was requested before the failed one, and waited for it.
+    monkeypatch.setattr(time, "monotonic", lambda: requested_at)
+    adapters.scan()
+    assert adapters.lookup("tax").key == "tax@1"
 
 
 def test_adapters_stay_loaded_when_the_directory_disappears(tmp_path: Path) -> None:

@@ -138,8 +138,8 @@ def test_a_tenant_with_many_adapters_does_not_hide_the_others() -> None:
 
 
 def test_counters_are_only_in_scrapes_for_operators() -> None:
-    metrics, meter = Metrics(), UsageMeter()
-    metrics.watch_usage(meter, "chat-7b")
+    metrics, meter = Metrics("chat-7b"), UsageMeter()
+    metrics.watch_usage(meter)
     add_request(meter, "acme", "tax@2", 4)
     add_request(meter, "", "")
     assert b"preamble_usage" not in metrics.render()

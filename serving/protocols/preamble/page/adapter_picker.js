@@ -1,6 +1,6 @@
-// The adapter picker: an input with a list of the adapters whose names contain its text. The typed
-// text is never dropped: a name that no adapter has is an error, so that a misspelled name does not
-// select the base model.
+// The adapter picker: an input with a list of the adapters whose names contain its text. A name that
+// no adapter has is an error and stays in the input, so that a misspelled name does not select the
+// base model.
 
 import { $, integer, newElement, sentence, setText } from "./elements.js";
 import { getJson } from "./requests.js";

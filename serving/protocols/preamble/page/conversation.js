@@ -276,7 +276,7 @@ class Exchange {
     this.refresh(outcome);
     this.element.setAttribute("aria-busy", "false");
     this.copyButton.hidden = !this.text;
-    // A message without an answer is no part of the conversation.
+    // A message without an answer is not part of the conversation.
     this.failed = !this.text && outcome === "stopped";
   }
 
