@@ -14,8 +14,8 @@ INTERPRETER := $(VENV)/bin/python$(MINOR)
 RUNTIME     := $(VENV)/.runtime
 DEVELOPMENT := $(VENV)/.development
 STUBS       := protos/preamble/v1/generation_pb2.py
-# Tests of `make test-lowest`: they use the dependencies of the product. Tests that use newer features
-# of protobuf or need libraries for tests only are not among them.
+# Tests of `make test-lowest`: tests of the product's dependencies, without those that use newer
+# features of protobuf or need libraries that only tests use.
 LOWEST_TESTS := tests/gpt/test_settings.py tests/gpt/tokenizers/test_tokenizer.py \
 	tests/gpt/formats/test_native.py tests/clients/test_client.py tests/serving/frontend \
 	--deselect tests/gpt/tokenizers/test_tokenizer.py::test_transformers_reads_the_same_ids_from_the_same_files

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
 
 def _adapters(argv: list[str]) -> int:
-    if argv[:1] == ["log"]:
+    if argv[:1] == ["log"]:  # This action, unlike the others, must not wait for torch's import.
         from checkpoints_tools.adapters.changes import log_command
 
         return log_command(argv[1:])

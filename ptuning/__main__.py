@@ -364,10 +364,7 @@ def _run_rank_process() -> int:
     try:
         prepared = prepare(spec.config)
         trainer = load_trainer(prepared, spec.join())
-        loop = TrainingLoop(
-            prepared, trainer, NullObserver(), restart=spec.restart, keeps_final_state=True
-        )
-        loop.run()
+        TrainingLoop(prepared, trainer, NullObserver(), restart=spec.restart).run()
     except PreambleError as error:
         report_rank_error(spec.folder, spec.rank, str(error))
         return 1

@@ -7,11 +7,19 @@ time. This module prints nothing.
 
 from collections.abc import Callable
 
+from ptuning.run_facts import ADAPTER, NO_PROMPT, ORACLE
+
 # Called with the name of an activity, and its numbers of complete and of all units. The activity
 # has ended when both numbers are equal.
 ActivityCallback = Callable[[str, int, int], None]
 
 LOADING = "loading weights, MiB"
+# Maps each variant to the activity that generates and scores its answers.
+MEASURING = {
+    NO_PROMPT: "measuring without the adapter",
+    ORACLE: "measuring with the written instruction",
+    ADAPTER: "measuring with the adapter",
+}
 
 
 def ignore_activity(activity: str, completed: int, total: int) -> None:

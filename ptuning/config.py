@@ -56,7 +56,7 @@ ADAFACTOR_LEARNING_RATES = {"prompt-tuning": 0.3}
 OPTIMIZERS = ("adamw", "adafactor")
 SCHEDULES = ("cosine", "constant", "inverse-sqrt")
 RECOMPUTE_MODES = ("none", "selective", "block", "full")
-MEASURE_MODES = ("none", "sample", "all")
+MEASURE_MODES = ("none", "sample", "first", "all")
 MONITORS = ("loss", "exact_match", "accuracy", "f1")
 # By default a run validates this number of times, if it has validation records.
 AUTOMATIC_VALIDATIONS = 8
@@ -261,9 +261,10 @@ class ValidationConfig:
     validate_every: int | None = None
     # Which validation records are evaluated: one of MEASURE_MODES. `sample` evaluates a fixed
     # random sample, `all` evaluates all of them, and `none` computes the loss of the sample but
-    # generates no answers.
+    # generates no answers. `first` evaluates as version 0.1 did, so that scores are comparable: the
+    # first records, with answers of up to max_new_tokens.
     measure: str = "sample"
-    validation_examples: int = 100  # Maximum number of records of a task's sample.
+    validation_examples: int = 100  # Maximum number of evaluated records of a task.
     # Metric that selects the best validation and decides early stopping: one of MONITORS.
     monitor: str = "loss"
     # Number of validations without improvement after which the run stops early; 0: never. None: the
@@ -417,6 +418,7 @@ class TuneConfig(ComposedSettings):
 
     def with_fields(self, **settings: Any) -> Self:
         """Return a copy with changed settings; the constructors check all values again."""
+        # The rename must come first, because the copy sets both `monitor` and `measure`.
         return super().with_fields(**rename_monitor(settings))
 
     @property
@@ -441,7 +443,7 @@ class TuneConfig(ComposedSettings):
     @classmethod
     def from_dict(cls, settings: dict[str, Any], source: str) -> Self:
         """Parse a mapping of settings; `source` names its file in error messages."""
-        settings = rename_monitor(settings)
+        settings = dict(settings)
         if "task_templates" in settings:
             if "tasks" in settings:
                 raise ConfigError(

@@ -96,3 +96,11 @@ class RunFacts:
     validations: Sequence[Validation] = ()
     best_step: int | None = None  # Step after which the adapter was best; None: the last step.
     notes: Sequence[str] = ()  # Warnings of the run, such as a state that could not be saved.
+
+
+def describe_selection(count: int, total: int, measure: str) -> str:
+    """Return which of `total` validation records the setting `measure` selects, for a reader."""
+    if count == total:
+        return f"all {total:,}"
+    subset = "the first" if measure == "first" else "a sample of"
+    return f"{subset} {count:,} of {total:,}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_tools.flags import positive_int
-from gpt.adapters.change_log import AdapterChangeLog, ChangeRecord
+from gpt.adapters.change_log import AdapterChangeLog, ChangeRecord, format_time
 from gpt.errors import ConfigError, printable
 
 STATUSES = ("done", "failed", "refused", "unfinished")
@@ -46,7 +46,12 @@ def log_parser() -> argparse.ArgumentParser:
         "2026-01-31T08:00), or an age such as 30m, 12h or 7d",
     )
     add("--status", choices=STATUSES, help="only changes with this status")
-    add("--last", metavar="N", type=positive_int, help="only the last N of these changes")
+    add(
+        "--last",
+        metavar="N",
+        type=positive_int,
+        help=f"only the last N of these changes (at most {LAST_MAX:,})",
+    )
     add("--json", action="store_true", help="print a JSON list with all fields")
     return parser
 
@@ -78,7 +83,7 @@ def _read_records(directory: Path) -> Iterator[ChangeRecord]:
 
 
 def _parse_since(text: str) -> str:
-    """Return the time as text in the format of the records, which sorts by time."""
+    """Return the time in the format of the records."""
     if match := re.fullmatch(r"(\d{1,5})([smhd])", text):
         since = datetime.now(UTC) - timedelta(seconds=int(match[1]) * UNIT_SECONDS[match[2]])
     else:
@@ -91,7 +96,7 @@ def _parse_since(text: str) -> str:
                 f"{text!r} is not a time; give a date, a time such as 2026-01-31T08:00, or an age "
                 "such as 12h"
             ) from None
-    return since.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return format_time(since)
 
 
 def _is_selected(record: ChangeRecord, flags: argparse.Namespace) -> bool:

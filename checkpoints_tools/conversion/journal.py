@@ -63,7 +63,8 @@ class Journal:
                     self.finished[tensor.name] = tensor
         except (ValueError, KeyError, TypeError):
             # The file is not a journal of this plan.
-            is_same_plan, is_other_release = False, False
+            is_same_plan = False
+            is_other_release = False
         if is_same_plan:
             return
         if is_other_release:

@@ -89,7 +89,9 @@ def scan_checkpoint(
     return sorted(other_findings, key=lambda finding: not finding.is_fault)
 
 
-# Exceptions that zipfile raises for a damaged archive.
+# Exceptions that zipfile raises for a damaged archive. A damaged header may ask for what zipfile
+# cannot do: NotImplementedError is raised for an unknown compression method or version, and
+# RuntimeError for an encrypted member.
 ZIP_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,

@@ -25,6 +25,7 @@ TOKENIZER_PATTERNS = (
     "chat_template.json",
     "generation_config.json",  # Its end-of-text ids are the model's stop tokens.
 )
+# Files beside a tokenizer's file that `open_tokenizer` and the chat template need too.
 COMPANION_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -83,7 +84,6 @@ def _source_files(tokenizer: Path) -> list[Path]:
             )
     if tokenizer.is_dir():
         return files
-    # The files beside the tokenizer's file that `open_tokenizer` and chats read too.
     companions = [tokenizer.with_name(name) for name in COMPANION_FILES]
     return [*files, *merges_files, *(file for file in companions if file.is_file())]
 

@@ -113,7 +113,8 @@ def _fit_family(config: GPTConfig, family: str) -> _FamilyFit:
     writer, heads = FAMILY_WRITERS[family], config.num_attention_heads
     if writer.has_experts != any(config.moe_layers):
         return _FamilyFit([_describe_experts(config)], is_complete=False)
-    missing_traits, readable_config = [], config
+    missing_traits = []
+    readable_config = config
     if writer.heads_divide_hidden and config.hidden_size % heads:
         missing_traits.append(
             f"a hidden_size of {config.hidden_size}, which {heads} heads do not divide"

@@ -10,7 +10,7 @@ has the end-of-text ids.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,21 @@ TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 # transformers 5 ignores the class in tokenizer_config.json for models of this family, and builds
 # this class from the vocabulary and the merges.
 FORCED_CLASSES = {"qwen2": "Qwen2Tokenizer"}
+# Fields of a BPE model that Qwen2Tokenizer does not set.
+QWEN2_UNSET_FIELDS = (
+    "dropout",
+    "unk_token",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+    "fuse_unk",
+    "byte_fallback",
+    "ignore_merges",
+)
+# Its pattern, which splits text into pre-tokens.
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # A class of transformers that encodes with the sentencepiece library, adds neither BOS nor EOS, and
 # has no rules of its own; and the name of its model file.
 SLOW_CLASS, SLOW_FILE = "BertGenerationTokenizer", "spiece.model"
@@ -47,7 +62,7 @@ SLOW_NOTE = (
 # Families for which AutoTokenizer of transformers 5 does not load the slow class.
 FAST_ONLY_FAMILIES = ("mistral", "mixtral", "nemotron", "qwen2")
 # Fields of a source's tokenizer_config.json that do not change ids.
-CARRIED_FIELDS = ("chat_template", "padding_side", "truncation_side")
+COPIED_FIELDS = ("chat_template", "padding_side", "truncation_side")
 TEMPLATE_PATTERNS = ("*.jinja", "chat_template.json")
 
 
@@ -71,22 +86,20 @@ def plan_tokenizer(path: Path | None, config: GPTConfig, family: str) -> Hugging
     except CheckpointError as error:
         note = f"the target has no tokenizer, and config.json has no BOS and EOS token ids: {error}"
         return HuggingFaceTokenizer(notes=(note,))
-    folder = tokenizer_folder(path)
-    assert folder is not None, "a tokenizer's path has a directory"
-    generation = _generation_config(tokenizer, folder)
-    ids = (tokenizer.bos_id, tokenizer.eos_id)
+    generation = _generation_config(tokenizer, path)
+    planned = HuggingFaceTokenizer(generation, tokenizer.bos_id, tokenizer.eos_id)
     try:
         files = _tokenizer_files(tokenizer, path, config, family)
     except CheckpointError as error:
         if isinstance(tokenizer, SentencePieceTokenizer) and _suits_slow_class(tokenizer, family):
             files = _slow_files(tokenizer, path, config)
-            return HuggingFaceTokenizer((*files, *generation), *ids, notes=(SLOW_NOTE,))
+            return replace(planned, files=(*files, *generation), notes=(SLOW_NOTE,))
         note = (
             f"the target has no tokenizer, because transformers would not give the ids of {path}: "
             f"{error}; to serve the target, give the tokenizer with --tokenizer"
         )
-        return HuggingFaceTokenizer(generation, *ids, notes=(note,))
-    return HuggingFaceTokenizer((*files, *generation), *ids)
+        return replace(planned, notes=(note,))
+    return replace(planned, files=(*files, *generation))
 
 
 def _tokenizer_files(
@@ -116,7 +129,7 @@ def _tokenizer_files(
         literal_file(TOKENIZER_FILE, library.to_str(pretty=True).encode()),
         _json_file(CONFIG_FILE, tokenizer_config),
         _json_file("special_tokens_map.json", special_tokens),
-        *_carried_files(tokenizer, path),
+        *_copied_files(tokenizer, path),
     )
 
 
@@ -231,22 +244,6 @@ def _is_qwen2_tokenizer(library: tokenizers.Tokenizer) -> bool:
     )
 
 
-# Fields of a BPE model that Qwen2Tokenizer does not set.
-QWEN2_UNSET_FIELDS = (
-    "dropout",
-    "unk_token",
-    "continuing_subword_prefix",
-    "end_of_word_suffix",
-    "fuse_unk",
-    "byte_fallback",
-    "ignore_merges",
-)
-QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
 def _special_token_names(tokenizer: Tokenizer, path: Path) -> dict[str, str]:
     """Return the special tokens by name, such as `eos_token`.
 
@@ -265,7 +262,7 @@ def _tokenizer_config(
 ) -> dict[str, Any]:
     source = _read_companion(path, CONFIG_FILE)
     return {
-        **{name: source[name] for name in CARRIED_FIELDS if source.get(name) is not None},
+        **{name: source[name] for name in COPIED_FIELDS if source.get(name) is not None},
         **special_tokens,
         "clean_up_tokenization_spaces": False,
         # Without this field, transformers adds token_type_ids, which most GPT models refuse.
@@ -276,12 +273,17 @@ def _tokenizer_config(
 
 def _read_companion(path: Path, name: str) -> dict[str, Any]:
     """Read a JSON file in the tokenizer's directory; an empty record if there is none."""
+    file = _folder(path) / name
+    return read_json(file) if file.is_file() else {}
+
+
+def _folder(path: Path) -> Path:
     folder = tokenizer_folder(path)
-    assert folder is not None
-    return read_json(folder / name) if (folder / name).is_file() else {}
+    assert folder is not None, "a tokenizer's path has a directory"
+    return folder
 
 
-def _carried_files(tokenizer: Tokenizer, path: Path) -> list[TargetFile]:
+def _copied_files(tokenizer: Tokenizer, path: Path) -> list[TargetFile]:
     """Plan copies of the chat templates, and of a sentencepiece model for other programs."""
     files = _template_files(path)
     if isinstance(tokenizer, SentencePieceTokenizer):
@@ -290,9 +292,7 @@ def _carried_files(tokenizer: Tokenizer, path: Path) -> list[TargetFile]:
 
 
 def _template_files(path: Path) -> list[TargetFile]:
-    folder = tokenizer_folder(path)
-    assert folder is not None
-    templates = (file for pattern in TEMPLATE_PATTERNS for file in folder.glob(pattern))
+    templates = (file for pattern in TEMPLATE_PATTERNS for file in _folder(path).glob(pattern))
     return [
         literal_file(file.name, read_tokenizer_file(file))
         for file in sorted(templates)
@@ -300,9 +300,9 @@ def _template_files(path: Path) -> list[TargetFile]:
     ]
 
 
-def _generation_config(tokenizer: Tokenizer, folder: Path) -> tuple[TargetFile, ...]:
+def _generation_config(tokenizer: Tokenizer, path: Path) -> tuple[TargetFile, ...]:
     """Plan generation_config.json: the source's file, with the tokenizer's BOS and EOS ids."""
-    source = _read_companion(folder, GENERATION_FILE)
+    source = _read_companion(path, GENERATION_FILE)
     record = {name: value for name, value in source.items() if name != "_from_model_config"}
     if tokenizer.bos_id is not None:
         record["bos_token_id"] = tokenizer.bos_id

@@ -48,9 +48,9 @@ class _TokenizerBundle:
     files: dict[str, bytes] = field(default_factory=dict)
     vocab_size: int = 0  # 0: unknown.
     notes: tuple[str, ...] = ()
-    # All files of the tokenizer, if `files` are not all. Preamble's reader prefers them, and NeMo
-    # ignores them.
-    carried_files: dict[str, bytes] = field(default_factory=dict)
+    # All files of the tokenizer, if `files` does not contain all of them. Preamble's reader prefers
+    # these, and NeMo ignores them.
+    preamble_files: dict[str, bytes] = field(default_factory=dict)
 
 
 def plan_layout(
@@ -74,7 +74,7 @@ def plan_layout(
     tar.add_bytes(f"./{CONFIG_FILE}", yaml.safe_dump(model_section).encode())
     for name, content in tokenizer.files.items():
         tar.add_bytes(f"./{name}", content)
-    for name, content in tokenizer.carried_files.items():
+    for name, content in tokenizer.preamble_files.items():
         tar.add_bytes(f"./{CARRIED_TOKENIZER_FOLDER}/{name}", content)
     vocab_rows = stored_vocab_rows(config, split.tp, vocabulary_multiple)
     for rank, (state_dict,) in rank_state_dicts(checkpoint, split, vocab_rows):
@@ -103,7 +103,7 @@ def _bundle_tokenizer(tokenizer: Path | None) -> _TokenizerBundle:
     """Bundle a SentencePiece model, or GPT-2's vocab.json and merges.txt.
 
     NeMo's config cannot refer to any other tokenizer, and a note says so. Other files of the
-    tokenizer are carried for conversions back to other formats.
+    tokenizer are stored too, so that a conversion to another format finds them.
     """
     section: dict[str, Any] = dict.fromkeys(("library", "type", *SENTENCEPIECE_FILES, *BPE_FILES))
     if tokenizer is None:
@@ -136,7 +136,7 @@ def _bundle_tokenizer(tokenizer: Path | None) -> _TokenizerBundle:
             f"NeMo finds no tokenizer in the target, because {reason}; set model.tokenizer in NeMo "
             "when it loads the target"
         )
-        return _TokenizerBundle(section, notes=(note,), carried_files=files if names_fit else {})
+        return _TokenizerBundle(section, notes=(note,), preamble_files=files if names_fit else {})
     artifacts = {key: _artifact_name(name, files[name]) for key, name in chosen_files.items()}
     section |= {key: f"nemo:{artifact}" for key, artifact in artifacts.items()}
     bundled_files = {artifacts[key]: files[name] for key, name in chosen_files.items()}

@@ -175,7 +175,7 @@ def _added_tokens(
             lstrip=control.lstrip,
             rstrip=control.rstrip,
             normalized=False,
-            special=tokenizer.piece(control.id) is None,  # Decoding leaves special tokens out.
+            special=tokenizer.piece(control.id) is None,  # Decoding skips special tokens.
         )
     unknown = file.pieces[_unknown_id(file)].text
     yield tokenizers.AddedToken(unknown, normalized=False, special=False)

@@ -12,7 +12,8 @@ import tokenizers
 
 from gpt.tokenizers.tokenizer import Tokenizer
 
-PIECES_MAX = 4096  # Compared pieces of a vocabulary, at equal distances.
+# Of a larger vocabulary, at least this number of pieces is compared, at equal distances.
+PIECES_MIN = 4096
 CONTROL_TOKENS_MAX = 256
 WORDS = ("the", "Hello", "a", "12", "don't", "Größe", "今日は", "мир", "بالعالم", ".", "()")
 SEPARATORS = (" ", "  ", "   ", "\n", "\n\n", "\t", "\r\n", "\u00a0", "\u3000", "\u2581", "\0", "")
@@ -63,7 +64,7 @@ def compared_texts(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _vocabulary_texts(tokenizer: Tokenizer) -> Iterator[str]:
-    step = max(1, tokenizer.vocab_size // PIECES_MAX)
+    step = max(1, tokenizer.vocab_size // PIECES_MIN)
     pieces: list[str] = []
     for token_id in range(0, tokenizer.vocab_size, step):
         content = tokenizer.token_bytes(token_id) or b""

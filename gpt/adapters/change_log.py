@@ -254,9 +254,13 @@ class AdapterChange:
         self._log.append(record, required=False)
 
     def _record(self, status: ChangeStatus, reason: str = "", message: str = "") -> ChangeRecord:
-        now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        status_fields = {"time": now, "status": status}
+        status_fields = {"time": format_time(datetime.now(UTC)), "status": status}
         return {**status_fields, **self._fields, "reason": reason, "message": message}
+
+
+def format_time(time: datetime) -> str:
+    """Return a time in UTC as the text that records have. The texts sort by time."""
+    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _time_of(record: ChangeRecord) -> str:

@@ -63,13 +63,7 @@ class ExampleSet:
 
     def head(self, count: int) -> "ExampleSet":
         """Return the first `count` examples; `truncated` and `dropped` are unchanged."""
-        return ExampleSet(
-            self.examples[:count],
-            self.truncated,
-            self.dropped,
-            self.records[:count],
-            self.answers[:count],
-        )
+        return self._select(range(min(count, len(self.examples))))
 
     def sample(self, count: int) -> "ExampleSet":
         """Return `count` examples that are drawn at random, in their order in the file.
@@ -80,8 +74,10 @@ class ExampleSet:
         total = len(self.examples)
         if count >= total:
             return self
-        draws = sorted(range(total), key=lambda index: uniform_draw(SAMPLE_SEED, index))
-        indices = sorted(draws[:count])
+        shuffled = sorted(range(total), key=lambda index: uniform_draw(SAMPLE_SEED, index))
+        return self._select(sorted(shuffled[:count]))
+
+    def _select(self, indices: Sequence[int]) -> "ExampleSet":
         return ExampleSet(
             [self.examples[index] for index in indices],
             self.truncated,

@@ -27,7 +27,7 @@ from gpt.model.loading import load_model, parse_device
 from gpt.model.pipeline import model_chunks
 from gpt.parallel.mesh import Mesh
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, open_tokenizer
-from ptuning.activity import ActivityCallback, ignore_activity, loading_progress
+from ptuning.activity import MEASURING, ActivityCallback, ignore_activity, loading_progress
 from ptuning.config import ModelConfig, TuneConfig
 from ptuning.data.dataset import Example, ExampleSet, new_tokens_limit, read_examples
 from ptuning.evaluation.answer_metrics import compute_metrics
@@ -79,7 +79,7 @@ def evaluate(
         (NO_PROMPT, plain_examples, None),
         (ADAPTER, examples.examples, table),
     ):
-        activity = f"evaluating, {variant}"
+        activity = MEASURING[variant]
         report_activity(activity, 0, count)
         prompts = [list(example.ids[: example.answer_start]) for example in scored_examples]
         answers[variant] = complete_prompts(

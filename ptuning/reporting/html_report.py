@@ -40,7 +40,15 @@ from ptuning.reporting.verdict import (
     task_measures,
     task_verdict,
 )
-from ptuning.run_facts import ADAPTER, NO_PROMPT, VARIANTS, RunFacts, Sample, TaskFacts
+from ptuning.run_facts import (
+    ADAPTER,
+    NO_PROMPT,
+    VARIANTS,
+    RunFacts,
+    Sample,
+    TaskFacts,
+    describe_selection,
+)
 
 PAGE = PageTemplate("ptuning.reporting", "report.html", ("report.css",), "report.js")
 RELOAD_S = 20  # Reload interval of the page while the run continues.
@@ -339,7 +347,7 @@ def _task_section(task: TaskFacts, run: RunFacts) -> TaskSection:
         _results_table(task, run),
         [_sample_article(sample, artifact) for sample in task.samples[:SAMPLES_MAX]],
         _serve_section(task, run),
-        _data_section(task),
+        _data_section(task, run),
         _card_section(task),
     )
 
@@ -439,17 +447,15 @@ def _serve_section(task: TaskFacts, run: RunFacts) -> ServeSection | None:
     return ServeSection(commands, None if is_model else f"The adapter is {task.path}")
 
 
-def _evaluated_records(task: TaskFacts) -> str:
-    count, total = task.validation_examples, task.validation_records
-    return f"{count:,}" if count == total else f"a sample of {count:,} of {total:,}"
-
-
-def _data_section(task: TaskFacts) -> DataSection:
+def _data_section(task: TaskFacts, run: RunFacts) -> DataSection:
+    evaluated = describe_selection(
+        task.validation_examples, task.validation_records, str(run.config.get("measure", ""))
+    )
     facts: dict[str, object] = {
         "Training records": task.data,
         "Examples": f"{task.examples:,}",
         "Held-out records": task.validation or "none",
-        "Evaluated": _evaluated_records(task) if task.validation else "",
+        "Evaluated": evaluated if task.validation else "",
         "Truncated": f"{task.truncated:,}",
         "Dropped": f"{len(task.dropped):,}",
     }

@@ -6,7 +6,7 @@ the run.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,7 +14,12 @@ from typing import Any, TextIO
 from gpt.config import GPTConfig
 from ptuning.data.dataset import TaskData
 from ptuning.reporting.html_report import render_report
-from ptuning.reporting.progress_bar import ActivityDisplay, ProgressDisplay, open_display
+from ptuning.reporting.progress_bar import (
+    ActivityDisplay,
+    ProgressDisplay,
+    open_display,
+    write_line,
+)
 from ptuning.reporting.run_logs import RunLogs, read_logs
 from ptuning.run.artifacts import RunOutcome
 from ptuning.run.preparation import PreparedRun
@@ -159,10 +164,8 @@ class RunObserver:
     def _print_line(self, line: str) -> None:
         if self._display is not None:
             self._display.print_line(line)
-            return
-        with suppress(OSError):  # stderr may have been closed.
-            self._stream.write(f"{line}\n")
-            self._stream.flush()
+        else:
+            write_line(self._stream, line)
 
 
 REASONS_SHOWN = 3  # Number of printed reasons for dropped records per task.

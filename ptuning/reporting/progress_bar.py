@@ -28,13 +28,20 @@ SMOOTHING = 0.9  # Decay of the exponential moving average of the loss.
 ACTIVITY_LINE_S = 10.0
 
 
+def write_line(stream: IO[str], text: str) -> None:
+    """Write a line to the terminal or to its redirection, at once; ignore a failure."""
+    with suppress(OSError):  # stderr may have been closed, or be redirected to a full disk.
+        stream.write(f"{text}\n")
+        stream.flush()
+
+
 class ActivityDisplay:
     """Shows one activity at a time: a bar on a terminal, else a line every ACTIVITY_LINE_S."""
 
     def __init__(
         self, stream: IO[str], bar: Bar | None = None, *, line_s: float = ACTIVITY_LINE_S
     ) -> None:
-        """`bar`: the bar of a run, below which the activities are shown; None: an own bar."""
+        """`bar`: the run's bar, below which activities are shown; None: each has its own bar."""
         self._stream = stream
         self._line_s = line_s
         self._console = Console(file=stream) if bar is None else bar.console
@@ -55,10 +62,8 @@ class ActivityDisplay:
                 bar.update(self._task, completed=completed, total=total)
         elif now_s - self._line_printed_s >= self._line_s and completed < total:
             self._line_printed_s = now_s
-            self._print_line(
-                f"{activity}: {completed:,} of {total:,}"
-                + format_time_left(now_s - self._started_s, completed, total)
-            )
+            time_left = format_time_left(now_s - self._started_s, completed, total)
+            write_line(self._stream, f"{activity}: {completed:,} of {total:,}{time_left}")
         if completed >= total:
             self.close()
 
@@ -90,11 +95,6 @@ class ActivityDisplay:
                 )
                 bar.start()
             self._task = bar.add_task(activity, total=total)
-
-    def _print_line(self, text: str) -> None:
-        with suppress(OSError):
-            self._stream.write(f"{text}\n")
-            self._stream.flush()
 
 
 class _ActivityColumn(TextColumn):
@@ -226,9 +226,7 @@ class _LineDisplay(ProgressDisplay):
         self.print_line("  ".join(filter(None, parts)))
 
     def print_line(self, text: str) -> None:
-        with suppress(OSError):  # stderr may be redirected to a full disk.
-            self._stream.write(f"{text}\n")
-            self._stream.flush()
+        write_line(self._stream, text)
 
 
 class _BarDisplay(ProgressDisplay):

@@ -139,6 +139,8 @@ def _read_publications(run_folder: Path) -> dict[str, dict[str, Any]]:
             (run_folder / PUBLICATION_FILE).read_text("utf-8")
         )
     except (OSError, ValueError):
+        # The run has written no adapter yet, or the record is damaged. Without a record,
+        # `_find_written_adapter` compares the digest of the latest version.
         return {}
     return records
 

@@ -160,15 +160,15 @@ def _check_validation(
         )
     if any(task.validation is not None for task in tasks):
         return
-    # These values need no validation records.
-    for name, setting, unused in (
-        ("measure", validation_config.measure, ("none", "sample")),
+    # The allowed values need no validation records.
+    for name, setting, allowed in (
+        ("measure", validation_config.measure, ("none", "sample", "first")),
         ("monitor", validation_config.monitor, ("loss",)),
         ("patience", validation_config.patience, (None, 0)),
         ("validate_every", validation_config.validate_every, (None, 0)),
         ("golden_examples", golden_examples, (0,)),
     ):
-        if setting not in unused:
+        if setting not in allowed:
             raise ConfigError(
                 f"{name} is {setting}, but there are no validation records; set `validation` to a "
                 "file of records"

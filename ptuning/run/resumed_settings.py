@@ -3,6 +3,7 @@
 A release of Preamble may change defaults and add settings. An unfinished run of an earlier release
 must resume to the same losses, so its saved settings replace the defaults of this release. A key
 that the file sets to another value than the run has is not replaced; the training state refuses it.
+A sweep that began in version 0.1 uses the defaults of that version for all of its runs.
 """
 
 import json
@@ -49,6 +50,24 @@ def _resumed_task(task: Task, saved: Mapping[str, Any], file: Mapping[str, Any])
         key: tuple(saved[key]) if isinstance(saved[key], list) else saved[key] for key in unset
     }
     return replace(task, **settings)
+
+
+def defaults_of_version_0_1(config: TuneConfig, file: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of version 0.1 that have changed, for keys that `file` does not set.
+
+    Return none if the file sets `measure`, which version 0.1 did not have. `config` was read from
+    the mapping `file`.
+    """
+    file = rename_monitor(file)
+    if "measure" in file:
+        return {}
+    defaults: dict[str, Any] = {"measure": "first", "validation_examples": 200}
+    # `patience` has an effect only with validations during the run.
+    if config.validation_config.validate_every:
+        defaults["patience"] = 0
+    elif "patience" not in file:
+        defaults["validate_every"] = 0
+    return {key: value for key, value in defaults.items() if key not in file}
 
 
 def describe_settings(settings: Mapping[str, Any]) -> str:

@@ -2,8 +2,9 @@
 
 Each run has its own folder, which contains its adapters and, after the run has finished without an
 error, its result file. When the same command is started again, it executes only the runs without a
-valid result file, so failed runs are repeated. The runs are compared by `monitor`. The caller
-passes the function that executes one run; this module is independent of training.
+valid result file, so failed runs are repeated. A sweep that began in version 0.1 continues with the
+defaults of that version. The runs are compared by `monitor`. The caller passes the function that
+executes one run; this module is independent of training.
 """
 
 import csv
@@ -37,15 +38,22 @@ from ptuning.config import TuneConfig, ValidationConfig
 from ptuning.launch import under_torchrun
 from ptuning.run.artifacts import RunOutcome
 from ptuning.run.preparation import PreparedRun, prepare
-from ptuning.run.resumed_settings import resumed_settings
+from ptuning.run.resumed_settings import defaults_of_version_0_1, resumed_settings
 from ptuning.run.training_loop import run_folder
-from ptuning.run.training_state import RunFingerprint, lock_folder
+from ptuning.run.training_state import (
+    RunFingerprint,
+    lock_folder,
+    read_settings,
+    unfinished_state,
+)
 from ptuning.run_facts import RunFacts
 
 RUNS_MAX = 64  # Maximum number of runs of a sweep.
 SWEEP_FOLDER = "sweep"
 RESULT_FILE = "result.json"
 TABLE_FILE = "sweep.csv"
+# Exceptions if a result file does not exist, or does not have the structure that is expected.
+UNREADABLE_RESULT = (OSError, ValueError, TypeError, KeyError, AttributeError)
 # Settings that must be equal in all runs, because they identify the sweep or because runs with
 # different values are not comparable.
 FIXED_SETTINGS = (
@@ -70,7 +78,7 @@ class Variant:
 
     values: Mapping[str, Any]  # The swept values, keyed by setting.
     config: TuneConfig  # All settings of the run.
-    file: Mapping[str, Any]  # The settings without defaults: of the file, of the sweep, folders.
+    file: Mapping[str, Any]  # The settings without the defaults: as the file of a single run.
     folder: Path  # Folder of this run, including its adapters; no other run writes into it.
 
     def __str__(self) -> str:
@@ -264,6 +272,7 @@ def run_sweep(
     removed first. If a run is interrupted, return the results so far; their `best` is None.
     """
     if not restart:
+        sweep = _with_earlier_defaults(sweep, print_line)
         sweep = replace(sweep, variants=tuple(map(_with_resumed_settings, sweep.variants)))
     if sweep.compared_by == "last_loss":
         print_line(
@@ -314,6 +323,35 @@ def run_sweep(
         return SweepResult(sweep, tuple(results), best, _publish(sweep, best, results[best]))
 
 
+def _with_earlier_defaults(sweep: Sweep, print_line: Callable[[str], None]) -> Sweep:
+    """Return the sweep with the defaults of version 0.1, if it began in that version.
+
+    Its finished runs are then valid, and the scores of all of its runs are comparable.
+    """
+    defaults = [defaults_of_version_0_1(variant.config, variant.file) for variant in sweep.variants]
+    if not any(defaults) or not any(map(_evaluates_first_records, sweep.variants)):
+        return sweep
+    print_line(
+        "the sweep began in version 0.1, and keeps its defaults for validations; give --restart to "
+        "start over with those of this release"
+    )
+    variants = tuple(
+        replace(variant, config=variant.config.with_fields(**settings))
+        for variant, settings in zip(sweep.variants, defaults, strict=True)
+    )
+    return replace(sweep, variants=variants)
+
+
+def _evaluates_first_records(variant: Variant) -> bool:
+    """Return whether a finished or unfinished run evaluates the records of version 0.1."""
+    state = unfinished_state(variant.folder)
+    try:
+        record = _read_result_file(variant) if state is None else state.facts
+        return bool(read_settings(record["origin"])["measure"] == "first")
+    except UNREADABLE_RESULT:
+        return False
+
+
 def _with_resumed_settings(variant: Variant) -> Variant:
     """Return the run with the settings with which it began, if it is unfinished."""
     settings = resumed_settings(variant.config, variant.file)
@@ -356,13 +394,17 @@ def _load_result(variant: Variant, fingerprint: RunFingerprint) -> VariantResult
     `fingerprint`, or if one of its adapters does not exist.
     """
     try:
-        record = json.loads((variant.folder / RESULT_FILE).read_text())
-        if record["origin"] != asdict(fingerprint):
+        record = _read_result_file(variant)
+        if not fingerprint.matches(record["origin"]):
             return None
         result = VariantResult(**{**record["result"], "paths": tuple(record["result"]["paths"])})
-    except (OSError, ValueError, TypeError, KeyError):
+    except UNREADABLE_RESULT:
         return None
     return result if all((variant.folder / path).is_file() for path in result.paths) else None
+
+
+def _read_result_file(variant: Variant) -> Any:
+    return json.loads((variant.folder / RESULT_FILE).read_text())
 
 
 def _save_result(variant: Variant, fingerprint: RunFingerprint, result: VariantResult) -> None:

@@ -86,6 +86,13 @@ class RunFingerprint:
                 "changed while the run started; make all machines read the same files"
             )
 
+    def matches(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether `saved`, which may be of an earlier release, is this fingerprint."""
+        saved_settings = read_settings(saved)
+        return (saved.get("records"), saved.get("base")) == (self.records, self.base) and all(
+            saved_settings[key] == value for key, value in self.settings.items()
+        )
+
     def check_matches(self, saved: Mapping[str, Any], path: Path) -> None:
         """Raise ConfigError with the first difference from `saved`, the fingerprint of a state.
 
@@ -122,6 +129,7 @@ def read_settings(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     settings = rename_monitor(saved)
     if "monitor" not in saved:  # A state of version 0.1, in which None meant never, as 0 does now.
         settings.setdefault("monitor", "loss")
+        settings["measure"] = "first"
         if settings.get("validate_every") is None:
             settings["validate_every"] = 0
         elif settings.get("patience") is None:

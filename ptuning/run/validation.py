@@ -11,13 +11,14 @@ adapter file for `tune --evaluate`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import Tensor
 
 from gpt.adapters.prompt_template import PART_PATTERN, VIRTUAL_PROMPT_MARK, PromptTemplate
 from gpt.errors import RequestError
 from gpt.generation.completions import NEW_TOKENS_DEFAULT, TextCompletion, complete_prompts
-from ptuning.activity import ActivityCallback, ignore_activity
+from ptuning.activity import MEASURING, ActivityCallback, ignore_activity
 from ptuning.config import ValidationConfig
 from ptuning.data.dataset import ExampleSet, TaskData, new_tokens_limit, task_template
 from ptuning.evaluation.answer_metrics import compute_metrics, macro_average
@@ -28,15 +29,11 @@ from ptuning.run_facts import (
     ORACLE,
     Sample,
     Validation,
+    describe_selection,
 )
 from ptuning.training.trainer import Trainer
 
 SAMPLES_PER_TASK = 12  # Number of sample answers per task in the report.
-ACTIVITIES = {
-    NO_PROMPT: "measuring without the adapter",
-    ORACLE: "measuring with the written instruction",
-    ADAPTER: "measuring with the adapter",
-}
 
 
 @dataclass
@@ -115,13 +112,9 @@ class Validator:
     def describe_records(self) -> list[str]:
         """Return one line per task that says which validation records are evaluated."""
         lines = []
+        measure = self._prepared.config.validation_config.measure
         for name, task in self.tasks.items():
-            count, records = len(task.examples.examples), task.records
-            selection = (
-                f"all {records:,} validation records"
-                if count == records
-                else f"a sample of {count:,} of {records:,} validation records"
-            )
+            selection = describe_selection(len(task.examples.examples), task.records, measure)
             activity = "measuring on" if self.generates_answers else "computing only the loss on"
             prefix = f"{name}: " if len(self.tasks) > 1 else ""
             answer_note = (
@@ -129,7 +122,7 @@ class Validator:
                 if self.generates_answers
                 else ""
             )
-            lines.append(f"{prefix}{activity} {selection}{answer_note}")
+            lines.append(f"{prefix}{activity} {selection} validation records{answer_note}")
         return lines
 
     def measure_baselines(self) -> None:
@@ -161,11 +154,10 @@ class Validator:
         """
         by_task: dict[str, dict[str, float]] = {}
         loss_sum, loss_tokens = 0.0, 0
-        earlier_losses = self._losses_by_step.get(step, {}) if repeats_step else {}
-        losses = self._losses_by_step[step] = {
-            name: earlier_losses[name] if name in earlier_losses else self._mean_loss(name, table)
-            for name in self.tasks
-        }
+        losses = self._losses_by_step.get(step) if repeats_step else None
+        if losses is None:
+            losses = {name: self._mean_loss(name, table) for name in self.tasks}
+            self._losses_by_step[step] = losses
         for name, task_validation in self.tasks.items():
             examples = task_validation.examples.examples
             loss = task_validation.loss = losses[name]
@@ -208,7 +200,7 @@ class Validator:
         # A server reserves this number of tokens for the answer when it truncates a prompt.
         served_new_tokens = task.max_new_tokens or NEW_TOKENS_DEFAULT
         prompts = self.render_prompts(template, examples, served_new_tokens)
-        activity = self._activity_name(ACTIVITIES[variant], name)
+        activity = self._activity_name(MEASURING[variant], name)
         count = sum(prompt is not None for prompt in prompts)
         self._report_activity(activity, 0, count)
         answer_iterator = iter(
@@ -292,11 +284,14 @@ class Validator:
 def _select_records(
     data: TaskData, records: ExampleSet, validation_config: ValidationConfig
 ) -> TaskValidation:
-    """Return the validation of a task on all of its records, or on a sample of them."""
-    examples = (
-        records
-        if validation_config.measure == "all"
-        else records.sample(validation_config.validation_examples)
-    )
-    limit = new_tokens_limit([*data.examples.examples, *records.examples], data.task.max_new_tokens)
+    """Return the validation of a task on the records that `measure` selects."""
+    measure, count = validation_config.measure, validation_config.validation_examples
+    max_new_tokens = data.task.max_new_tokens
+    if measure == "first":
+        examples = records.head(count)
+        limit = max_new_tokens or NEW_TOKENS_DEFAULT
+    else:
+        examples = records if measure == "all" else records.sample(count)
+        all_examples = chain(data.examples.examples, records.examples)
+        limit = new_tokens_limit(all_examples, max_new_tokens)
     return TaskValidation(examples, len(records.examples), limit)

@@ -1,9 +1,9 @@
 """Upgrade from an earlier release: two wheels, the same model, adapters, settings and clients.
 
 The wheel of EARLIER_RELEASE is built from the git history. It serves, and leaves adapters, aliases,
-unfinished tuning runs and unfinished conversions. The wheel of this checkout takes all of them
-over, also while both serve the same adapter directory, as in a rolling upgrade. A clone without the
-commit skips the tests and prints the reason.
+unfinished tuning runs, sweeps and unfinished conversions. The wheel of this checkout takes all of
+them over, also while both serve the same adapter directory, as in a rolling upgrade. A clone
+without the commit skips the tests and prints the reason.
 """
 
 import csv
@@ -182,11 +182,27 @@ def test_an_unfinished_tuning_run_resumes_to_the_same_losses(
     assert len(expected) > INTERRUPTED_AT
     assert list(resumed) == list(expected)
     assert list(resumed.values()) == pytest.approx(list(expected.values()), rel=1e-4)
+    validation_losses = [logged_validation_losses(folder, name) for folder in folders.values()]
+    assert validation_losses[1] == pytest.approx(validation_losses[0], rel=1e-4)
     tables = [
         open_adapter(folder / f"adapters/{name}@1.safetensors").table for folder in folders.values()
     ]
     torch.testing.assert_close(tables[1], tables[0], rtol=1e-3, atol=1e-3)
     assert not list(folders["current"].rglob("state-*"))
+
+
+def test_a_sweep_keeps_its_finished_runs(upgrade: Upgrade, tmp_path: Path) -> None:
+    file = write_tune_file(upgrade, tmp_path, "sweep", steps=3)
+    words = ("tune", file, "--json", "--sweep")
+    earlier_report = upgrade.earlier.run(*words, "learning_rate=0.01,0.1", cwd=tmp_path)
+    current_report = upgrade.current.run(*words, "learning_rate=0.01,0.1,0.2", cwd=tmp_path)
+
+    # A repeated run would have another duration.
+    earlier_durations, durations = (
+        [run["seconds"] for run in json.loads(report)["runs"]]
+        for report in (earlier_report, current_report)
+    )
+    assert durations[:2] == earlier_durations and len(durations) == 3
 
 
 def interrupt_run(release: Installation, folder: Path, name: str) -> None:
@@ -219,6 +235,12 @@ def logged_losses(folder: Path, name: str) -> dict[int, float]:
         return {}
     lines = path.read_text().rpartition("\n")[0].splitlines()
     return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(lines)}
+
+
+def logged_validation_losses(folder: Path, name: str) -> dict[int, float]:
+    with (folder / "runs" / name / "1" / "validations.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["measure"] == "loss"]
+    return {int(row["step"]): float(row["value"]) for row in rows}
 
 
 @pytest.fixture(scope="module")

@@ -105,7 +105,9 @@ def test_the_old_name_of_monitor_is_accepted() -> None:
     assert TuneConfig("m", data="d", name="n", measure="f1") == config
     assert config.with_fields(measure="loss").validation_config.monitor == "loss"
     assert config.with_fields(measure="all").validation_config.monitor == "f1"
-    with pytest.raises(ConfigError, match="measure is 'f1'; choose one of: all, none, sample"):
+    with pytest.raises(
+        ConfigError, match="measure is 'f1'; choose one of: all, first, none, sample"
+    ):
         TuneConfig.from_dict(
             {"model": "m", "data": "d", "name": "n", "measure": "f1", "monitor": "loss"}, "here"
         )

@@ -215,6 +215,22 @@ def test_report_is_self_contained_and_its_policy_forbids_loading() -> None:
     assert not any("style" in attributes for _, attributes in page.elements)
 
 
+@pytest.mark.parametrize(
+    ("measure", "count", "selection"),
+    [
+        ("sample", VALIDATION_RECORDS - 1, "a sample of 399 of 400"),
+        ("first", VALIDATION_RECORDS - 1, "the first 399 of 400"),
+        ("sample", VALIDATION_RECORDS, "all 400"),
+    ],
+)
+def test_report_says_which_validation_records_are_evaluated(
+    measure: str, count: int, selection: str
+) -> None:
+    facts = run(task(validation_examples=count))
+    page = render_report(replace(facts, config={**facts.config, "measure": measure}))
+    assert f">{selection}<" in page
+
+
 def test_report_reloads_only_while_the_run_continues() -> None:
     def refreshing(facts: RunFacts) -> bool:
         return any(

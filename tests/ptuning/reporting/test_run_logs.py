@@ -6,10 +6,7 @@ of TensorBoard itself.
 
 import io
 import re
-import resource
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +28,7 @@ from ptuning.reporting.run_logs import (
     read_logs,
 )
 from ptuning.run_facts import StepMetrics, Validation
+from tests.support.full_disk import full_disk
 
 # Written by TensorBoard's own writer.
 GOLDEN = Path(__file__).parents[2] / "golden/tensorboard-events.bin"
@@ -59,17 +57,6 @@ def read_tables(folder: Path) -> tuple[str, str]:
     return (folder / METRICS_FILE).read_text("utf-8"), (folder / VALIDATIONS_FILE).read_text(
         "utf-8"
     )
-
-
-@contextmanager
-def full_disk(size: int) -> Iterator[None]:
-    """Limit the size of files of this process: the system writes what fits, then fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_each_step_is_written_at_once_and_reads_back_exactly(tmp_path: Path) -> None:
@@ -267,8 +254,12 @@ def test_activity_without_a_terminal_is_a_line_per_interval_with_the_time_left()
         for completed in range(4):
             display.show(activity, completed, 3)
     assert re.sub(r"[\d.]+ s left", "TIME left", stream.getvalue()).splitlines() == [
-        *("loading: 0 of 3", "loading: 1 of 3, TIME left", "loading: 2 of 3, TIME left"),
-        *("measuring: 0 of 3", "measuring: 1 of 3, TIME left", "measuring: 2 of 3, TIME left"),
+        "loading: 0 of 3",
+        "loading: 1 of 3, TIME left",
+        "loading: 2 of 3, TIME left",
+        "measuring: 0 of 3",
+        "measuring: 1 of 3, TIME left",
+        "measuring: 2 of 3, TIME left",
     ]
     quiet_stream = io.StringIO()
     quiet_display = ActivityDisplay(quiet_stream)  # A line every ten seconds.

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 
 from ptuning.config import TuneConfig
-from ptuning.run.resumed_settings import describe_settings, resumed_settings
+from ptuning.run.resumed_settings import (
+    defaults_of_version_0_1,
+    describe_settings,
+    resumed_settings,
+)
 from ptuning.run.training_state import FACTS_FILE, FORMAT, VERSION
 
 
@@ -54,8 +58,30 @@ def test_a_run_of_version_0_1_keeps_its_validations(
     state.mkdir(parents=True)
     facts = {"format": FORMAT, "version": VERSION, "step": 3, "origin": {"settings": saved}}
     (state / FACTS_FILE).write_text(json.dumps(facts))
-    assert resumed_settings(config, file) == resumed
-    config.with_fields(**resumed)
+    assert resumed_settings(config, file) == {"measure": "first", **resumed}
+    config.with_fields(measure="first", **resumed)
+
+
+@pytest.mark.parametrize(
+    ("file", "defaults"),
+    [
+        ({}, {"measure": "first", "validation_examples": 200, "validate_every": 0}),
+        ({"measure": "f1", "validation_examples": 9}, {"measure": "first", "validate_every": 0}),
+        (
+            {"validate_every": 5},
+            {"measure": "first", "validation_examples": 200, "patience": 0},
+        ),
+        ({"patience": 3}, {"measure": "first", "validation_examples": 200}),
+        ({"measure": "all"}, {}),
+    ],
+)
+def test_defaults_of_version_0_1_do_not_replace_keys_of_the_file(
+    file: dict[str, Any], defaults: dict[str, Any]
+) -> None:
+    file = {"model": "m", "data": "d.jsonl", "name": "x", **file}
+    config = TuneConfig.from_dict(file, "file")
+    assert defaults_of_version_0_1(config, file) == defaults
+    config.with_fields(**defaults)
 
 
 def test_settings_that_no_longer_exist_are_ignored(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import yaml
 from gpt.adapters.adapter_file import open_adapter
 from gpt.errors import ConfigError
 from ptuning.__main__ import _complete_run, _run_on_rank_zero, main
+from ptuning.config import TuneConfig
 from ptuning.run.artifacts import RunOutcome
 from ptuning.run.preparation import PreparedRun
 from ptuning.run.sweep import RUNS_MAX, VariantResult, best_variant, read_sweep, run_sweep
@@ -137,6 +138,53 @@ def test_interrupted_sweep_runs_the_missing_combinations(checkpoint: Path, tmp_p
         complete_run=_complete_run,
     )
     assert rates_run[5:] == [0.1]
+
+
+def test_sweep_of_version_0_1_keeps_its_finished_runs(checkpoint: Path, tmp_path: Path) -> None:
+    """Its other runs are evaluated as in version 0.1, because the scores are compared."""
+    evaluation: dict[str, Any] = {
+        "measure": "first",
+        "validation_examples": 200,
+        "validate_every": 0,
+    }
+    configs_run: list[TuneConfig] = []
+    messages: list[str] = []
+
+    def run(prepared: PreparedRun, restart: bool) -> tuple[RunOutcome, RunFacts]:
+        configs_run.append(prepared.config)
+        return _run_on_rank_zero(prepared, restart)
+
+    def sweep(rates: str, restart: bool = False, **changes: Any) -> list[dict[str, object]]:
+        """Return the evaluation settings of the runs that were executed."""
+        configs_run.clear()
+        messages.clear()
+        file = write_settings(tmp_path, checkpoint, **changes)
+        run_sweep(
+            read_sweep(file, [f"learning_rate={rates}"]),
+            run,
+            messages.append,
+            restart=restart,
+            complete_run=_complete_run,
+        )
+        records = [config.to_dict() for config in configs_run]
+        return [{key: record[key] for key in evaluation} for record in records]
+
+    assert sweep("1e-6", **evaluation) == [evaluation]
+    (result_file,) = tmp_path.glob("runs/answer/sweep/*/result.json")
+    record = json.loads(result_file.read_text())
+    settings = record["origin"]["settings"]
+    del settings["monitor"]
+    settings |= {"measure": "loss", "validate_every": None, "patience": None}
+    result_file.write_text(json.dumps(record))
+
+    assert sweep("1e-6,0.1") == [evaluation]
+    assert "the sweep began in version 0.1" in messages[0]
+    assert sweep("0.1") == []
+    assert sweep("1e-6,0.1", measure="loss") == []  # Until version 0.1, the name of `monitor`.
+    assert len(sweep("1e-6,0.1", measure="all")) == 2
+    default = {"measure": "sample", "validation_examples": 100, "validate_every": None}
+    assert sweep("1e-6,0.1", restart=True) == [default] * 2
+    assert sweep("1e-6,0.1") == [] and "version 0.1" not in "".join(messages)
 
 
 # With this learning rate, the rows of the second step overflow in fp16, but not in wider dtypes.

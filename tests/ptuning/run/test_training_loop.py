@@ -23,12 +23,14 @@ from gpt.formats.registry import open_checkpoint
 from gpt.generation.generate import generate
 from gpt.parallel.mesh import Mesh
 from gpt.sampling_params import SamplingParams
+from gpt.settings import read_yaml
 from gpt.tokenizers.tokenizer import open_tokenizer
 from ptuning.__main__ import main
 from ptuning.activity import LOADING
 from ptuning.config import TuneConfig
 from ptuning.reporting.observer import NullObserver
 from ptuning.run.preparation import prepare
+from ptuning.run.resumed_settings import resumed_settings
 from ptuning.run.training_loop import TrainingLoop, load_trainer
 from ptuning.run.training_state import common_state, latest_state, save_state
 from ptuning.run.validation import Validator
@@ -347,6 +349,58 @@ def test_settings_that_the_file_does_not_set_keep_the_values_of_the_run(
     assert first == expected[:2]
 
 
+class LossPerValidation(LossRecorder):
+    """Records the held-out loss by step, and the length limit of the answers."""
+
+    def __init__(self, ends_after: int | None) -> None:
+        super().__init__(ends_after)
+        self.validation_losses: dict[int, float | None] = {}
+        self.answer_tokens_max = 0
+
+    def on_validation(
+        self, validation: Validation, measuring: Validator, best_step: int | None
+    ) -> None:
+        self.validation_losses[validation.step] = validation.loss
+        self.answer_tokens_max = measuring.tasks["answer"].answer_tokens_max
+
+
+def validation_losses(file: Path, *, ends_after: int | None = None) -> LossPerValidation:
+    config = TuneConfig.from_yaml(str(file))
+    prepared = prepare(config.with_fields(**resumed_settings(config, read_yaml(file))))
+    recorder = LossPerValidation(ends_after)
+    with suppress(EOFError):
+        TrainingLoop(prepared, load_trainer(prepared, Mesh.single()), recorder).run()
+    return recorder
+
+
+def test_a_run_of_version_0_1_keeps_its_validation_records(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """It evaluated the first records; its best score is not comparable with scores of others."""
+    settings = {"steps": 8, "save_every": 1, "patience": 6}
+    file = write_settings(tmp_path, checkpoint, **settings, **write_validation(tmp_path, 9))
+    uninterrupted = tmp_path / "uninterrupted"
+    uninterrupted.mkdir()
+    first_records = write_validation(uninterrupted, 4)
+    expected = validation_losses(
+        write_settings(uninterrupted, checkpoint, **settings, **first_records)
+    ).validation_losses
+    sampled = validation_losses(file, ends_after=3).validation_losses
+    assert sampled[2] != expected[2]
+    (state,) = (tmp_path / "runs" / "answer" / "1").glob("state-*")
+    facts = json.loads((state / "facts.json").read_text())
+    del facts["origin"]["settings"]["monitor"]
+    facts["origin"]["settings"]["measure"] = "loss"
+    (state / "facts.json").write_text(json.dumps(facts))
+
+    resumed = validation_losses(file, ends_after=5)
+    resumed_again = validation_losses(file)
+
+    assert resumed.validation_losses == {4: expected[4]}
+    assert resumed_again.validation_losses == {6: expected[6], 8: expected[8]}
+    assert resumed_again.answer_tokens_max == 20  # `max_new_tokens`, as in version 0.1.
+
+
 def test_changed_training_records_refuse_the_resume(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -466,6 +520,7 @@ def test_measuring_uses_a_fixed_sample_and_says_its_size(
     changes = {**write_validation(tmp_path, 9), "steps": 2}
     for measure, line, evaluated in (
         ("sample", "measuring on a sample of 4 of 9 validation records, answers of at most", 4),
+        ("first", "measuring on the first 4 of 9 validation records, answers of at most 20 ", 4),
         ("all", "measuring on all 9 validation records", 9),
         ("none", "computing only the loss on a sample of 4 of 9 validation records\n", 4),
     ):
