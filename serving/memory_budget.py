@@ -1,8 +1,8 @@
 """Memory budget of a serving rank: the bytes of its KV cache and workspace, and its KV blocks.
 
-The model runner sizes its KV pool with these functions from the memory that is free after loading.
-The planner predicts the size with the same functions from the memory size of a device. If the model
-runner and the planner pass different arguments, a comment at the call gives the reason. The module
+A rank sizes its KV pool (`serving.worker.kv_cache_size`) with these functions from the memory that
+is free after loading. The planner predicts the size with the same functions from the memory size of
+a device. If the two pass different arguments, a comment at the call gives the reason. The module
 does not import torch.
 """
 

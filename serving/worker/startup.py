@@ -40,7 +40,7 @@ from gpt.reference_logits.proof_file import Proof, find_proof
 from gpt.reference_logits.replay import replay_proof
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, open_tokenizer
 from serving.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
-from serving.worker.model_runner import available_kv_blocks
+from serving.worker.kv_cache_size import available_kv_blocks
 
 log = logging.getLogger(__name__)
 

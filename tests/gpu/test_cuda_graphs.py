@@ -28,7 +28,8 @@ from serving.engine_core.warmup import graph_capture_steps, warmup_steps  # noqa
 from serving.messages import Outcome, Step  # noqa: E402
 from serving.request import AnswerSpec, Request  # noqa: E402
 from serving.worker import cuda_graphs  # noqa: E402
-from serving.worker.model_runner import ModelRunner, available_kv_blocks  # noqa: E402
+from serving.worker.kv_cache_size import available_kv_blocks  # noqa: E402
+from serving.worker.model_runner import ModelRunner  # noqa: E402
 from serving.worker.startup import prepare_weights  # noqa: E402
 from tests.support.graph_steps import RULES, next_step, prefill_step  # noqa: E402
 from tests.support.models import lively  # noqa: E402

@@ -41,7 +41,8 @@ from serving.messages import (
 )
 from serving.ranks.message_socket import Channel
 from serving.scheduler.scheduler import Scheduler
-from serving.worker.model_runner import ModelRunner, available_kv_blocks
+from serving.worker.kv_cache_size import available_kv_blocks
+from serving.worker.model_runner import ModelRunner
 from tests.support.capturable_attention import CapturableAttention
 from tests.support.models import CONFIGS, build
 

@@ -21,7 +21,7 @@ from gpt.generation.generate import generate
 from gpt.sampling_params import SamplingParams
 from serving.config import ServerConfig
 from serving.service.service import ServableCheckpoint
-from serving.worker.model_runner import available_kv_blocks
+from serving.worker.kv_cache_size import available_kv_blocks
 from tests.support.attention_cases import AttentionCase, check_store_and_attend, paged_logits
 from tests.support.models import CONFIGS, build
 from tests.support.paged_steps import case

@@ -39,8 +39,9 @@ from planning.inference.simulator import (
 )
 from planning.inference.step_cost import PiecewiseLinear, StepCostModel
 from serving.config import ServerConfig
-from serving.worker import model_runner
-from serving.worker.model_runner import ModelRunner, available_kv_blocks
+from serving.worker import kv_cache_size
+from serving.worker.kv_cache_size import available_kv_blocks
+from serving.worker.model_runner import ModelRunner
 
 MODEL = GPTConfig(
     num_layers=24,
@@ -497,7 +498,7 @@ def test_planner_and_server_size_the_kv_cache_of_equal_free_memory_equally(
     host = Cluster(replace(DEVICES["a100-80g"], memory_bytes=320 << 20), 1)
     ledger, tokens = serving_memory(tiny, "bfloat16", ServingSplit(), host, on_cpu=True)
     free_bytes = ledger.capacity - ledger.weights - ledger.workspace
-    monkeypatch.setattr(model_runner, "available_memory_bytes", lambda: free_bytes)
+    monkeypatch.setattr(kv_cache_size, "available_memory_bytes", lambda: free_bytes)
     model = load_model(
         random_init_checkpoint(tiny, 0), Mesh.single(torch.device("cpu")), dtype="bfloat16"
     )

@@ -17,7 +17,8 @@ from gpt.sampling_params import SamplingParams
 from serving.config import ServerConfig
 from serving.messages import AdapterRowsWrite, BlockTableUpdate, Outcome, SlotInit, Step
 from serving.worker import cuda_graphs
-from serving.worker.model_runner import ModelRunner, available_kv_blocks
+from serving.worker.kv_cache_size import available_kv_blocks
+from serving.worker.model_runner import ModelRunner
 from tests.support.batch_runs import SIZES, run_and_check
 from tests.support.capturable_attention import CapturableAttention
 from tests.support.engine_scenarios import (

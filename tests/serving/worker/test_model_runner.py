@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.errors import ConfigError
 from gpt.generation.generate import Completion, generate
 from gpt.model.gpt_model import GPT
 from gpt.sampling_params import SamplingParams
@@ -22,8 +21,9 @@ from serving.messages import (
     Step,
     TokenScore,
 )
-from serving.worker import model_runner as runner_module
-from serving.worker.model_runner import ModelRunner, available_kv_blocks
+from serving.worker import model_runner
+from serving.worker.kv_cache_size import available_kv_blocks
+from serving.worker.model_runner import ModelRunner
 from tests.support.models import CLASSIC, CONFIGS, MODERN, build
 
 BLOCK_TOKENS = 4
@@ -342,7 +342,7 @@ def test_prompt_scores_do_not_depend_on_chunks(model: GPT, monkeypatch: pytest.M
     prompt = [*PROMPT[:3], V, V + 2, *PROMPT[3:]]
     expected = generate(model, [prompt], rule, adapter_table=ADAPTER_TABLE)[0]
     # Three rows are scored at a time; chunks have other sizes.
-    monkeypatch.setattr(runner_module, "SCORED_BYTES_MAX", 3 * 4 * V)
+    monkeypatch.setattr(model_runner, "SCORED_BYTES_MAX", 3 * 4 * V)
     for chunk in (1, 5, 12):
         driver = StepDriver(model)
         driver.run(driver.begin(0, prompt, rule))
@@ -390,54 +390,6 @@ def test_a_failed_guide_ends_only_its_sequence(model: GPT) -> None:
     # The next sequence in the slot has no guide.
     driver.run(driver.begin(1, PROMPT))
     assert driver.generate(1, 0, PROMPT, 6) == reference_tokens(model, PROMPT)
-
-
-def test_kv_tokens_max_gives_its_blocks_and_block_0(model: GPT) -> None:
-    config = CONFIG.with_fields(kv_tokens_max=17)
-    assert available_kv_blocks(model, config.scheduler_config, config.cache_config) == 6
-
-
-def test_by_default_every_running_sequence_fits_its_context(model: GPT) -> None:
-    config = CONFIG.with_fields(kv_tokens_max=None)
-    assert (
-        available_kv_blocks(model, config.scheduler_config, config.cache_config)
-        == 6 * CLASSIC.max_position_embeddings // BLOCK_TOKENS + 1
-    )
-
-
-@pytest.mark.parametrize("free", [0, 3 << 20])
-def test_free_memory_limits_the_blocks_and_none_is_an_error(
-    free: int, model: GPT, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = CONFIG.with_fields(kv_tokens_max=None, running_requests_max=40)
-    monkeypatch.setattr(runner_module, "available_memory_bytes", lambda: free)
-    if not free:
-        with pytest.raises(ConfigError, match="kv_tokens_max"):
-            available_kv_blocks(model, config.scheduler_config, config.cache_config)
-        return
-    # Keys and values of 5 layers with 32 channels in fp64: 10,240 bytes per block of 4 tokens.
-    assert (
-        available_kv_blocks(model, config.scheduler_config, config.cache_config)
-        == free // 4 // 10_240
-    )
-    assert (
-        available_kv_blocks(
-            model, config.scheduler_config, config.cache_config, ranks_sharing_memory=2
-        )
-        == free // 4 // 2 // 10_240
-    )
-
-
-def test_kv_tokens_max_over_free_memory_names_the_largest_allowed_number(
-    model: GPT, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner_module, "available_memory_bytes", lambda: 10 * 10_240)
-    with pytest.raises(ConfigError, match=r"set it to at most 36\b"):
-        available_kv_blocks(
-            model, CONFIG.scheduler_config, replace(CONFIG.cache_config, kv_tokens_max=40)
-        )
-    cache_config = replace(CONFIG.cache_config, kv_tokens_max=36)
-    assert available_kv_blocks(model, CONFIG.scheduler_config, cache_config) == 10
 
 
 def test_a_sliding_window_masks_earlier_tokens() -> None:
