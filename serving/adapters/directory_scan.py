@@ -19,7 +19,8 @@ from pathlib import Path
 
 from gpt.adapters.adapter_file import SUFFIX, Adapter, AdapterName, Card, open_adapter, parse_name
 from gpt.errors import ConfigError, PreambleError
-from serving.adapters.directory_layout import ALIAS_SUFFIX, AliasRecord, parse_file_name, read_alias
+from serving.adapters.alias_record import AliasRecord, read_alias
+from serving.adapters.directory_layout import ALIAS_SUFFIX, parse_file_name
 from serving.messages import AdapterRef
 
 log = logging.getLogger(__name__)

@@ -23,16 +23,18 @@ from gpt.adapters.change_log import AdapterChange, AdapterChangeLog, ChangeActio
 from gpt.errors import AdapterError, ConfigError, RequestError
 from gpt.files.abandoned_files import is_abandoned, lock_descriptor, remove_abandoned_partials
 from gpt.files.atomic_files import rename_durable
-from serving.adapters.directory_layout import (
-    UNLOADED_PREFIX,
-    UPLOAD_PREFIX,
+from serving.adapters.alias_record import (
     AliasRecord,
     alias_path,
     read_alias,
     selected_version,
+    write_alias,
+)
+from serving.adapters.directory_layout import (
+    UNLOADED_PREFIX,
+    UPLOAD_PREFIX,
     unloaded_path,
     version_files,
-    write_alias,
 )
 from serving.adapters.registry import AdapterRegistry, LoadedAdapter
 from serving.config import AdapterConfig

@@ -15,14 +15,8 @@ from gpt.adapters.adapter_file import Adapter, Card, build_adapter, publish_adap
 from gpt.adapters.change_log import FOLDER as CHANGES_FOLDER
 from gpt.adapters.change_log import AdapterChangeLog, ChangeAuthor
 from gpt.errors import PreambleError, RequestError
-from serving.adapters.directory_layout import (
-    UNLOADED_PREFIX,
-    UPLOAD_PREFIX,
-    AliasRecord,
-    read_alias,
-    unloaded_path,
-    write_alias,
-)
+from serving.adapters.alias_record import AliasRecord, read_alias, write_alias
+from serving.adapters.directory_layout import UNLOADED_PREFIX, UPLOAD_PREFIX, unloaded_path
 from serving.adapters.registry import AdapterRegistry
 from serving.adapters.version_updates import UNLOADED_KEEP_S, AdapterStore
 from serving.config import AdapterConfig
