@@ -1,10 +1,10 @@
 """Dataset: records rendered by a task's prompt template into token ids and loss positions.
 
-Training and serving render with the same template. The answer comes last. A token has a loss if the
-model is trained to predict it; by default, only the tokens of the answer have a loss. An invalid
-record raises an error that names the record's line or row. A record that is too long is dropped and
-counted, or its `truncate_field` is truncated. The virtual-token rows of all tasks form the run's
-table, task after task. This module uses the model's sizes, but no weights.
+Training and serving render with the same template. The answer comes last. `loss_mask` determines
+which tokens have a loss. An invalid record raises an error that names the record's line or row. A
+record that is too long is dropped and counted, or its `truncate_field` is truncated. The virtual-
+token rows of all tasks form the run's table, task after task. This module uses the model's sizes,
+but no weights.
 """
 
 import math
@@ -21,6 +21,7 @@ from gpt.sampling_params import uniform_draw
 from gpt.settings import short_repr, suggest_nearest
 from gpt.tokenizers.tokenizer import Tokenizer
 from ptuning.config import DataConfig, MethodConfig
+from ptuning.data.loss_mask import loss_positions
 from ptuning.data.records import ProgressCallback, Record, read_records
 from ptuning.task import Task
 
@@ -296,8 +297,13 @@ class ExampleBuilder:
                 "predicts no token"
             )
             return
-        loss_positions = self._loss_positions(rendered.ids, answer_start)
-        if not loss_positions:
+        positions = loss_positions(
+            rendered.ids,
+            answer_start if self._answer_only else 0,
+            prefix_tokens=layout.prefix_tokens,
+            vocab_size=layout.vocab_size,
+        )
+        if not positions:
             self._dropped.append(
                 f"{record.location}: nothing to learn: the answer is empty and no end token "
                 "follows it"
@@ -316,27 +322,9 @@ class ExampleBuilder:
                 ],
             )
         self._truncated += rendered.truncated_tokens > 0
-        self._examples.append(Example(ids, answer_start, layout.task_index, loss_positions))
+        self._examples.append(Example(ids, answer_start, layout.task_index, positions))
         self._answers.append(inputs.pop(self.template.answer_field or "", ""))
         self._records.append(inputs)
-
-    def _loss_positions(self, ids: Sequence[int], answer_start: int) -> Sequence[int]:
-        """Return the positions of the ids that have a loss.
-
-        The first id has no loss, because no token predicts it. With a prefix, the first text token
-        has no loss, for the same reason.
-        """
-        first_position = self.layout.prefix_tokens + 1
-        vocab_size = self.layout.vocab_size
-        if self._answer_only:
-            return range(max(first_position, answer_start), len(ids))
-        positions = [
-            position for position in range(first_position, len(ids)) if ids[position] < vocab_size
-        ]
-        if positions and len(positions) == positions[-1] - positions[0] + 1:
-            # Consecutive positions are stored as a range, which takes no memory per position.
-            return range(positions[0], positions[-1] + 1)
-        return array("i", positions)
 
     def pop_examples(self, path: Path) -> ExampleSet:
         """Return the examples of the file `path`, and clear the builder for the next file."""
