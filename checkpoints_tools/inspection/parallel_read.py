@@ -18,8 +18,8 @@ from torch import Tensor
 from gpt.checkpoint.logical_tensor import BLOCK_BYTES, LogicalTensor
 
 T = TypeVar("T")
-# The argument is a number of bytes. A job passes the size of its last read. `ProgressCounter`
-# passes the sum of all reads.
+# The argument is a number of bytes: of the last read if a job calls the function, and of all reads
+# if `ProgressCounter` calls it.
 ProgressCallback = Callable[[int], None]
 # Opens a progress display for a total number of bytes.
 OpenProgress = Callable[[int], AbstractContextManager[ProgressCallback]]

@@ -227,9 +227,9 @@ def _count_dtypes(checkpoint: Checkpoint) -> "Counter[str]":
 
 def _stored_rows(embedding: LogicalTensor, checkpoint: Checkpoint) -> int:
     """Return the number of stored embedding rows, including padding rows."""
-    # No slice refers to a rank file that contains only padding rows, so the sum over the slices'
-    # sources can be too small. In a `megatron` checkpoint, all rank files have the same number of
-    # rows, so the total is (rows of one file) * (number of tensor ranks).
+    # Rank files with only padding rows have no slice, so the sum over the slices' files can be too
+    # small. In a `megatron` checkpoint, all rank files have the same number of rows, so the total
+    # is (rows of one file) * (number of tensor ranks).
     source_rows = {id(piece.source): piece.source.shape[0] for piece in embedding.slices}
     row_counts = list(source_rows.values())
     ranks = checkpoint.split.get("tp", 1) if checkpoint.format == "megatron" else 1

@@ -95,8 +95,8 @@ def _check_recorded_ranks(ranks: RankFiles) -> Iterator[Finding]:
 def _check_padding_rows(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Find files that end with padding rows but are not the file of the last tensor rank.
 
-    All padding rows are equal. If each tensor rank has rows of the vocabulary (the only case that
-    is checked), only the last rank has padding rows.
+    All padding rows are equal. Only checkpoints in which each tensor rank has rows of real tokens
+    are checked; in these only the last rank has padding rows.
     """
     for name in (EMBEDDING, HEAD):
         logical = checkpoint.tensors.get(name)

@@ -7,10 +7,11 @@ of the tensor ranks. The operations on a mesh are in other modules:
 - `pipeline_communication`: the exchange of tensors between stages.
 - `collectives`: the collectives that these modules use.
 
-The model code is the same for all parallel sizes. On a mesh of one rank, the operations of
-`tensor_parallel`, `scatter_to_sequence_parallel`, `all_reduce_no_grad`, the broadcasts and
-`barrier` are no-ops. All other operations need a process group, and are called only if the mesh has
-several tensor ranks or stages.
+The model code is the same for all parallel sizes. On a mesh of one rank, these are no-ops: all
+functions of `tensor_parallel`, and the functions `scatter_to_sequence_parallel`,
+`all_reduce_no_grad`, `barrier`, `broadcast_from_first_stage` and `broadcast_from_last_stage`. All
+other operations need a process group, and are called only if the mesh has several tensor ranks or
+stages.
 """
 
 from collections.abc import Callable

@@ -165,7 +165,7 @@ def _run_on_all_ranks(
     return (
         reducer_or_reason
         if isinstance(reducer_or_reason, str) or succeeded
-        else "another rank failed to use it"
+        else "another rank cannot use symmetric memory"
     )
 
 

@@ -89,8 +89,9 @@ class InProcessTransport:
             log.exception("event=not_ready")
             self._report_loss(f"{type(error).__name__}: {error}")
             return
-        if self._engine_loop.run() is None:  # After a failure, the engine loop has sent `Failed`.
+        if self._engine_loop.run() is None:
             self._report_loss("the engine was closed")
+        # Otherwise the engine loop has failed, and has sent `Failed`.
 
     def _on_message(self, message: FromEngineLoop) -> None:
         assert self._receiver is not None

@@ -1,8 +1,9 @@
 """Rank process: entry point of a rank that the supervisor starts; reads its spec from stdin.
 
 It runs as `python -m serving.ranks.rank_process`. Before it imports torch, which takes seconds, it
-asks the kernel to kill it when its parent exits. The kernel kills it when the thread that started
-it ends. This is the supervisor's thread, which runs until its ranks have ended.
+asks the kernel to kill it when the thread that started it ends. This is the supervisor's thread,
+which runs until its ranks have ended, so the kernel kills a rank only if the supervisor's process
+ends before the rank.
 """
 
 import logging

@@ -158,8 +158,8 @@ class RankSupervisor(ABC):
         """
 
     def _set_refusal(self, reason: str) -> None:
-        # `Failed` does not contain the class of the error, so the class here is arbitrary: callers
-        # treat every PreambleError in the same way.
+        # The class of the original error is unknown, because a rank sends only the text. Any
+        # PreambleError will do: callers treat all of them in the same way.
         self.refusal = CheckpointError(reason)
 
     def _wait_for_flight_recorder(self, rank_set: RankSet, loss: RankLoss) -> None:

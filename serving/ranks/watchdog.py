@@ -84,10 +84,11 @@ class RankLoss:
 
 
 def readable_descriptors(descriptors: Iterable[int], timeout_s: float | None) -> set[int]:
-    """Wait for readable file descriptors, at most for `timeout_s` and `POLL_S_MAX`; return them.
+    """Wait until a file descriptor is readable, and return the readable ones.
 
-    None: no time-out. `select` would refuse descriptors of 1024 or more, which a server with many
-    connections has.
+    The set is empty after `timeout_s` or POLL_S_MAX, whichever is shorter. If `timeout_s` is None,
+    there is no time limit. `select` would refuse descriptors of 1024 or more, which a server with
+    many connections has.
     """
     poll = select.poll()
     for descriptor in descriptors:

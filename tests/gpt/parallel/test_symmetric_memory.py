@@ -179,8 +179,8 @@ def test_a_failure_on_one_rank_disables_it_on_all() -> None:
     ]
     assert reasons == [
         [
-            "'another rank failed to use it'",
-            "'another rank failed to use it'",
+            "'another rank cannot use symmetric memory'",
+            "'another rank cannot use symmetric memory'",
             "'the device is cpu'",
         ],
         [
