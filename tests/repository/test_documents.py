@@ -26,6 +26,7 @@ DOCUMENTS = (
     "ARCHITECTURE.md",
     *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
     "examples/demo/README.md",
+    "examples/real_model/README.md",
 )
 COMMAND_SECONDS_MAX = 600  # Time limit for a command that hangs; a command takes seconds.
 
@@ -35,6 +36,7 @@ NOT_RUN = {
     "cd": "the test runs in that folder",
     "make setup": "it created the environment that runs this test",
     "make demo": "tests/e2e/test_demo.py runs it",
+    "make real-model": "it downloads packages; tests/e2e/test_real_model.py runs its other steps",
     "make serve-demo": "it serves until it is stopped",
     "make test": "it runs this test",
     "make check": "it runs separately from the test suite",
