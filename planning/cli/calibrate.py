@@ -85,7 +85,8 @@ def run(args: argparse.Namespace, log: Callable[[str], None]) -> CommandResult:
 def summary_lines(calibration: Calibration) -> list[str]:
     """Return the calibration as lines of text.
 
-    The step times are those of one sequence that samples one token, without attention to a context.
+    Each step time is that of one sequence with this number of new tokens (rows), no earlier context
+    and one sampled token.
     """
     column_names = ["1 row" if rows == 1 else f"{rows} rows" for rows in SHOWN_ROWS]
     heads = "".join(f"{column_name:>10}" for column_name in column_names)

@@ -86,7 +86,8 @@ def add_training_flags(add: AddArgument) -> None:
     add(
         "--trainable",
         choices=("all", "adapter"),
-        help="train all parameters or an adapter (default: all; with --tune, the file decides)",
+        help="train all parameters or an adapter (default: all; with `plan train --tune CONFIG`: "
+        "as in CONFIG)",
     )
     add(
         "--flash",

@@ -108,9 +108,9 @@ class ModelSection:
     def _reset_derived_fields(
         overrides: Mapping[str, Any], preset_config: GPTConfig
     ) -> dict[str, Any]:
-        """Return the preset's fields that depend on overridden sizes, with the value 0 or ().
+        """Return the preset's fields that must be derived again from the overridden sizes.
 
-        GPTConfig derives a field with this value from the sizes.
+        Each of them gets the value 0 or (), for which GPTConfig derives the field.
         """
         reset_fields: dict[str, Any] = {}
         heads = overrides.get("num_attention_heads", preset_config.num_attention_heads)

@@ -206,7 +206,7 @@ def refuse_unsupported_part(key: str, location: str) -> None:
 
 
 def _move_norms(tensors: dict[str, InMemoryTensor], layers: int) -> None:
-    """In dense layers, give the norm before the MLP the name of a norm that is fused into fc1."""
+    """In dense layers, rename `pre_mlp_layernorm` to the norm fused into fc1."""
     for layer in range(layers):
         prefix = f"{LAYERS_PREFIX}{layer}."
         has_experts = f"{prefix}mlp.router.weight" in tensors

@@ -1,11 +1,12 @@
 """NeMo config mapping: converts NeMo and Megatron-Bridge config fields to GPTConfig fields.
 
-NeMo 1 has its own config format; NeMo 2 and Megatron-Bridge write Megatron-Core's TransformerConfig
-and the model's fields. The fields of both formats are converted to Megatron args first. A field
-that Preamble does not support is refused, and the error uses the name of the field in the config.
-An absent field of NeMo 1 has NeMo 1's default. In NeMo 2 and Megatron-Bridge each preset class,
-such as NeMo 2's Llama3Config8B, has its own defaults. If a config does not record them, an error
-asks the user for the missing fields. The module opens no files.
+NeMo 1 has its own config format. NeMo 2 and Megatron-Bridge write the fields of Megatron-Core's
+TransformerConfig, and fields of their model classes, such as vocab_size and seq_length. The fields
+of both formats are converted to Megatron args first. A field that Preamble does not support is
+refused, and the error uses the name of the field in the config. An absent field of NeMo 1 has NeMo
+1's default. In NeMo 2 and Megatron-Bridge each preset class, such as NeMo 2's Llama3Config8B, has
+its own defaults. If a config does not record them, an error asks the user for the missing fields.
+The module opens no files.
 """
 
 import re

@@ -43,9 +43,10 @@ from serving.protocols.kserve.tensors import (
 JSON_SIZE_HEADER = "Inference-Header-Content-Length"
 # Parameter of a tensor: the number of its bytes after the JSON object.
 BINARY_SIZE = "binary_data_size"
-# Parameters that request binary outputs: of one output, and of the whole request.
+# Parameters that request binary data. BINARY_OUTPUT is set on one output, BINARY_OUTPUTS on the
+# whole request.
 BINARY_OUTPUT, BINARY_OUTPUTS = "binary_data", "binary_data_output"
-# The flags in JSON; 1 and 0 are equal to true and false.
+# The JSON values of a BOOL element. 1 and 0 are accepted too, because they equal these keys.
 _FLAGS = {True: True, False: False}
 
 
@@ -162,8 +163,8 @@ def _read_tensors(tensors: Iterable[JsonTensor], binary: bytes) -> dict[str, Inp
         offset = end
     if offset < len(binary):
         raise RequestError(
-            f"the body has {len(binary) - offset} bytes after the binary data of the inputs; make "
-            f"{BINARY_SIZE} of the inputs and the body equal",
+            f"the body has {len(binary) - offset} bytes more than the sum of {BINARY_SIZE} of the "
+            f"inputs; correct {BINARY_SIZE}, or remove these bytes",
             BINARY_SIZE,
         )
     return input_tensors
@@ -268,8 +269,8 @@ def generate_fields(
 ) -> dict[str, Any]:
     """Return the JSON object of a response of `generate`: the outputs by name.
 
-    The output of a single completion is its value, else it is a list with a value for each
-    completion.
+    If there is one completion, each output is the completion's value. If there are several, it is
+    the list of their values.
     """
     return {**_common_fields(request, model), **{output.name: _plain(output) for output in outputs}}
 

@@ -38,7 +38,7 @@ class Inference:
         return cls(model, request, call)
 
     def check_unary(self, method: str, stream_method: str) -> None:
-        """Raise an error if the request asks `method`, which sends one response, for a stream."""
+        """Raise an error if the request has `stream`; `method` sends only one response."""
         if self.request.stream:
             raise RequestError(
                 f"stream is true, but {method} sends one response; call {stream_method}, or "

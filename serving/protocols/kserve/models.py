@@ -20,7 +20,8 @@ class ServedModel:
     name: str  # As the request spells it.
     version: str
     adapter: str  # `name@version`; empty for the base model.
-    # False: the setting `golden` is strict, and the adapter's golden examples have not passed.
+    # Whether requests are accepted. False: the setting `golden` is `strict`, and the adapter has
+    # not reproduced its golden examples.
     is_eligible: bool = True
 
 

@@ -156,7 +156,7 @@ def build_tensor(header: TensorHeader, elements: Sequence[Any]) -> InputTensor:
 
 
 def check_count(header: TensorHeader, count: int, elements: Sequence[Any], location: str) -> None:
-    """Raise an error if there are not `count` elements, the number by the shape.
+    """Raise an error if the number of elements is not `count`, the number of the shape.
 
     `location` names the place of the elements in errors.
     """

@@ -109,7 +109,7 @@ FAULTS: dict[str, tuple[bytes, str | None, str]] = {
     "JSON size over the body": (b"{}", "3", "at most the 2 bytes"),
     "JSON size of a text": (b"{}", "two", "must be the number of bytes"),
     "negative JSON size": (b"{}", "-1", "must be the number of bytes"),
-    "bytes after the binary data": (b'{"inputs": []}ab', "14", "2 bytes after the binary"),
+    "bytes after the inputs": (b'{"inputs": []}ab', "14", "2 bytes more than the sum of"),
 }
 TENSOR_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown input": ({"name": "max_tokns"}, "did you mean 'max_tokens'"),
