@@ -195,8 +195,7 @@ print(json.dumps({"code": code, "seconds": time.perf_counter() - started}))
 """
 
 
-# The last parts of the row names `peers/TABLE/8` and `peers/TABLE/32`: the default numbers of
-# requests in `InputSizes.requests`.
+# The rows of batches are named after the default numbers of requests in `InputSizes.requests`.
 BATCH_ROW_NAMES = ("8", "32")
 
 

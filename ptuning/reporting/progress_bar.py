@@ -41,7 +41,7 @@ class ActivityDisplay:
     def __init__(
         self, stream: IO[str], bar: Bar | None = None, *, line_s: float = ACTIVITY_LINE_S
     ) -> None:
-        """`bar`: the run's bar, below which activities are shown; None: each has its own bar."""
+        """Activities are shown below `bar`, the bar of the run; if None, each has its own bar."""
         self._stream = stream
         self._line_s = line_s
         self._console = Console(file=stream) if bar is None else bar.console

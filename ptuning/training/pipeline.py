@@ -24,8 +24,8 @@ from gpt.parallel.vocab_parallel_cross_entropy import token_losses
 from ptuning.data.micro_batch import MicroBatch
 from ptuning.training.pipeline_schedule import Pass
 
-# While a link has more unfinished sends than this, send() waits. With the value 2, the receiving
-# stage can be one pass late before send() waits.
+# Maximum number of unfinished sends of a link when send() returns. Two of them let the receiving
+# stage be one pass late without delaying the sending stage.
 SENDS_PENDING_MAX = 2
 
 
@@ -49,7 +49,7 @@ class _StageLink:
         if self._mesh.stages_through_host:
             buffer = buffer.cpu()
         work = dist.isend(buffer, self._receiver, group=self._group)
-        assert work is not None, "this rank is not in its own link"
+        assert work is not None, "this rank is not a member of the link's process group"
         self._pending_sends.append((work, buffer))
         self.wait_for_sends(SENDS_PENDING_MAX)
 
@@ -65,7 +65,7 @@ class _StageLink:
         device = "cpu" if self._mesh.stages_through_host else self._mesh.device
         buffer = torch.empty(shape, dtype=dtype, device=device)
         work = dist.irecv(buffer, self._sender, group=self._group)
-        assert work is not None, "this rank is not in its own link"
+        assert work is not None, "this rank is not a member of the link's process group"
         return _PendingReceive(self._mesh.device, work, deque([buffer]))
 
 
