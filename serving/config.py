@@ -25,7 +25,7 @@ from serving.profiles import find_profile
 GOLDEN_MODES = ("ignore", "warn", "strict")
 ATTENTION_BACKENDS, KV_DTYPES = ("auto", "torch", "triton", "flashinfer"), ("auto", "fp8")
 LINEAR_BACKENDS = ("auto", "torch", "fp8", "te")
-TE_RECIPES = ("none", "current", "delayed", "block")
+TE_RECIPES = ("none", "current", "block", "mxfp8")
 WEIGHT_FORMATS = ("auto", "int8")
 SPECIAL_TOKEN_PARSING = ("auto", "never")
 # Settings with the choices "on" or "off" have Literal types, for which `parse_settings` converts

@@ -37,6 +37,13 @@ def check_backend(backend: str, recipe: str, device: torch.device, dtype: torch.
         if device.type != "cuda":
             reason = f"the device is {device.type}"
         _raise_if_unavailable(backend, reason, _TE_REMEDY)
+        assert not isinstance(engine, str)
+        recipe_reason = te_linear.unsupported_recipe_reason(engine, recipe)
+        if recipe_reason is not None:
+            raise ConfigError(
+                f"te_recipe {recipe!r} is unavailable: {recipe_reason}; set another te_recipe, or "
+                "linear_backend: fp8"
+            )
     if recipe != "none" and backend != "te":
         raise ConfigError(
             f"te_recipe is {recipe!r}, a recipe of Transformer Engine, but linear_backend is "
@@ -136,7 +143,6 @@ def _apply_with_probe(
     freed_bytes = replace_linears()
     if model.mesh.device.type == "cuda":
         torch.cuda.empty_cache()  # Return the freed memory to the device.
-    probe.measure(model)  # Delayed scaling needs one step before its scales are valid.
     divergence = probe.measure(model)
     enforce_limit(divergence, setting)
     return freed_bytes, divergence

@@ -4,14 +4,20 @@ Only this module imports Transformer Engine, and only on request. The Transforme
 no tensor-parallel group, because gpt/parallel does the all-reduces. The parameters are copied from
 the model's linears one by one. `load_state_dict` is not used: it would read Transformer Engine's
 extra state, which is a pickle.
+
+The fp8 weights are quantized once, when the modules are created, and the modules hold no other
+copy. Transformer Engine quantizes an unquantized weight again in every step, unless the caller
+passes `is_first_microbatch`; it ignores this argument for weights that are already quantized. The
+recipe `DelayedScaling` is not offered: its scales are updated only while gradients are enabled, so
+in inference they would stay at 1.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -23,16 +29,31 @@ from gpt.linear.fused_linear import layer_mlps
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import ColumnParallelLinear, Linear, LinearBackend
 
-# Transformer Engine's quantization recipe for each value of te_recipe.
-RECIPES: dict[str, str | None] = {
-    "none": None,  # No quantization: matmuls in the model's dtype.
-    "current": "Float8CurrentScaling",  # One scale per tensor, from the current step.
-    "delayed": "DelayedScaling",  # One scale per tensor, from earlier steps.
-    # One scale per 1 x 128 elements of the input rows, and per 128 x 128 elements of the weight.
-    "block": "Float8BlockScaling",
-}
-FP8_ROW_ALIGNMENT = 8  # fp8 matmuls need a multiple of this number of rows.
-FP8_CHANNEL_ALIGNMENT = 16  # fp8 matmuls need a multiple of this number of channels and columns.
+
+@dataclass(frozen=True)
+class Recipe:
+    """A quantization recipe of Transformer Engine, and the sizes that its matmuls need."""
+
+    class_name: str  # In transformer_engine.common.recipe.
+    # Function of transformer_engine.pytorch that tells whether the GPU supports the recipe.
+    availability_function: str
+    row_alignment: int = 8  # The number of input rows must be a multiple of this.
+    channel_alignment: int = 16  # Both sizes of the weight must be multiples of this.
+
+
+# The recipe for each value of te_recipe. None: no quantization, matmuls in the model's dtype.
+RECIPES: Mapping[str, Recipe | None] = MappingProxyType(
+    {
+        "none": None,
+        # One scale per tensor, from the current step.
+        "current": Recipe("Float8CurrentScaling", "is_fp8_available"),
+        # One scale per 1 x 128 elements of the input rows, and per 128 x 128 elements of the
+        # weight.
+        "block": Recipe("Float8BlockScaling", "is_fp8_block_scaling_available"),
+        # One scale, a power of two, per 1 x 32 elements of the input rows and of the weight.
+        "mxfp8": Recipe("MXFP8BlockScaling", "is_mxfp8_available", 32, 32),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -58,59 +79,79 @@ def import_transformer_engine() -> TransformerEngine | str:
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
+def unsupported_recipe_reason(engine: TransformerEngine, recipe_name: str) -> str | None:
+    """Return why this version of Transformer Engine or this GPU does not support the recipe.
+
+    The result is None if the recipe is supported, and also in old versions of Transformer Engine,
+    which do not have the function that tells.
+    """
+    recipe = RECIPES[recipe_name]
+    if recipe is None:
+        return None
+    if not hasattr(engine.recipes, recipe.class_name):
+        return f"this version of Transformer Engine has no recipe {recipe.class_name}"
+    tell_availability = getattr(engine.pytorch, recipe.availability_function, None)
+    if tell_availability is None:
+        return None
+    is_available, reason = tell_availability(return_reason=True)
+    return None if is_available else str(reason)
+
+
 def replace_linears(
     model: GPT, engine: TransformerEngine, recipe: str, fp8_layers: Collection[int]
 ) -> int:
     """Replace the linears of all layers, with fp8 weights in `fp8_layers`; return the bytes freed.
 
-    Each weight is freed before the next one is copied.
+    Each weight is freed before the next one is copied. The bytes freed are measured by torch's CUDA
+    allocator, so they are 0 on a CPU.
     """
-    freed_bytes, builder = 0, _LinearBuilder(engine, recipe)
+    # On a CPU, the count of torch's current CUDA device does not change.
+    device = model.mesh.device if model.mesh.device.type == "cuda" else None
+    bytes_before, builder = torch.cuda.memory_allocated(device), _LinearBuilder(engine, recipe)
     for layer in model.decoder_layers:
         attention, is_fp8 = layer.self_attention, layer.layer in fp8_layers
         linears: list[Linear] = [attention.linear_qkv, attention.linear_proj]
         for mlp in layer_mlps(layer):
             linears += [mlp.linear_fc1, mlp.linear_fc2]
         for linear in linears:
-            freed_bytes += builder.replace_linear(linear, fp8=is_fp8)
-    return freed_bytes
+            builder.replace_linear(linear, fp8=is_fp8)
+    return bytes_before - torch.cuda.memory_allocated(device)
 
 
 class _LinearBuilder:
     """Builds the backends of a model's linears, for one recipe."""
 
-    def __init__(self, engine: TransformerEngine, recipe: str) -> None:
-        self._te_pytorch, name = engine.pytorch, RECIPES[recipe]
-        self._recipe: Any = None if name is None else getattr(engine.recipes, name)()
-        self._is_delayed = recipe == "delayed"
+    def __init__(self, engine: TransformerEngine, recipe_name: str) -> None:
+        self._te_pytorch, self._recipe = engine.pytorch, RECIPES[recipe_name]
+        self._te_recipe: Any = None
+        if self._recipe is not None:
+            self._te_recipe = getattr(engine.recipes, self._recipe.class_name)()
 
-    def replace_linear(self, linear: Linear, *, fp8: bool) -> int:
-        """Make a Transformer Engine module compute `linear`; return the bytes freed.
+    def replace_linear(self, linear: Linear, *, fp8: bool) -> None:
+        """Make a Transformer Engine module compute `linear`.
 
         Even with `fp8`, the linear stays unquantized if its sizes are not aligned or the recipe is
         "none".
         """
-        weight = linear.weight
-        is_aligned = all(size % FP8_CHANNEL_ALIGNMENT == 0 for size in weight.shape)
-        fp8 = fp8 and is_aligned and self._recipe is not None
-        module = self._make_module(linear, fp8=fp8)
-        weight_bytes = weight.nbytes
+        recipe = self._recipe if fp8 else None
+        if recipe and any(size % recipe.channel_alignment for size in linear.weight.shape):
+            recipe = None
         backend = TransformerEngineLinear(
-            module,
-            self._fp8_autocast if fp8 else nullcontext,
+            self._make_module(linear, fp8=recipe is not None),
+            nullcontext if recipe is None else self._fp8_autocast,
             has_bias=isinstance(linear, ColumnParallelLinear) and linear.bias is not None,
             includes_norm=_has_input_norm(linear),
-            fp8=fp8,
+            row_alignment=1 if recipe is None else recipe.row_alignment,
         )
         linear.use_backend(backend)
-        # fp8 halves a 16-bit weight. Delayed scaling keeps the unquantized weight.
-        is_halved = fp8 and not self._is_delayed and weight_bytes == 2 * weight.numel()
-        return weight_bytes // 2 if is_halved else 0
 
+    @torch.no_grad()
     def _make_module(self, linear: Linear, *, fp8: bool) -> Any:
         """Return a Transformer Engine module with the parameters of `linear`.
 
         The module has no bias for a row-parallel linear, whose bias is added after the all-reduce.
+        Without `no_grad`, the module would also store each fp8 weight transposed, for a backward
+        pass.
         """
         is_column = isinstance(linear, ColumnParallelLinear)
         weight, bias = linear.weight, linear.bias if is_column else None
@@ -132,30 +173,27 @@ class _LinearBuilder:
             }
             parameters["layer_norm_weight"] = linear.layer_norm_weight
             parameters["layer_norm_bias"] = linear.layer_norm_bias
-        # With delayed scaling, the module needs unquantized weights to compute the scales.
-        with self._fp8_parameters() if fp8 and not self._is_delayed else nullcontext():
+        with self._fp8_parameters() if fp8 else nullcontext():
             module = module_type(channels, columns, **options)
-        with torch.no_grad():
-            for name, value in parameters.items():
-                if value is not None:
-                    getattr(module, name).copy_(value)
+        for name, value in parameters.items():
+            if value is not None:
+                getattr(module, name).copy_(value)
         module.requires_grad_(False)
-        # Delayed scaling records maxima only in training mode.
-        return module.train(self._is_delayed and fp8)
+        return module.eval()
 
     def _fp8_autocast(self) -> AbstractContextManager[Any]:
         """Return the context manager that enables fp8; older versions name it fp8_autocast."""
         context: AbstractContextManager[Any]
         if hasattr(self._te_pytorch, "autocast"):
-            context = self._te_pytorch.autocast(enabled=True, recipe=self._recipe)
+            context = self._te_pytorch.autocast(enabled=True, recipe=self._te_recipe)
         else:
-            context = self._te_pytorch.fp8_autocast(enabled=True, fp8_recipe=self._recipe)
+            context = self._te_pytorch.fp8_autocast(enabled=True, fp8_recipe=self._te_recipe)
         return context
 
     @contextmanager
     def _fp8_parameters(self) -> Iterator[None]:
         model_init = getattr(self._te_pytorch, "quantized_model_init", None)
-        with (model_init or self._te_pytorch.fp8_model_init)(enabled=True, recipe=self._recipe):
+        with (model_init or self._te_pytorch.fp8_model_init)(enabled=True, recipe=self._te_recipe):
             yield
 
 
@@ -169,13 +207,13 @@ class TransformerEngineLinear(LinearBackend):
         *,
         has_bias: bool,  # Whether the module contains the bias.
         includes_norm: bool,  # Whether the module contains the norm.
-        fp8: bool,
+        row_alignment: int,  # Input rows are padded to a multiple of this number.
     ) -> None:
         self.module = module
         self._context = context
         self._has_bias = has_bias
         self.includes_norm = includes_norm
-        self._fp8 = fp8
+        self._row_alignment = row_alignment
 
     def forward(
         self, x: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
@@ -197,8 +235,9 @@ class TransformerEngineLinear(LinearBackend):
 
     def _run_padded(self, x: Tensor) -> Tensor:
         rows = len(x)
-        if self._fp8 and rows % FP8_ROW_ALIGNMENT:
-            x = F.pad(x, (0, 0, 0, -rows % FP8_ROW_ALIGNMENT))
+        padding = -rows % self._row_alignment
+        if padding:
+            x = F.pad(x, (0, 0, 0, padding))
         with self._context():
             y: Tensor = self.module(x)
         return y[:rows]

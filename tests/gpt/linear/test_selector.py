@@ -181,6 +181,8 @@ def test_transformer_engine_is_used_where_available(
 ) -> None:
     te_stub.install(monkeypatch)
     check_backend("te", "current", CUDA, torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"te_recipe 'mxfp8' is unavailable: .*capability 10\.0"):
+        check_backend("te", "mxfp8", CUDA, torch.bfloat16)
     model = build(CLASSIC, dtype=torch.float32)
     want = model.logits(IDS)
     with caplog.at_level(logging.INFO):

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from gpt.linear import te_linear
-from gpt.linear.te_linear import TransformerEngine, import_transformer_engine, replace_linears
+from gpt.linear.te_linear import (
+    TransformerEngine,
+    import_transformer_engine,
+    replace_linears,
+    unsupported_recipe_reason,
+)
 from gpt.model.linear import ColumnParallelLinear, Linear
 from gpt.parallel.mesh import Mesh
 from tests.support import te_stub
@@ -87,7 +92,7 @@ def test_the_mesh_does_the_all_reduces_of_te_modules() -> None:
     [
         ("current", te_stub.Float8CurrentScaling),
         ("block", te_stub.Float8BlockScaling),
-        ("delayed", te_stub.DelayedScaling),
+        ("mxfp8", te_stub.MXFP8BlockScaling),
     ],
 )
 def test_fp8_matmuls_get_the_recipe_and_padded_shapes(
@@ -96,29 +101,71 @@ def test_fp8_matmuls_get_the_recipe_and_padded_shapes(
     engine, modules = install_stub(monkeypatch, old=old)
     model = build(ALIGNED)
     want = model.logits(IDS[:, :5])
-    freed = replace_linears(model, engine, recipe, range(1, 4))
-    # 10 rows are padded to 16, and the output has 10 rows.
+    replace_linears(model, engine, recipe, range(1, 4))
+    # 10 rows are padded to a multiple of 8 or 32, and the output has 10 rows.
     assert (model.logits(IDS[:, :5]) - want).abs().max() < EXACT
     fp8_modules = modules[4:16]
     other_modules = [*modules[:4], *modules[16:]]
     assert all(type(call) is kind for module in fp8_modules for call in module.fp8_calls)
     assert all(call is None for module in other_modules for call in module.fp8_calls)
-    # Delayed scaling computes its scales from unquantized weights during the steps.
-    delayed = recipe == "delayed"
-    assert all((type(module.fp8_parameters) is kind) != delayed for module in fp8_modules)
-    assert all(module.training == delayed for module in fp8_modules)
-    assert freed == 0, "freed bytes are counted for 16-bit weights only"
+    assert all(type(module.fp8_parameters) is kind for module in fp8_modules)
+    assert not any(module.training for module in modules)
 
 
-def test_freed_bytes_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, _ = install_stub(monkeypatch)
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_fp8_weights_are_stored_and_quantized_once(
+    with_gradients: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the caller has gradients enabled, the weights are not stored transposed too."""
+    engine, modules = install_stub(monkeypatch)
     model = build(ALIGNED, dtype=torch.bfloat16)
+
+    def allocated_bytes(device: object) -> int:
+        """The bytes of the model's parameters and of the weights of the modules, as on a GPU."""
+        parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        return parameter_bytes + sum(module.weight_bytes for module in modules)
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", allocated_bytes)
     elements = sum(
         module.weight.numel()
         for module in model.decoder_layers[1].modules()
         if isinstance(module, Linear)
     )
-    assert replace_linears(model, engine, "current", range(1, 2)) == elements
+    with torch.set_grad_enabled(with_gradients):
+        assert replace_linears(model, engine, "current", range(1, 2)) == elements
+    for _ in range(3):
+        model.logits(IDS)
+    assert [module.weight_casts for module in modules] == [0] * len(modules)
+    assert all(len(module.fp8_calls) == 3 for module in modules)
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_delayed_scaling_learns_its_scales_only_with_gradients(with_gradients: bool) -> None:
+    """The rule of Transformer Engine because of which te_recipe has no delayed scaling."""
+    module = te_stub.Linear(16, 16, bias=False, params_dtype=torch.float32, device="cpu")
+    module.weight.data.copy_(torch.eye(16))
+    x = torch.full((8, 16), 1000.0)
+    with torch.set_grad_enabled(with_gradients):
+        for _ in range(2):
+            with te_stub.autocast(recipe=te_stub.DelayedScaling()):
+                y = module(x).detach()
+    assert float(y.max()) == pytest.approx(1000.0 if with_gradients else te_stub.FP8_MAX)
+    assert module.weight_casts == 2, "an unquantized weight is quantized in every call"
+
+
+def test_recipes_that_the_gpu_does_not_support_have_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, _ = install_stub(monkeypatch)
+    for recipe in ("none", "current", "block"):
+        assert unsupported_recipe_reason(engine, recipe) is None
+    reason = unsupported_recipe_reason(engine, "mxfp8")
+    assert reason is not None and reason.startswith("Device compute capability 10.0")
+    del engine.recipes.MXFP8BlockScaling
+    reason = unsupported_recipe_reason(engine, "mxfp8")
+    assert reason == "this version of Transformer Engine has no recipe MXFP8BlockScaling"
+    old_engine, _ = install_stub(monkeypatch, old=True)
+    assert unsupported_recipe_reason(old_engine, "current") is None
 
 
 def test_unaligned_shapes_are_not_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
