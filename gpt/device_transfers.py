@@ -4,6 +4,7 @@ A copy is queued on the CUDA stream behind the work launched earlier, and the ca
 `PendingHostCopy.wait` blocks: it waits until its copy is complete.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,18 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     return x if device.type == "cpu" else x.to(device, non_blocking=True)
 
 
+def record_event(device: torch.device) -> Callable[[], None]:
+    """Return a function that blocks until the work that is now queued on the stream is complete.
+
+    On a CPU no work is queued, so the function returns at once.
+    """
+    if device.type == "cpu":
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
+
+
 class PendingHostCopy:
     """A copy of the tensor `x` to the host; it may not be complete yet.
 
@@ -31,13 +44,9 @@ class PendingHostCopy:
     def __init__(self, x: Tensor) -> None:
         # A host tensor is cloned, because the caller may change `x` while the copy is in use.
         self._host_tensor = x.to("cpu", non_blocking=True) if x.is_cuda else x.clone()
-        self._copy_event: torch.cuda.Event | None = None
-        if x.is_cuda:
-            self._copy_event = torch.cuda.Event()
-            self._copy_event.record(torch.cuda.current_stream(x.device))
+        self._wait_for_copy = record_event(x.device)
 
     def wait(self) -> Tensor:
         """Block until the copy is complete, and return the host tensor."""
-        if self._copy_event is not None:
-            self._copy_event.synchronize()
+        self._wait_for_copy()
         return self._host_tensor

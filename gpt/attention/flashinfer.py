@@ -1,14 +1,18 @@
 """FlashInfer attention backend over the paged KV cache.
 
 Only `attention_backend: flashinfer` selects this backend. FlashInfer's host code plans a step once
-for all layers. One FlashInfer wrapper computes decode (sequences with one new token), a second one
-computes prefill. The KV pool has FlashInfer's layout (HND). Two operations are done by other
-modules: `Fp8KVAttention.store` writes to the pool (an fp8 pool or one of another dtype), and
-`ragged_attention` computes batches without a KV pool.
+for all layers. One kind of FlashInfer wrapper computes decode (sequences with one new token),
+another one computes prefill. FlashInfer compiles its kernels when a wrapper is first planned, so
+`compile_kernels` plans and runs a small batch while the model is loaded. The KV pool has
+FlashInfer's layout (HND). Two operations are done by other modules: `Fp8KVAttention.store` writes
+to the pool (an fp8 pool or one of another dtype), and `ragged_attention` computes batches without a
+KV pool.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -19,6 +23,7 @@ from gpt.attention.backend import AttentionBackend
 from gpt.attention.fp8_kv_cache import Fp8KVAttention, layer_scales
 from gpt.attention.paged import KV, ragged_attention
 from gpt.batch import Batch
+from gpt.device_transfers import record_event
 
 WORKSPACE_BYTES = 128 << 20  # The size that FlashInfer's documentation recommends.
 # The smallest number of query heads per KV head at which decode uses tensor cores. With fewer query
@@ -34,6 +39,30 @@ class _WrapperCall:
     rows: Tensor | None
 
 
+class _AlternatingWrappers:
+    """Two wrappers of one kind that take turns.
+
+    plan() writes to a pinned buffer of its wrapper, and queues a copy of the buffer to the device.
+    The next plan() of the same wrapper must not overwrite the buffer before the copy is complete.
+    Because the wrappers take turns, this copy belongs to the step before the previous one, so the
+    wait is usually short.
+    """
+
+    def __init__(self, make_wrapper: Callable[[], Any], device: torch.device) -> None:
+        self._device = device
+        self._turns = cycle([make_wrapper(), make_wrapper()])
+        self._wait_for_copies: dict[int, Callable[[], None]] = {}  # By the wrapper's id.
+
+    def plan(self, *args: Any, **options: Any) -> Any:
+        """Plan the next wrapper, and return it."""
+        wrapper = next(self._turns)
+        if id(wrapper) in self._wait_for_copies:
+            self._wait_for_copies[id(wrapper)]()
+        wrapper.plan(*args, **options)
+        self._wait_for_copies[id(wrapper)] = record_event(self._device)
+        return wrapper
+
+
 class FlashInferAttention(AttentionBackend):
     """Attention by FlashInfer's kernels.
 
@@ -47,20 +76,43 @@ class FlashInferAttention(AttentionBackend):
         self, device: torch.device, *, queries_per_kv_head: int, scales: Tensor | None = None
     ) -> None:
         flashinfer = import_module("flashinfer")
-        decode_workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        prefill_workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._decode_wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            decode_workspace,
-            kv_layout="HND",
-            use_tensor_cores=queries_per_kv_head >= TENSOR_CORE_QUERIES_MIN,
+        # All wrappers share the workspace, because their kernels run one after the other.
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._device = device
+        self._queries_per_kv_head = queries_per_kv_head
+        self._decode_wrappers = _AlternatingWrappers(
+            lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace,
+                kv_layout="HND",
+                use_tensor_cores=queries_per_kv_head >= TENSOR_CORE_QUERIES_MIN,
+            ),
+            device,
         )
-        self._prefill_wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            prefill_workspace, kv_layout="HND"
+        self._prefill_wrappers = _AlternatingWrappers(
+            lambda: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND"),
+            device,
         )
         self._fp8_attention = Fp8KVAttention(scales)
         # On the host, because run() takes the scales as Python floats.
         self._scales = None if scales is None else scales.cpu()
         self._calls: list[_WrapperCall] = []  # The calls of the latest plan.
+
+    def compile_kernels(
+        self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, window: int | None
+    ) -> None:
+        """Compile the kernels for these dtypes, this head size and this window, and run them once.
+
+        The compilation can take minutes. FlashInfer keeps the compiled kernels in a folder, or
+        loads them from the package flashinfer-jit-cache.
+        """
+        block_tokens = 16
+        tables = torch.tensor([[0], [1]], device=self._device)
+        # A decode sequence and a prefill sequence, each with one block.
+        batch = Batch.paged([1, 2], [0, 0], tables, block_tokens)
+        kv = torch.zeros(2, 2, 1, block_tokens, head_dim, device=self._device).to(kv_dtype)
+        rows = torch.zeros(3, 1, head_dim, dtype=dtype, device=self._device)
+        q = rows.expand(-1, self._queries_per_kv_head, -1).contiguous()
+        self.attend(q, rows, rows, batch, kv, window)
 
     def store(self, k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:
         """Write this step's keys and values into their slots of the pool."""
@@ -94,25 +146,30 @@ class FlashInferAttention(AttentionBackend):
     def _plan_wrappers(
         self, batch: Batch, q: Tensor, kv: KV, window: int | None
     ) -> list[_WrapperCall]:
-        """Plan the decode and prefill wrappers for this batch; skip a wrapper without sequences."""
+        """Plan a decode and a prefill wrapper for this batch; skip one without sequences."""
         lengths = np.array(batch.query_lengths)
-        wrapper_masks = [(self._decode_wrapper, lengths == 1), (self._prefill_wrapper, lengths > 1)]
+        wrapper_masks = [
+            (self._decode_wrappers, lengths == 1),
+            (self._prefill_wrappers, lengths > 1),
+        ]
         calls = []
-        for wrapper, mask in wrapper_masks:
+        for wrappers, mask in wrapper_masks:
             if not mask.any():
                 continue
             rows = None
             if not mask.all():
                 rows = torch.from_numpy(np.flatnonzero(np.repeat(mask, lengths))).to(q.device)
-            is_prefill = wrapper is self._prefill_wrapper
+            is_prefill = wrappers is self._prefill_wrappers
             sequences = np.flatnonzero(mask)
-            _plan_wrapper(wrapper, batch, sequences, q, kv, is_prefill=is_prefill, window=window)
+            wrapper = _plan_wrapper(
+                wrappers, batch, sequences, q, kv, is_prefill=is_prefill, window=window
+            )
             calls.append(_WrapperCall(wrapper, rows))
         return calls
 
 
 def _plan_wrapper(
-    wrapper: Any,
+    wrappers: _AlternatingWrappers,
     batch: Batch,
     sequences: np.ndarray,
     q: Tensor,
@@ -120,8 +177,10 @@ def _plan_wrapper(
     *,
     is_prefill: bool,
     window: int | None,
-) -> None:
-    """Call plan() of `wrapper`. `sequences`: the indices of the sequences that `wrapper` computes.
+) -> Any:
+    """Call plan() of a wrapper, and return the wrapper.
+
+    `sequences`: the indices of the sequences that the wrapper computes.
 
     plan() reads the lengths and offsets on the host, so they are host tensors; to read a device
     tensor, plan() would have to wait for the GPU. Only the kernels read the block numbers
@@ -147,7 +206,7 @@ def _plan_wrapper(
         query_lengths = np.array(batch.query_lengths)[sequences]
         query_offsets = [_host_int32(np.concatenate([[0], query_lengths.cumsum()]))]
         options = {"causal": True}
-    wrapper.plan(
+    return wrappers.plan(
         *query_offsets,
         _host_int32(kv_indptr),
         block_indices,

@@ -14,7 +14,7 @@ import torch
 
 from gpt.attention.backend import AttentionBackend, TorchAttention
 from gpt.attention.fp8_kv_cache import Fp8KVAttention
-from gpt.attention.kv_cache import KV_DTYPES
+from gpt.attention.kv_cache import FP8_DTYPE, KV_DTYPES
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import ConfigError
@@ -107,7 +107,20 @@ def _flashinfer_backend(requirements: _Requirements) -> AttentionBackend:
 
     config = requirements.config
     queries_per_kv_head = config.num_attention_heads // config.num_query_groups
-    return FlashInferAttention(requirements.device, queries_per_kv_head=queries_per_kv_head)
+    backend = FlashInferAttention(requirements.device, queries_per_kv_head=queries_per_kv_head)
+    kv_dtype = FP8_DTYPE if requirements.fp8_kv else requirements.dtype
+    try:
+        backend.compile_kernels(
+            requirements.dtype, kv_dtype, config.kv_channels, config.window_size
+        )
+    except Exception as error:  # Compilers and kernels raise many kinds of exceptions.
+        reason = (str(error).splitlines() or ["no message"])[0]
+        raise ConfigError(
+            "attention_backend 'flashinfer' is unavailable: its kernels cannot be compiled or run "
+            f"({type(error).__name__}: {reason}); install nvcc and ninja, or flashinfer-jit-cache "
+            "of the same version, or set attention_backend: auto"
+        ) from error
+    return backend
 
 
 _BACKENDS: dict[str, Callable[[_Requirements], AttentionBackend]] = {

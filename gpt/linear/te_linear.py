@@ -12,8 +12,8 @@ recipe `DelayedScaling` is not offered: its scales are updated only while gradie
 in inference they would stay at 1.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -74,26 +74,20 @@ def import_transformer_engine() -> TransformerEngine | str:
     """
     try:
         pytorch = import_module("transformer_engine.pytorch")
-        return TransformerEngine(pytorch, import_module("transformer_engine.common.recipe"))
+        recipes = import_module("transformer_engine.common.recipe")
     except Exception as error:
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if not hasattr(pytorch, "autocast"):
+        return "Transformer Engine is older than 2.9"
+    return TransformerEngine(pytorch, recipes)
 
 
 def unsupported_recipe_reason(engine: TransformerEngine, recipe_name: str) -> str | None:
-    """Return why this version of Transformer Engine or this GPU does not support the recipe.
-
-    The result is None if the recipe is supported, and also in old versions of Transformer Engine,
-    which do not have the function that tells.
-    """
+    """Return why this GPU does not support the recipe; None if it does."""
     recipe = RECIPES[recipe_name]
     if recipe is None:
         return None
-    if not hasattr(engine.recipes, recipe.class_name):
-        return f"this version of Transformer Engine has no recipe {recipe.class_name}"
-    tell_availability = getattr(engine.pytorch, recipe.availability_function, None)
-    if tell_availability is None:
-        return None
-    is_available, reason = tell_availability(return_reason=True)
+    is_available, reason = getattr(engine.pytorch, recipe.availability_function)(return_reason=True)
     return None if is_available else str(reason)
 
 
@@ -182,19 +176,16 @@ class _LinearBuilder:
         return module.eval()
 
     def _fp8_autocast(self) -> AbstractContextManager[Any]:
-        """Return the context manager that enables fp8; older versions name it fp8_autocast."""
-        context: AbstractContextManager[Any]
-        if hasattr(self._te_pytorch, "autocast"):
-            context = self._te_pytorch.autocast(enabled=True, recipe=self._te_recipe)
-        else:
-            context = self._te_pytorch.fp8_autocast(enabled=True, fp8_recipe=self._te_recipe)
+        context: AbstractContextManager[Any] = self._te_pytorch.autocast(
+            enabled=True, recipe=self._te_recipe
+        )
         return context
 
-    @contextmanager
-    def _fp8_parameters(self) -> Iterator[None]:
-        model_init = getattr(self._te_pytorch, "quantized_model_init", None)
-        with (model_init or self._te_pytorch.fp8_model_init)(enabled=True, recipe=self._te_recipe):
-            yield
+    def _fp8_parameters(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._te_pytorch.quantized_model_init(
+            enabled=True, recipe=self._te_recipe
+        )
+        return context
 
 
 class TransformerEngineLinear(LinearBackend):

@@ -12,8 +12,8 @@ the real one, whose source `tests/support/wheel_signatures.py` checks:
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -114,9 +114,19 @@ class LayerNormLinear(Linear):
         normalization: str = "LayerNorm",
         zero_centered_gamma: bool = False,
         return_layernorm_output: bool = False,
-        **others: Any,
+        bias: bool = True,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: torch.device | str = "cuda",
     ) -> None:
-        super().__init__(in_features, out_features, **others)
+        super().__init__(
+            in_features,
+            out_features,
+            bias=bias,
+            params_dtype=params_dtype,
+            parallel_mode=parallel_mode,
+            device=device,
+        )
         assert not return_layernorm_output
         self.eps = eps
         self.normalization = normalization
@@ -145,10 +155,6 @@ def autocast(enabled: bool = True, *, recipe: object = None) -> Iterator[None]:
     _DELAYED.clear()
 
 
-def fp8_autocast(enabled: bool, fp8_recipe: object) -> AbstractContextManager[None]:
-    return autocast(enabled, recipe=fp8_recipe)
-
-
 @contextmanager
 def quantized_model_init(enabled: bool = True, recipe: object = None) -> Iterator[None]:
     assert enabled and _STATE["narrow_parameters"] is None
@@ -173,7 +179,12 @@ class MXFP8BlockScaling:
     pass
 
 
-RECIPES = (Float8CurrentScaling, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling)
+RECIPES: tuple[type, ...] = (
+    Float8CurrentScaling,
+    DelayedScaling,
+    Float8BlockScaling,
+    MXFP8BlockScaling,
+)
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
@@ -190,20 +201,25 @@ def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     return (False, reason) if return_reason else False
 
 
-def install(patch: pytest.MonkeyPatch, *, old: bool = False) -> list[Linear]:
-    """Install the stub as transformer_engine; returns the created modules. `old`: old names."""
+FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    autocast,
+    quantized_model_init,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+)
+
+
+def install(patch: pytest.MonkeyPatch) -> list[Linear]:
+    """Install the stub as transformer_engine; returns the created modules."""
     pytorch = ModuleType("transformer_engine.pytorch")
     recipes = ModuleType("transformer_engine.common.recipe")
     for module_class in (Linear, LayerNormLinear):
         setattr(pytorch, module_class.__name__, module_class)
     for recipe in RECIPES:
         setattr(recipes, recipe.__name__, recipe)
-    if old:
-        vars(pytorch).update(fp8_autocast=fp8_autocast, fp8_model_init=quantized_model_init)
-    else:
-        vars(pytorch).update(autocast=autocast, quantized_model_init=quantized_model_init)
-        for function in (is_fp8_available, is_fp8_block_scaling_available, is_mxfp8_available):
-            setattr(pytorch, function.__name__, function)
+    for function in FUNCTIONS:
+        setattr(pytorch, function.__name__, function)
     for name in ("transformer_engine", "transformer_engine.common"):
         patch.setitem(sys.modules, name, ModuleType(name))
     patch.setitem(sys.modules, pytorch.__name__, pytorch)

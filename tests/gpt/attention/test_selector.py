@@ -1,21 +1,15 @@
-"""Attention backend selection, the fp8 KV cache in torch, and FlashInfer with a stand-in."""
+"""Attention backend selection, and the fp8 KV cache in torch."""
 
-import sys
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
 
 from gpt.attention.backend import TorchAttention
-from gpt.attention.flashinfer import FlashInferAttention
 from gpt.attention.fp8_kv_cache import Fp8KVAttention, quantize_fp8
 from gpt.attention.kv_cache import FP8_DTYPE, KVPool
-from gpt.attention.paged import ragged_attention, reference_attention
 from gpt.attention.selector import select_backend
-from gpt.batch import Batch
 from gpt.errors import ConfigError
 from gpt.generation.generate import generate
 from gpt.sampling_params import SamplingParams
@@ -24,7 +18,6 @@ from serving.service.service import ServableCheckpoint
 from serving.worker.kv_cache_size import available_kv_blocks
 from tests.support.attention_cases import AttentionCase, check_store_and_attend, paged_logits
 from tests.support.models import CONFIGS, build
-from tests.support.paged_steps import case
 
 CONFIG = next(iter(CONFIGS.values()))
 CPU = torch.device("cpu")
@@ -148,115 +141,3 @@ def test_an_fp8_pool_has_one_byte_per_element() -> None:
             available_kv_blocks(model, config.scheduler_config, config.cache_config)
         needed_bytes.append(int(str(error.value).split("needs ")[1].split()[0]))
     assert needed_bytes[0] == 4 * needed_bytes[1]
-
-
-# ------------------------------------------------------------------------------------- FlashInfer
-
-
-class Wrapper:
-    """Stand-in for FlashInfer's wrappers: the reference attention with the planned arguments."""
-
-    instances: ClassVar[list["Wrapper"]] = []
-
-    def __init__(self, workspace: Tensor, **options: Any) -> None:
-        assert workspace.dtype == torch.uint8 and not workspace.any()
-        self.options = options
-        self.plans: list[dict[str, Any]] = []
-        self.instances.append(self)
-
-    def _plan(
-        self,
-        query_starts: Tensor | None,
-        page_table: tuple[Tensor, Tensor, Tensor],
-        **options: Any,
-    ) -> None:
-        indptr, indices, last_page_lengths = page_table
-        assert {x.dtype for x in page_table} == {torch.int32}
-        counts = indptr.diff()
-        size = options["page_size"]
-        contexts = ((counts - 1) * size + last_page_lengths).tolist()
-        lengths = [1] * len(contexts) if query_starts is None else query_starts.diff().tolist()
-        tables = torch.zeros(len(counts), int(counts.max()), dtype=torch.long)
-        for row, pages in enumerate(indices.split(counts.tolist())):
-            tables[row, : len(pages)] = pages
-        past = [c - n for c, n in zip(contexts, lengths, strict=True)]
-        self._batch = Batch.paged(lengths, past, tables, size)
-        self.plans.append(options)
-
-    def run(self, q: Tensor, kv: Tensor, *, k_scale: float = 1, v_scale: float = 1) -> Tensor:
-        window = self.plans[-1]["window_left"] + 1 or None
-        keys = kv[:, 0].float() * k_scale
-        values = kv[:, 1].float() * v_scale
-        scaled_kv = torch.stack([keys, values], dim=1)
-        y = reference_attention(q.float(), q.float(), q.float(), self._batch, scaled_kv, window)
-        return y.to(q.dtype)
-
-
-class Decode(Wrapper):
-    def plan(
-        self,
-        indptr: Tensor,
-        indices: Tensor,
-        last_page_lengths: Tensor,
-        *shape: int,
-        **options: Any,
-    ) -> None:
-        names = ("num_qo_heads", "num_kv_heads", "head_dim", "page_size")
-        self._plan(
-            None,
-            (indptr, indices, last_page_lengths),
-            **dict(zip(names, shape, strict=True)),
-            **options,
-        )
-
-
-class Prefill(Wrapper):
-    def plan(
-        self, query_starts: Tensor, indptr: Tensor, *page_table_and_shape: Any, **options: Any
-    ) -> None:
-        indices, last_page_lengths, *shape = page_table_and_shape
-        assert options.pop("causal")
-        names = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size")
-        named_shape = dict(zip(names, shape, strict=True))
-        self._plan(query_starts, (indptr, indices, last_page_lengths), **named_shape, **options)
-
-
-@pytest.fixture
-def flashinfer(monkeypatch: pytest.MonkeyPatch) -> type[Wrapper]:
-    module = ModuleType("flashinfer")
-    module.BatchDecodeWithPagedKVCacheWrapper = Decode  # type: ignore[attr-defined]
-    module.BatchPrefillWithPagedKVCacheWrapper = Prefill  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr("gpt.attention.flashinfer.WORKSPACE_BYTES", 1 << 10)
-    Wrapper.instances.clear()
-    return Wrapper
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_flashinfer_plans_read_the_same_tokens_as_the_reference(
-    seed: int, flashinfer: type[Wrapper]
-) -> None:
-    attention_case = replace(AttentionCase.draw(seed, widths=(16, 64)), dtype=torch.bfloat16)
-    queries = attention_case.heads[1]
-    check_store_and_attend(
-        attention_case,
-        lambda scales: FlashInferAttention(CPU, queries_per_kv_head=queries, scales=scales),
-        CPU,
-    )
-    decode = next(wrapper for wrapper in flashinfer.instances if isinstance(wrapper, Decode))
-    assert decode.options == {"kv_layout": "HND", "use_tensor_cores": queries >= 4}
-
-
-def test_flashinfer_plans_once_per_step_for_all_layers(
-    flashinfer: type[Wrapper],
-) -> None:
-    first, second = (case([1, 5], [past, 20], (2, 2, 64), 16, torch.bfloat16) for past in (40, 3))
-    attention = FlashInferAttention(CPU, queries_per_kv_head=2)
-    for step in (first, first, second, first):
-        got = attention.attend(step.q, step.k, step.v, step.batch, step.kv, None)
-        want = ragged_attention(step.q, step.k, step.v, step.batch, step.kv, None)
-        assert torch.allclose(got, want, atol=0.05)
-    assert [len(wrapper.plans) for wrapper in flashinfer.instances] == [3, 3]
-    plan = flashinfer.instances[0].plans[0]
-    assert plan["q_data_type"] == plan["kv_data_type"] == torch.bfloat16
-    assert (plan["head_dim"], plan["sm_scale"], plan["window_left"]) == (64, 0.125, -1)

@@ -35,10 +35,8 @@ def clear_import_cache() -> Iterator[None]:
         del sys.modules[name]
 
 
-def install_stub(
-    patch: pytest.MonkeyPatch, *, old: bool = False
-) -> tuple[TransformerEngine, list[te_stub.Linear]]:
-    modules = te_stub.install(patch, old=old)
+def install_stub(patch: pytest.MonkeyPatch) -> tuple[TransformerEngine, list[te_stub.Linear]]:
+    modules = te_stub.install(patch)
     engine = import_transformer_engine()
     assert isinstance(engine, TransformerEngine)
     return engine, modules
@@ -86,7 +84,6 @@ def test_the_mesh_does_the_all_reduces_of_te_modules() -> None:
     ranks(2, check_tensor_parallel_models)
 
 
-@pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize(
     ("recipe", "kind"),
     [
@@ -96,9 +93,9 @@ def test_the_mesh_does_the_all_reduces_of_te_modules() -> None:
     ],
 )
 def test_fp8_matmuls_get_the_recipe_and_padded_shapes(
-    recipe: str, kind: type, old: bool, monkeypatch: pytest.MonkeyPatch
+    recipe: str, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, modules = install_stub(monkeypatch, old=old)
+    engine, modules = install_stub(monkeypatch)
     model = build(ALIGNED)
     want = model.logits(IDS[:, :5])
     replace_linears(model, engine, recipe, range(1, 4))
@@ -161,11 +158,12 @@ def test_recipes_that_the_gpu_does_not_support_have_a_reason(
         assert unsupported_recipe_reason(engine, recipe) is None
     reason = unsupported_recipe_reason(engine, "mxfp8")
     assert reason is not None and reason.startswith("Device compute capability 10.0")
-    del engine.recipes.MXFP8BlockScaling
-    reason = unsupported_recipe_reason(engine, "mxfp8")
-    assert reason == "this version of Transformer Engine has no recipe MXFP8BlockScaling"
-    old_engine, _ = install_stub(monkeypatch, old=True)
-    assert unsupported_recipe_reason(old_engine, "current") is None
+
+
+def test_old_versions_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    te_stub.install(monkeypatch)
+    del sys.modules["transformer_engine.pytorch"].autocast
+    assert import_transformer_engine() == "Transformer Engine is older than 2.9"
 
 
 def test_unaligned_shapes_are_not_quantized(monkeypatch: pytest.MonkeyPatch) -> None:

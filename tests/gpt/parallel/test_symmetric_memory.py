@@ -1,6 +1,8 @@
 """Symmetric-memory all-reduce: selection of kernels, and the fallback to the process group."""
 
+import inspect
 import logging
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +24,7 @@ from gpt.parallel.symmetric_memory import (
 from gpt.parallel.tensor_parallel import all_reduce, from_row_parallel
 from tests.support.models import MODERN, build
 from tests.support.ranks import ranks
+from tests.support.wheel_signatures import recorded_schemas
 
 
 @pytest.mark.parametrize("multicast", [False, True])
@@ -55,25 +58,34 @@ class Kernels:
     wrong: float = 0.0
     called: list[str] = field(default_factory=list)
 
-    def one_shot_all_reduce_copy(self, buffer: Tensor, x: Tensor, op: str, group: str) -> Tensor:
-        assert (
-            buffer.shape == x.shape and buffer.dtype == x.dtype and op == "sum" and group == "ours"
-        )
-        return self._sum("one_shot", x)
+    def one_shot_all_reduce_copy(
+        self, symm_buffer: Tensor, local_input: Tensor, reduce_op: str, group_name: str
+    ) -> Tensor:
+        assert symm_buffer.shape == local_input.shape and symm_buffer.dtype == local_input.dtype
+        assert reduce_op == "sum" and group_name == "ours"
+        return self._sum("one_shot", local_input)
 
-    def two_shot_all_reduce_out(self, buffer: Tensor, op: str, group: str, out: Tensor) -> Tensor:
-        assert op == "sum" and group == "ours"
-        return out.copy_(self._sum("two_shot", buffer))
+    def two_shot_all_reduce_out(
+        self, input: Tensor, reduce_op: str, group_name: str, output: Tensor
+    ) -> Tensor:
+        assert reduce_op == "sum" and group_name == "ours"
+        return output.copy_(self._sum("two_shot", input))
 
-    def multimem_all_reduce_(self, buffer: Tensor, op: str, group: str) -> Tensor:
-        assert op == "sum" and group == "ours"
-        return buffer.copy_(self._sum("multimem", buffer))
+    def multimem_all_reduce_(self, input: Tensor, reduce_op: str, group_name: str) -> Tensor:
+        assert reduce_op == "sum" and group_name == "ours"
+        return input.copy_(self._sum("multimem", input))
 
     def _sum(self, name: str, x: Tensor) -> Tensor:
         self.called.append(name)
         y = x.clone()
         dist.all_reduce(y)
         return y + self.wrong
+
+
+def test_the_stub_has_the_parameters_of_torchs_operators() -> None:
+    for name, schema in recorded_schemas().items():
+        parameters = re.findall(r"(\w+)[,)]", schema.partition(" -> ")[0])
+        assert list(inspect.signature(getattr(Kernels, name)).parameters)[1:] == parameters
 
 
 def fake_buffer(kernels: Kernels, *, multicast: bool = False) -> Any:
