@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,7 +28,7 @@ from gpt.cpu_threads import set_thread_count
 from gpt.errors import ConfigError
 from gpt.files.abandoned_files import temporary_folder
 from gpt.files.atomic_files import write_atomic
-from gpt.parallel.mesh import Mesh
+from gpt.parallel.mesh import Mesh, join_world
 from ptuning.config import SHARED_TASK_SETTINGS, ParallelConfig, TuneConfig
 
 # Exit code of a rank whose only error is a lost connection to another rank.
@@ -279,8 +278,8 @@ def _create_mesh(
     rank_device = torch.device("cuda", local_rank) if cuda else torch.device(device)
     if cuda:
         torch.cuda.set_device(rank_device)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S), **init_options
+    join_world(
+        rank_device, timeout_s=COLLECTIVE_TIMEOUT_S, stages=parallel_config.pp, **init_options
     )
     return Mesh.create(
         parallel_config.tp,

@@ -69,7 +69,8 @@ class Fp8KVAttention(AttentionBackend):
     def _quantize(self, k: Tensor, v: Tensor, kv: KV) -> tuple[Tensor, Tensor]:
         scales = layer_scales(self._scales, kv)
         if scales is not None:
-            k, v = k / scales[0], v / scales[1]
+            # In fp32, as in the Triton kernel: a bf16 tensor divided by a scalar tensor is bf16.
+            k, v = k.float() / scales[0], v.float() / scales[1]
         return quantize_fp8(k), quantize_fp8(v)
 
     def _dequantize(self, x: Tensor, kv: KV, dtype: torch.dtype) -> Tensor:

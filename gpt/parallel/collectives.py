@@ -1,9 +1,9 @@
 """Collectives over the tensor parallel ranks, without gradients, and the barrier of all ranks.
 
 The collectives are all-reduce, all-gather of rows or columns, and reduce-scatter of rows, for which
-`pad_rows` pads the rows. The operations with a backward pass are in `tensor_parallel` and
-`sequence_parallel`. The gloo backend reads only host memory, so for gloo `to_backend_memory` copies
-GPU tensors to the host.
+`pad_rows` pads the rows. `warm_up_groups` uses each process group once. The operations with a
+backward pass are in `tensor_parallel` and `sequence_parallel`. The gloo backend reads only host
+memory, so for gloo `to_backend_memory` copies GPU tensors to the host.
 """
 
 import torch
@@ -21,14 +21,23 @@ def all_reduce_no_grad(
     x: Tensor, mesh: Mesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
     """Return the reduction of `x` over the tensor ranks by `op`, without a backward pass."""
-    if mesh.tp == 1:
-        return x
+    # A copy, because the reduction overwrites its input, which the backward pass may need.
+    return x if mesh.tp == 1 else _all_reduce(x, mesh, op, copies=True)
+
+
+def all_reduce_in_place(x: Tensor, mesh: Mesh) -> Tensor:
+    """Return the sum of `x` over the tensor ranks. The caller must not use `x` afterwards."""
+    return x if mesh.tp == 1 else _all_reduce(x, mesh, dist.ReduceOp.SUM, copies=False)
+
+
+def _all_reduce(x: Tensor, mesh: Mesh, op: dist.ReduceOp.RedOpType, *, copies: bool) -> Tensor:
     if mesh.symmetric_all_reduce is not None and op == dist.ReduceOp.SUM:
         fast_sum = mesh.symmetric_all_reduce(x.detach())
         if fast_sum is not None:
             return fast_sum
     local = to_backend_memory(x, mesh)
-    y = local if mesh.stages_through_host else local.clone()
+    # `to_backend_memory` has already copied a tensor that it moved to the host.
+    y = local.clone() if copies and not mesh.stages_through_host else local
     dist.all_reduce(y, op, group=mesh.tp_group)
     return y.to(x.device)
 
@@ -69,6 +78,27 @@ def to_backend_memory(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def barrier(mesh: Mesh) -> None:
-    """Block until every rank of the mesh has called this function."""
+    """Block until every rank of the mesh has called this function.
+
+    NCCL's barrier is an all-reduce on a GPU. Without `device_ids`, torch guesses the GPU from the
+    rank, and guesses wrong if the hosts have different numbers of ranks.
+    """
     if mesh.tp * mesh.dp * mesh.pp > 1:
-        dist.barrier()
+        dist.barrier(device_ids=[mesh.device.index] if dist.get_backend() == "nccl" else None)
+
+
+def warm_up_groups(mesh: Mesh) -> None:
+    """Communicate once in each process group, and with each neighboring stage.
+
+    NCCL allocates the memory of a communicator when it is first used. After this call the free
+    memory of the device can be measured. All ranks of the mesh must call this together.
+    """
+    barrier(mesh)
+    x = torch.zeros(1, device="cpu" if mesh.stages_through_host else mesh.device)
+    for group in (mesh.tp_group, mesh.dp_group, mesh.pp_group):
+        if group is not None:
+            dist.all_reduce(x, group=group)
+    if mesh.pp_rank > 0:
+        dist.recv(x, mesh.stage_rank(mesh.pp_rank - 1), group=mesh.pp_group)
+    if mesh.pp_rank < mesh.pp - 1:
+        dist.send(x, mesh.stage_rank(mesh.pp_rank + 1), group=mesh.pp_group)

@@ -16,7 +16,8 @@ stages.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self, cast
+from datetime import timedelta
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,32 @@ from torch import Tensor
 from gpt.errors import ConfigError
 
 ProcessGroup = dist.ProcessGroup
+
+
+def join_world(
+    device: torch.device,
+    *,
+    timeout_s: float,
+    stages: int,
+    shares_device: bool = False,
+    **options: Any,
+) -> None:
+    """Join the process group of all ranks, with NCCL on GPUs and gloo elsewhere.
+
+    `shares_device`: whether any two ranks use the same GPU. NCCL does not support that, so all
+    ranks then use gloo. `options`: more arguments of `init_process_group`.
+
+    With `device_id`, NCCL creates one communicator per group, at once. The sends and receives of a
+    group then run one after the other. A pipeline stage would wait to receive while its own send
+    to another stage is not received yet, and training could deadlock. Therefore a mesh of several
+    stages gets no `device_id`: NCCL then creates a communicator for each pair of stages.
+    """
+    uses_nccl = device.type == "cuda" and not shares_device
+    if uses_nccl and stages == 1:
+        options["device_id"] = device
+    dist.init_process_group(
+        "nccl" if uses_nccl else "gloo", timeout=timedelta(seconds=timeout_s), **options
+    )
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ process group's backend (NCCL or gloo) computes the sum.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ from torch import Tensor
 from gpt.parallel.mesh import Mesh
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 KIB = 1 << 10
 # The size of each rank's buffer. Larger tensors occur only in prefill, where NCCL is fast enough.
@@ -37,6 +41,11 @@ DTYPES = (torch.bfloat16, torch.float32)  # The dtypes that the kernels support.
 ONE_SHOT_BYTES_MAX: Mapping[int, int] = MappingProxyType(
     {2: BUFFER_BYTES, 4: 512 * KIB, 8: 256 * KIB}
 )
+
+
+# The ranks exchange the addresses of their buffers through torch's store. A rank waits this long
+# for the others, not the time-out of collectives, which is as long as the loading of a model.
+RENDEZVOUS_S = 60.0
 
 
 class _UnsupportedError(Exception):
@@ -62,9 +71,12 @@ class SymmetricBuffer:
     group: str  # Name of the process group.
     kernels: Any  # torch.ops.symm_mem, or in tests an object with the same functions.
 
-    @classmethod
-    def open(cls, mesh: Mesh) -> "SymmetricBuffer":
-        """Allocate the buffer; all tensor ranks must call this together.
+
+class SymmetricMemory:
+    """torch's symmetric memory; tests replace it."""
+
+    def allocate(self, mesh: Mesh) -> Tensor:
+        """Allocate this rank's buffer; all tensor ranks must call this together.
 
         Raise _UnsupportedError if the ranks cannot use symmetric memory.
         """
@@ -73,11 +85,16 @@ class SymmetricBuffer:
             raise _UnsupportedError(reason)
         from torch.distributed import _symmetric_memory as symmetric
 
+        return symmetric.empty(BUFFER_BYTES, dtype=torch.uint8, device=mesh.device)
+
+    def rendezvous(self, buffer: Tensor, mesh: Mesh) -> SymmetricBuffer:
+        """Make the buffers readable by all tensor ranks, which must call this together."""
+        from torch.distributed import _symmetric_memory as symmetric
+
         assert mesh.tp_group is not None
-        buffer = symmetric.empty(BUFFER_BYTES, dtype=torch.uint8, device=mesh.device)
         handle = symmetric.rendezvous(buffer, mesh.tp_group)
         group = str(mesh.tp_group.group_name)
-        return cls(buffer, handle.multicast_ptr != 0, group, torch.ops.symm_mem)
+        return SymmetricBuffer(buffer, handle.multicast_ptr != 0, group, torch.ops.symm_mem)
 
 
 class SymmetricAllReduce:
@@ -114,9 +131,7 @@ class SymmetricAllReduce:
         return local.clone()  # A copy, because the next all-reduce overwrites the buffer.
 
 
-def use_symmetric_memory(
-    mesh: Mesh, open_buffer: Callable[[Mesh], SymmetricBuffer] = SymmetricBuffer.open
-) -> Mesh:
+def use_symmetric_memory(mesh: Mesh, memory: SymmetricMemory | None = None) -> Mesh:
     """Return the mesh with a symmetric-memory all-reduce if all tensor ranks support it.
 
     If a rank does not support it, return the mesh unchanged and log the reason. In the log, `by` is
@@ -124,49 +139,68 @@ def use_symmetric_memory(
     """
     if mesh.tp == 1:
         return mesh
-    reducer_or_reason = _run_on_all_ranks(
-        mesh, lambda: SymmetricAllReduce(open_buffer(mesh), mesh.tp)
-    )
-    if isinstance(reducer_or_reason, SymmetricAllReduce):
-        reducer = reducer_or_reason
-        reducer_or_reason = _run_on_all_ranks(mesh, lambda: _self_test(reducer, mesh))
-    if isinstance(reducer_or_reason, str):
-        # A string is the reason why symmetric memory is not used.
-        log.info("event=sums by=%s reason=%r", _backend(mesh), reducer_or_reason)
+    try:
+        reducer = _open_all_reduce(mesh, memory or SymmetricMemory())
+    except _UnsupportedError as error:
+        log.info("event=sums by=%s reason=%r", _backend(mesh), str(error))
         return mesh
     log.info(
         "event=sums by=symmetric_memory ranks=%d bytes_max=%d multicast=%s",
         mesh.tp,
         BUFFER_BYTES,
-        reducer_or_reason.has_multicast,
+        reducer.has_multicast,
     )
-    return replace(mesh, symmetric_all_reduce=reducer_or_reason)
+    return replace(mesh, symmetric_all_reduce=reducer)
 
 
-def _run_on_all_ranks(
-    mesh: Mesh, work: Callable[[], SymmetricAllReduce]
-) -> SymmetricAllReduce | str:
-    """Return the all-reduce that `work` returns, or the reason if `work` failed on any rank.
+def _open_all_reduce(mesh: Mesh, memory: SymmetricMemory) -> SymmetricAllReduce:
+    """Return the all-reduce; raise _UnsupportedError on all ranks if a phase fails on any rank.
 
-    All ranks must use the kernels, or none: a kernel waits until every rank has called it.
+    The ranks agree after each phase, so that no rank waits in the next one for a rank that failed.
     """
-    reducer_or_reason: SymmetricAllReduce | str
+    buffer = _run_on_all_ranks(mesh, lambda: memory.allocate(mesh))
+
+    def rendezvous() -> SymmetricBuffer:
+        with _store_timeout(RENDEZVOUS_S):
+            return memory.rendezvous(buffer, mesh)
+
+    reducer = SymmetricAllReduce(_run_on_all_ranks(mesh, rendezvous), mesh.tp)
+    return _run_on_all_ranks(mesh, lambda: _self_test(reducer, mesh))
+
+
+def _run_on_all_ranks(mesh: Mesh, phase: Callable[[], T]) -> T:
+    """Run a phase, and return its value if it succeeded on all tensor ranks.
+
+    Else raise _UnsupportedError on all of them. They must use the kernels together or not at all: a
+    kernel waits until every rank has called it.
+    """
+    reason = ""
     try:
-        reducer_or_reason = work()
+        value = phase()
     except _UnsupportedError as error:
-        reducer_or_reason = str(error)
+        reason = str(error)
     except Exception as error:  # torch and the driver raise many kinds of exceptions.
-        reducer_or_reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     device = "cpu" if mesh.stages_through_host else mesh.device
-    succeeded = torch.tensor(
-        [not isinstance(reducer_or_reason, str)], dtype=torch.int32, device=device
-    )
+    succeeded = torch.tensor([not reason], dtype=torch.int32, device=device)
     dist.all_reduce(succeeded, dist.ReduceOp.MIN, group=mesh.tp_group)
-    return (
-        reducer_or_reason
-        if isinstance(reducer_or_reason, str) or succeeded
-        else "another rank cannot use symmetric memory"
-    )
+    if reason:
+        raise _UnsupportedError(reason)
+    if not succeeded:
+        raise _UnsupportedError("another rank cannot use symmetric memory")
+    return value
+
+
+@contextmanager
+def _store_timeout(seconds: float) -> Iterator[None]:
+    """Limit the time that torch waits for keys of its store."""
+    store = dist.distributed_c10d._get_default_store()
+    timeout: timedelta = store.timeout  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        store.set_timeout(timeout)
 
 
 def _unsupported_reason(mesh: Mesh) -> str | None:
@@ -185,6 +219,8 @@ def _unsupported_reason(mesh: Mesh) -> str | None:
         return f"torch {torch.__version__} has no symmetric-memory kernels"
     if not _is_single_host(mesh):
         return "the ranks are on several hosts"
+    if not _has_peer_access(mesh):
+        return "a GPU cannot access the memory of another one"
     return None
 
 
@@ -196,6 +232,19 @@ def _is_single_host(mesh: Mesh) -> bool:
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=mesh.tp_group)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.tp_group)
     return bool((smallest == largest).all())
+
+
+def _has_peer_access(mesh: Mesh) -> bool:
+    """Return whether each GPU can access the memory of the GPUs of the other tensor ranks."""
+    own = torch.tensor([mesh.device.index], device=mesh.device)
+    indices = [torch.empty_like(own) for _ in range(mesh.tp)]
+    dist.all_gather(indices, own, group=mesh.tp_group)
+    # Ranks of which each sees only one GPU have equal indices; then the rendezvous decides.
+    peers = {int(index) for index in indices} - {mesh.device.index}
+    has_access = all(torch.cuda.can_device_access_peer(mesh.device, peer) for peer in peers)
+    all_have_access = torch.tensor([has_access], dtype=torch.int32, device=mesh.device)
+    dist.all_reduce(all_have_access, dist.ReduceOp.MIN, group=mesh.tp_group)
+    return bool(all_have_access)
 
 
 def _self_test(reducer: SymmetricAllReduce, mesh: Mesh) -> SymmetricAllReduce:

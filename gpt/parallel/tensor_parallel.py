@@ -18,7 +18,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gpt.parallel.collectives import all_gather_columns, all_reduce_no_grad
+from gpt.parallel.collectives import (
+    all_gather_columns,
+    all_reduce_in_place,
+    all_reduce_no_grad,
+)
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.sequence_parallel import (
     gather_from_sequence_parallel,
@@ -41,22 +45,28 @@ def to_column_parallel(x: Tensor, mesh: Mesh, tokens: int) -> Tensor:
 def from_row_parallel(x: Tensor, mesh: Mesh) -> Tensor:
     """Return the sum over the tensor ranks of `x`, the output of a row-parallel linear.
 
-    With sequence parallelism, return only this rank's rows of the sum.
+    With sequence parallelism, return only this rank's rows of the sum. The caller must not use `x`
+    afterwards: without gradients, the sum overwrites it.
     """
     if mesh.tp == 1:
         return x
     if mesh.sequence_parallel:
         return reduce_scatter_to_sequence_parallel(x, mesh)
+    if not torch.is_grad_enabled():
+        return all_reduce_in_place(x, mesh)
     return cast(Tensor, _ReduceFromTensorParallel.apply(x, mesh))  # type: ignore[no-untyped-call]
 
 
 def all_reduce(x: Tensor, mesh: Mesh) -> Tensor:
     """Return the sum of `x` over the tensor ranks: all rows, even with sequence parallelism.
 
-    The backward pass is the identity.
+    The backward pass is the identity. The caller must not use `x` afterwards: without gradients,
+    the sum overwrites it.
     """
     if mesh.tp == 1:
         return x
+    if not torch.is_grad_enabled():
+        return all_reduce_in_place(x, mesh)
     return cast(Tensor, _ReduceFromTensorParallel.apply(x, mesh))  # type: ignore[no-untyped-call]
 
 

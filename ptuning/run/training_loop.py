@@ -21,6 +21,7 @@ from gpt.errors import ConfigError
 from gpt.model.activation_checkpointing import RecomputePolicy
 from gpt.model.gpt_model import GPT
 from gpt.model.loading import load_model
+from gpt.parallel.collectives import barrier
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_stages import stage_layers
 from ptuning.activity import ActivityCallback, ignore_activity, loading_progress
@@ -315,8 +316,7 @@ class TrainingLoop:
         model's digest, the digest is cached, and the other ranks read the cache.
         """
         fingerprint = self._prepared.fingerprint() if self._mesh.rank == 0 else None
-        if self._mesh.tp * self._mesh.dp * self._mesh.pp > 1:
-            dist.barrier()
+        barrier(self._mesh)
         fingerprint = fingerprint or self._prepared.fingerprint()
         fingerprint.check_same_on_all_ranks(self._mesh)
         return fingerprint

@@ -9,6 +9,8 @@ ranks as processes are in `supervisor` and `torchrun_supervisor`.
 import logging
 import threading
 
+import torch
+
 from gpt.errors import ConfigError, PreambleError
 from gpt.model.gpt_model import GPT
 from gpt.tokenizers.tokenizer import Tokenizer
@@ -46,6 +48,7 @@ class InProcessTransport:
                 "serve it with `preamble serve`, or load it with tp = pp = 1"
             )
         self._warm_up = warm_up
+        self._device = mesh.device
         self._report = report or measure_model(model, config.scheduler_config, config.cache_config)
         self._model_runner = ModelRunner(
             model,
@@ -81,6 +84,9 @@ class InProcessTransport:
     def _run(self) -> None:
         assert self._receiver is not None
         try:
+            if self._device.type == "cuda":
+                # Each thread has its own current device, which is GPU 0 in a new thread.
+                torch.cuda.set_device(self._device)
             if self._warm_up:
                 self._engine_loop.warm_up()
             self._receiver.ready(self._engine_loop.ready_message(self._report))

@@ -13,14 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from gpt.model.loading import check_dtype
-from gpt.parallel.mesh import Mesh
+from gpt.parallel.collectives import warm_up_groups
+from gpt.parallel.mesh import Mesh, join_world
 from gpt.parallel.symmetric_memory import use_symmetric_memory
 from serving.config import ServerConfig
 from serving.engine_core.engine_loop import EngineLoop, build_engine_loop
@@ -167,24 +167,23 @@ class Rank:
         return open_for_serving(self._config, device.device), device
 
     def _join_mesh(self, device: torch.device, *, shares_device: bool) -> Mesh:
-        """Join the mesh of all ranks.
-
-        `shares_device`: whether any two ranks run on the same GPU. NCCL does not support that, so
-        all ranks then use gloo.
-        """
+        """Join the mesh of all ranks. `shares_device`: see `join_world`."""
         config, position = self._config.parallel_config, self._position
-        backend = "nccl" if device.type == "cuda" and not shares_device else "gloo"
         if position.world_size == 1:
             return Mesh.single(device)
-        dist.init_process_group(
-            backend,
+        join_world(
+            device,
+            timeout_s=config.load_s,
+            stages=config.pp,
+            shares_device=shares_device,
             store=dist.PrefixStore("torch", self._store),  # type: ignore[attr-defined,arg-type]
             rank=position.rank,
             world_size=position.world_size,
-            timeout=timedelta(seconds=config.load_s),
         )
         mesh = Mesh.create(config.tp, config.pp, device=device)
-        return use_symmetric_memory(mesh) if device.type == "cuda" else mesh
+        mesh = use_symmetric_memory(mesh) if device.type == "cuda" else mesh
+        warm_up_groups(mesh)  # Before the free memory is measured.
+        return mesh
 
     def _start_engine_loop(self, model_runner: ModelRunner, report: WorkerReport) -> None:
         """Create the engine loop, warm it up, and tell the front end that the ranks are ready."""

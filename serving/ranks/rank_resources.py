@@ -25,13 +25,15 @@ class RankDevice:
 def select_rank_device(name: str, position: RankPosition) -> RankDevice:
     """Return the device of a rank for the configured name.
 
-    For "cuda" without an index, also make the selected GPU torch's current device.
+    Also make a GPU the current device of the calling thread, which must be the thread that runs the
+    steps: libraries and pinned memory use the current device.
     """
     device = parse_device(name)
     local_ranks = position.local_world_size
     if device.type == "cpu":
         return RankDevice(device, local_ranks)
     if device.index is not None:
+        torch.cuda.set_device(device)
         return RankDevice(device, local_ranks, is_shared=local_ranks > 1)
     count = torch.cuda.device_count()
     own_device = torch.device("cuda", position.local_rank % count)

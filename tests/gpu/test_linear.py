@@ -161,7 +161,11 @@ def test_zero_and_nan_rows_do_not_leak_into_other_rows_of_an_fp8_matmul() -> Non
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 64, 300])
 @pytest.mark.parametrize("shape", [(64, 64), (48, 44), (4096, 1024), (1536, 2000)])
 def test_an_fp8_matmul_equals_the_torch_reference(rows: int, shape: tuple[int, int]) -> None:
-    """Tensor cores accumulate FP8 products with fewer digits than fp32; the limit allows for it."""
+    """Tensor cores accumulate FP8 products with fewer digits than fp32; the limit allows for it.
+
+    The result is rounded to bf16, an error of up to 2^-9. With `use_fast_accum`, Hopper adds 32
+    products at a time to a sum with 14 bits, an error of up to 2^-13 of the sum each time.
+    """
     require_fp8()
     generator = torch.Generator().manual_seed(rows)
     columns, channels = shape
@@ -174,7 +178,10 @@ def test_an_fp8_matmul_equals_the_torch_reference(rows: int, shape: tuple[int, i
     padded_bias = torch.nn.functional.pad(bias, (0, len(matmul.weight.values) - columns))
     reference = fp8_linear.reference_matmul(fp8_rows, matmul.weight, padded_bias, torch.float32)
     want = reference[:, :columns]
-    assert (got - want).std() < 5e-3 * want.std()
+    limit = max(5e-3, 2**-9 + channels / 32 * 2**-13)  # At 2000 channels: 1e-2.
+    error = float((got - want).std() / want.std())
+    print(f"fp8 matmul of {rows} rows and {shape}: error {error:.2e}, limit {limit:.2e}")
+    assert error < limit
     exact = x.double() @ weight.double().t() + bias.double()
     assert (got - exact).std() < FP8_SPREAD_MAX * exact.std()
 

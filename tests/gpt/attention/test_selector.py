@@ -10,6 +10,7 @@ from gpt.attention.backend import TorchAttention
 from gpt.attention.fp8_kv_cache import Fp8KVAttention, quantize_fp8
 from gpt.attention.kv_cache import FP8_DTYPE, KVPool
 from gpt.attention.selector import select_backend
+from gpt.batch import Batch
 from gpt.errors import ConfigError
 from gpt.generation.generate import generate
 from gpt.sampling_params import SamplingParams
@@ -115,6 +116,19 @@ def test_quantize_fp8_clamps_values_and_preserves_nan() -> None:
     dequantized = quantize_fp8(x).view(FP8_DTYPE).float()
     assert dequantized[:5].tolist() == [448, -448, 448, 448, 0.3125]
     assert dequantized[5].isnan()
+
+
+def test_keys_and_values_are_divided_by_their_scales_in_fp32() -> None:
+    """As in the Triton kernel. A division in bf16 would round before the cast to fp8."""
+    scales = torch.tensor([[0.3, 0.7]])
+    k, v = (torch.randn(64, 2, 16, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+    k, v = k.bfloat16(), v.bfloat16()
+    kv = torch.zeros(4, 2, 2, 16, 16, dtype=FP8_DTYPE)
+    batch = Batch.paged([64], [0], torch.arange(4).view(1, 4), 16)
+    Fp8KVAttention(scales).store(k, v, batch, kv)
+    stored = kv.view(torch.uint8).permute(1, 0, 3, 2, 4).flatten(1, 2)
+    assert torch.equal(stored[0], quantize_fp8(k.float() / 0.3))
+    assert torch.equal(stored[1], quantize_fp8(v.float() / 0.7))
 
 
 def test_fp8_blocks_are_written_copied_and_cleared() -> None:

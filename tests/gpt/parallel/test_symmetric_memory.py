@@ -4,7 +4,7 @@ import inspect
 import logging
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import timedelta
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from gpt.parallel.symmetric_memory import (
     BUFFER_BYTES,
     KIB,
     SymmetricBuffer,
+    SymmetricMemory,
     select_kernel,
     use_symmetric_memory,
 )
@@ -88,16 +89,27 @@ def test_the_stub_has_the_parameters_of_torchs_operators() -> None:
         assert list(inspect.signature(getattr(Kernels, name)).parameters)[1:] == parameters
 
 
-def fake_buffer(kernels: Kernels, *, multicast: bool = False) -> Any:
-    buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
-    return lambda mesh: SymmetricBuffer(buffer, multicast, "ours", kernels)
+class FakeMemory(SymmetricMemory):
+    """Buffers in the memory of each process, and kernels by the process group."""
+
+    def __init__(self, kernels: Kernels, *, multicast: bool = False) -> None:
+        self.kernels = kernels
+        self.multicast = multicast
+        self.has_met = False
+
+    def allocate(self, mesh: Mesh) -> Tensor:
+        return torch.empty(BUFFER_BYTES, dtype=torch.uint8)
+
+    def rendezvous(self, buffer: Tensor, mesh: Mesh) -> SymmetricBuffer:
+        self.has_met = True
+        return SymmetricBuffer(buffer, self.multicast, "ours", self.kernels)
 
 
 def run_all_reduces(rank: int) -> list[str]:
     """All-reduces of some sizes and dtypes, and of a model; returns the called kernels."""
     plain = Mesh.create(2, 1)
     kernels = Kernels()
-    mesh = use_symmetric_memory(plain, fake_buffer(kernels))
+    mesh = use_symmetric_memory(plain, FakeMemory(kernels))
     assert (
         mesh.symmetric_all_reduce is not None
         and use_symmetric_memory(Mesh.single()).symmetric_all_reduce is None
@@ -136,7 +148,7 @@ def run_large_all_reduces(rank: int) -> list[str]:
     symmetric_memory.ONE_SHOT_BYTES_MAX = {2: 64}
     called = []
     for multicast in (False, True):
-        mesh = use_symmetric_memory(Mesh.create(2, 1), fake_buffer(kernels, multicast=multicast))
+        mesh = use_symmetric_memory(Mesh.create(2, 1), FakeMemory(kernels, multicast=multicast))
         kernels.called.clear()
         x = torch.randn(5, 64)
         assert torch.equal(all_reduce(x, mesh), all_reduce(x, Mesh.create(2, 1)))
@@ -168,18 +180,31 @@ def run_with_failures(rank: int) -> list[str]:
     symmetric_memory.log.addHandler(handler)
     symmetric_memory.log.setLevel(logging.INFO)
 
-    def fail_on_rank_1(mesh: Mesh) -> SymmetricBuffer:
-        if mesh.rank == 1:
-            raise RuntimeError("no peer access\nand a stack")
-        symmetric_buffer: SymmetricBuffer = fake_buffer(Kernels())(mesh)
-        return symmetric_buffer
+    class FailingAllocation(FakeMemory):
+        def allocate(self, mesh: Mesh) -> Tensor:
+            if mesh.rank == 1:
+                raise RuntimeError("no peer access\nand a stack")
+            return super().allocate(mesh)
 
-    for open_shared in (
-        fail_on_rank_1,
-        fake_buffer(Kernels(wrong=float(rank))),
-        SymmetricBuffer.open,
+    class FailingRendezvous(FakeMemory):
+        def rendezvous(self, buffer: Tensor, mesh: Mesh) -> SymmetricBuffer:
+            if mesh.rank == 1:
+                raise RuntimeError("no handle")
+            dist.distributed_c10d._get_default_store().get("the address of rank 1")
+            return super().rendezvous(buffer, mesh)
+
+    symmetric_memory.RENDEZVOUS_S = 0.2
+    failing_allocation = FailingAllocation(Kernels())
+    for memory in (
+        failing_allocation,
+        FailingRendezvous(Kernels()),
+        FakeMemory(Kernels(wrong=float(rank))),
+        SymmetricMemory(),
     ):
-        assert use_symmetric_memory(mesh, open_shared) is mesh
+        assert use_symmetric_memory(mesh, memory) is mesh
+    assert not failing_allocation.has_met, "a rank waits in the rendezvous for one that has failed"
+    store = dist.distributed_c10d._get_default_store()
+    assert store.timeout > timedelta(seconds=1)  # type: ignore[attr-defined]
     assert bool((all_reduce(torch.ones(4), mesh) == 2).all())
     return handler.messages
 
@@ -189,15 +214,11 @@ def test_a_failure_on_one_rank_disables_it_on_all() -> None:
         [line.partition(" reason=")[2] for line in messages]
         for messages in ranks(2, run_with_failures)
     ]
-    assert reasons == [
-        [
-            "'another rank cannot use symmetric memory'",
-            "'another rank cannot use symmetric memory'",
-            "'the device is cpu'",
-        ],
-        [
-            "'RuntimeError: no peer access'",
-            "'one_shot sums of bfloat16 are wrong'",
-            "'the device is cpu'",
-        ],
-    ]
+    other = "'another rank cannot use symmetric memory'"
+    wrong = "'one_shot sums of bfloat16 are wrong'"
+    on_cpu = "'the device is cpu'"
+    assert reasons[0][0] == other and reasons[0][2:] == [other, on_cpu]
+    # The rendezvous had a deadline. The type of the error depends on torch's version.
+    assert re.search("Error: .*the address of rank 1 after 200 ?ms", reasons[0][1])
+    allocation, rendezvous = "'RuntimeError: no peer access'", "'RuntimeError: no handle'"
+    assert reasons[1] == [allocation, rendezvous, wrong, on_cpu]
