@@ -168,15 +168,19 @@ class GPT(nn.Module):
 
     def compute_logits(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the logits of the batch's `logit_rows`, without vocabulary padding."""
-        return gather_columns(self.compute_logits_shard(x, batch), self.mesh)[
-            ..., : self.config.vocab_size
-        ]
+        # Gathered in the model's dtype, because logits in fp32 have twice the bytes of bf16 ones.
+        logits = gather_columns(self._compute_head(x, batch), self.mesh)
+        return _promote(logits[..., : self.config.vocab_size])
 
     def compute_logits_shard(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the logits of the batch's `logit_rows` over this rank's shard of the vocabulary.
 
         The shard includes vocabulary padding. `x` is the output of `forward_hidden`.
         """
+        return _promote(self._compute_head(x, batch))
+
+    def _compute_head(self, x: Tensor, batch: Batch) -> Tensor:
+        """Return the shard of `compute_logits_shard` in the dtype of the LM head."""
         assert self.head_backend is not None, "only the last stage has an LM head"
         # With sequence parallelism, rows can be selected only after the all-gather.
         is_sequence_parallel = self.mesh.sequence_parallel
@@ -188,8 +192,7 @@ class GPT(nn.Module):
             x = to_column_parallel(norm(x), self.mesh, batch.tokens)
             if batch.logit_rows is not None and is_sequence_parallel:
                 x = x.index_select(0, batch.logit_rows)
-        logits = self.head_backend.forward(x, None, None, None)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return self.head_backend.forward(x, None, None, None)
 
     def greedy_tokens(self, x: Tensor) -> Tensor | None:
         """Return the argmax token of each row of `x`, computed without storing the logits.
@@ -223,3 +226,8 @@ class GPT(nn.Module):
         batch = Batch.unpaged((ids.shape[1],) * ids.shape[0], ids.device)
         logits: Tensor = self(ids.flatten(), batch, virtual_embeddings=virtual_embeddings)
         return logits.view(*ids.shape, -1)
+
+
+def _promote(logits: Tensor) -> Tensor:
+    """Return the logits in fp32, or in fp64 if they are fp64."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -17,6 +17,7 @@ from gpt.model.gpt_model import GPT
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_communication import AsyncSender, receive_from_stage, send_to_stage
 from gpt.parallel.pipeline_stages import stage_layers
+from gpt.parallel.tensor_parallel import gather_columns
 from gpt.parallel.weight_sharding import check_split
 from gpt.sampling_params import SamplingParams
 from tests.support.models import CONFIGS, MODERN, build, first_tie, recompute_greedy
@@ -258,3 +259,26 @@ def send_transposed(rank: int) -> list[list[float]]:
 
 def test_a_transposed_tensor_arrives_unchanged() -> None:
     assert ranks(2, send_transposed)[1] == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+
+
+def gather_bf16_logits(_rank: int) -> tuple[Tensor, Tensor, torch.dtype]:
+    """Return the logits, the logits gathered in fp32, and the dtype in which they are gathered."""
+    model = build(MODERN, Mesh.create(2, 1), dtype=torch.bfloat16)
+    ids, batch = torch.arange(2, 14), Batch.unpaged([5, 7])
+    dtypes = []
+
+    def gather(x: Tensor, mesh: Mesh) -> Tensor:
+        dtypes.append(x.dtype)
+        return gather_columns(x, mesh)
+
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr("gpt.model.gpt_model.gather_columns", gather)
+        logits = model(ids, batch)
+        shard = model.compute_logits_shard(model.forward_hidden(ids, batch), batch)
+    return logits, gather_columns(shard, model.mesh)[:, : MODERN.vocab_size], dtypes[0]
+
+
+def test_logits_are_gathered_in_the_models_dtype() -> None:
+    for logits, fp32_logits, dtype in ranks(2, gather_bf16_logits):
+        assert dtype == torch.bfloat16 and logits.dtype == fp32_logits.dtype == torch.float32
+        assert torch.equal(logits, fp32_logits)
