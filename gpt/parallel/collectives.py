@@ -25,7 +25,7 @@ def all_reduce_no_grad(
     return x if mesh.tp == 1 else _all_reduce(x, mesh, op, copies=True)
 
 
-def all_reduce_in_place(x: Tensor, mesh: Mesh) -> Tensor:
+def all_reduce_and_overwrite(x: Tensor, mesh: Mesh) -> Tensor:
     """Return the sum of `x` over the tensor ranks. The caller must not use `x` afterwards."""
     return x if mesh.tp == 1 else _all_reduce(x, mesh, dist.ReduceOp.SUM, copies=False)
 

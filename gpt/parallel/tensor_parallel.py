@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gpt.parallel.collectives import (
     all_gather_columns,
-    all_reduce_in_place,
+    all_reduce_and_overwrite,
     all_reduce_no_grad,
 )
 from gpt.parallel.mesh import Mesh
@@ -53,7 +53,7 @@ def from_row_parallel(x: Tensor, mesh: Mesh) -> Tensor:
     if mesh.sequence_parallel:
         return reduce_scatter_to_sequence_parallel(x, mesh)
     if not torch.is_grad_enabled():
-        return all_reduce_in_place(x, mesh)
+        return all_reduce_and_overwrite(x, mesh)
     return cast(Tensor, _ReduceFromTensorParallel.apply(x, mesh))  # type: ignore[no-untyped-call]
 
 
@@ -66,7 +66,7 @@ def all_reduce(x: Tensor, mesh: Mesh) -> Tensor:
     if mesh.tp == 1:
         return x
     if not torch.is_grad_enabled():
-        return all_reduce_in_place(x, mesh)
+        return all_reduce_and_overwrite(x, mesh)
     return cast(Tensor, _ReduceFromTensorParallel.apply(x, mesh))  # type: ignore[no-untyped-call]
 
 
