@@ -112,7 +112,8 @@ class FlashInferAttention(AttentionBackend):
         kv = torch.zeros(2, 2, 1, block_tokens, head_dim, device=self._device).to(kv_dtype)
         rows = torch.zeros(3, 1, head_dim, dtype=dtype, device=self._device)
         q = rows.expand(-1, self._queries_per_kv_head, -1).contiguous()
-        self.attend(q, rows, rows, batch, kv, window)
+        # The copy waits for the kernels, so that their errors are raised here.
+        self.attend(q, rows, rows, batch, kv, window).cpu()
 
     def store(self, k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:
         """Write this step's keys and values into their slots of the pool."""
