@@ -22,11 +22,15 @@ from serving.worker.input_batch import build_input_batch
 
 CONTEXT_TOKENS, BLOCK_TOKENS, SLOTS = 2048, 16, 64
 CONFIG = SchedulerConfig(running_requests_max=SLOTS, step_tokens_max=512)
+KERNELS = ("attend_single", "attend_tile", "merge_segments", "append_kv")
 TABLES = np.zeros((SLOTS, CONTEXT_TOKENS // BLOCK_TOKENS), np.int64)
 
 
 class _FakeDriver:
     """A CUDA driver of one GPU that launches nothing."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
 
     def get_current_device(self) -> int:
         return 0
@@ -37,37 +41,40 @@ class _FakeDriver:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._capability, 32)
+
+
+@contextmanager
+def fake_gpu(capability: int = 90) -> Iterator[None]:
+    """Let Triton compile for a GPU of this compute capability that does not exist."""
+    from triton.runtime import driver
+
+    from gpt.attention import triton_kernels
+
+    driver_before: Any = driver._active  # None: Triton looks for a GPU when it needs one.
+    driver.set_active(_FakeDriver(capability))
+    try:
+        yield
+    finally:
+        driver.set_active(driver_before)
+        for name in KERNELS:
+            getattr(triton_kernels, name).device_caches.clear()
 
 
 @contextmanager
 def recorded_keys() -> Iterator[set[tuple[str, str]]]:
     """Yield a set, to which each launch adds the name and the key of its kernel."""
     from triton import knobs
-    from triton.runtime import driver
-
-    from gpt.attention import triton_kernels
 
     keys: set[tuple[str, str]] = set()
-    driver_before: Any = driver._active  # None: Triton looks for a GPU when it needs one.
 
     def record(*, key: str, fn: Any, **_: object) -> bool:
         keys.add((fn.name, key))
         return True  # Do not compile.
 
-    kernels = [
-        getattr(triton_kernels, name)
-        for name in ("attend_single", "attend_tile", "merge_segments", "append_kv")
-    ]
-    knobs.runtime.jit_cache_hook = record
-    driver.set_active(_FakeDriver())
-    try:
+    with fake_gpu(), knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = record
         yield keys
-    finally:
-        knobs.runtime.jit_cache_hook = None
-        driver.set_active(driver_before)
-        for kernel in kernels:
-            kernel.device_caches.clear()
 
 
 class ServedLayer:
