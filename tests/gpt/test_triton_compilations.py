@@ -17,7 +17,7 @@ def test_a_compilation_is_reported_and_logged(
     from triton import knobs
 
     from gpt.attention import triton_kernels
-    from tests.support.triton_keys import fake_gpu
+    from tests.support.triton_compiled import fake_gpu
 
     reports: list[tuple[str, float | None]] = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

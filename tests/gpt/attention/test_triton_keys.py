@@ -28,13 +28,14 @@ KERNELS_MAX = 40
 def test_steps_after_the_warm_up_compile_no_kernel(
     heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype, steps: int
 ) -> None:
-    from tests.support.triton_keys import ServedLayer, recorded_keys
+    from tests.support.served_attention import ServedLayer
+    from tests.support.triton_compiled import recorded_launches
 
     draw = random.Random(1)
-    with recorded_keys() as keys:
+    with recorded_launches() as launches:
         layer = ServedLayer(heads, dtype, kv_dtype)
         layer.warm_up()
-        prepared = set(keys)
+        prepared = set(launches)
         assert 0 < len(prepared) <= KERNELS_MAX
         for _ in range(steps):
             count, kind = draw.randint(1, 60), draw.random()
@@ -47,7 +48,7 @@ def test_steps_after_the_warm_up_compile_no_kernel(
             elif kind < 0.9:
                 lengths = [draw.randint(1, 5) for _ in range(count)]
             layer.run_lengths(lengths, [draw.randint(1, 1400) for _ in lengths])
-        assert sorted(keys - prepared) == []
+        assert sorted(launches.keys() - prepared) == []
 
 
 def test_short_runs_beside_a_chunk_have_work_items_of_their_own() -> None:

@@ -1,12 +1,5 @@
-"""Kernels that Triton would compile for a GPU, found without a GPU by a fake CUDA driver.
+"""An attention layer that runs a server's steps, to see which Triton kernels they launch."""
 
-Triton's own JIT computes the key of each launch from the arguments: dtypes, alignment of pointers,
-constants and options. It compiles a kernel when it meets a new key. Here its cache hook records the
-key and stops the launch, so nothing is compiled and nothing runs.
-"""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,59 +15,7 @@ from serving.worker.input_batch import build_input_batch
 
 CONTEXT_TOKENS, BLOCK_TOKENS, SLOTS = 2048, 16, 64
 CONFIG = SchedulerConfig(running_requests_max=SLOTS, step_tokens_max=512)
-KERNELS = ("attend_single", "attend_tile", "merge_segments", "append_kv")
 TABLES = np.zeros((SLOTS, CONTEXT_TOKENS // BLOCK_TOKENS), np.int64)
-
-
-class _FakeDriver:
-    """A CUDA driver of one GPU that launches nothing."""
-
-    def __init__(self, capability: int) -> None:
-        self._capability = capability
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self._capability, 32)
-
-
-@contextmanager
-def fake_gpu(capability: int = 90) -> Iterator[None]:
-    """Let Triton compile for a GPU of this compute capability that does not exist."""
-    from triton.runtime import driver
-
-    from gpt.attention import triton_kernels
-
-    driver_before: Any = driver._active  # None: Triton looks for a GPU when it needs one.
-    driver.set_active(_FakeDriver(capability))
-    try:
-        yield
-    finally:
-        driver.set_active(driver_before)
-        for name in KERNELS:
-            getattr(triton_kernels, name).device_caches.clear()
-
-
-@contextmanager
-def recorded_keys() -> Iterator[set[tuple[str, str]]]:
-    """Yield a set, to which each launch adds the name and the key of its kernel."""
-    from triton import knobs
-
-    keys: set[tuple[str, str]] = set()
-
-    def record(*, key: str, fn: Any, **_: object) -> bool:
-        keys.add((fn.name, key))
-        return True  # Do not compile.
-
-    with fake_gpu(), knobs.runtime.scope():
-        knobs.runtime.jit_cache_hook = record
-        yield keys
 
 
 class ServedLayer:
@@ -87,10 +28,15 @@ class ServedLayer:
         self._qkv = torch.zeros(
             CONFIG.step_tokens_max + 4 * SLOTS, groups, queries + 2, channels, dtype=dtype
         )
+        self._compiles = False
         self._last_tokens = torch.zeros(SLOTS + 1, dtype=torch.long)
 
     def warm_up(self) -> None:
-        """Run the server's warm-up steps, and a decode step with lengths on the device."""
+        """Run the server's warm-up steps, and a decode step with lengths on the device.
+
+        As on a GPU, the first step also launches all kernels that later steps may need.
+        """
+        self._compiles = True
         config = SimpleNamespace(max_position_embeddings=CONTEXT_TOKENS)
         runner: Any = SimpleNamespace(
             slots=SLOTS, blocks=1000, model=SimpleNamespace(config=config)
@@ -137,5 +83,6 @@ class ServedLayer:
         q = qkv[:, :, :-2].reshape(len(qkv), -1, qkv.shape[-1])
         k, v = qkv[:, :, -2], qkv[:, :, -1]
         self._backend.store(k, v, batch, self._kv)
-        self._backend.compile_kernels(q, self._kv, None)  # On a GPU `attend` calls this itself.
+        if self._compiles:
+            self._backend.compile_kernels(q, self._kv, None)  # On a GPU `attend` calls this itself.
         self._backend.attend(q, k, v, batch, self._kv, None)
