@@ -35,7 +35,8 @@ CORE_CASES = (
     "80 8 4 64 float16 float16",
     "100 4 8 128 bfloat16 float8_e4m3fn",
 )
-# All cases: GQA of wide heads, MQA, and heads of an odd width. An fp8 pool needs compute capability 8.9.
+# All cases: GQA of wide heads, MQA, and heads of an odd width. An fp8 pool needs compute capability
+# 8.9.
 MATRIX_CASES = tuple(
     f"{capability} {heads} {dtypes}"
     for capability in (80, 90, 100)
