@@ -13,7 +13,11 @@ pytestmark = [
 
 # By compute capability, channels and dtype of the model: the bytes that a thread may spill.
 # Other kernels spill none.
-SPILLED_BYTES_MAX = {(80, 256, "bfloat16"): 8, (80, 256, "float16"): 8}
+SPILLED_BYTES_MAX = {
+    (80, 256, "bfloat16"): 8,
+    (80, 256, "float16"): 8,
+    (80, 64, "float32"): 8,  # With 48 queries per KV head.
+}
 
 
 @pytest.mark.parametrize("case", MATRIX_CASES)
