@@ -194,6 +194,7 @@ class EngineStats(_Part, frozen=True):
     # Steps of the CUDA graph runner: replays of graphs, and steps of sizes that have no graph.
     replayed_steps: int = 0
     early_steps: int = 0  # Steps that were planned before the previous step's tokens were known.
+    compiled_kernels: int = 0  # Kernels that Triton compiled on any rank after the warm-up.
 
 
 class Ready(_Message, frozen=True):
@@ -248,6 +249,16 @@ class WarmingUp(_Message, frozen=True):
     """The ranks have loaded the weights, and are running warm-up steps."""
 
 
+class KernelCompilation(_Message, frozen=True):
+    """Triton begins to compile a kernel on a rank, or has compiled it.
+
+    A step that waits for a compilation is not hung.
+    """
+
+    kernel: str
+    seconds: float | None = None  # None: the compilation begins.
+
+
 class Failed(_Message, frozen=True):
     """The ranks end for this reason."""
 
@@ -255,7 +266,7 @@ class Failed(_Message, frozen=True):
     is_permanent: bool = False  # A restart would fail the same way; an operator must fix the cause.
 
 
-FromEngineLoop = WarmingUp | Ready | Update | Failed
+FromEngineLoop = WarmingUp | Ready | Update | KernelCompilation | Failed
 
 # ----------------------------------------------------------------------------- engine loop -> ranks
 

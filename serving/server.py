@@ -622,6 +622,11 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
             "Steps launched before the previous step's tokens were known.",
             lambda: engine.stats.early_steps,
         ),
+        (
+            "engine_compiled_kernels",
+            "Triton kernels compiled after the warm-up, on all ranks.",
+            lambda: engine.stats.compiled_kernels,
+        ),
         ("adapter_loads", "Adapters loaded onto the device.", lambda: engine.stats.adapter_loads),
         (
             "adapter_load_failures",

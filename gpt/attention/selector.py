@@ -130,14 +130,14 @@ _BACKENDS: dict[str, Callable[[_Requirements], AttentionBackend]] = {
 }
 # The dtypes, and the numbers of channels per head, that each backend supports.
 _DTYPES = {
-    "triton": (torch.bfloat16, torch.float32),
+    "triton": (torch.bfloat16, torch.float16, torch.float32),
     "flashinfer": (torch.bfloat16, torch.float16),
 }
 _HEAD_DIMS = {"triton": range(2, 257, 2), "flashinfer": (64, 128, 256)}
 _BACKEND_REQUIREMENTS = {
     "triton": "a CUDA build of torch with Triton (pip install triton), a GPU of compute capability "
-    "8.0 or later (8.9 with an fp8 KV cache), and a model in bfloat16 or float32 whose heads have "
-    "an even number of channels up to 256",
+    "8.0 or later (8.9 with an fp8 KV cache), and a model in bfloat16, float16 or float32 whose "
+    "heads have an even number of channels up to 256",
     "flashinfer": "a CUDA build of torch with FlashInfer (pip install 'preamble[flashinfer]'), a "
     "GPU of compute capability 8.0 or later (8.9 with an fp8 KV cache), and a model in bfloat16 or "
     "float16 whose heads have 64, 128 or 256 channels",

@@ -30,6 +30,13 @@ import triton.language as tl
 # SCALED: whether keys and values have scales: `scales[0]` for keys, `scales[1]` for values.
 # WINDOW: size of the attention window in tokens; 0: no window.
 # DTYPE_MAX: see `append_kv`.
+#
+# Triton compiles a kernel again for each combination of pointers that are multiples of 16 bytes.
+# The index tensors of a step are views of one packed tensor, so their alignment depends on the
+# numbers of sequences and tokens. Therefore the kernels are not specialized on it
+# (`do_not_specialize_on_alignment`), and a step launches only kernels that
+# `TritonAttention.compile_kernels` has compiled.
+STEP_TENSORS = ("block_tables", "context_lengths", "query_starts", "work_items", "scales")
 
 
 @triton.jit
@@ -69,7 +76,7 @@ def kv_offsets(
     return ((blocks * (2 * GROUPS) + kv_head) * BLOCK + tokens % BLOCK) * D
 
 
-@triton.jit(do_not_specialize=["table_width"])
+@triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=STEP_TENSORS)
 def attend_single(
     q, kv, block_tables, context_lengths, query_starts, work_items,
     out, partial_out, softmax_stats, scales,
@@ -137,7 +144,7 @@ def attend_single(
         tl.store(out + index * D + channels, y.to(out.dtype.element_ty), mask=is_channel)
 
 
-@triton.jit(do_not_specialize=["table_width"])
+@triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=STEP_TENSORS)
 def attend_tile(
     q, kv, block_tables, context_lengths, query_starts, work_items,
     out, partial_out, softmax_stats, scales,
@@ -213,7 +220,7 @@ def attend_tile(
         tl.store(out_address, y.to(out.dtype.element_ty), mask=query_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["query_starts", "work_items", "scales"])
 def merge_segments(
     query_starts, work_items, out, partial_out, softmax_stats, scales,
     HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
@@ -251,7 +258,7 @@ def clamp(x, LIMIT: tl.constexpr):
     return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["blocks", "offsets", "scales"])
 def append_kv(
     k, v, kv, blocks, offsets, scales,
     k_row, k_group, v_row, v_group,

@@ -13,6 +13,7 @@ from math import e, log2
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpt.attention import triton_kernels as kernels
@@ -35,9 +36,10 @@ TILE_BYTES_MAX = 16 << 10
 # a tile. At the maximum, it takes 64 registers per thread (a program has 128 threads).
 TILE_ELEMENTS_MAX = 8192
 # Maximum number of query rows of a tile, for heads of at most 128 channels; for wider heads, half
-# of this number. A query row is one query head of one token. In bf16, each of two warp groups
-# computes 64 rows. fp32 runs on the CUDA cores, with smaller tiles.
-ROWS_MAX = {torch.bfloat16: 128, torch.float32: 32}
+# of this number. A query row is one query head of one token. In bf16 and fp16, each of two warp
+# groups computes 64 rows. fp32 runs on the CUDA cores, with smaller tiles.
+ROWS_MAX = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 32}
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 ROWS_MIN = 16  # tl.dot needs at least this number of rows and of channels.
 # Keys are split into segments only if work items have at most this number of new tokens. Longer
 # prefills usually give enough programs without a split.
@@ -58,8 +60,11 @@ class TritonMetadata:
     # (work items, 2): the index of a sequence with one new token, and 0 (the index of the token).
     decode_items: Tensor
     # (work items, 2): the index of a sequence, and the index of the item's first token among the
-    # new tokens of the sequence.
+    # new tokens of the sequence. `short_items` are of sequences with 2 to SPLIT_KEYS_TOKENS_MAX new
+    # tokens, such as the verification of draft tokens, and `prefill_items` of longer ones.
+    short_items: Tensor
     prefill_items: Tensor
+    short_tokens_max: int  # Maximum number of new tokens of a short work item.
     prefill_tokens_max: int  # Maximum number of new tokens of a prefill work item.
 
     @classmethod
@@ -82,6 +87,8 @@ class TritonMetadata:
             batch.block_tables.int(),
             decode_items,
             decode_items[:0],
+            decode_items[:0],
+            1,
             1,
         )
 
@@ -93,28 +100,24 @@ class TritonMetadata:
         assert batch.block_tables is not None
         lengths, past_lengths = np.array(batch.query_lengths), np.array(batch.past_lengths)
         query_starts = np.concatenate([[0], lengths.cumsum()])
-        longest = int(lengths.max())
-        tokens = work_item_tokens_max(longest, queries_per_kv_head, like)
-        decode_sequences = np.flatnonzero(lengths == 1) if longest > 1 else np.arange(len(lengths))
-        prefill_sequences = np.flatnonzero(lengths > 1)
-        counts = -(-lengths[prefill_sequences] // tokens)
-        work_item_sequences = np.repeat(prefill_sequences, counts)
-        first_tokens = (
-            np.arange(len(work_item_sequences)) - np.repeat(counts.cumsum() - counts, counts)
-        ) * tokens
-        # The work items with the most keys are the slowest, so they start first.
-        order = np.argsort(-(past_lengths[work_item_sequences] + first_tokens), kind="stable")
+        # Short sequences have work items of their own. In the larger tiles of long prefills, most
+        # of their rows would be empty, and their keys would not be split into segments.
+        is_short = (lengths > 1) & (lengths <= SPLIT_KEYS_TOKENS_MAX)
+        short_tokens, prefill_tokens = (
+            work_item_tokens_max(longest, queries_per_kv_head, like)
+            for longest in (SPLIT_KEYS_TOKENS_MAX, int(lengths.max()))
+        )
         work_items = [
-            (decode_sequences, np.zeros_like(decode_sequences)),
-            (work_item_sequences[order], first_tokens[order]),
+            _build_work_items(sequences, tokens, lengths, past_lengths)
+            for sequences, tokens in (
+                (np.flatnonzero(lengths == 1), 1),
+                (np.flatnonzero(is_short), short_tokens),
+                (np.flatnonzero(lengths > SPLIT_KEYS_TOKENS_MAX), prefill_tokens),
+            )
         ]
-        arrays = [
-            lengths + past_lengths,
-            query_starts,
-            *(np.stack(pair, 1).ravel() for pair in work_items),
-        ]
+        arrays = [lengths + past_lengths, query_starts, *work_items]
         packed = torch.from_numpy(np.concatenate(arrays).astype(np.int32))
-        context_lengths, device_starts, decode_items, prefill_items = packed.to(
+        context_lengths, device_starts, decode_items, short_items, prefill_items = packed.to(
             batch.block_tables.device
         ).split([len(x) for x in arrays])
         return cls(
@@ -122,8 +125,10 @@ class TritonMetadata:
             device_starts,
             batch.block_tables.int(),
             decode_items.view(-1, 2),
+            short_items.view(-1, 2),
             prefill_items.view(-1, 2),
-            tokens,
+            short_tokens,
+            prefill_tokens,
         )
 
 
@@ -174,7 +179,7 @@ class TritonAttention(AttentionBackend):
         if kv is None:
             return ragged_attention(q, k, v, batch, kv, window)
         is_first_prefill = not any(batch.past_lengths) and min(batch.query_lengths) > 1
-        if is_first_prefill and window is None and q.dtype == kv.dtype == torch.bfloat16:
+        if is_first_prefill and window is None and q.dtype == kv.dtype in HALF_DTYPES:
             # No sequence has past tokens, so all visible keys are in `k`, and torch's fused kernels
             # are faster than a kernel that reads the pool.
             return padded_sdpa(q, k, v, batch, window)
@@ -189,10 +194,13 @@ class TritonAttention(AttentionBackend):
         q, out = _contiguous_rows(q), torch.empty_like(q, memory_format=torch.contiguous_format)
         launch = _LayerLaunch(q, kv, metadata, window or 0, layer_scales(self._scales, kv), out)
         with torch.cuda.device_of(q):
-            if len(metadata.decode_items):
-                launch.launch(metadata.decode_items, 1)
-            if len(metadata.prefill_items):
-                launch.launch(metadata.prefill_items, metadata.prefill_tokens_max)
+            for work_items, tokens in (
+                (metadata.decode_items, 1),
+                (metadata.short_items, metadata.short_tokens_max),
+                (metadata.prefill_items, metadata.prefill_tokens_max),
+            ):
+                if len(work_items):
+                    launch.launch(work_items, tokens)
         return out
 
     def compile_kernels(self, q: Tensor, kv: KV, window: int | None) -> None:
@@ -202,32 +210,38 @@ class TritonAttention(AttentionBackend):
         each variant on dummy sequences with a context length of 0. It does this once for each
         combination of the layers' shapes, dtypes and window.
         """
-        signature = (*q.shape[1:], q.dtype, *kv.shape[2:], kv.dtype, window)
+        q = _contiguous_rows(q)
+        # Triton also specializes the kernels on whether the strides are multiples of 16.
+        stride_alignment = tuple(stride % 16 == 0 for stride in q.stride()[:2])
+        signature = (*q.shape[1:], stride_alignment, q.dtype, *kv.shape[2:], kv.dtype, window)
         if signature in self._compiled:
             return
         self._compiled.add(signature)
-        heads, kv_heads = q.shape[1], kv.shape[2]
-        queries_per_kv_head = heads // kv_heads
-        token_counts = {
-            work_item_tokens_max(n, queries_per_kv_head, q)
-            for n in (SPLIT_KEYS_TOKENS_MAX, *range(16, 129, 16))
-        }
-        for tokens in (1, *sorted(token_counts)):
+        for tokens in work_item_sizes(q, kv):
             for segments in SEGMENT_COUNTS if tokens <= SPLIT_KEYS_TOKENS_MAX else (1,):
-                count = -(-PROGRAMS_MIN // (kv_heads * segments))
-                indices = torch.arange(count + 1, dtype=torch.int32, device=q.device)
-                zeros = torch.zeros_like(indices[1:])
-                work_items = torch.stack([indices[:-1], zeros], dim=1)
-                metadata = TritonMetadata(
-                    zeros, indices * tokens, zeros.unsqueeze(1), work_items, work_items, tokens
-                )
-                dummy_q = q.new_zeros(count * tokens, *q.shape[1:])
-                scales = layer_scales(self._scales, kv)
-                with torch.cuda.device_of(q):
-                    launch = _LayerLaunch(
-                        dummy_q, kv, metadata, window or 0, scales, torch.empty_like(dummy_q)
-                    )
-                    launch.launch(work_items, tokens)
+                self._compile_variant(q, kv, window, tokens, segments)
+
+    def _compile_variant(
+        self, q: Tensor, kv: KV, window: int | None, tokens: int, segments: int
+    ) -> None:
+        """Launch the kernels for work items of `tokens` tokens whose keys are in `segments`."""
+        # This number of work items gives `segments` segments (`segment_count`).
+        is_split = tokens <= SPLIT_KEYS_TOKENS_MAX
+        count = -(-PROGRAMS_MIN // (kv.shape[2] * segments)) if is_split else 1
+        indices = torch.arange(count + 1, dtype=torch.int32, device=q.device)
+        zeros = torch.zeros_like(indices[1:])
+        items = torch.stack([indices[:-1], zeros], dim=1)
+        metadata = TritonMetadata(
+            zeros, indices * tokens, zeros.unsqueeze(1), items, items, items, tokens, tokens
+        )
+        shape = count * tokens, *q.shape[1:]
+        rows = q.new_zeros(shape[0], max(q.stride(0), shape[1] * q.stride(1)))
+        dummy_q = rows.as_strided(shape, (rows.shape[1], q.stride(1), 1))
+        out = torch.empty_like(dummy_q, memory_format=torch.contiguous_format)
+        scales = layer_scales(self._scales, kv)
+        with torch.cuda.device_of(q):
+            launch = _LayerLaunch(dummy_q, kv, metadata, window or 0, scales, out)
+            launch.launch(items, tokens)
 
 
 @dataclass(frozen=True)
@@ -304,7 +318,7 @@ class _LayerLaunch:
                 ROWS=rows,
                 TILE=min(64, tile_keys(padded_head_dim, q)),
                 num_warps=8 if rows > 64 or q.dtype == torch.float32 else 4,
-                num_stages=3 if q.dtype == torch.bfloat16 else 2,
+                num_stages=3 if q.dtype in HALF_DTYPES else 2,
             )
         if segments > 1:
             kernels.merge_segments[len(work_items) * tokens, heads](
@@ -331,6 +345,13 @@ def segment_count(programs: int) -> int:
         if programs * count >= PROGRAMS_MIN:
             return count
     return SEGMENT_COUNTS[-1]
+
+
+def work_item_sizes(q: Tensor, kv: KV) -> list[int]:
+    """Return each number that a step may pass to `_LayerLaunch.launch` as `tokens`, ascending."""
+    longest_runs = range(SPLIT_KEYS_TOKENS_MAX, max(ROWS_MAX.values()) + 1)
+    queries_per_kv_head = q.shape[1] // kv.shape[2]
+    return sorted({1, *(work_item_tokens_max(n, queries_per_kv_head, q) for n in longest_runs)})
 
 
 def work_item_tokens_max(longest: int, queries_per_kv_head: int, like: Tensor) -> int:
@@ -367,6 +388,25 @@ def tile_keys(head_dim: int, like: Tensor) -> int:
 def next_power_of_two(count: int) -> int:
     """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
+
+
+def _build_work_items(
+    sequences: NDArray[np.int64],
+    tokens: int,
+    lengths: NDArray[np.int64],
+    past_lengths: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Return the work items of at most `tokens` new tokens of these sequences, flattened.
+
+    `lengths` and `past_lengths` are of all sequences of the batch. The work items with the most
+    keys are the slowest, so they are first, and start first.
+    """
+    counts = -(-lengths[sequences] // tokens)
+    item_sequences = np.repeat(sequences, counts)
+    item_indices = np.arange(len(item_sequences)) - np.repeat(counts.cumsum() - counts, counts)
+    first_tokens = item_indices * tokens
+    order = np.argsort(-(past_lengths[item_sequences] + first_tokens), kind="stable")
+    return np.stack([item_sequences[order], first_tokens[order]], axis=1).ravel()
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0  # The largest e4m3 value.
 ABSMAX_MIN = 1e-12  # Lower bound of a row's absolute maximum, so that no scale is 0.
 FP8_ALIGNMENT = 16  # fp8 matmuls need a multiple of this number of channels.
-# The dtypes and the largest row width that the Triton kernels support. The norm kernel holds a
-# whole row in registers.
+# The dtypes that the Triton kernels support, and the largest row width of the norm kernel, which
+# holds a whole row in registers. The activation kernel reads rows of any width block by block.
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NORM_WIDTH_MAX = 32768
 
@@ -83,7 +83,7 @@ def add_norm(
 
     `x` is the residual, and `y` the output of a matmul. With `fp8` the norm is in e4m3.
     """
-    triton_module = _triton_module_for(x)
+    triton_module = _triton_module_for(x, NORM_WIDTH_MAX)
     if triton_module is not None:
         return triton_module.add_norm(y, bias, x, norm, fp8)  # type: ignore[no-any-return]
     wide_sum = x.to(_compute_dtype(x)) + y
@@ -95,7 +95,7 @@ def add_norm(
 
 def norm_rows(x: Tensor, norm: NormParameters, *, fp8: bool = False) -> Rows:
     """Return the LayerNorm or RMSNorm of each row; with `fp8`, in e4m3."""
-    triton_module = _triton_module_for(x)
+    triton_module = _triton_module_for(x, NORM_WIDTH_MAX)
     if triton_module is not None:
         return triton_module.norm_rows(x, norm, fp8)  # type: ignore[no-any-return]
     shape = (x.shape[-1],)
@@ -156,9 +156,14 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _triton_module_for(x: Tensor) -> ModuleType | None:
-    """Return the module that launches the Triton kernels; None if they do not support `x`."""
-    if not x.is_cuda or x.dtype not in KERNEL_DTYPES or x.shape[-1] > NORM_WIDTH_MAX:
+def _triton_module_for(x: Tensor, width_max: int | None = None) -> ModuleType | None:
+    """Return the module that launches the Triton kernels; None if they do not support `x`.
+
+    `width_max`: the largest row width that the kernel supports; None: it supports all widths.
+    """
+    if not x.is_cuda or x.dtype not in KERNEL_DTYPES:
+        return None
+    if width_max is not None and x.shape[-1] > width_max:
         return None
     module_or_reason = _import_triton_module()
     return None if isinstance(module_or_reason, str) else module_or_reason

@@ -131,6 +131,7 @@ class EngineLoop:
         self._in_flight_max = runner.model.mesh.pp + runner.async_scheduling
         self._replayed_steps = 0  # Steps that ran in the CUDA graph runner.
         self._early_steps = 0  # Steps that asynchronous scheduling launched early.
+        self._compiled_kernels = 0  # Kernels that Triton has compiled since `run` was called.
         self._inbox: queue.SimpleQueue[ToEngineLoop | AdapterReadResult] = queue.SimpleQueue()
         model_config = runner.model.config
         self._adapter_cache = AdapterCache(
@@ -157,6 +158,14 @@ class EngineLoop:
         """Queue a message for the loop; thread-safe, never blocks."""
         self._inbox.put(message)
 
+    def record_compilation(self, kernel: str, seconds: float | None) -> None:
+        """Count a kernel that Triton has compiled; `seconds` is None while it compiles the kernel.
+
+        The next update contains the count.
+        """
+        if seconds is not None:
+            self._compiled_kernels += 1
+
     def run(self) -> str | None:
         """Run until `Close` arrives, and return None.
 
@@ -165,6 +174,7 @@ class EngineLoop:
         front end in a `Failed` message, and returned.
         """
         reason = None
+        self._compiled_kernels = 0  # The warm-up compiles the kernels that requests need.
         try:
             while not self._closed:
                 self._iterate()
@@ -299,7 +309,11 @@ class EngineLoop:
         if next_size is not None:
             sizes.append(next_size)
         steps_in_flight = [size for size in sizes if size.tokens]
-        counts = {"replayed_steps": self._replayed_steps, "early_steps": self._early_steps}
+        counts = {
+            "replayed_steps": self._replayed_steps,
+            "early_steps": self._early_steps,
+            "compiled_kernels": self._compiled_kernels,
+        }
         stats = msgspec.structs.replace(self._scheduler.stats, **counts)
         if self._waiting_for_adapter:
             stats = msgspec.structs.replace(

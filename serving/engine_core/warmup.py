@@ -17,16 +17,22 @@ from serving.messages import BlockTableUpdate, SlotInit, Step
 from serving.worker.model_runner import ModelRunner
 
 GREEDY = SamplingParams()
+# The new tokens of the sequences of the mixed step, most important first: a prefill chunk, the
+# verification of 1 to 3 draft tokens, and a decode token. GPU kernels do not depend on the length
+# of a chunk, so it is short.
+MIXED_LENGTHS = (32, 2, 1, 4, 3)
 
 
 def warmup_steps(
     config: SchedulerConfig, block_tokens: int, model_runner: ModelRunner
 ) -> list[Step]:
-    """The five warm-up steps.
+    """The six warm-up steps.
 
     - The largest prefill, twice: the first run allocates memory, the second one is measured.
     - A full decode batch with random sampling.
     - A full decode batch with greedy sampling.
+    - A mixed step of sequences with earlier tokens: a prefill chunk, runs of 2 to 4 tokens and a
+      decode token. It is not captured as a CUDA graph.
     - A step that zeroes the blocks that the warm-up has written. Their values may be NaN or
       infinity, which must not reach the sequences that use the blocks later. This step must run
       after the `graph_capture_steps`, because it also zeroes the blocks that they have written.
@@ -46,9 +52,12 @@ def warmup_steps(
     sampled_step = _synthetic_step(
         [1] * count, past, block_tokens, SamplingParams(temperature=1.0, top_p=0.9, top_k=50)
     )
+    mixed_step = _synthetic_step(
+        _mixed_lengths(sequences_max, past, block_tokens, config, model_runner), past, block_tokens
+    )
     block_max = max(
         table.blocks[-1]
-        for step in (prefill_step, greedy_step)
+        for step in (prefill_step, greedy_step, mixed_step)
         for table in step.block_table_updates
     )
     return [
@@ -56,6 +65,7 @@ def warmup_steps(
         prefill_step,
         sampled_step,
         greedy_step,
+        mixed_step,
         Step(0, block_clears=list(range(1, block_max + 1))),
     ]
 
@@ -70,6 +80,27 @@ def graph_capture_steps(block_tokens: int, model_runner: ModelRunner) -> list[St
     past = min(block_tokens, context) - 1
     fitting_sizes = [size for size in model_runner.graph_sizes if size < model_runner.blocks]
     return [_synthetic_step([1] * size, past, block_tokens) for size in reversed(fitting_sizes)]
+
+
+def _mixed_lengths(
+    sequences_max: int,
+    past: int,
+    block_tokens: int,
+    config: SchedulerConfig,
+    model_runner: ModelRunner,
+) -> list[int]:
+    """Return the MIXED_LENGTHS of as many sequences as fit, each shortened if it must be."""
+    context = model_runner.model.config.max_position_embeddings
+    tokens_left, free_blocks = config.step_tokens_max, model_runner.blocks - 1
+    lengths: list[int] = []
+    for length in MIXED_LENGTHS[:sequences_max]:
+        shortened = min(length, tokens_left, context - past, free_blocks * block_tokens - past)
+        if shortened <= 0:
+            break
+        lengths.append(shortened)
+        tokens_left -= shortened
+        free_blocks -= -(-(past + shortened) // block_tokens)
+    return lengths
 
 
 def _synthetic_step(

@@ -14,10 +14,20 @@ import torch
 from gpt.errors import ConfigError, PreambleError
 from gpt.model.gpt_model import GPT
 from gpt.tokenizers.tokenizer import Tokenizer
+from gpt.triton_compilations import observe_compilations
 from serving.config import ServerConfig
 from serving.engine.transport import Receiver
 from serving.engine_core.engine_loop import build_engine_loop
-from serving.messages import Close, Failed, FromEngineLoop, Ready, ToEngineLoop, Update, WarmingUp
+from serving.messages import (
+    Close,
+    Failed,
+    FromEngineLoop,
+    KernelCompilation,
+    Ready,
+    ToEngineLoop,
+    Update,
+    WarmingUp,
+)
 from serving.worker.model_runner import ModelRunner
 from serving.worker.startup import WorkerReport, measure_model
 
@@ -60,6 +70,8 @@ class InProcessTransport:
             tokenizer=tokenizer,
         )
         self._engine_loop = build_engine_loop(self._model_runner, config, self._on_message)
+        if mesh.device.type == "cuda":
+            observe_compilations(self._engine_loop.record_compilation)
         self._receiver: Receiver | None = None
         self._is_lost = False
         self.refusal: PreambleError | None = None  # If set, the engine failed permanently.
@@ -106,7 +118,7 @@ class InProcessTransport:
                 self._receiver.update(message)
             case Failed():
                 self._report_loss(message.reason)
-            case Ready() | WarmingUp():
+            case Ready() | WarmingUp() | KernelCompilation():
                 raise AssertionError("the transport sends Ready, not the engine loop")
 
     def _report_loss(self, reason: str) -> None:

@@ -22,6 +22,7 @@ from gpt.model.loading import check_dtype
 from gpt.parallel.collectives import warm_up_groups
 from gpt.parallel.mesh import Mesh, join_world
 from gpt.parallel.symmetric_memory import use_symmetric_memory
+from gpt.triton_compilations import observe_compilations
 from serving.config import ServerConfig
 from serving.engine_core.engine_loop import EngineLoop, build_engine_loop
 from serving.messages import (
@@ -31,9 +32,11 @@ from serving.messages import (
     Failed,
     FromEngineLoop,
     Halt,
+    KernelCompilation,
     StepTime,
     Update,
     WarmingUp,
+    decode_from_engine_loop,
     decode_to_engine_loop,
     decode_to_rank,
     encode,
@@ -90,6 +93,7 @@ class Rank:
             config.parallel_config.load_s,
             on_ended=self._on_rank_lost,
             on_drain_requested=on_drain,
+            on_notice=self._on_notice,
         )
         if frontend is not None:
             start_reader(
@@ -139,6 +143,8 @@ class Rank:
         config, position = self._config, self._position
         exchange = StartupExchange(self._channels, position, self._send_to_frontend)
         checkpoint, device = exchange.run_phase(self._open_checkpoint)
+        if device.device.type == "cuda":
+            observe_compilations(self._report_compilation)
         shares_device = any(exchange.all_gather(device.is_shared))
         worker = build_worker(
             checkpoint,
@@ -239,6 +245,24 @@ class Rank:
     def _send_to_frontend(self, message: FromEngineLoop) -> None:
         if self._frontend is not None:
             self._frontend.send(encode(message))
+
+    def _report_compilation(self, kernel: str, seconds: float | None) -> None:
+        """Tell the front end, through rank 0, that Triton compiles or has compiled a kernel here.
+
+        A step waits for the compilation, and the watchdog must not take the wait for a hang.
+        """
+        frame = encode(KernelCompilation(kernel, seconds))
+        if self._position.rank == 0:
+            self._on_notice(frame)
+        else:
+            self._channels.send_notice(frame)
+
+    def _on_notice(self, frame: bytes) -> None:
+        message = decode_from_engine_loop(frame)
+        assert isinstance(message, KernelCompilation), "ranks send no other notice"
+        if self._engine_loop is not None:
+            self._engine_loop.record_compilation(message.kernel, message.seconds)
+        self._send_to_frontend(message)
 
     def _handle_message(self, frame: bytes) -> None:
         message = decode_to_engine_loop(frame)

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0  # A new connection must send its `_Hello` within this time.
 _DRAIN_REQUEST = b""  # The frame that `request_drain` sends; no other frame is empty.
+_NOTICE_PREFIX = b"\0"  # Of the frames of `send_notice`; no other frame begins with it.
 _ADDRESS_KEY = "preamble/rank_zero_address"  # In the rendezvous store.
 
 
@@ -60,7 +61,8 @@ class RankChannels:
     """Rank 0's channels to all other ranks, or another rank's channel to rank 0.
 
     One thread reads all channels and calls the callbacks: `on_ended(rank)` after the last frame of
-    a closed channel, and on rank 0 `on_drain_requested()` when another rank calls `request_drain`.
+    a closed channel, and on rank 0 `on_drain_requested()` when another rank calls `request_drain`,
+    and `on_notice(frame)` when another rank calls `send_notice`.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class RankChannels:
         channels: Mapping[int, Channel],
         on_ended: Callable[[int], None],
         on_drain_requested: Callable[[], None],
+        on_notice: Callable[[bytes], None],
     ) -> None:
         self._channels = dict(channels)
         self._inboxes: dict[int, queue.SimpleQueue[bytes]] = {
@@ -76,6 +79,7 @@ class RankChannels:
         self._open_ranks = set(channels)
         self._on_ended = on_ended
         self._on_drain_requested = on_drain_requested
+        self._on_notice = on_notice
         start_reader(channels, self._on_frame, self._on_closed)
 
     @classmethod
@@ -88,6 +92,7 @@ class RankChannels:
         *,
         on_ended: Callable[[int], None],
         on_drain_requested: Callable[[], None],
+        on_notice: Callable[[bytes], None],
     ) -> "RankChannels":
         """Connect the ranks, and return this rank's channels. Every rank must call this.
 
@@ -98,11 +103,13 @@ class RankChannels:
                 _accept_ranks(store, host, position.world_size, timeout_s),
                 on_ended,
                 on_drain_requested,
+                on_notice,
             )
         return cls(
             {0: _connect_to_rank_zero(store, position.rank, timeout_s)},
             on_ended,
             on_drain_requested,
+            on_notice,
         )
 
     def broadcast(self, frame: bytes) -> None:
@@ -113,6 +120,10 @@ class RankChannels:
     def request_drain(self) -> None:
         """Ask rank 0 for a drain of the server; rank 0 itself must not call this."""
         self.broadcast(_DRAIN_REQUEST)
+
+    def send_notice(self, frame: bytes) -> None:
+        """Send rank 0 a frame that is not for its inbox; rank 0 itself must not call this."""
+        self.broadcast(_NOTICE_PREFIX + frame)
 
     def receive(self, rank: int, timeout_s: float | None = None) -> bytes:
         """Return the next frame from `rank`; raise TimeoutError after `timeout_s` (None: no limit).
@@ -134,6 +145,8 @@ class RankChannels:
     def _on_frame(self, rank: int, frame: bytes) -> None:
         if frame == _DRAIN_REQUEST:
             self._on_drain_requested()
+        elif frame.startswith(_NOTICE_PREFIX):
+            self._on_notice(frame.removeprefix(_NOTICE_PREFIX))
         else:
             self._inboxes[rank].put(frame)
 

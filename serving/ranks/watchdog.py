@@ -11,7 +11,7 @@ No fixed limit fits all steps: a long prefill step may take 10 s on slow hardwar
 of 10 s means that a rank hangs. The limit of a step (`StepTimeout`) is therefore learned. It is the
 largest of three times: a minimum, 10 times the p99 of the recent step times, and 10 times the
 expected time of the longest step in flight. The expected time is computed from the measured seconds
-per token.
+per token. While Triton compiles a kernel on any rank, the limit of the warm-up applies instead.
 
 This module is independent of how ranks are started and of what happens after a loss.
 """
@@ -32,6 +32,7 @@ from serving.engine.transport import Receiver
 from serving.messages import (
     HEARTBEAT_INTERVAL_S,
     Failed,
+    KernelCompilation,
     Ready,
     StepSize,
     StepTime,
@@ -140,6 +141,7 @@ class Watchdog:
         self._phase = "loading"
         self._last_message_at = time.monotonic()
         self._ready_at: float | None = None
+        self._compilations = 0  # Compilations that run now, on all ranks.
 
     def watch_until_lost(self) -> RankLoss:
         """Forward rank 0's messages until the ranks are lost or the waker is woken."""
@@ -181,7 +183,7 @@ class Watchdog:
         """
         if self._phase == "loading":
             return self._config.load_s
-        if self._phase == "warming up":
+        if self._phase == "warming up" or self._compilations > 0:
             return self._config.warmup_s
         silent_s = time.monotonic() - self._last_message_at
         limit_min_s = self._step_timeout.limit_min_s
@@ -189,7 +191,7 @@ class Watchdog:
 
     def _check_silence(self) -> RankLoss | None:
         limit_s = self._wait_limit_s()
-        if self._phase == "running":
+        if self._phase == "running" and not self._compilations:
             limit_s = self._step_timeout.limit_s()
         silent_s = time.monotonic() - self._last_message_at
         if silent_s < limit_s:
@@ -230,6 +232,8 @@ class Watchdog:
                 # An update before `Ready` has a step time from the warm-up, and no outputs.
                 if self._phase == "running":
                     self._receiver.update(message)
+            case KernelCompilation():
+                self._compilations += 1 if message.seconds is None else -1
             case WarmingUp():
                 self._phase = "warming up"
             case Ready():

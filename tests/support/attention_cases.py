@@ -24,8 +24,8 @@ from tests.support.models import CLASSIC, build
 from tests.support.paged_steps import case
 
 # Limit of the error against fp64, relative to the largest value. Sums are in fp32; in bf16 each
-# probability and the output are rounded, by about 2^-9 each.
-FAR_MAX = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+# probability and the output are rounded, by about 2^-9 each; in fp16, by about 2^-12.
+FAR_MAX = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 SCALES = [[1.0, 1.0], [0.5, 2.0]]
 
 
@@ -54,7 +54,7 @@ class AttentionCase:
             (draw.choice([1, 2, 3]), draw.choice([1, 1, 2, 4, 5, 9]), draw.choice(widths)),
             draw.choice([16, 32, 128]),
             draw.choice([None, None, 1, 5, 40, 64]),
-            draw.choice([torch.float32, torch.bfloat16]),
+            draw.choice([torch.float32, torch.bfloat16, torch.float16]),
             fp8_kv=draw.random() < 0.4,
             scaled=draw.random() < 0.3,
         )
@@ -115,6 +115,48 @@ def check_device_context_lengths(make: Make, device: torch.device) -> None:
             device_context_lengths=ends,
         )
         assert torch.equal(backend.attend(q, k, v, recorded, kv, None), want)
+
+
+def check_padded_step(make: Make, device: torch.device) -> None:
+    """Padding rows have no context and no slot, and the index tensors are unaligned views.
+
+    A pointer of such a view is not a multiple of 16 bytes, as in a step of a server.
+    """
+
+    def unaligned(x: Tensor) -> Tensor:
+        buffer = x.new_zeros(x.numel() + 1)
+        buffer[1:] = x.flatten()
+        return buffer[1:].view(x.shape)
+
+    for heads, dtype in (((2, 1, 64), torch.float16), ((2, 4, 64), torch.bfloat16)):
+        step = case([1] * 3, [0, 40, 130], heads, 16, dtype)
+        assert step.batch.block_tables is not None and step.batch.slot_mapping is not None
+        backend = make(None)
+        q, k, v, kv = (x.to(device) for x in (step.q, step.k, step.v, step.kv))
+        tables = step.batch.block_tables.to(device)
+        batch = Batch.paged([1] * 3, [0, 40, 130], tables, 16)
+        expected_kv = kv.clone()
+        backend.store(k, v, batch, expected_kv)
+        want = backend.attend(q, k, v, batch, expected_kv, None)
+        q, k, v = (torch.cat([x, x[:2]]) for x in (q, k, v))
+        assert batch.slot_mapping is not None
+        block, offset = (
+            unaligned(torch.nn.functional.pad(x, (0, 2), value=-1)) for x in batch.slot_mapping
+        )
+        ends = torch.tensor([*batch.context_lengths, 0, 0], dtype=torch.int32, device=device)
+        padded = Batch(
+            (1,) * 5,
+            (255,) * 5,
+            batch.positions,
+            (block, offset),
+            unaligned(torch.nn.functional.pad(tables.int(), (0, 7, 0, 2))),
+            device_context_lengths=unaligned(ends),
+        )
+        backend.store(k, v, padded, kv)
+        assert torch.equal(kv, expected_kv)
+        output = backend.attend(q, k, v, padded, kv, None)
+        assert torch.equal(output[:3], want)
+        assert not output[3:].any()
 
 
 def check_preparation(make: Make, device: torch.device) -> None:
@@ -247,7 +289,12 @@ def main(first: int, count: int) -> None:
         except Exception:
             print(f"case {seed}: {attention_case}")
             raise
-    for check in (check_device_context_lengths, check_nan_isolation, check_row_without_slot):
+    for check in (
+        check_device_context_lengths,
+        check_padded_step,
+        check_nan_isolation,
+        check_row_without_slot,
+    ):
         check(backend, device)
     triton_paged.PROGRAMS_MIN = 8  # An interpreted program is slow.
     check_preparation(backend, device)

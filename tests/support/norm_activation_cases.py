@@ -19,13 +19,13 @@ from tests.support.attention_cases import patch_interpreter
 patch_interpreter()
 
 NAMES = [name for name in ACTIVATIONS if name is not None]
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 16, 30, 100]
 
 
 def is_close(got: Tensor, want: Tensor) -> bool:
     """Close within the dtype's precision; the interpreter's bf16 casts truncate, in norms twice."""
-    digits = 2**-6 if got.dtype == torch.bfloat16 else 1e-5
+    digits = {torch.bfloat16: 2**-6, torch.float16: 2**-9}.get(got.dtype, 1e-5)
     return got.dtype == want.dtype and torch.allclose(
         got.double(), want.double(), rtol=digits, atol=digits
     )

@@ -1,64 +1,232 @@
-"""Triton kernels compiled without a GPU, and what they were launched with."""
+"""Launches of Triton kernels recorded without a GPU, and their kernels compiled for GPUs.
 
-from collections.abc import Callable
+A fake CUDA driver stands for the GPU. Triton's own JIT computes the key of each launch from the
+arguments: dtypes, alignment of pointers, constants and options. Its cache hook records the launch
+and stops it, so nothing runs. `Launch.compile` compiles what a GPU would have run.
+
+As a program it compiles the kernels of some attention steps and prints their resources as JSON:
+python -m tests.support.triton_compiled CASE, such as "90 8 1 128 bfloat16 float8_e4m3fn": compute
+capability, KV heads, queries per KV head, channels, dtype of the model, dtype of the KV pool.
+With --write instead of a case it writes the resources of all core cases to the golden file.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from sysconfig import get_path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from gpt.attention.kv_cache import FP8_DTYPE
-
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests/golden/triton_kernels.json"
+# Where the versions of Triton are: of the torch on a GPU machine, and of constraints.txt.
+# `make tools` installs them.
+VERSIONS = {"3.6.0": Path(get_path("purelib")), "3.7.1": ROOT / "build/triton/3.7.1"}
+CORE_CASES = (
+    "90 8 1 128 bfloat16 bfloat16",
+    "80 8 4 64 float16 float16",
+    "100 4 8 128 bfloat16 float8_e4m3fn",
+)
+# All cases: GQA of wide heads, MQA, and heads of an odd width. An fp8 pool needs compute capability
+# 8.9.
+MATRIX_CASES = tuple(
+    f"{capability} {heads} {dtypes}"
+    for capability in (80, 90, 100)
+    for heads in ("2 8 256", "1 48 64", "12 1 80")
+    for dtypes in (
+        "bfloat16 bfloat16",
+        "float16 float16",
+        "bfloat16 float8_e4m3fn",
+        "float32 float32",
+    )
+    if capability > 80 or "float8" not in dtypes
+)
+# By kernel: the fields of `KernelResources`.
+Resources = dict[str, dict[str, int]]
 # The shared memory limit of a thread block, by compute capability.
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
-class Launched:
-    """Replaces a kernel, and records the arguments of its launches."""
+@dataclass(frozen=True)
+class KernelResources:
+    """What a thread block or a thread of a compiled kernel uses."""
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        assert all(size > 0 for size in grid)
-        return lambda *args, **keywords: self.calls.append((args, keywords))
+    registers: int  # Per thread.
+    spilled_bytes: int  # Per thread: registers that did not fit, in local memory.
+    shared_bytes: int  # Per thread block.
+    wgmma: int  # Matrix products of Hopper's tensor cores in the code.
 
 
-def compiled(launched: Launched, capability: int) -> list[int]:
-    """Bytes of shared memory of each launch, compiled for a GPU of the capability."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
+@dataclass(frozen=True)
+class Launch:
+    """A launch of a kernel, as far as it determines the machine code."""
 
-    shared_bytes = []
-    for args, keywords in launched.calls:
-        options = {
-            name: keywords.pop(name) for name in ("num_warps", "num_stages") if name in keywords
+    name: str
+    function: Any
+    specialization: Any  # The arguments of Triton's cache hook.
+    capability: int
+
+    @property
+    def label(self) -> str:
+        """The kernel's name and its constants that differ between variants of one model."""
+        # A constant's position is the number of its parameter.
+        constants = {
+            self.function.arg_names[position]: value
+            for (position,), value in self.specialization["constants"].items()
         }
-        arguments = dict(zip(launched.kernel.arg_names, args, strict=False)) | keywords
-        assert set(arguments) == set(launched.kernel.arg_names)
-        kinds = {name: _kind(value) for name, value in arguments.items()}
-        for name in keywords:
-            kinds[name] = "constexpr"
-        constants = {name: arguments[name] for name, kind in kinds.items() if kind == "constexpr"}
-        even = {
-            (position,): [["tt.divisibility", 16]]
-            for position, (name, kind) in enumerate(kinds.items())
-            if kind.startswith("*") or (kind == "i32" and arguments[name] % 16 == 0)
-        }
-        source = ASTSource(launched.kernel, kinds, constants, even)
-        kernel = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        shared_bytes.append(kernel.metadata.shared)
-    return shared_bytes
+        shown = [
+            f"{name}={constants[name]}"
+            for name in ("SEGMENTS", "TOKENS", "ROWS")
+            if name in constants
+        ]
+        return " ".join([self.name, *shown])
+
+    def compile(self) -> KernelResources:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource, compile
+
+        source = ASTSource(
+            self.function,
+            self.specialization["signature"],
+            self.specialization["constants"],
+            self.specialization["configs"][0],
+        )
+        options = {name: self.specialization[name] for name in ("num_warps", "num_stages")}
+        kernel = compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
+        registers, stack_bytes = _registers_and_stack(kernel.asm["cubin"])
+        products = kernel.asm["ptx"].count("wgmma.mma_async")
+        return KernelResources(registers, stack_bytes, kernel.metadata.shared, products)
 
 
-def _kind(value: object) -> str:
-    """The type as Triton spells it."""
-    if isinstance(value, Tensor):
-        names = {
-            torch.bfloat16: "bf16",
-            FP8_DTYPE: "fp8e4nv",
-            torch.int32: "i32",
-            torch.int64: "i64",
+class _FakeDriver:
+    """A CUDA driver of one GPU that launches nothing."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+
+@contextmanager
+def fake_gpu(capability: int = 90) -> Iterator[None]:
+    """Let Triton compile for a GPU of this compute capability that does not exist."""
+    from triton import JITFunction
+    from triton.runtime import driver
+
+    from gpt.attention import triton_kernels
+    from gpt.linear import triton_row_kernels
+
+    driver_before: Any = driver._active  # None: Triton looks for a GPU when it needs one.
+    driver.set_active(_FakeDriver(capability))
+    try:
+        yield
+    finally:
+        driver.set_active(driver_before)
+        for module in (triton_kernels, triton_row_kernels):
+            for function in vars(module).values():
+                if isinstance(function, JITFunction):
+                    function.device_caches.clear()
+
+
+@contextmanager
+def recorded_launches(capability: int = 90) -> Iterator[dict[str, Launch]]:
+    """Yield a dictionary, to which each launch with a new key is added; nothing is compiled."""
+    from triton import knobs
+
+    launches: dict[str, Launch] = {}
+
+    def record(*, key: str, fn: Any, compile: Any, **_: object) -> bool:
+        name = fn.name.rpartition(".")[2]
+        launches.setdefault(f"{name} {key}", Launch(name, fn.jit_function, compile, capability))
+        return True  # Do not compile.
+
+    with fake_gpu(capability), knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = record
+        yield launches
+
+
+def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack memory of each thread; the kernels use the stack for spills."""
+    import triton
+
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [program, "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    (registers, stack_bytes), *others = re.findall(r"REG:(\d+) STACK:(\d+)", text)
+    assert not others
+    return int(registers), int(stack_bytes)
+
+
+def compile_case(case: str) -> Resources:
+    """Compile the kernels of a case, in this process."""
+    from tests.support.served_attention import ServedLayer
+
+    *numbers, dtype, kv_dtype = case.split()
+    capability, groups, queries, channels = map(int, numbers)
+    with recorded_launches(capability) as launches:
+        layer = ServedLayer(
+            (groups, queries, channels), getattr(torch, dtype), getattr(torch, kv_dtype)
+        )
+        layer.run_lengths([1] * 8, [300] * 8)
+        layer.run_lengths([1] * 60 + [3, 200], [300] * 62)
+    return {launch.label: asdict(launch.compile()) for launch in launches.values()}
+
+
+def resources_with(version: str, case: str) -> Resources:
+    """Compile the kernels of a case with this version of Triton, in a process of its own."""
+    paths = [str(ROOT), str(VERSIONS[version])]
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.support.triton_compiled", case],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(reversed(paths))},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    answer = json.loads(process.stdout)
+    assert answer["version"] == version
+    resources: Resources = answer["kernels"]
+    return resources
+
+
+def main(argument: str) -> None:
+    if argument == "--write":
+        golden = {
+            version: {case: resources_with(version, case) for case in CORE_CASES}
+            for version in VERSIONS
         }
-        return f"*{names.get(value.dtype, 'fp32')}"
-    return {int: "i32", float: "fp32"}.get(type(value), "constexpr")
+        GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
+        return
+    import triton
+
+    json.dump({"version": triton.__version__, "kernels": compile_case(argument)}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,5 +1,6 @@
 """Triton paged attention without a GPU: in Triton's interpreter, and compiled for GPUs."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,11 +8,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
-from gpt.attention.kv_cache import FP8_DTYPE
-from tests.support.paged_steps import case
-from tests.support.triton_compiled import SHARED_BYTES, Launched, compiled
+from tests.support.triton_compiled import (
+    CORE_CASES,
+    GOLDEN,
+    SHARED_BYTES,
+    VERSIONS,
+    resources_with,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 CASES, PARTS = 30, 2
@@ -43,39 +47,17 @@ def test_random_steps_in_the_interpreter_equal_the_reference(part: int) -> None:
     assert process.returncode == 0, process.stdout + process.stderr
 
 
-@pytest.mark.filterwarnings("default:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(
-    ("heads", "dtype", "fp8_kv", "capability"),
-    [
-        ((4, 1, 128), torch.bfloat16, False, 90),
-        ((4, 1, 128), torch.bfloat16, True, 90),
-        ((1, 8, 256), torch.bfloat16, False, 90),
-        ((1, 48, 64), torch.bfloat16, True, 90),
-        ((2, 4, 128), torch.bfloat16, False, 80),
-        ((4, 1, 256), torch.float32, False, 90),
-        ((2, 1, 80), torch.float32, False, 80),
-    ],
-)
-def test_the_kernels_compile_for_gpus_and_fit_their_shared_memory(
-    heads: tuple[int, int, int],
-    dtype: torch.dtype,
-    fp8_kv: bool,
-    capability: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from gpt.attention import triton_kernels, triton_paged
-
-    kernels = []
-    for name in ("attend_single", "attend_tile", "merge_segments", "append_kv"):
-        kernel = Launched(getattr(triton_kernels, name))
-        kernels.append(kernel)
-        monkeypatch.setattr(triton_kernels, name, kernel)
-    attention = triton_paged.TritonAttention(torch.ones(1, 2) if fp8_kv else None)
-    for lengths, window in (([1, 1], None), ([2, 2], None), ([200, 1], 64)):
-        step = case(lengths, [300] * 2, heads, 16, dtype)
-        kv = step.kv.to(FP8_DTYPE) if fp8_kv else step.kv
-        attention.store(step.k, step.v, step.batch, kv)
-        attention.attend(step.q, step.k, step.v, step.batch, kv, window)
-    assert sum(len(kernel.calls) for kernel in kernels) > 6
-    for kernel in kernels:
-        assert all(shared <= SHARED_BYTES[capability] for shared in compiled(kernel, capability))
+@pytest.mark.parametrize("case", CORE_CASES)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_kernels_of_a_step_compile_within_the_golden_resources(version: str, case: str) -> None:
+    if not (VERSIONS[version] / "triton").is_dir():
+        pytest.skip(f"Triton {version} is not installed: make tools")
+    golden = json.loads(GOLDEN.read_text())[version][case]
+    compiled = resources_with(version, case)
+    assert compiled.keys() == golden.keys()
+    for kernel, resources in compiled.items():
+        limits = golden[kernel]
+        assert resources["registers"] <= 1.05 * limits["registers"], kernel
+        assert resources["spilled_bytes"] == 0, kernel
+        assert resources["shared_bytes"] <= SHARED_BYTES[int(case.split()[0])], kernel
+        assert (resources["wgmma"] > 0) == (limits["wgmma"] > 0), kernel

@@ -409,6 +409,21 @@ def test_warm_up_does_not_change_tokens(model: GPT) -> None:
     caller.engine.close()
 
 
+def test_compilations_after_the_warm_up_are_counted(model: GPT) -> None:
+    caller = Caller(model)
+    record = caller.engine._engine_loop.record_compilation
+    record("attend_tile", 0.5)  # In the warm-up.
+    caller.engine.start(caller)
+    caller.answer(caller.ask([1, 2, 3]))
+    assert caller.updates[-1].stats.compiled_kernels == 0
+    for kernel in ("attend_tile", "append_kv"):
+        record(kernel, None)
+        record(kernel, 0.5)
+    caller.answer(caller.ask([1, 2, 3]))
+    assert caller.updates[-1].stats.compiled_kernels == 2
+    caller.engine.close()
+
+
 def test_the_in_process_transport_refuses_several_ranks(model: GPT) -> None:
     sharded = build(CLASSIC, Mesh(torch.device("cpu"), tp=2))
     with pytest.raises(ConfigError, match="2 ranks"):

@@ -22,6 +22,7 @@ class Rank:
 
     def __init__(self, store: Store, rank: int) -> None:
         self.ended_ranks: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.notices: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.drain_requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.channels = RankChannels.connect_ranks(
             store,
@@ -30,6 +31,7 @@ class Rank:
             WAIT_S,
             on_ended=self.ended_ranks.put,
             on_drain_requested=self._record_drain_request,
+            on_notice=self.notices.put,
         )
         if rank > 0:
             # May be received together with the hello message, and must not be lost then.
@@ -88,6 +90,14 @@ def test_a_drain_request_reaches_rank_0_and_is_not_a_frame(ranks: list[Rank]) ->
     ranks[2].channels.request_drain()
     assert ranks[0].drain_requests.get(timeout=WAIT_S)
     assert ranks[0].channels.receive(2, WAIT_S) == b"first frame of 2"
+
+
+def test_a_notice_reaches_rank_0_and_is_not_a_frame(ranks: list[Rank]) -> None:
+    ranks[2].channels.send_notice(b"compiling")
+    assert ranks[0].notices.get(timeout=WAIT_S) == b"compiling"
+    ranks[2].channels.broadcast(b"second frame")
+    assert ranks[0].channels.receive(2, WAIT_S) == b"first frame of 2"
+    assert ranks[0].channels.receive(2, WAIT_S) == b"second frame"
 
 
 def test_both_sides_notice_a_closed_channel(ranks: list[Rank]) -> None:

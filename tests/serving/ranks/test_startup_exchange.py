@@ -58,6 +58,7 @@ class Ranks:
             WAIT_S,
             on_ended=lambda rank: None,
             on_drain_requested=lambda: None,
+            on_notice=lambda frame: None,
         )
 
     def run(self, method: Callable[[StartupExchange, int], T]) -> "list[Future[T]]":

@@ -3,18 +3,38 @@
 import fcntl
 import os
 import resource
+import socket
 import subprocess
 import sys
+from unittest.mock import create_autospec
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.messages import HEARTBEAT_INTERVAL_S, StepSize, StepTime
+from serving.config import ParallelConfig
+from serving.engine.transport import Receiver
+from serving.messages import (
+    HEARTBEAT_INTERVAL_S,
+    EngineStats,
+    FromEngineLoop,
+    KernelCompilation,
+    Ready,
+    StepSize,
+    StepTime,
+    Update,
+    encode,
+)
+from serving.ranks.message_socket import Channel
 from serving.ranks.watchdog import (
     RECENT_STEPS,
     TIMEOUT_FACTOR,
     TIMEOUT_MIN_S,
+    RankLoss,
+    RankSet,
     StepTimeout,
+    Waker,
+    Watchdog,
     close_descriptors,
     readable_descriptors,
     wait_for_exit,
@@ -135,6 +155,45 @@ def test_the_limit_is_at_least_ten_times_each_recent_step_of_a_size_in_flight(
         size = StepSize(step.tokens, step.context_tokens)
         timeout.record_steps([], [*others_in_flight, size])
         assert timeout.limit_s() >= max(TIMEOUT_MIN_S, TIMEOUT_FACTOR * step.seconds)
+
+
+def loss_after(messages: list[FromEngineLoop], config: ParallelConfig) -> RankLoss:
+    """The loss that the watchdog reports when rank 0 sends these messages and is silent then."""
+    watched_socket, rank_socket = socket.socketpair()
+    watched, rank, waker = Channel(watched_socket), Channel(rank_socket), Waker()
+    rank_set = RankSet(watched, {}, lambda rank: None)
+    receiver = create_autospec(Receiver, instance=True)
+    watchdog = Watchdog(rank_set, config, receiver, waker, lambda: None)
+    for message in messages:
+        rank.send(encode(message))
+    try:
+        return watchdog.watch_until_lost()
+    finally:
+        for channel in (watched, rank, waker):
+            channel.close()
+
+
+READY = Ready(kv_tokens=64, weight_bytes=1, dtype="bfloat16")
+STEP = Update([], EngineStats(), steps_in_flight=[StepSize(1)])
+BEGIN = KernelCompilation("attend_tile")
+
+
+@pytest.mark.parametrize(
+    ("messages", "limit"),
+    [
+        ([READY, STEP], "0.1 s"),
+        ([READY, STEP, BEGIN], "0.4 s"),
+        # Two ranks compile the same kernel.
+        ([READY, STEP, BEGIN, BEGIN, KernelCompilation("attend_tile", 0.8)], "0.4 s"),
+        ([READY, STEP, BEGIN, KernelCompilation("attend_tile", 0.8)], "0.1 s"),
+    ],
+)
+def test_a_step_that_waits_for_a_compilation_has_the_limit_of_the_warm_up(
+    messages: list[FromEngineLoop], limit: str
+) -> None:
+    loss = loss_after(messages, ParallelConfig(step_timeout_s=0.1, warmup_s=0.4))
+    assert loss.kind == "hung"
+    assert f"while running (limit {limit})" in loss.reason
 
 
 def test_exits_are_noticed_with_many_open_files() -> None:

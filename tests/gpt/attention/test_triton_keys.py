@@ -1,0 +1,63 @@
+"""Kernels compiled after the warm-up: none, as Triton's JIT sees the launches of random steps."""
+
+import random
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from gpt.attention.kv_cache import FP8_DTYPE
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton: make tools")
+
+# (KV heads, queries per KV head, channels): MHA of several widths, GQA, MQA.
+HEADS = [(8, 1, 128), (8, 4, 128), (3, 5, 64), (12, 1, 80), (1, 48, 64), (2, 8, 256)]
+KERNELS_MAX = 40
+
+
+@pytest.mark.parametrize("steps", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, FP8_DTYPE),
+    ],
+)
+def test_steps_after_the_warm_up_compile_no_kernel(
+    heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype, steps: int
+) -> None:
+    from tests.support.served_attention import ServedLayer
+    from tests.support.triton_compiled import recorded_launches
+
+    draw = random.Random(1)
+    with recorded_launches() as launches:
+        layer = ServedLayer(heads, dtype, kv_dtype)
+        layer.warm_up()
+        prepared = set(launches)
+        assert 0 < len(prepared) <= KERNELS_MAX
+        for _ in range(steps):
+            count, kind = draw.randint(1, 60), draw.random()
+            lengths = [1] * count
+            if kind < 0.2:
+                layer.run_captured(count)
+                continue
+            if kind < 0.6:
+                lengths += [draw.choice([3, 5, 8, 17, 33, 65, 100, 200, 333, 450])]
+            elif kind < 0.9:
+                lengths = [draw.randint(1, 5) for _ in range(count)]
+            layer.run_lengths(lengths, [draw.randint(1, 1400) for _ in lengths])
+        assert sorted(launches.keys() - prepared) == []
+
+
+def test_short_runs_beside_a_chunk_have_work_items_of_their_own() -> None:
+    from gpt.attention.triton_paged import TritonMetadata
+    from tests.support.paged_steps import case
+
+    step = case([1, 3, 100, 2], [5, 900, 40, 7], (8, 1, 128), 16, torch.bfloat16)
+    metadata = TritonMetadata.from_batch(step.batch, 1, step.q)
+    assert metadata.decode_items.tolist() == [[0, 0]]
+    assert metadata.short_items.tolist() == [[1, 0], [3, 0]]
+    assert metadata.prefill_items.tolist() == [[2, 0]]
+    assert (metadata.short_tokens_max, metadata.prefill_tokens_max) == (4, 128)

@@ -1,0 +1,34 @@
+"""Rows between two matmuls: which of them the Triton kernels compute."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gpt.linear import norm_activation
+from gpt.linear.norm_activation import NORM_WIDTH_MAX, NormParameters
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_kernels_activate_rows_of_any_width(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[str] = []
+    kernels = SimpleNamespace(
+        activate_rows=lambda *_: launched.append("activate_rows"),
+        quantize_rows=lambda *_: launched.append("quantize_rows"),
+        norm_rows=lambda *_: launched.append("norm_rows"),
+    )
+    monkeypatch.setattr(norm_activation, "_import_triton_module", lambda: kernels)
+    norm = NormParameters(torch.ones(NORM_WIDTH_MAX), None, 1e-5, is_rms=True)
+    with FakeTensorMode():
+        wide, narrow = (
+            torch.empty(3, width, dtype=dtype, device="cuda")
+            for width in (2 * NORM_WIDTH_MAX, NORM_WIDTH_MAX)
+        )
+    norm_activation.activate_rows(wide, "gated_silu")
+    norm_activation.quantize_rows(wide, "gated_silu")
+    norm_activation.norm_rows(narrow, norm)
+    assert launched == ["activate_rows", "quantize_rows", "norm_rows"]
+    assert norm_activation._triton_module_for(wide, NORM_WIDTH_MAX) is None
