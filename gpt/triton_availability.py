@@ -1,4 +1,4 @@
-"""Triton availability: why no Triton kernel can run on a CUDA device, found by launching one.
+"""Triton availability: a check that launches a probe kernel on a CUDA device.
 
 At its first launch, Triton builds a module with a C compiler and writes files to its cache folder.
 Either may fail although Triton can be imported. Therefore the backend selectors of attention and of
@@ -18,13 +18,13 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
     The kernel is launched by the first call for a device, which waits for the device.
     """
     try:
-        from gpt.triton_probe_kernel import store_one
+        from gpt.triton_probe_kernel import write_flag
 
-        element = torch.zeros(1, dtype=torch.int32, device=device)
-        with torch.cuda.device_of(element):
-            store_one[1,](element)
-        stored = int(element)
+        flag = torch.zeros(1, dtype=torch.int32, device=device)
+        with torch.cuda.device_of(flag):
+            write_flag[1,](flag)
+        value = int(flag)
     except Exception as error:  # A broken installation raises many kinds of exceptions.
         message = (str(error).splitlines() or ["no message"])[0]
         return f"no Triton kernel can be launched ({type(error).__name__}: {message})"
-    return None if stored == 1 else f"a Triton kernel stored {stored} instead of 1"
+    return None if value == 1 else f"a Triton kernel stored {value} instead of 1"

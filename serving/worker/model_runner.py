@@ -36,6 +36,7 @@ from serving.messages import AdapterRowsWrite, Outcome, SlotInit, Step, TokenSco
 from serving.worker.cuda_graphs import (
     BAD_HIDDEN,
     CudaGraphRunner,
+    GraphCaptureError,
     GraphOutput,
     Recorder,
     graph_sizes,
@@ -111,6 +112,7 @@ class ModelRunner:
                 sizes=graph_sizes(scheduler_config),
                 recorder=recorder,
             )
+        self.failed_captures = 0  # CUDA graph captures that failed; graphs are off after the first.
         self._last_step_end = 0.0  # When the last step ended, by time.perf_counter().
         self._scored_slots: dict[int, SlotInit] = {}  # Slots whose prompts are scored.
         self._failed_guide_slots: set[int] = set()  # Slots whose guide could not be started.
@@ -119,6 +121,11 @@ class ModelRunner:
     def graph_sizes(self) -> tuple[int, ...]:
         """The batch sizes of CUDA graphs, in rows; empty without graphs."""
         return () if self._graphs is None else self._graphs.sizes
+
+    @property
+    def has_missing_graphs(self) -> bool:
+        """Whether a step without sequences can capture a CUDA graph."""
+        return self._graphs is not None and self._graphs.has_missing_graphs
 
     def prefault_kv_pool(self) -> None:
         """Pre-fault the KV pool's pages in a background thread."""
@@ -140,6 +147,8 @@ class ModelRunner:
         self._apply_updates(step)
         if not step.slots:
             barrier(self.model.mesh)  # A heartbeat must show that all ranks are alive.
+        if step.may_capture_graph and self._graphs is not None:
+            self._capture_graph(step, self._graphs)
         pending: PendingOutcome = partial(Outcome, step.step_id)
         if step.slots:
             pending = self._replay_graph(step) or self._run_model(step)
@@ -204,13 +213,27 @@ class ModelRunner:
             self._failed_guide_slots.add(slot_init.slot)
             sampler.init_slot(msgspec.structs.replace(slot_init, guide=None))
 
-    def _replay_graph(self, step: Step) -> PendingOutcome | None:
-        """Launch the step with the CUDA graph runner.
+    def _capture_graph(self, step: Step, graphs: CudaGraphRunner) -> None:
+        """Capture the graph of the step's batch size, or without sequences a missing graph.
 
-        None: there is no CUDA graph runner, or it does not support the step.
+        If a graph cannot be captured, all later steps run without graphs.
         """
+        try:
+            if not step.slots:
+                graphs.capture_missing()
+            elif graphs.supports(step):
+                graphs.capture_for(len(step.slots))
+        except GraphCaptureError as error:
+            log.warning("event=graphs_off reason=%r", str(error))
+            self.failed_captures += 1
+            self._graphs = None
+
+    def _replay_graph(self, step: Step) -> PendingOutcome | None:
+        """Launch the step as the replay of a CUDA graph; None: there is no graph for the step."""
         graphs, model = self._graphs, self.model
         if graphs is None or not graphs.supports(step):
+            return None
+        if graphs.captured_size(len(step.slots)) is None:
             return None
         x = None if model.is_first_stage else pipeline.receive_hidden(model, len(step.slots))
         graph_output = graphs.run(step, x)
@@ -244,10 +267,9 @@ class ModelRunner:
         graph_output: GraphOutput,
         sampled_tokens: SampledTokens | None,
     ) -> Outcome:
-        """Wait for a step of the CUDA graph runner, and return its outcome.
+        """Wait for a replayed step, and return its outcome.
 
-        `indices`: the sequences that sample a token, as indices in the step. `Outcome.replayed` is
-        True even if this batch size could not be captured, so that the step ran without a graph.
+        `indices`: the sequences that sample a token, as indices in the step.
         """
         assert self._sampler is not None and graph_output.argmax_and_faults is not None
         argmax_ids, faults = graph_output.argmax_and_faults.wait()[:, : len(step.slots)].numpy()

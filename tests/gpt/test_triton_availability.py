@@ -31,7 +31,7 @@ from triton.runtime import driver
 from gpt import triton_probe_kernel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-PROBE = triton_probe_kernel.store_one
+PROBE = triton_probe_kernel.write_flag
 
 
 class RefusingDriver:
@@ -117,7 +117,7 @@ def test_the_stored_element_decides(
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[[Tensor], Any]:
             return lambda element: element.fill_(stored)
 
-    monkeypatch.setattr(triton_probe_kernel, "store_one", Kernel())
+    monkeypatch.setattr(triton_probe_kernel, "write_flag", Kernel())
     reported = triton_unavailable_reason(CPU)
     assert reported == reason or (reason is not None and reason in str(reported))
 
