@@ -74,11 +74,11 @@ def test_the_warm_up_captures_graphs_only_within_its_budget_and_without_sequence
     steps: list[Step] = []
     launch = runner.launch
 
-    def launch_and_keep(step: Step) -> PendingOutcome | None:
+    def record_and_launch(step: Step) -> PendingOutcome | None:
         steps.append(step)
         return launch(step)
 
-    monkeypatch.setattr(runner, "launch", launch_and_keep)
+    monkeypatch.setattr(runner, "launch", record_and_launch)
     loop = build_engine_loop(runner, CONFIG, lambda _: None)
     loop.warm_up()
     assert [step.slots for step in steps if step.may_capture_graph] == [[]] * captures

@@ -52,12 +52,12 @@ def scored_prefill() -> Step:
 def test_halves_have_the_outcome_of_the_whole_step(
     tokens_max: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole, limited = make_runner("modern", None), make_runner("modern", None)
+    reference_runner, limited = make_runner("modern", None), make_runner("modern", None)
     limit_tokens(limited, tokens_max, monkeypatch)
     step = scored_prefill()
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
-            expected = run_step(whole, step)
+            expected = run_step(reference_runner, step)
             assert_equal(run_step(limited, step), expected)
             step = next_step(step, expected, sampled_token)
     line = "event=step_halved sequences=5 tokens=35 reason='CUDA out of memory'"
@@ -75,7 +75,7 @@ def test_a_step_of_one_token_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sampling_is_repeated_only_if_no_token_was_sampled(
     is_sampled: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole, limited = make_runner("modern", None), make_runner("modern", None)
+    reference_runner, limited = make_runner("modern", None), make_runner("modern", None)
     assert limited._sampler is not None
     sample = limited._sampler.sample
 
@@ -96,7 +96,7 @@ def test_sampling_is_repeated_only_if_no_token_was_sampled(
             run_step(limited, prefill_step(RULES))
         assert "event=step_halved" not in caplog.text
         return
-    assert_equal(run_step(limited, scored_prefill()), run_step(whole, scored_prefill()))
+    assert_equal(run_step(limited, scored_prefill()), run_step(reference_runner, scored_prefill()))
 
 
 def test_a_replayed_step_is_not_repeated(
