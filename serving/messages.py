@@ -191,10 +191,11 @@ class EngineStats(_Part, frozen=True):
     adapter_loads: int = 0  # Copies of adapters onto the device.
     drafted_tokens: int = 0  # Draft tokens that were verified.
     accepted_tokens: int = 0  # Draft tokens that were accepted.
-    # Steps of the CUDA graph runner: replays of graphs, and steps of sizes that have no graph.
-    replayed_steps: int = 0
+    replayed_steps: int = 0  # Steps that replayed a CUDA graph.
     early_steps: int = 0  # Steps that were planned before the previous step's tokens were known.
     compiled_kernels: int = 0  # Kernels that Triton compiled on any rank after the warm-up.
+    # CUDA graph captures of rank 0 that failed. After a failure, steps run without graphs.
+    failed_captures: int = 0
 
 
 class Ready(_Message, frozen=True):
@@ -347,6 +348,9 @@ class Step(_Message, frozen=True):
     # draft tokens.
     draft_counts: list[int] = []
     prefix_writes: list[PrefixKVWrite] = []
+    # Whether ranks may capture a CUDA graph, which takes up to seconds: the graph of the step's
+    # batch size, or, if the step has no sequences, the largest graph that is missing.
+    may_capture_graph: bool = False
 
 
 class Halt(_Message, frozen=True):
@@ -373,7 +377,7 @@ class Outcome(_Message, frozen=True):
     # step, end of the previous step).
     seconds: float = 0.0
     stuck: list[int] = []  # Sequences (indices in the step) whose guide allows no next token.
-    replayed: bool = False  # The step ran in the CUDA graph runner.
+    replayed: bool = False  # The step replayed a CUDA graph.
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -614,8 +614,13 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
         ),
         (
             "engine_replayed_steps",
-            "Steps that the CUDA graph runner ran, with a graph or without.",
+            "Steps that replayed a CUDA graph.",
             lambda: engine.stats.replayed_steps,
+        ),
+        (
+            "engine_failed_captures",
+            "CUDA graph captures that failed; after a failure, steps run without graphs.",
+            lambda: engine.stats.failed_captures,
         ),
         (
             "engine_early_steps",

@@ -1,8 +1,8 @@
 """Attention backend selection: torch, Triton or FlashInfer, chosen once at load and logged.
 
-"auto" selects Triton if it is available, else torch, and the reason is logged. If a backend is
-selected by its name and is unavailable, an error says what to install or to set instead. The model
-uses only the interface `AttentionBackend`.
+"auto" selects Triton if a kernel can be launched, else torch, and the reason is logged. If a
+backend is selected by its name and is unavailable, an error says what to install or to set instead.
+The model uses only the interface `AttentionBackend`.
 """
 
 import logging
@@ -18,6 +18,7 @@ from gpt.attention.kv_cache import FP8_DTYPE, KV_DTYPES
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import ConfigError
+from gpt.triton_availability import triton_unavailable_reason
 
 log = logging.getLogger(__name__)
 
@@ -135,9 +136,10 @@ _DTYPES = {
 }
 _HEAD_DIMS = {"triton": range(2, 257, 2), "flashinfer": (64, 128, 256)}
 _BACKEND_REQUIREMENTS = {
-    "triton": "a CUDA build of torch with Triton (pip install triton), a GPU of compute capability "
-    "8.0 or later (8.9 with an fp8 KV cache), and a model in bfloat16, float16 or float32 whose "
-    "heads have an even number of channels up to 256",
+    "triton": "a CUDA build of torch with Triton (pip install triton), a C compiler, a writable "
+    "cache folder (TRITON_CACHE_DIR), a GPU of compute capability 8.0 or later (8.9 with an fp8 KV "
+    "cache), and a model in bfloat16, float16 or float32 whose heads have an even number of "
+    "channels up to 256",
     "flashinfer": "a CUDA build of torch with FlashInfer (pip install 'preamble[flashinfer]'), a "
     "GPU of compute capability 8.0 or later (8.9 with an fp8 KV cache), and a model in bfloat16 or "
     "float16 whose heads have 64, 128 or 256 channels",
@@ -161,6 +163,8 @@ def _unsupported_reason(name: str, requirements: _Requirements) -> str | None:
             f"the GPU's compute capability is {capability[0]}.{capability[1]}; "
             f"{need} {major}.{minor}"
         )
+    if name == "triton":
+        return triton_unavailable_reason(requirements.device)
     try:
         import_module(name)
     except Exception as error:  # Broken GPU packages raise many kinds of exceptions.

@@ -8,7 +8,6 @@ are rounded once.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from types import ModuleType
 
 import torch
@@ -19,6 +18,7 @@ from gpt.config import GPTConfig
 from gpt.cpu.packed_linear import GATED_PREFIX
 from gpt.model.activation import UNGATED_ACTIVATIONS
 from gpt.model.linear import ColumnParallelLinear, Linear
+from gpt.triton_availability import triton_unavailable_reason
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0  # The largest e4m3 value.
@@ -135,12 +135,6 @@ def quantize_e4m3(x: Tensor) -> Fp8Rows:
     return Fp8Rows(values, absmax / FP8_MAX)
 
 
-def triton_unavailable_reason() -> str | None:
-    """Return why the Triton kernels are unavailable; None if they are available."""
-    module_or_reason = _import_triton_module()
-    return module_or_reason if isinstance(module_or_reason, str) else None
-
-
 def _activate_in_torch(x: Tensor, activation: str) -> Tensor:
     x = x.to(_compute_dtype(x))
     activation_function: Callable[[Tensor], Tensor] = UNGATED_ACTIVATIONS[
@@ -165,15 +159,8 @@ def _triton_module_for(x: Tensor, width_max: int | None = None) -> ModuleType | 
         return None
     if width_max is not None and x.shape[-1] > width_max:
         return None
-    module_or_reason = _import_triton_module()
-    return None if isinstance(module_or_reason, str) else module_or_reason
+    if triton_unavailable_reason(x.device) is not None:
+        return None
+    from gpt.linear import triton_norm_activation
 
-
-@cache
-def _import_triton_module() -> ModuleType | str:
-    """Return the module that launches the Triton kernels, or why it cannot be imported."""
-    try:
-        from gpt.linear import triton_norm_activation
-    except Exception as error:  # A broken installation raises many kinds of exceptions.
-        return f"{type(error).__name__}: {error}"
     return triton_norm_activation

@@ -12,9 +12,10 @@ from collections.abc import Callable
 import torch
 
 from gpt.errors import ConfigError
-from gpt.linear import fp8_linear, fused_linear, norm_activation, te_linear
+from gpt.linear import fp8_linear, fused_linear, te_linear
 from gpt.linear.quantization_check import Divergence, DivergenceProbe, enforce_limit
 from gpt.model.gpt_model import GPT
+from gpt.triton_availability import triton_unavailable_reason
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +78,8 @@ def apply_backend(
 
 def _apply_fused(model: GPT, reason: str) -> AppliedBackend:
     """Apply the fused backend without quantization, or torch where it is unsupported."""
-    unsupported = (
-        fused_linear.unsupported_reason(model) or norm_activation.triton_unavailable_reason()
+    unsupported = fused_linear.unsupported_reason(model) or triton_unavailable_reason(
+        model.mesh.device
     )
     if unsupported is not None:
         _log_backend("torch", unsupported)
@@ -99,7 +100,7 @@ def _apply_fp8(model: GPT, divergence_max: float | None) -> AppliedBackend:
     applied_backend = _apply_with_probe(
         probe, model, "linear_backend fp8", lambda: fused_linear.fuse_layers(model, layers)
     )
-    triton_reason = norm_activation.triton_unavailable_reason()
+    triton_reason = triton_unavailable_reason(model.mesh.device)
     implementation = (
         "in Triton"
         if triton_reason is None

@@ -36,7 +36,7 @@ from serving.config import (
 from serving.engine_core.adapter_cache import AdapterCache, prefix_write_tokens_max
 from serving.engine_core.adapter_reader import AdapterReadResult
 from serving.engine_core.flight_recorder import FlightRecorder, crash_path
-from serving.engine_core.warmup import graph_capture_steps, warmup_steps
+from serving.engine_core.warmup import warmup_steps
 from serving.messages import (
     HEARTBEAT_INTERVAL_S,
     Cancel,
@@ -70,7 +70,7 @@ STALL_RETRY_S = 0.01
 # If no sequence was in a step for this time although the scheduler has sequences, the engine fails,
 # so that the waiting requests end with an error.
 STALL_LIMIT_S = 10.0
-CAPTURE_BUDGET_S = 20.0  # The time that start-up may spend on CUDA graph capture.
+CAPTURE_BUDGET_S = 60.0  # The time that start-up may spend on CUDA graph capture.
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,10 @@ class EngineLoop:
         self._send_step = send_step
         self._receive_outcome = receive_outcome
         self._in_flight_max = runner.model.mesh.pp + runner.async_scheduling
-        self._replayed_steps = 0  # Steps that ran in the CUDA graph runner.
+        self._replayed_steps = 0  # Steps that replayed a CUDA graph.
+        # Whether every step may capture a CUDA graph. After a warm-up only heartbeats may, so that
+        # no request waits for a capture.
+        self._captures_in_steps = True
         self._early_steps = 0  # Steps that asynchronous scheduling launched early.
         self._compiled_kernels = 0  # Kernels that Triton has compiled since `run` was called.
         self._inbox: queue.SimpleQueue[ToEngineLoop | AdapterReadResult] = queue.SimpleQueue()
@@ -212,7 +215,8 @@ class EngineLoop:
                 self._publish()
             self._wait()
         elif now - self._last_step_at >= HEARTBEAT_INTERVAL_S:
-            self._launch(self._scheduler.idle_step(), StepSize())
+            heartbeat = msgspec.structs.replace(self._scheduler.idle_step(), may_capture_graph=True)
+            self._launch(heartbeat, StepSize())
             self._wait()
             self._publish()
         elif self._outputs or self._completed_steps:
@@ -260,6 +264,8 @@ class EngineLoop:
                 for prefix_write in step.prefix_writes
             ]
             step = msgspec.structs.replace(step, prefix_writes=prefix_writes)
+        if self._captures_in_steps:
+            step = msgspec.structs.replace(step, may_capture_graph=True)
         self.flight_recorder.record_step(step)
         if self._send_step is not None:
             self._send_step(encode(step))
@@ -313,6 +319,7 @@ class EngineLoop:
             "replayed_steps": self._replayed_steps,
             "early_steps": self._early_steps,
             "compiled_kernels": self._compiled_kernels,
+            "failed_captures": self._runner.failed_captures,
         }
         stats = msgspec.structs.replace(self._scheduler.stats, **counts)
         if self._waiting_for_adapter:
@@ -444,14 +451,13 @@ class EngineLoop:
         Returns the seconds per token of the prefill chunk, measured in its second run, when all
         memory is allocated.
         """
-        *steps, clear_step = warmup_steps(self._scheduler_config, self._block_tokens, self._runner)
+        steps = warmup_steps(self._scheduler_config, self._block_tokens, self._runner)
+        self._captures_in_steps = False
         durations_s = [self._run_warmup_step(step) for step in steps]
         capture_deadline = time.monotonic() + CAPTURE_BUDGET_S
-        for step in graph_capture_steps(self._block_tokens, self._runner):
-            # Graphs that are not captured by the deadline are captured at first use.
-            if time.monotonic() < capture_deadline:
-                self._run_warmup_step(step)
-        self._run_warmup_step(clear_step)
+        # Graphs that are not captured by the deadline are captured by heartbeats.
+        while self._runner.has_missing_graphs and time.monotonic() < capture_deadline:
+            self._run_warmup_step(Step(0, may_capture_graph=True))
         return durations_s[1] / sum(steps[1].lengths)
 
     def ready_message(self, report: WorkerReport) -> Ready:

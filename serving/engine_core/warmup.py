@@ -1,4 +1,4 @@
-"""Warm-up: synthetic steps that allocate all memory, compile kernels and capture CUDA graphs.
+"""Warm-up: synthetic steps that allocate all memory and compile kernels.
 
 The prefill step has the largest number of tokens, and the decode steps have the largest number of
 sequences, that the scheduler can put into a step. Therefore the steps of requests find memory
@@ -34,8 +34,7 @@ def warmup_steps(
     - A mixed step of sequences with earlier tokens: a prefill chunk, runs of 2 to 4 tokens and a
       decode token. It is not captured as a CUDA graph.
     - A step that zeroes the blocks that the warm-up has written. Their values may be NaN or
-      infinity, which must not reach the sequences that use the blocks later. This step must run
-      after the `graph_capture_steps`, because it also zeroes the blocks that they have written.
+      infinity, which must not reach the sequences that use the blocks later.
     """
     context = model_runner.model.config.max_position_embeddings
     sequences_max = min(config.running_requests_max, model_runner.slots)
@@ -68,18 +67,6 @@ def warmup_steps(
         mixed_step,
         Step(0, block_clears=list(range(1, block_max + 1))),
     ]
-
-
-def graph_capture_steps(block_tokens: int, model_runner: ModelRunner) -> list[Step]:
-    """A decode step for each CUDA graph size for which there are enough KV blocks.
-
-    A size of n sequences needs n KV blocks, in addition to block 0.
-    The largest size is first, because the graphs of smaller sizes reuse its memory.
-    """
-    context = model_runner.model.config.max_position_embeddings
-    past = min(block_tokens, context) - 1
-    fitting_sizes = [size for size in model_runner.graph_sizes if size < model_runner.blocks]
-    return [_synthetic_step([1] * size, past, block_tokens) for size in reversed(fitting_sizes)]
 
 
 def _mixed_lengths(

@@ -5,7 +5,7 @@ are packed into one array, padded to one of a few batch sizes, and copied into a
 CUDA graph replays the kernels on that buffer. The block tables are also on the device, and only
 their changes are copied. Each sequence is one row of the batch; padding rows write to a scratch
 block. The graph computes the logits and the greedy token of each row; the sampler does all other
-sampling.
+sampling. All graphs write their logits to one buffer.
 """
 
 import logging
@@ -34,6 +34,12 @@ Recorder = Callable[[Work], Work]  # Captures the work; returns a function that 
 # Bytes reserved for each graph in addition to its outputs: its part of the graph memory pool, and
 # the recorded kernel launches.
 GRAPH_BYTES = 32 << 20
+# The logits of the largest size in fp32: the buffer that all graphs write, and in the graph memory
+# pool the logits before the copy and their intermediate results.
+LOGITS_COPIES = 3
+# CUDA's errors for work that cannot be captured, cudaErrorStreamCaptureUnsupported and the numbers
+# after it. The device remains usable after them.
+CAPTURE_ERROR_CODES = range(900, 909)
 GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 4096, 32))
 # Fields of the packed input array (fields, batch size). The first three have an entry for each
 # sequence: its token id (-1: the slot's last sampled token), its position and its slot. The last
@@ -64,8 +70,11 @@ class _GraphBuffers:
     packed_inputs: Tensor  # (fields, rows), int32
     hidden: Tensor | None  # Hidden states from the previous pipeline stage; None on the first one.
     x: Tensor | None = None
-    logits: Tensor | None = None
     argmax_and_faults: Tensor | None = None
+
+
+class GraphCaptureError(Exception):
+    """A step cannot be captured as a CUDA graph. Steps without graphs still run on the device."""
 
 
 def unsupported_reason(model: GPT, config: SchedulerConfig) -> str | None:
@@ -96,12 +105,15 @@ def graph_bytes_max(model: GPT, config: SchedulerConfig) -> int:
     if unsupported_reason(model, config) is not None:
         return 0
     capture_sizes = graph_sizes(config)
-    row_bytes = model.config.vocab_size * 4 + model.config.hidden_size * model.dtype.itemsize
-    return len(capture_sizes) * GRAPH_BYTES + sum(capture_sizes) * row_bytes
+    logits_bytes = capture_sizes[-1] * model.config.vocab_size * 4
+    hidden_bytes = sum(capture_sizes) * model.config.hidden_size * model.dtype.itemsize
+    return len(capture_sizes) * GRAPH_BYTES + LOGITS_COPIES * logits_bytes + hidden_bytes
 
 
 class CudaGraphRunner:
-    """Captures decode steps of each size at first use, and replays them.
+    """Captures decode steps of each size, and replays them.
+
+    After a `GraphCaptureError` the object must not be used any more.
 
     `block_tables`: the block tables on the host, one for each slot. `last_tokens`: each slot's last
     sampled token, on the device, and a last entry for padding rows. Padding rows write their keys
@@ -140,6 +152,13 @@ class CudaGraphRunner:
         self._changed_entries: dict[int, tuple[int, int]] = {}
         self.sizes = tuple(sizes)
         self._captured_graphs: dict[int, tuple[_GraphBuffers, Work]] = {}
+        self._logits: Tensor | None = None  # Only the last pipeline stage computes logits.
+        if model.is_last_stage:
+            self._logits = torch.empty(
+                (self.sizes[-1], model.config.vocab_size),
+                dtype=torch.promote_types(model.dtype, torch.float32),
+                device=device,
+            )
         self._recorder = recorder or _CudaGraphRecorder(device)
 
     def supports(self, step: Step) -> bool:
@@ -150,29 +169,53 @@ class CudaGraphRunner:
             and not any(step.prompt_score_counts)
         )
 
+    def captured_size(self, count: int) -> int | None:
+        """Return the smallest captured size of at least `count` rows; None if there is none."""
+        return min((size for size in self._captured_graphs if size >= count), default=None)
+
+    def capture_for(self, count: int) -> None:
+        """Capture the graph of the size for `count` rows if it is missing."""
+        size = next(size for size in self.sizes if size >= count)
+        if size not in self._captured_graphs:
+            self._capture(size)
+
+    def capture_missing(self) -> None:
+        """Capture the largest missing graph, if any.
+
+        The largest is first, because the graphs of smaller sizes reuse its memory.
+        """
+        if self.has_missing_graphs:
+            self._capture(max(set(self.sizes) - self._captured_graphs.keys()))
+
+    @property
+    def has_missing_graphs(self) -> bool:
+        """Whether not every size is captured."""
+        return len(self._captured_graphs) < len(self.sizes)
+
     def mark_changed(self, slot: int, start: int, end: int) -> None:
         """Record that entries [start, end) of a slot's block table have changed on the host."""
         low, high = self._changed_entries.get(slot, (start, end))
         self._changed_entries[slot] = min(low, start), max(high, end)
 
     def run(self, step: Step, x: Tensor | None) -> GraphOutput:
-        """Launch the step without waiting for it. A new batch size is captured first.
+        """Launch the step without waiting for it. A graph that is large enough must be captured.
 
         `x`: the hidden states from the previous pipeline stage; None on the first stage.
         """
         count = len(step.slots)
-        size = next(size for size in self.sizes if size >= count)
-        buffers, replay = self._captured_graphs.get(size) or self._capture(size)
+        size = self.captured_size(count)
+        assert size is not None, "no captured graph is large enough"
+        buffers, replay = self._captured_graphs[size]
         self._copy_inputs(self._pack_inputs(step, size), buffers)
         if x is not None:
             assert buffers.hidden is not None
             buffers.hidden[:count] = x
         replay()
         assert buffers.x is not None
-        if buffers.logits is None or buffers.argmax_and_faults is None:
+        if self._logits is None or buffers.argmax_and_faults is None:
             return GraphOutput(buffers.x[:count])
         return GraphOutput(
-            buffers.x[:count], buffers.logits[:count], PendingHostCopy(buffers.argmax_and_faults)
+            buffers.x[:count], self._logits[:count], PendingHostCopy(buffers.argmax_and_faults)
         )
 
     # ------------------------------------------------------------------------------- on the host
@@ -213,7 +256,7 @@ class CudaGraphRunner:
     def _copy_inputs(self, packed: Tensor, buffers: _GraphBuffers) -> None:
         buffers.packed_inputs.copy_(packed, non_blocking=True)
 
-    def _capture(self, size: int) -> tuple[_GraphBuffers, Work]:
+    def _capture(self, size: int) -> None:
         """Capture the graph of one size, with padding rows only: they write to scratch memory."""
         started_at, bytes_before = time.perf_counter(), _device_reserved_bytes()
         model = self._model
@@ -231,17 +274,12 @@ class CudaGraphRunner:
 
         try:
             replay = self._recorder(work)
-        except RuntimeError as error:  # Not capturable: this size runs without a graph.
-            log.warning("event=graph_not_recorded rows=%d reason=%r", size, str(error))
-            replay = work
-        else:
-            seconds = time.perf_counter() - started_at
-            bytes_added = _device_reserved_bytes() - bytes_before
-            log.info(
-                "event=graph_recorded rows=%d seconds=%.2f bytes=%d", size, seconds, bytes_added
-            )
+        except RuntimeError as error:
+            raise GraphCaptureError(f"{size} rows: {_capture_failure(error)}") from error
+        seconds = time.perf_counter() - started_at
+        bytes_added = _device_reserved_bytes() - bytes_before
+        log.info("event=graph_recorded rows=%d seconds=%.2f bytes=%d", size, seconds, bytes_added)
         self._captured_graphs[size] = buffers, replay
-        return buffers, replay
 
     # ----------------------------------------------------------------------------- on the device
 
@@ -269,9 +307,9 @@ class CudaGraphRunner:
             ids = fields[IDS]
             x = torch.where(ids < 0, self._last_tokens.index_select(0, slots), ids)
         buffers.x = x = model.forward_hidden(x, batch, self._pool, self._adapter_rows)
-        if not model.is_last_stage:
+        if self._logits is None:
             return
-        buffers.logits = logits = model.compute_logits(x, batch)
+        logits = self._logits[:count].copy_(model.compute_logits(x, batch))
         tokens = argmax_rows(logits)
         self._last_tokens.index_copy_(0, slots, tokens)
         nonfinite = [tensor.isfinite().all(-1).logical_not().long() for tensor in (logits, x)]
@@ -302,10 +340,38 @@ class _CudaGraphRecorder:
                 work()
         main_stream.wait_stream(side_stream)
         graph = torch.cuda.CUDAGraph()
-        # "thread_local": other threads may use the device during the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            work()
+        # If the work cannot be captured, `torch.cuda.graph` raises an error before it restores the
+        # current stream. "thread_local": other threads may use the device during the capture.
+        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+        try:
+            with torch.cuda.stream(main_stream), capture:
+                work()
+        except RuntimeError:
+            # Raises an error if the device is unusable. Also, no graph may be deleted while it
+            # runs.
+            torch.cuda.synchronize()
+            raise
         return graph.replay
+
+
+def _capture_failure(error: BaseException) -> BaseException:
+    """Return the first error of a failed capture.
+
+    Raise it again if a step without a graph would fail too, because the memory is exhausted or the
+    device is unusable. The error of the work itself comes first in a chain of errors: the end of
+    the capture raises a further one.
+    """
+    errors = [error]
+    while errors[-1].__context__ is not None:
+        errors.append(errors[-1].__context__)
+    for cause in errors:
+        is_device_error = (
+            isinstance(cause, torch.AcceleratorError)
+            and getattr(cause, "error_code", None) not in CAPTURE_ERROR_CODES
+        )
+        if is_device_error or isinstance(cause, torch.OutOfMemoryError):
+            raise cause
+    return errors[-1]
 
 
 def _device_reserved_bytes() -> int:

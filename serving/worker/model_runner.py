@@ -36,6 +36,7 @@ from serving.messages import AdapterRowsWrite, Outcome, SlotInit, Step, TokenSco
 from serving.worker.cuda_graphs import (
     BAD_HIDDEN,
     CudaGraphRunner,
+    GraphCaptureError,
     GraphOutput,
     Recorder,
     graph_sizes,
@@ -44,6 +45,7 @@ from serving.worker.cuda_graphs import (
 from serving.worker.input_batch import InputBatch, IntArray, build_input_batch
 from serving.worker.prefix_kv import write_prefix_kv
 from serving.worker.sampler import SampledTokens, Sampler, SamplerOutput
+from serving.worker.step_halves import halve_step, merge_outcomes
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +113,9 @@ class ModelRunner:
                 sizes=graph_sizes(scheduler_config),
                 recorder=recorder,
             )
+        self.failed_captures = 0  # CUDA graph captures that failed; graphs are off after the first.
+        # Whether the step may be run again after an error: no state has changed but KV blocks.
+        self._can_rerun = True
         self._last_step_end = 0.0  # When the last step ended, by time.perf_counter().
         self._scored_slots: dict[int, SlotInit] = {}  # Slots whose prompts are scored.
         self._failed_guide_slots: set[int] = set()  # Slots whose guide could not be started.
@@ -119,6 +124,11 @@ class ModelRunner:
     def graph_sizes(self) -> tuple[int, ...]:
         """The batch sizes of CUDA graphs, in rows; empty without graphs."""
         return () if self._graphs is None else self._graphs.sizes
+
+    @property
+    def has_missing_graphs(self) -> bool:
+        """Whether a step without sequences can capture a CUDA graph."""
+        return self._graphs is not None and self._graphs.has_missing_graphs
 
     def prefault_kv_pool(self) -> None:
         """Pre-fault the KV pool's pages in a background thread."""
@@ -140,9 +150,11 @@ class ModelRunner:
         self._apply_updates(step)
         if not step.slots:
             barrier(self.model.mesh)  # A heartbeat must show that all ranks are alive.
+            if step.may_capture_graph:
+                self._capture_missing_graph()
         pending: PendingOutcome = partial(Outcome, step.step_id)
         if step.slots:
-            pending = self._replay_graph(step) or self._run_model(step)
+            pending = self._launch_sequences(step)
         return None if self._sampler is None else partial(self._wait, pending, started)
 
     def _wait(self, pending: PendingOutcome, started: float) -> Outcome:
@@ -204,16 +216,61 @@ class ModelRunner:
             self._failed_guide_slots.add(slot_init.slot)
             sampler.init_slot(msgspec.structs.replace(slot_init, guide=None))
 
-    def _replay_graph(self, step: Step) -> PendingOutcome | None:
-        """Launch the step with the CUDA graph runner.
+    def _capture_missing_graph(self) -> None:
+        """Capture the largest missing graph; without memory for it, steps run without graphs."""
+        if self._graphs is None:
+            return
+        try:
+            self._graphs.capture_missing()
+        except (GraphCaptureError, torch.OutOfMemoryError) as error:
+            self._turn_graphs_off(error)
 
-        None: there is no CUDA graph runner, or it does not support the step.
+    def _turn_graphs_off(self, error: Exception) -> None:
+        log.warning("event=graphs_off reason=%r", str(error))
+        self.failed_captures += 1
+        self._graphs = None
+
+    def _launch_sequences(self, step: Step) -> PendingOutcome:
+        """Launch the forward pass and the sampling of a step.
+
+        If the device's memory is exhausted on the only rank, the step is run in halves. On several
+        ranks it fails, because the other ranks run the whole step.
         """
+        self._can_rerun = self.model.mesh.tp == self.model.mesh.pp == 1
+        try:
+            return self._replay_graph(step) or self._run_model(step)
+        except torch.OutOfMemoryError as error:
+            halves = halve_step(step) if self._can_rerun else None
+            if halves is None:
+                raise
+            log.warning(
+                "event=step_halved sequences=%d tokens=%d reason=%r",
+                len(step.slots),
+                len(step.token_ids),
+                str(error),
+            )
+        # Here the error is deleted, which referred to the tensors of the failed pass.
+        if self.model.mesh.device.type == "cuda":
+            torch.cuda.empty_cache()
+        first, second = [self._launch_sequences(half) for half in halves]
+        return lambda: merge_outcomes(step, halves, (first(), second()))
+
+    def _replay_graph(self, step: Step) -> PendingOutcome | None:
+        """Launch the step as the replay of a CUDA graph; None: there is no graph for the step."""
         graphs, model = self._graphs, self.model
         if graphs is None or not graphs.supports(step):
             return None
+        if step.may_capture_graph:
+            try:
+                graphs.capture_for(len(step.slots))
+            except GraphCaptureError as error:
+                self._turn_graphs_off(error)
+                return None
+        if graphs.captured_size(len(step.slots)) is None:
+            return None
         x = None if model.is_first_stage else pipeline.receive_hidden(model, len(step.slots))
         graph_output = graphs.run(step, x)
+        self._can_rerun = False  # The graph has replaced the slots' last tokens.
         if self._stage_sender is not None:
             self._stage_sender.send(graph_output.x)
             return partial(Outcome, step.step_id)
@@ -244,10 +301,9 @@ class ModelRunner:
         graph_output: GraphOutput,
         sampled_tokens: SampledTokens | None,
     ) -> Outcome:
-        """Wait for a step of the CUDA graph runner, and return its outcome.
+        """Wait for a replayed step, and return its outcome.
 
-        `indices`: the sequences that sample a token, as indices in the step. `Outcome.replayed` is
-        True even if this batch size could not be captured, so that the step ran without a graph.
+        `indices`: the sequences that sample a token, as indices in the step.
         """
         assert self._sampler is not None and graph_output.argmax_and_faults is not None
         argmax_ids, faults = graph_output.argmax_and_faults.wait()[:, : len(step.slots)].numpy()
@@ -291,10 +347,11 @@ class ModelRunner:
             return partial(Outcome, step.step_id)
         fault_indices: set[int] = set()
         stuck_indices = self._failed_guide_indices(step)
-        tokens, scores = self._sample(step, inputs, x, fault_indices, stuck_indices)
+        # Before the sampling, which cannot be repeated if the memory is exhausted.
         prompt_scores = (
             self._score_prompts(step, inputs, x, fault_indices) if len(inputs.scored_rows) else []
         )
+        tokens, scores = self._sample(step, inputs, x, fault_indices, stuck_indices)
         # NaN or infinity in a row's hidden states also shows in its logits. If every row is
         # sampled, `_sample` (or the model's `greedy_tokens`, which returns None for logits that are
         # not finite) has checked the logits of all rows, so no second check is needed.
@@ -346,6 +403,7 @@ class ModelRunner:
             if self._sampler is None:
                 return [], []
             sampler_output = self._sampler.sample(logits, slots, inputs.positions.tolist())
+            self._can_rerun = False  # The sampler has added the tokens to its history.
             _record_nonfinite(logits, inputs.sampled_sequences, fault_indices)
         if sampler_output.failed_guide_rows:
             stuck_indices |= set(

@@ -193,10 +193,11 @@ class Sampler:
                     slot_ids[processed_rows],
                     position_ids[processed_rows],
                 )
-        self._history.append_tokens(slot_ids, tokens)
         scored_rows = np.flatnonzero(self._top_counts[slot_ids] >= 0)
         top_counts = np.minimum(self._top_counts[slot_ids], logits.shape[-1])
         host_copy = PendingHostCopy(self._pack_scores(logits, tokens, scored_rows, top_counts))
+        # Last, so that the sampling can be repeated if the memory is exhausted.
+        self._history.append_tokens(slot_ids, tokens)
         return SampledTokens(tokens, slots, host_copy, scored_rows, top_counts)
 
     def read_output(self, sampled_tokens: SampledTokens) -> SamplerOutput:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpt.errors import ConfigError
-from gpt.linear import fp8_linear, fused_linear, norm_activation, te_linear
+from gpt.linear import fp8_linear, fused_linear, te_linear
 from gpt.linear import selector as linear_selector
 from gpt.linear.fp8_linear import Fp8Matmul, fp8_layers
 from gpt.linear.fused_linear import FusedLinear
@@ -85,7 +85,7 @@ def test_auto_selects_fused_where_triton_is_available(
 ) -> None:
     model = build(CLASSIC, dtype=torch.float32)
     want = model.logits(IDS)
-    monkeypatch.setattr(norm_activation, "triton_unavailable_reason", lambda: None)
+    monkeypatch.setattr(linear_selector, "triton_unavailable_reason", lambda device: None)
     with caplog.at_level(logging.INFO):
         assert apply_backend(model, "auto") == (0, None)
     assert logged_message(caplog).startswith("event=linears backend=fused reason=")
@@ -118,7 +118,7 @@ def test_auto_selects_torch_otherwise_and_logs_the_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = build(CLASSIC, dtype=dtype)
-    monkeypatch.setattr(norm_activation, "triton_unavailable_reason", lambda: missing)
+    monkeypatch.setattr(linear_selector, "triton_unavailable_reason", lambda device: missing)
     with caplog.at_level(logging.INFO):
         assert apply_backend(model, backend) == (0, None)
     assert logged_message(caplog) == f"event=linears backend=torch reason={reason!r}"
@@ -134,7 +134,7 @@ def test_narrow_layers_are_not_quantized_to_fp8(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     permit_fp8_on_cpu(monkeypatch)
-    monkeypatch.setattr(norm_activation, "triton_unavailable_reason", lambda: None)
+    monkeypatch.setattr(linear_selector, "triton_unavailable_reason", lambda device: None)
     model = build(CLASSIC, dtype=torch.bfloat16)
     with caplog.at_level(logging.INFO):
         assert apply_backend(model, "fp8") == (0, None)

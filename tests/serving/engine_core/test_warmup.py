@@ -1,13 +1,15 @@
-"""Warm-up steps fit into the KV pool, leave it cleared, and capture every CUDA graph."""
+"""Warm-up steps fit into the KV pool, leave it cleared, and capture every CUDA graph in time."""
 
 import pytest
 
 from gpt.generation.generate import generate
 from gpt.model.gpt_model import GPT
 from serving.config import ServerConfig
-from serving.engine_core.warmup import graph_capture_steps, warmup_steps
-from serving.messages import Outcome, Step
-from serving.worker.model_runner import ModelRunner
+from serving.engine_core import engine_loop
+from serving.engine_core.engine_loop import build_engine_loop
+from serving.engine_core.warmup import warmup_steps
+from serving.messages import Outcome, Step, StepSize
+from serving.worker.model_runner import ModelRunner, PendingOutcome
 from tests.support.capturable_attention import CapturableAttention
 from tests.support.engine_scenarios import build_runner
 from tests.support.graph_steps import PROMPT, RULES, next_step, prefill_step
@@ -62,10 +64,24 @@ def test_warmup_steps_fit_and_clear_their_blocks(
     assert [*first.tokens, *second.tokens] == alone[:2]
 
 
-def test_capture_steps_run_largest_size_first() -> None:
-    runner = build_runner(
-        build(CLASSIC, attention_backend=CapturableAttention()), CONFIG, recorded=True
-    )
-    steps = graph_capture_steps(CONFIG.cache_config.kv_block_tokens, runner)
-    assert [len(step.slots) for step in steps] == [6, 4, 2, 1]
-    assert all(run_step(runner, step).replayed for step in steps)
+@pytest.mark.parametrize(("budget_s", "captures"), [(60.0, 4), (0.0, 0)])
+def test_the_warm_up_captures_graphs_only_within_its_budget_and_without_sequences(
+    budget_s: float, captures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_loop, "CAPTURE_BUDGET_S", budget_s)
+    model = build(CLASSIC, attention_backend=CapturableAttention())
+    runner = build_runner(model, CONFIG, recorded=True)
+    steps: list[Step] = []
+    launch = runner.launch
+
+    def record_and_launch(step: Step) -> PendingOutcome | None:
+        steps.append(step)
+        return launch(step)
+
+    monkeypatch.setattr(runner, "launch", record_and_launch)
+    loop = build_engine_loop(runner, CONFIG, lambda _: None)
+    loop.warm_up()
+    assert [step.slots for step in steps if step.may_capture_graph] == [[]] * captures
+    assert runner.has_missing_graphs == (captures == 0)
+    loop._launch(prefill_step([GREEDY]), StepSize())
+    assert not steps[-1].may_capture_graph

@@ -4,7 +4,6 @@ On a CPU the recorder returns the work itself, so a replay runs it again on the 
 CUDA graphs are tested in tests/gpu/test_cuda_graphs.py.
 """
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,31 +13,19 @@ import torch
 
 from gpt.errors import ConfigError
 from gpt.sampling_params import SamplingParams
-from serving.config import ServerConfig
-from serving.messages import AdapterRowsWrite, BlockTableUpdate, Outcome, SlotInit, Step
+from serving.messages import AdapterRowsWrite, BlockTableUpdate, SlotInit, Step
 from serving.worker import cuda_graphs
-from serving.worker.kv_cache_size import available_kv_blocks
 from serving.worker.model_runner import ModelRunner
 from tests.support.batch_runs import SIZES, run_and_check
-from tests.support.capturable_attention import CapturableAttention
 from tests.support.engine_scenarios import (
     AdapterFiles,
     Scenario,
     draw_scenario,
     preemption_scenario,
 )
+from tests.support.graph_runners import CONFIG, eager_recorder, make_runner, run_step, sampled_token
 from tests.support.graph_steps import PROMPT, RULES, V, next_step, prefill_step
 from tests.support.models import CLASSIC, CONFIGS, MODERN, build
-
-BLOCK, SLOTS = 4, 6
-CONFIG = ServerConfig(
-    "model",
-    kv_block_tokens=BLOCK,
-    kv_tokens_max=200,
-    running_requests_max=SLOTS,
-    step_tokens_max=60,
-    adapter_rows_max=8,
-)
 
 
 @pytest.fixture(scope="module")
@@ -46,38 +33,8 @@ def adapter_files(tmp_path_factory: pytest.TempPathFactory) -> AdapterFiles:
     return AdapterFiles.make(tmp_path_factory.mktemp("adapters"), CLASSIC.hidden_size, SIZES)
 
 
-def eager_recorder(work: cuda_graphs.Work) -> cuda_graphs.Work:
-    return work
-
-
-def make_runner(
-    name: str, recorder: cuda_graphs.Recorder | None, config: ServerConfig = CONFIG
-) -> ModelRunner:
-    model = build(CONFIGS[name], attention_backend=CapturableAttention())
-    return ModelRunner(
-        model,
-        config.scheduler_config,
-        config.cache_config,
-        async_scheduling=config.uses_async_scheduling("cpu"),
-        blocks=available_kv_blocks(model, config.scheduler_config, config.cache_config),
-        slots=SLOTS,
-        recorder=recorder,
-    )
-
-
 def eager_and_graph_runner(name: str) -> tuple[ModelRunner, ModelRunner]:
     return make_runner(name, None), make_runner(name, eager_recorder)
-
-
-def run_step(runner: ModelRunner, step: Step) -> Outcome:
-    outcome = runner.run_step(step)
-    assert outcome is not None
-    return outcome
-
-
-def sampled_token(slot: int, token: int) -> int:
-    """The next input of a slot: the token that it sampled in the last step."""
-    return token
 
 
 def with_last_sampled_tokens(step: Step) -> Step:
@@ -269,21 +226,6 @@ def test_only_decode_steps_are_replayed() -> None:
     run_step(runner, prefill_step(RULES[:4]))
     four_rows = Step(5, [0, 1, 2, 3], [9, 8, 7, 6], [1] * 4, [5] * 4, [True] * 4, [0] * 4)
     assert not run_step(runner, four_rows).replayed
-
-
-def test_a_failed_capture_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    def failing_recorder(work: cuda_graphs.Work) -> cuda_graphs.Work:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    step = prefill_step(RULES)
-    eager = make_runner("classic", None)
-    failing = make_runner("classic", failing_recorder)
-    outcome = run_step(eager, step)
-    run_step(failing, step)
-    step = next_step(step, outcome, sampled_token)
-    with caplog.at_level(logging.WARNING):
-        assert run_step(failing, step).tokens == run_step(eager, step).tokens
-    assert "event=graph_not_recorded rows=6" in caplog.text
 
 
 def test_the_reason_without_graphs_is_reported() -> None:

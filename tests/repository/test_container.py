@@ -1,0 +1,73 @@
+"""The image contains what Triton and FlashInfer need at run time: a C compiler and a cache."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.containerfile import CONTAINERFILE, FinalStage
+
+BASE = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
+# The variables that move the caches of libraries out of the home folder.
+CACHE_VARIABLES = (
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "FLASHINFER_WORKSPACE_BASE",
+    "CUDA_CACHE_PATH",
+    "XDG_CACHE_HOME",
+)
+COMPILER = {"gcc", "libc6-dev"}  # On Debian, gcc provides `cc`, and libc6-dev the C headers.
+
+
+@pytest.mark.parametrize(("device", "needs_compiler"), [("cpu", False), ("cuda", True)])
+def test_an_image_for_a_gpu_contains_a_c_compiler(
+    device: str, needs_compiler: bool, tmp_path: Path
+) -> None:
+    packages = FinalStage.read().packages(device, tmp_path)
+    assert "libgomp1" in packages
+    assert packages & COMPILER == (COMPILER if needs_compiler else set())
+
+
+def test_the_caches_are_on_a_volume_that_belongs_to_the_user(tmp_path: Path) -> None:
+    stage = FinalStage.read()
+    environment = stage.environment("cuda", BASE)
+    (volume,) = stage.arguments("VOLUME")
+    for name in CACHE_VARIABLES:
+        is_temporary = environment[name] == "/tmp"
+        assert is_temporary or Path(environment[name]).is_relative_to(volume), name
+    commands = stage.commands("cuda", tmp_path)
+    assert ["install", "-d", "-o", "preamble", volume] in commands
+    assert [
+        "useradd",
+        "--uid",
+        *stage.arguments("USER"),
+        "--no-create-home",
+        "preamble",
+    ] in commands
+
+
+def test_the_pod_mounts_a_writable_volume_for_each_cache() -> None:
+    environment = FinalStage.read().environment("cuda", BASE)
+    manifest = CONTAINERFILE.parent / "kubernetes/preamble.yaml"
+    (deployment,) = [
+        document
+        for document in yaml.safe_load_all(manifest.read_text())
+        if document["kind"] == "Deployment"
+    ]
+    pod = deployment["spec"]["template"]["spec"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    (container,) = pod["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    writable = [
+        mount["mountPath"]
+        for mount in container["volumeMounts"]
+        if not mount.get("readOnly") and volumes[mount["name"]].get("emptyDir") == {}
+    ]
+    for name in CACHE_VARIABLES:
+        assert any(Path(environment[name]).is_relative_to(folder) for folder in writable), name
+
+
+def test_the_environment_expands_variables_of_earlier_instructions() -> None:
+    environment = FinalStage.read().environment("cuda", BASE)
+    assert environment["PATH"] == f"/preamble/bin:{BASE['PATH']}"
+    assert environment["PREAMBLE_DEVICE"] == "cuda"
