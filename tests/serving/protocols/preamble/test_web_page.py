@@ -526,7 +526,7 @@ def test_a_broken_stream_keeps_the_answer_and_the_conversation(chat_server: Page
         relay.cut()
         assert "connection" in tab.read(f"{LAST} .failure", "was lost")
         partial = wait_for_answer(tab)
-        assert tab.text(f"{LAST} .end") == "broken off" and partial
+        assert tab.text(f"{LAST} .end") == "interrupted" and partial
         messages = [user("go on"), assistant(partial), user("and now?")]
         expected = chat(chat_server, messages)
         assert submit_prompt(tab, "and now?", 12) == expected
@@ -547,7 +547,7 @@ def test_an_error_of_the_ranks_ends_an_answer(chat_server: PageServer) -> None:
     (rank,) = rank_processes(chat_server.server)
     os.kill(rank, signal.SIGKILL)
     tab.read(f"{LAST} .failure", "[a-z]")
-    assert wait_for_answer(tab) and tab.text(f"{LAST} .end") == "broken off"
+    assert wait_for_answer(tab) and tab.text(f"{LAST} .end") == "interrupted"
     tab.read("#state", "^Ready", RESTART_S)
 
 
