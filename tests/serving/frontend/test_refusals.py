@@ -5,8 +5,6 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
 from serving.admission.auth import Authenticator, Caller
 from serving.file_threads import FileThreads
 from serving.frontend.call import Call, Frontend
@@ -28,10 +26,10 @@ def test_refused_calls_do_not_wait_for_each_others_records() -> None:
     async def refuse_two() -> list[Any]:
         frontend = Frontend(Metrics(), Authenticator())
         store = SimpleNamespace(record_refusal=record_refusal)
-        frontend.service = cast(
-            Any, SimpleNamespace(store=store, file_threads=FileThreads(WAIT_S))
+        frontend.service = cast(Any, SimpleNamespace(store=store, file_threads=FileThreads(WAIT_S)))
+        call = Call(
+            frontend, "preamble", Caller("crew", frozenset({"generate"})), None, UNKNOWN_ORIGIN
         )
-        call = Call(frontend, "preamble", Caller("crew", frozenset({"generate"})), None, UNKNOWN_ORIGIN)
         calls = [call.require_role("adapters", "promote") for _ in range(2)]
         return await asyncio.gather(*calls, return_exceptions=True)
 

@@ -599,6 +599,29 @@ def test_page_reconnects_after_an_outage(deployment: PageServer) -> None:
     assert not tab.text("#notice")
 
 
+# Replaces `fetch` by one whose answers come late, and counts the polls that are in progress.
+SLOW_POLLS = """(() => {
+    const fetchNow = window.fetch;
+    let open = 0;
+    Object.assign(window, { openMax: 0, pollsEnded: 0 });
+    window.fetch = async (path, ...options) => {
+        if (!/^v1\\/(load|server)$/.test(path)) return fetchNow(path, ...options);
+        window.openMax = Math.max(window.openMax, ++open);
+        await new Promise((resolve) => setTimeout(resolve, 200));
+        try { return await fetchNow(path, ...options); }
+        finally { open -= 1; window.pollsEnded += 1; }
+    };
+    for (let i = 0; i < 5; i++) document.dispatchEvent(new Event("visibilitychange"));
+})()"""
+
+
+def test_polls_of_a_slow_server_do_not_overlap(deployment: PageServer) -> None:
+    tab = deployment.ready()
+    tab.value(SLOW_POLLS)
+    tab.wait("window.pollsEnded >= 3")
+    assert tab.value("window.openMax") == 1
+
+
 def test_tokens_are_kept_per_tab(html_server: PageServer) -> None:
     tab = html_server.browser.open(html_server.address)
     tab.read("#state", "Token needed")
