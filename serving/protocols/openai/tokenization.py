@@ -40,7 +40,7 @@ TOKENIZER_INFO_PATH = "/tokenizer_info"
 CHAT_FIELDS = ("continue_final_message", "chat_template_kwargs", "tools")
 
 
-class TokenizeRequest(OpenAIBody):
+class TokenizeRequest(OpenAIBody, dict=True):
     """A text or a chat to tokenize. None (JSON null) means unset."""
 
     FIELD_HINTS: ClassVar[Mapping[str, str]] = {
