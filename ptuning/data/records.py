@@ -137,11 +137,13 @@ class _JsonLines(_Lines):
 
 
 class _JsonObject(dict[str, object]):
-    """A JSON object, and the number of its pairs: more than the names if a name occurs twice."""
+    """A JSON object with the name that occurs twice in it; None: each name occurs once."""
 
     def __init__(self, pairs: list[tuple[str, object]]) -> None:
         super().__init__(pairs)
-        self.pair_count = len(pairs)
+        self.repeated_name: str | None = None
+        if len(self) < len(pairs):
+            self.repeated_name = Counter(name for name, _ in pairs).most_common(1)[0][0]
 
 
 def _parse_object(text: str, location: str) -> dict[str, object]:
@@ -164,9 +166,9 @@ def _parse_object(text: str, location: str) -> dict[str, object]:
             f"{location}: the JSON is of the type {type(record).__name__}; each line must be one "
             "JSON object"
         )
-    if len(record) < record.pair_count:
+    if record.repeated_name is not None:
         raise ConfigError(
-            f"{location}: two fields of the record have the same name; keep one of them"
+            f"{location}: two fields are named {short_repr(record.repeated_name)}; keep one of them"
         )
     return record
 

@@ -87,7 +87,11 @@ BROKEN_RECORDS: dict[str, tuple[str, bytes, str]] = {
         b'{"a": ' + b"9" * 5000 + b"}",
         "line 1: the line is not JSON (a number has too many digits)",
     ),
-    "a field twice": ("jsonl", b'{"a": "1", "\\u0061": "2"}', "line 1: two fields of the record"),
+    "a field twice": (
+        "jsonl",
+        b'{"a": "1", "\\u0061": "2"}',
+        "line 1: two fields are named 'a'; keep",
+    ),
     "a NUL byte": ("csv", b"a,b\n1,2\n3,\x004\n", "line 3: byte 3 is 0x00, which is not UTF-8"),
     "UTF-16 without a BOM": ("jsonl", '{"a": "1"}'.encode("utf-16-be"), "line 1: byte 1 is 0x00"),
     "a list": (
