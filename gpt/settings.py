@@ -8,7 +8,7 @@ similar valid key. The dataclass itself checks the ranges of values.
 import difflib
 import reprlib
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -106,7 +106,33 @@ def read_yaml(path: Path) -> dict[str, object]:
         return {}
     if not isinstance(mapping, dict) or not all(isinstance(key, str) for key in mapping):
         raise ConfigError(f"{path} contains no settings; each line must be `key: value`")
+    for key, value in mapping.items():
+        if not all(map(_is_plain_text, _texts_in(value))):
+            raise ConfigError(
+                f"{path}: {short_repr(key)} has a text with a NUL character or a lone surrogate; "
+                "remove this character"
+            )
     return mapping
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    """Yield the texts in a value of a YAML file, each alias once."""
+    seen_ids: set[int] = set()
+    pending = [value]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, str):
+            yield node
+        elif isinstance(node, dict | list) and id(node) not in seen_ids:
+            seen_ids.add(id(node))
+            pending += node if isinstance(node, list) else [*node, *node.values()]
+
+
+def _is_plain_text(text: str) -> bool:
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 class ComposedSettings:

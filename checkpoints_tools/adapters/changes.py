@@ -36,7 +36,8 @@ def log_parser() -> argparse.ArgumentParser:
     add(
         "--tenant",
         metavar="TENANT",
-        help="only changes by this tenant or in its folder; an empty text: without a tenant",
+        help="only changes by this tenant or in its folder; an empty text: only changes by no "
+        "tenant and in no tenant's folder",
     )
     add(
         "--since",
@@ -104,15 +105,18 @@ def _is_selected(record: ChangeRecord, flags: argparse.Namespace) -> bool:
         return False
     if flags.status is not None and record.get("status") != flags.status:
         return False
-    if flags.tenant is not None and flags.tenant not in (
-        record.get("tenant"),
-        record.get("owner"),
-    ):
+    if flags.tenant is not None and not _concerns_tenant(record, flags.tenant):
         return False
     name, separator, version = (flags.adapter or "").partition("@")
     if name and record.get("adapter") != name:
         return False
     return not separator or version == _text(record, "version")
+
+
+def _concerns_tenant(record: ChangeRecord, tenant: str) -> bool:
+    """Return whether the tenant made the change or owns its folder; "": no tenant did or does."""
+    names = [name for name in (record.get("tenant"), record.get("owner")) if name]
+    return tenant in names if tenant else not names
 
 
 def _json_parts(records: Iterable[ChangeRecord]) -> Iterator[str]:

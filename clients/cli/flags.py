@@ -4,15 +4,26 @@ The token can be read from a file, because all users of a machine can see comman
 """
 
 import argparse
+import re
 from pathlib import Path
 
 from clients.client import Client
 from clients.transport import Tls
 
+# Addresses that gRPC has in addition to HOST:PORT.
+GRPC_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "xds:")
+PORT_MAX = 65535
+
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--server", metavar="HOST:PORT", required=True, help="address of the server")
+    add(
+        "--server",
+        metavar="HOST:PORT",
+        type=_parse_address,
+        required=True,
+        help="address of the server",
+    )
     add(
         "--timeout-s",
         metavar="S",
@@ -27,6 +38,20 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--ca", metavar="FILE", help="use TLS with the root certificates in this file (PEM)")
     add("--cert", metavar="FILE", help="client certificate (PEM), for mutual TLS")
     add("--key", metavar="FILE", help="private key of the client certificate (PEM)")
+
+
+def _parse_address(text: str) -> str:
+    """Return the address unchanged; gRPC's own errors for invalid addresses have no advice."""
+    if text.startswith(GRPC_SCHEMES):
+        return text
+    # An IPv6 address is in brackets, because it contains colons.
+    match = re.fullmatch(r"(?:\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):([0-9]{1,5})", text)
+    if match is None or not 0 < int(match[1]) <= PORT_MAX:
+        raise argparse.ArgumentTypeError(
+            f"{text[:100]!a} is not an address; give the host and the gRPC port of the server, "
+            "such as localhost:9000"
+        )
+    return text
 
 
 def open_client(args: argparse.Namespace) -> Client:

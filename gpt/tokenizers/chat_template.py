@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gpt.errors import CheckpointError, ConfigError, RequestError
+from gpt.files.regular_files import open_regular_file
 from gpt.tokenizers.special_tokens import (
     ControlTokenSplitter,
     read_json,
@@ -27,6 +28,7 @@ from gpt.tokenizers.tokenizer import Tokenizer
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_BYTES_MAX = 1 << 20
+TOO_LONG = f"has more than {TEMPLATE_BYTES_MAX} bytes, too many for a chat template"
 # Unicode noncharacters. The first one that the messages do not contain is used as the mark.
 ESCAPE_MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
@@ -83,16 +85,16 @@ def find_template(
 
 def _read_template(file: Path) -> str:
     try:
-        with file.open("rb") as opened:
+        with open_regular_file(file) as opened:
             data = opened.read(TEMPLATE_BYTES_MAX + 1)
         if len(data) <= TEMPLATE_BYTES_MAX:
-            return data.decode()
+            return data.decode("utf-8-sig")  # A byte order mark is not part of the prompt.
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
     except UnicodeDecodeError:
         problem = "is not UTF-8"
     else:
-        problem = f"has more than {TEMPLATE_BYTES_MAX} bytes, too many for a chat template"
+        problem = TOO_LONG
     raise CheckpointError(f"{file} {problem}; give a file with a jinja2 template")
 
 
@@ -101,19 +103,22 @@ def _template_from_config(file: Path) -> str | None:
 
     From a list of templates, return the template named "default", else the only template.
     """
-    template = read_json(file).get("chat_template")
-    if template is None or isinstance(template, str):
-        return template
+    text = template = read_json(file).get("chat_template")
     if isinstance(template, list):
         templates = {
             named_template.get("name"): named_template.get("template")
             for named_template in template
             if isinstance(named_template, dict)
+            and isinstance(named_template.get("name"), str | None)
         }
         only_template = next(iter(templates.values())) if len(templates) == 1 else None
-        text = templates.get("default", only_template)
-        if len(templates) == len(template) and isinstance(text, str):
-            return text
+        text = templates.get("default", only_template) if len(templates) == len(template) else None
+    if isinstance(text, str):
+        if len(text.encode()) > TEMPLATE_BYTES_MAX:
+            raise CheckpointError(f"{file}: chat_template {TOO_LONG}; correct or remove it")
+        return text
+    if template is None:
+        return None
     raise CheckpointError(
         f"{file} has a chat_template that is neither a string nor a list of named templates with "
         "one named 'default'; correct or remove the chat_template"

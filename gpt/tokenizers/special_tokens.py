@@ -182,8 +182,18 @@ class SpecialTokens:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object whose texts are valid Unicode."""
     try:
-        record = json.loads(read_regular_file(path))
+        data = read_regular_file(path)
+        record = json.loads(data)
+        if b"\\u" in data:
+            # The escape of a lone surrogate is valid JSON, but not valid Unicode.
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"{path} has the escape of a lone surrogate (\\ud800 to \\udfff), which is no "
+            "character; copy it again from the model's source"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read as JSON ({error}); copy it again from the model's source"

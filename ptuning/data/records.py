@@ -8,18 +8,21 @@ use the prompt template; `dataset` checks that the required fields exist and are
 import csv
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
 from gpt.errors import ConfigError
+from gpt.files.regular_files import open_regular_file
 from gpt.settings import short_repr
 
 LINE_BYTES_MAX = 16 << 20
 BOM = b"\xef\xbb\xbf"  # Byte order mark that some programs write at the start of UTF-8 files.
 PROGRESS_RECORDS = 1000  # Records between two calls of the progress callback.
-PARQUET_BATCH_ROWS = 1024  # Parquet rows converted to Python objects at once.
+# Parquet rows that are in memory at once. A small file may have rows of many megabytes.
+PARQUET_BATCH_ROWS = 64
 
 # Called with the number of records read so far and the estimated total, if it is known.
 ProgressCallback = Callable[[int, int | None], None]
@@ -56,7 +59,8 @@ def read_records(
     """
     count = 0
     try:
-        with path.open("rb") as file:
+        # A FIFO would block until a program writes to it, perhaps forever.
+        with open_regular_file(path) as file:
             source = _open_source(path, file, field_names)
             for count, record in enumerate(source.records(), 1):
                 yield record
@@ -105,12 +109,15 @@ class _Lines:
             content = raw.removeprefix(BOM) if self.line_number == 1 else raw
             try:
                 text = content.decode()
+                position = content.find(b"\0")  # UTF-16 without a byte order mark has such bytes.
             except UnicodeDecodeError as error:
-                position = len(raw) - len(content) + error.start
+                position = error.start
+            if position >= 0:
                 raise ConfigError(
-                    f"{location}: byte {position + 1} is 0x{raw[position]:02x}, which is not "
-                    "UTF-8; save the file as uncompressed UTF-8 text"
-                ) from None
+                    f"{location}: byte {len(raw) - len(content) + position + 1} is "
+                    f"0x{content[position]:02x}, which is not UTF-8 text; save the file as "
+                    "uncompressed UTF-8 text"
+                )
             yield text
 
     def total(self, count: int) -> int | None:
@@ -129,11 +136,21 @@ class _JsonLines(_Lines):
                 yield Record(location, _parse_object(text, f"{self.path} {location}"))
 
 
+class _JsonObject(dict[str, object]):
+    """A JSON object with the name that occurs twice in it; None: each name occurs once."""
+
+    def __init__(self, pairs: list[tuple[str, object]]) -> None:
+        super().__init__(pairs)
+        self.repeated_name: str | None = None
+        if len(self) < len(pairs):
+            self.repeated_name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+
+
 def _parse_object(text: str, location: str) -> dict[str, object]:
     try:
-        record = json.loads(text)
+        record = json.loads(text, object_pairs_hook=_JsonObject)
     except ValueError as error:
-        message = str(error)
+        message = "a number has too many digits"
         if isinstance(error, json.JSONDecodeError):
             # str(error) contains a line number, which is always 1 here and would mislead.
             message = f"{error.msg} at character {error.pos + 1}"
@@ -144,12 +161,23 @@ def _parse_object(text: str, location: str) -> dict[str, object]:
         raise ConfigError(
             f"{location}: the JSON is nested too deeply; each line must be one flat JSON object"
         ) from None
-    if not isinstance(record, dict):
+    if not isinstance(record, _JsonObject):
         raise ConfigError(
             f"{location}: the JSON is of the type {type(record).__name__}; each line must be one "
             "JSON object"
         )
+    if record.repeated_name is not None:
+        raise ConfigError(
+            f"{location}: two fields are named {short_repr(record.repeated_name)}; keep one of them"
+        )
     return record
+
+
+def _check_columns(names: list[str], location: str) -> None:
+    """Raise ConfigError if two columns have the same name."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ConfigError(f"{location}: two columns are named {short_repr(name)}; rename one")
 
 
 class _DelimitedTable(_Lines):
@@ -168,12 +196,7 @@ class _DelimitedTable(_Lines):
             file_location = f"{self.path} {location}"
             if not header:
                 header = row
-                duplicate = next((name for name in header if header.count(name) > 1), None)
-                if duplicate is not None:
-                    raise ConfigError(
-                        f"{file_location}: two columns are named {short_repr(duplicate)}; "
-                        "rename one"
-                    )
+                _check_columns(header, file_location)
             elif len(row) != len(header):
                 raise ConfigError(
                     f"{file_location}: the row has {len(row)} columns, but the header has "
@@ -224,6 +247,7 @@ class _Parquet:
 
     def records(self) -> Iterator[Record]:
         names = self._file.schema_arrow.names
+        _check_columns(names, str(self._path))
         # The names of all columns are needed for error messages about missing fields.
         unread_fields: dict[str, object] = {
             name: None for name in names if name not in self._field_names

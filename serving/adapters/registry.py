@@ -56,8 +56,6 @@ class AdapterRegistry:
         eligible: Callable[[LoadedAdapter], bool] = lambda adapter: True,
     ) -> None:
         """`eligible` is described at `AdapterDirectory.__init__`."""
-        if directory is not None:
-            check_directory(directory)
         self.directory = directory
         self.check = check
         self.adapters_max = adapters_max

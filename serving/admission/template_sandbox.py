@@ -64,7 +64,8 @@ def parse_template(text: str) -> jinja2.nodes.Template:
 def find_syntax_error(text: str) -> str | None:
     """Parse a template without running it; return its syntax error, or None."""
     try:
-        parse_template(text)
+        for _ in parse_template(text).find_all(jinja2.nodes.Node):
+            pass  # Later steps visit all nodes; a RecursionError must be found here.
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno}: {error.message}"
     except RecursionError:

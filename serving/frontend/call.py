@@ -134,9 +134,7 @@ class Call:
             self.caller.require_role(role)
         except RefusedError as error:
             if change is not None and self.frontend.service is not None:
-                # One record at a time: such a caller must not occupy the threads of other calls.
-                async with self.frontend.refusal_lock:
-                    await self.service.file_threads.wait(self.record_refusal(change, "", error))
+                await self.service.file_threads.wait(self.record_refusal(change, "", error))
             raise
 
     def record_refusal(
@@ -297,7 +295,6 @@ class Frontend:
         self.state: ServerState = "loading"
         self.service: Service | None = None
         self.stop_requested = asyncio.Event()  # Set: drain, then stop the server.
-        self.refusal_lock = asyncio.Lock()  # Held to record a call that lacks a role.
         self._open_calls = 0
         self._log_throttle = LogThrottle()
         self._idle = asyncio.Event()

@@ -13,6 +13,9 @@ from gpt.errors import RequestError
 from serving.request import RefusedError
 from serving.service.error_reasons import reason_of
 
+# Fields of `Ask` whose names are also English words in messages ("the guide allows ...").
+MESSAGE_WORDS = ("adapter", "guide")
+
 
 def translate_error(error: RequestError, names: Mapping[str, str]) -> Exception:
     """Return the error with the protocol's field names.
@@ -38,7 +41,7 @@ def translate_message(text: str, field: str, protocol_field: str, names: Mapping
     the remaining fields. If the protocol's name is a path such as `a.b`, only its last part `b` is
     inserted.
     """
-    if field != "adapter":  # "adapter" is also an English word in messages.
+    if field not in MESSAGE_WORDS:
         text = _replace_field(text, field, protocol_field, count=1)
     for other_field, other_name in names.items():
         # Of these names, only names with an underscore are replaced: a name without an underscore

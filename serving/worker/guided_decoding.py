@@ -260,6 +260,7 @@ def _ll_grammar(guide: Guide) -> str:
                 json.dumps(close_schema(schema)), options
             )
         elif guide.kind == "regex":
+            _check_last_escape(guide.text)
             grammar_json = library.LLMatcher.grammar_from_regex(guide.text)
         else:
             lark = _choice_grammar(guide) if guide.kind == "choice" else guide.text
@@ -276,18 +277,27 @@ def _ll_grammar(guide: Guide) -> str:
 
 
 def _check_patterns(schema: Any) -> None:
-    """Raise ValueError if a regular expression in a JSON schema is too long."""
+    """Raise ValueError if a regular expression in a JSON schema is too long or incomplete."""
     for node in nested_objects(schema):
         pattern_properties = node.get("patternProperties")
         for pattern in (
             node.get("pattern"),
             *(pattern_properties if isinstance(pattern_properties, dict) else ()),
         ):
-            if isinstance(pattern, str) and len(pattern) > _PATTERN_CHARS_MAX:
+            if not isinstance(pattern, str):
+                continue
+            if len(pattern) > _PATTERN_CHARS_MAX:
                 raise ValueError(
                     f"a pattern has {len(pattern)} characters; at most {_PATTERN_CHARS_MAX} are "
                     "allowed"
                 )
+            _check_last_escape(pattern)
+
+
+def _check_last_escape(pattern: str) -> None:
+    """Raise ValueError if a pattern ends within an escape, which llguidance removes silently."""
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise ValueError("a pattern ends with a backslash that escapes nothing")
 
 
 def _choice_grammar(guide: Guide) -> str:

@@ -186,7 +186,7 @@ def test_the_commands_of_the_page_have_these_flags(
 ) -> None:
     words = command.split()
     subcommand = words[: 2 if words[0] == "adapters" else 1]
-    server = ["--server", "x"] if "--server" in words else []
+    server = ["--server", "x:1"] if "--server" in words else []
     with pytest.raises(SystemExit) as exit_info:
         preamble.main([*subcommand, *server, "--help"])
     usage = capsys.readouterr().out

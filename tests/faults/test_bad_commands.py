@@ -95,6 +95,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ("adapters import MISSING OUT", "does not exist"),
     ("adapters export MISSING OUT --to peft", "does not exist"),
     ("adapters export FILE OUT --to xml", "xml"),
+    ("adapters list --server localhost", "such as localhost:9000"),
     ("adapters list --server localhost:1", "the connection to localhost:1 failed"),
     ("tune", "usage"),
     ("tune MISSING", "cannot be read"),

@@ -99,6 +99,8 @@ def test_wrong_keys_and_values_are_named(values: dict[str, object], words: str) 
         ("model: 2020-13-45", "has an invalid value .*; put quotes around the value"),
         ("seed: " + "9" * 5000, "has an invalid value"),
         ("seed: !!int ''", "has an invalid value"),
+        ('model: "a\\0b"', "'model' has a text with a NUL character"),
+        ('tasks: [{a: &a ["\\ud800", *a]}]', "'tasks' has a text with a NUL character or a lone"),
         ("# " + "x" * (1 << 20), "is over 1048576 bytes"),
     ],
 )

@@ -160,7 +160,7 @@ def test_a_command_that_is_not_run_exists(
         flags = {word.split("=")[0] for word in arguments if word.startswith("--")}
         # Each subcommand of `adapters` and `plan` has its own flags; so has `generate --server`.
         subcommand = arguments[: 2 if arguments[0] in ("adapters", "plan") else 1]
-        server = ["--server", "x"] if "--server" in flags else []
+        server = ["--server", "x:1"] if "--server" in flags else []
         with pytest.raises(SystemExit) as exit_info:
             preamble.main([*subcommand, *server, "--help"])
         output = capsys.readouterr()

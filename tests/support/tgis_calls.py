@@ -47,6 +47,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("method", 7, "0 (GREEDY) or 1 (SAMPLE)"),
     ("decoding.format", 5, "choose 0"),
     ("decoding.regex", "(", "regex"),
+    ("decoding.regex", "a\\", "regex is invalid or unsupported (a pattern ends with a backslash"),
     ("decoding.choice", {}, "choice"),
     ("sampling.temperature", "Infinity", "is inf"),
     ("sampling.temperature", 101.0, "it must be 0, or from 0.05 to 100"),

@@ -5,11 +5,12 @@ the output tensors are sent.
 """
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gpt.errors import RequestError
-from serving.engine.stream import Stream, build_completion
+from serving.engine.stream import build_completion
 from serving.frontend.call import Call
 from serving.frontend.field_names import translate_error
 from serving.protocols.kserve.inputs import InferContent, InferRequest, read_request
@@ -48,10 +49,11 @@ class Inference:
 
     async def final_outputs(self) -> list[OutputTensor]:
         """Run the request; return the outputs of one response with all completions."""
-        stream = await self._start_stream(final_only=True)
-        pieces: list[list[Piece]] = [[] for _ in stream.request.answers]
-        async for piece in self.call.pieces(stream):
-            pieces[piece.index].append(piece)
+        with self._translate_errors():
+            stream = await self.call.start(self.request.ask, final_only=True)
+            pieces: list[list[Piece]] = [[] for _ in stream.request.answers]
+            async for piece in self.call.pieces(stream):
+                pieces[piece.index].append(piece)
         return InferResponseBuilder(self.request, self.call).build_final(
             [
                 build_completion(index, answer, pieces[index])
@@ -67,15 +69,18 @@ class Inference:
         if not self.request.stream:
             yield await self.final_outputs(), True
             return
-        stream = await self._start_stream()
-        builder, answers = InferResponseBuilder(self.request, self.call), stream.request.answers
-        unfinished = len(answers)
-        async for piece in self.call.pieces(stream):
-            unfinished -= piece.finish is not None
-            yield builder.build_chunk(piece, answers[piece.index]), unfinished == 0
+        with self._translate_errors():
+            stream = await self.call.start(self.request.ask)
+            builder, answers = InferResponseBuilder(self.request, self.call), stream.request.answers
+            unfinished = len(answers)
+            async for piece in self.call.pieces(stream):
+                unfinished -= piece.finish is not None
+                yield builder.build_chunk(piece, answers[piece.index]), unfinished == 0
 
-    async def _start_stream(self, *, final_only: bool = False) -> Stream:
+    @contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        """Convert errors of the admission and of the engine to the names of the inputs."""
         try:
-            return await self.call.start(self.request.ask, final_only=final_only)
+            yield
         except RequestError as error:
             raise translate_error(error, self.request.field_names) from None

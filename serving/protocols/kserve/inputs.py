@@ -123,6 +123,8 @@ def _field_names(parameters: Mapping[str, _Parameter]) -> Mapping[str, str]:
     names = {field: spellings.get(name, name) for field, name in FIELD_NAMES.items()}
     if "input_ids" in parameters:
         names["prompt"] = spellings["input_ids"]
+    if "end_id" in parameters and "stop_token_ids" not in parameters:
+        names |= dict.fromkeys(("stop_token_ids", "stops.token_ids"), spellings["end_id"])
     return names
 
 
@@ -238,10 +240,18 @@ def _parse_texts(value: Any) -> tuple[str, ...]:
 def _parse_integer(value: Any) -> int:
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError
-    number = int(value)
+    number = int(_number_text(value))
     if not -(2**63) <= number < 2**64:
         raise ValueError
     return number
+
+
+def _number_text(value: Any) -> Any:
+    """Return the value; raise a ValueError for a text that is a number only in Python."""
+    # Python ignores underscores between digits, and accepts the digits of all scripts.
+    if isinstance(value, str) and ("_" in value or not value.isascii()):
+        raise ValueError
+    return value
 
 
 def _parse_integers(value: Any) -> tuple[int, ...]:
@@ -251,7 +261,7 @@ def _parse_integers(value: Any) -> tuple[int, ...]:
 def _parse_number(value: Any) -> float:
     if isinstance(value, bool):
         raise TypeError
-    number = float(value)
+    number = float(_number_text(value))
     if not math.isfinite(number):
         raise ValueError
     return number
@@ -264,9 +274,17 @@ def _parse_flag(value: Any) -> bool:
     return text in ("true", "1")
 
 
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; raise a ValueError if a key occurs twice."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError
+    return record
+
+
 def _parse_object(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
-        text, value = value, json.loads(value)
+        text, value = value, json.loads(value, object_pairs_hook=_unique_pairs)
         if "\\u" in text:
             # The text may have the escape of a lone surrogate, which UTF-8 cannot encode. `encode`
             # then raises a ValueError, which `_parse_parameter` reports.
@@ -297,7 +315,7 @@ _EXPECTED_TYPES: Mapping[InputKind, str] = {
     "integers": "whole numbers",
     "number": "a finite number",
     "flag": "true or false",
-    "object": "a JSON object in valid UTF-8",
+    "object": "a JSON object in valid UTF-8, whose keys occur once",
     "early": 'true, false or "never"',
 }
 

@@ -134,9 +134,30 @@ def _read_typed_contents(input_tensor: Any) -> InputTensor:
             "has no typed contents; send it in raw_input_contents",
             input_tensor.name,
         )
+    for other, _ in input_tensor.contents.ListFields():
+        if other.name != field:
+            raise RequestError(
+                f"input {short_repr(input_tensor.name)} has values in contents.{other.name}; send "
+                f"values of {input_tensor.datatype} in contents.{field} only",
+                input_tensor.name,
+            )
     elements = getattr(input_tensor.contents, field)
     check_count(input_tensor, count, elements, f"contents.{field}")
+    if input_tensor.datatype != BYTES:
+        _check_range(input_tensor, elements)
     return build_tensor(input_tensor, elements)
+
+
+def _check_range(header: TensorHeader, elements: Sequence[Any]) -> None:
+    """Raise an error for typed values that are not of the datatype, such as 300 of INT8."""
+    try:
+        struct.pack(f"<{len(elements)}{DATATYPES[header.datatype].code}", *elements)
+    except struct.error:
+        raise RequestError(
+            f"input {short_repr(header.name)} has a value out of the range of {header.datatype}; "
+            "correct the value, or send it in a larger datatype",
+            header.name,
+        ) from None
 
 
 def read_raw(header: TensorHeader, raw: bytes, location: str) -> InputTensor:

@@ -7,6 +7,7 @@ from the model or the operator, never from a request. `tool_calls` reads the too
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
@@ -96,7 +97,7 @@ class ChatMessage(ReplayedPart):
     function_call: None = None
 
 
-class ChatCompletionRequest(BaseCompletionRequest):
+class ChatCompletionRequest(BaseCompletionRequest, dict=True):
     """A request for the next message of a chat."""
 
     FIELD_HINTS: ClassVar[Mapping[str, str]] = {
@@ -137,11 +138,12 @@ class ChatCompletionRequest(BaseCompletionRequest):
 
     @property
     def guide_field(self) -> str:
-        tool_choice = self.read_tool_choice()
-        return "tools" if tool_choice and tool_choice.mode != "auto" else super().guide_field
+        choice = self.parsed_tool_choice
+        return "tools" if choice and choice.mode != "auto" else super().guide_field
 
-    def read_tool_choice(self) -> ToolChoice | None:
-        """Read the tools and the choice among them; None: the answer calls no tool."""
+    @cached_property
+    def parsed_tool_choice(self) -> ToolChoice | None:
+        """The tools and the choice among them; None: the answer calls no tool."""
         return read_tool_choice(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def check(self) -> None:
@@ -156,7 +158,7 @@ class ChatCompletionRequest(BaseCompletionRequest):
             )
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs; set logprobs to true", "top_logprobs")
-        self.read_tool_choice()
+        _ = self.parsed_tool_choice  # Raises an error if it is invalid.
         check_prompt_fields(self)
         super().check()
 
@@ -197,7 +199,7 @@ async def build_ask(
 ) -> Ask:
     """Build the `Ask` of a chat. `template_messages`: the input of the chat template."""
     service = call.service
-    tool_choice = body.read_tool_choice()
+    tool_choice = body.parsed_tool_choice
     ids = await encode_messages(
         template_messages,
         call,
@@ -379,7 +381,7 @@ class ChatChoice:
         self._top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         self._started = False
         self._calls: ToolCallChunks | None = None
-        tool_choice = body.read_tool_choice()
+        tool_choice = body.parsed_tool_choice
         if tool_choice is not None:
             self._calls = ToolCallChunks(tool_choice, service.chat.call_format)
 

@@ -8,6 +8,7 @@ same text (or messages), without the virtual tokens of an adapter. This module d
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import msgspec
@@ -39,7 +40,7 @@ TOKENIZER_INFO_PATH = "/tokenizer_info"
 CHAT_FIELDS = ("continue_final_message", "chat_template_kwargs", "tools")
 
 
-class TokenizeRequest(OpenAIBody):
+class TokenizeRequest(OpenAIBody, dict=True):
     """A text or a chat to tokenize. None (JSON null) means unset."""
 
     FIELD_HINTS: ClassVar[Mapping[str, str]] = {
@@ -69,10 +70,11 @@ class TokenizeRequest(OpenAIBody):
             if self.messages is None and getattr(self, name):
                 raise RequestError(f"{name} needs messages; remove it, or send messages", name)
         check_prompt_fields(self)
-        self.read_tools()
+        _ = self.tool_declarations  # Raises an error if they are invalid.
 
-    def read_tools(self) -> list[JsonObject] | None:
-        """Return the declarations of the tools that the chat template describes, if any."""
+    @cached_property
+    def tool_declarations(self) -> list[JsonObject] | None:
+        """The declarations of the tools that the chat template describes, if any."""
         tool_choice = read_tool_choice(self.tools, JSON_NULL, None)
         return tool_choice.declarations if tool_choice else None
 
@@ -114,7 +116,7 @@ async def tokenize(body: TokenizeRequest, call: Call) -> dict[str, Any]:
             await asyncio.to_thread(to_template_messages, body.messages or ()),
             call,
             prompt_options(body),
-            body.read_tools(),
+            body.tool_declarations,
             add_special_tokens=bool(body.add_special_tokens),
         )
     token_texts = None

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gpt.errors import RequestError
+from gpt.settings import short_repr
 from protos.foreign.descriptor_pools import load_package
 from serving.config import LimitsConfig
 from serving.frontend.field_names import translate_error
@@ -133,8 +134,8 @@ def requested_adapters(message: Any) -> tuple[str, ...]:
     names = {message.prefix_id, message.adapter_id} - {""}
     if len(names) > 1:
         raise RequestError(
-            f"prefix_id is {message.prefix_id!r} and adapter_id is {message.adapter_id!r}; both "
-            "fields mean the adapter: set only one of them",
+            f"prefix_id is {short_repr(message.prefix_id)} and adapter_id is "
+            f"{short_repr(message.adapter_id)}; both fields mean the adapter: set only one of them",
             "adapter_id",
         )
     return tuple(names)

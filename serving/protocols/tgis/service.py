@@ -17,9 +17,11 @@ from gpt.tokenizers.tokenizer import Tokenizer
 from protos.foreign.descriptor_pools import load_package
 from serving.engine.stream import Stream, build_completion
 from serving.frontend.call import Call
+from serving.frontend.field_names import translate_error
 from serving.frontend.grpc_transport import RpcMethod, WriteMessage
 from serving.messages import TokenScore
 from serving.protocols.tgis.request import (
+    FIELD_PATHS,
     build_ask,
     is_sampling,
     requested_adapters,
@@ -31,6 +33,7 @@ from serving.request import AnswerSpec, Ask, Completion, FinishReason, Piece
 SERVICE = "fmaas.GenerationService"
 pb = load_package("tgis")
 STOP_REASONS = pb.file.enum_types_by_name["StopReason"].values_by_name
+PROMPT_FIELDS = ("text", "prompt")  # Names of the prompt in errors of the admission.
 NO_OFFSET = (0, 0)  # The offsets of a control token that is not in the text.
 # `_token_offsets` skips at most this number of bytes of the text to find a token.
 TOKEN_GAP_BYTES_MAX = 64
@@ -133,11 +136,17 @@ async def _start_stream(ask: Ask, call: Call) -> Stream:
     try:
         return await call.start(ask, final_only=True)
     except RequestError as error:
-        if error.field in ("text", "prompt"):
-            # The invalid prompt is the only prompt of the call: if a call has several prompts,
-            # `_admit_all` refuses invalid ones before this function runs.
-            error.field = "requests[0].text"
-        raise
+        # The invalid prompt is the only prompt of the call: if a call has several prompts,
+        # `_admit_all` refuses invalid ones before this function runs.
+        raise _with_prompt_index(error, 0) from None
+
+
+def _with_prompt_index(error: RequestError, index: int) -> Exception:
+    """Return the error; if it names the prompt, with the prompt's index in the call."""
+    if error.field not in PROMPT_FIELDS:
+        return error
+    names = {**FIELD_PATHS, **dict.fromkeys(PROMPT_FIELDS, f"requests[{index}].text")}
+    return translate_error(RequestError(f"requests[{index}]: {error}", error.field), names)
 
 
 async def _load_adapters(message: Any, call: Call) -> None:
@@ -150,9 +159,7 @@ def _admit_all(asks: Sequence[Ask], call: Call) -> None:
         try:
             call.service.admission.admit(replace(ask, tenant=call.caller.tenant))
         except RequestError as error:
-            if error.field in ("text", "prompt"):
-                error.field = f"requests[{index}].text"
-            raise
+            raise _with_prompt_index(error, index) from None
 
 
 # ---------------------------------------------------------------------------------------- responses

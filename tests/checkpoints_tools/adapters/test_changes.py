@@ -57,6 +57,28 @@ def test_filters_select_changes(
     assert (code, requested(out)) == (0, names)
 
 
+def test_an_empty_tenant_selects_changes_without_any_tenant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command has no tenant, but may change the folder of one."""
+    log, command = AdapterChangeLog(tmp_path), ChangeAuthor.of_command("adapters import")
+    for name, author, owner in (
+        ("shared", command, ""),
+        ("owned", command, "crew"),
+        ("own", ChangeAuthor("crew"), "crew"),
+    ):
+        with log.recording("upload", name, author, owner) as change:
+            change.begin(1, None)
+            change.finish(1)
+    selected = {
+        tenant: requested(
+            run_adapters_command(capsys, "log", tmp_path, "--tenant", tenant, "--json")[1]
+        )
+        for tenant in ("", "crew")
+    }
+    assert selected == {"": ["shared"], "crew": ["owned", "own"]}
+
+
 def test_each_change_is_one_printable_line(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

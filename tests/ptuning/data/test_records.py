@@ -1,6 +1,7 @@
 """Record readers: records of every file format, and an error message for each broken file."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -84,8 +85,15 @@ BROKEN_RECORDS: dict[str, tuple[str, bytes, str]] = {
     "a number of many digits": (
         "jsonl",
         b'{"a": ' + b"9" * 5000 + b"}",
-        "line 1: the line is not JSON",
+        "line 1: the line is not JSON (a number has too many digits)",
     ),
+    "a field twice": (
+        "jsonl",
+        b'{"a": "1", "\\u0061": "2"}',
+        "line 1: two fields are named 'a'; keep",
+    ),
+    "a NUL byte": ("csv", b"a,b\n1,2\n3,\x004\n", "line 3: byte 3 is 0x00, which is not UTF-8"),
+    "UTF-16 without a BOM": ("jsonl", '{"a": "1"}'.encode("utf-16-be"), "line 1: byte 1 is 0x00"),
     "a list": (
         "jsonl",
         b'[{"a": "1"}]',
@@ -104,7 +112,7 @@ BROKEN_RECORDS: dict[str, tuple[str, bytes, str]] = {
         "line 1: byte 11 is 0xfc, which is not UTF-8",
     ),
     "UTF-16": ("csv", "a,b".encode("utf-16"), "line 1: byte 1 is 0xff, which is not UTF-8"),
-    "packed": ("jsonl", b"\x1f\x8b\x08\x00", "byte 2 is 0x8b, which is not UTF-8; save"),
+    "packed": ("jsonl", b"\x1f\x8b\x08\x00", "byte 2 is 0x8b, which is not UTF-8 text; save"),
     "a column too many": (
         "csv",
         b"a,b\n1,2\n1,2,3",
@@ -154,6 +162,30 @@ def test_unreadable_file_is_an_error(kind: str, tmp_path: Path) -> None:
         read(folder)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_a_fifo_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"x.{kind}"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"cannot be read \(not a regular file\); give"):
+        read(path)
+
+
+def test_many_columns_are_compared_in_linear_time(tmp_path: Path) -> None:
+    names = ",".join(f"c{number}" for number in range(200_000))
+    assert len(read(tmp_path / "x.csv", f"{names}\n{names}\n")[0].values) == 200_000
+
+
+def test_parquet_columns_of_the_same_name_are_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    columns = [pyarrow.array([text]) for text in "abc"]
+    table = pyarrow.table(columns, names=["prompt", "prompt", "completion"])
+    parquet.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(ConfigError, match=r"x\.parquet: two columns are named 'prompt'; rename"):
+        read(tmp_path / "x.parquet")
+
+
 def test_damaged_parquet_file_is_an_error_at_any_position(tmp_path: Path) -> None:
     path = write_parquet(
         tmp_path / "x.parquet", {"prompt": list("abcdefgh"), "completion": [""] * 8}
@@ -196,15 +228,9 @@ def test_progress_reports_the_count_and_estimated_total(tmp_path: Path) -> None:
     step = PROGRESS_RECORDS
     assert reports == [(step, count), (2 * step, count), (3 * step, count), (count, count)]
     reports.clear()
-    parquet = write_parquet(
-        tmp_path / "x.parquet", {"prompt": ["a"] * (records.PARQUET_BATCH_ROWS + 1)}, 500
-    )
+    count = 16 * records.PARQUET_BATCH_ROWS + 1
+    assert step < count < 2 * step
+    parquet = write_parquet(tmp_path / "x.parquet", {"prompt": ["a"] * count}, 500)
     rows = list(read_records(parquet, FIELDS, lambda *numbers: reports.append(numbers)))
-    assert [row.location for row in rows[-2:]] == [
-        f"row {records.PARQUET_BATCH_ROWS}",
-        f"row {records.PARQUET_BATCH_ROWS + 1}",
-    ]
-    assert reports == [
-        (step, records.PARQUET_BATCH_ROWS + 1),
-        (records.PARQUET_BATCH_ROWS + 1, records.PARQUET_BATCH_ROWS + 1),
-    ]
+    assert [row.location for row in rows[-2:]] == [f"row {count - 1}", f"row {count}"]
+    assert reports == [(step, count), (count, count)]

@@ -12,7 +12,7 @@ import torch
 
 from gpt.adapters.adapter_file import Adapter, Card, build_adapter, publish_adapter, save_adapter
 from gpt.errors import AdapterError, ConfigError
-from serving.adapters.registry import AdapterRegistry
+from serving.adapters.registry import AdapterRegistry, check_directory
 from serving.request import UnknownAdapterError
 
 
@@ -61,7 +61,7 @@ def test_unknown_names_trigger_a_directory_scan(tmp_path: Path) -> None:
     with pytest.raises(UnknownAdapterError, match="this server has no adapter directory"):
         AdapterRegistry(None, accept_all, adapters_max=1).resolve("tax")
     with pytest.raises(ConfigError, match="not a directory"):
-        AdapterRegistry(tmp_path / "none", accept_all, adapters_max=1)
+        check_directory(tmp_path / "none")
 
 
 def test_unknown_names_do_not_rescan_an_unchanged_directory(

@@ -20,6 +20,7 @@ from gpt.child_processes import child_environment
 from gpt.errors import CheckpointError, ConfigError, RequestError
 from gpt.tokenizers.chat_template import (
     ESCAPE_MARKS,
+    TEMPLATE_BYTES_MAX,
     ChatTemplate,
     ChatTemplateEncoder,
     find_template,
@@ -316,11 +317,47 @@ def test_templates_are_found_where_transformers_looks(
     assert template.special_tokens["eos_token"] == "<|endoftext|>"  # Not the tokenizer's own.
 
 
-@pytest.mark.parametrize("config", [7, [{"name": "a"}], [{"name": "a"}, {"name": "b"}], ["x"], {}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        7,
+        [{"name": "a"}],
+        [{"name": "a"}, {"name": "b"}],
+        [{"name": ["default"], "template": "x"}],
+        ["x"],
+        {},
+        "a" * (TEMPLATE_BYTES_MAX + 1),
+    ],
+    ids=lambda config: repr(config)[:40],
+)
 def test_missing_templates_are_reported(tmp_path: Path, config: object) -> None:
     tokenizer = written(tmp_path, config)
     with pytest.raises(CheckpointError, match="chat_template"):
         find_template(tmp_path, tokenizer)
+
+
+def test_a_text_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
+    """JSON can escape a lone surrogate, but no process can be sent one."""
+    tokenizer = written(tmp_path, None)
+    for record in ({"chat_template": "\ud800"}, {"chat_template": "a", "pad_token": "\ud800"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(record))
+        with pytest.raises(
+            CheckpointError, match=r"tokenizer_config\.json has the escape of a lone"
+        ):
+            find_template(tmp_path, tokenizer)
+
+
+def test_a_byte_order_mark_is_not_part_of_a_template(tmp_path: Path) -> None:
+    file = tmp_path / "marked.jinja"
+    file.write_bytes(b"\xef\xbb\xbfa")
+    template = find_template(None, NullTokenizer(9), str(file))
+    assert template is not None and template.text == "a"
+
+
+def test_a_fifo_is_refused_as_a_template_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match=r"fifo cannot be read \(not a regular file\)"):
+        find_template(None, NullTokenizer(9), str(tmp_path / "fifo"))
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b"a" * ((1 << 20) + 1)])
@@ -339,6 +376,9 @@ def test_files_that_are_no_template_are_refused(tmp_path: Path, content: bytes |
         ("{% nothing %}", "nothing"),
         ("{{ " + "(" * 9999, "deeply"),
         ("{{ " + "1" * 5000 + " }}", "ValueError"),
+        ("{{ a" + ".b" * 5000 + " }}", "deeply"),
+        ("{{ " + "+".join("1" * 5000) + " }}", "deeply"),
+        ("{{ a" + "|upper" * 5000 + " }}", "deeply"),
     ],
 )
 def test_unparsable_templates_are_refused_before_loading(text: str, message: str) -> None:

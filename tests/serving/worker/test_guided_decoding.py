@@ -318,6 +318,8 @@ def test_an_unsatisfiable_guide_fails_only_its_row(cases: dict[str, Case]) -> No
         ),
         (Guide("json", '"text"'), "guide.json is invalid or unsupported"),
         (Guide("json", '{"type":"string","pattern":"(?=a)"}'), "look-around"),
+        (Guide("regex", "a\\"), "guide.regex is invalid .*ends with a backslash"),
+        (Guide("json", r'{"pattern": "a\\"}'), "guide.json is invalid .*ends with a backslash"),
         (Guide("regex", "("), "guide.regex is invalid or unsupported .*give a regular expression"),
         (Guide("regex", "(" * 9000 + "a" + ")" * 9000), "guide.regex is invalid or unsupported"),
         (Guide("regex", "x" * (GUIDE_BYTES_MAX + 1)), f"has {GUIDE_BYTES_MAX + 1} bytes"),
@@ -349,7 +351,7 @@ def test_an_unsatisfiable_guide_fails_only_its_row(cases: dict[str, Case]) -> No
         ),
         (Guide("grammar", "start: " + '"a"? ' * 12000), "guide.grammar is invalid or unsupported"),
     ],
-    ids=range(22),
+    ids=range(24),
 )
 def test_an_invalid_guide_is_refused_quickly(guide: Guide, message: str) -> None:
     started = time.process_time()

@@ -104,6 +104,39 @@ FAULTS: dict[str, tuple[Any, str, str]] = {
         "top_k",
         "contents.int_contents",
     ),
+    "contents of two kinds": (
+        request(input_tensor("top_k", "INT32", [1], int_contents=[1], bytes_contents=[b"2"])),
+        "top_k",
+        "has values in contents.bytes_contents; send values of INT32 in contents.int_contents only",
+    ),
+    "300 of INT8": (
+        request(input_tensor("max_tokens", "INT8", [1], int_contents=[300])),
+        "max_tokens",
+        "out of the range of INT8",
+    ),
+    "2^16 of UINT16": (
+        request(input_tensor("top_k", "UINT16", [2], uint_contents=[1, 2**16])),
+        "top_k",
+        "out of the range of UINT16",
+    ),
+    "a key twice": (
+        sampling('{"top_k": 1, "top_k": 2}'),
+        "sampling_parameters",
+        "whose keys occur once",
+    ),
+    "an underscore in a number": (sampling('{"max_tokens": "1_0"}'), "max_tokens", "a whole numb"),
+    "digits of another script": (sampling('{"top_p": "\u0660.\u0665"}'), "top_p", "a finite num"),
+    "an end's id": (sampling('{"end_id": -5}'), "end_id", "end_id has -5"),
+    "a pattern that ends in an escape": (
+        sampling('{"guided_decoding": {"regex": "a\\\\"}}'),
+        "guided_decoding",
+        "ends with a backslash that escapes nothing",
+    ),
+    "a guide that no text matches": (
+        sampling('{"guided_decoding": {"regex": "[^\\\\s\\\\S]"}}'),
+        "guided_decoding",
+        "the guide allows none of this model's tokens next",
+    ),
     "unknown": (request(texts("text_inputs", b"a")), "text_inputs", "did you mean 'text_input'?"),
     "twice": (
         request(texts("text_input", b"a"), texts("text_input", b"a")),
@@ -261,7 +294,6 @@ FAULTS |= {
         "stop_words has an entry",
     ),
     "a stop's id": (sampling('{"stop_token_ids": [640]}'), "stop_token_ids", "has 640"),
-    "an end's id": (sampling('{"end_id": 640}'), "stop_token_ids", "has 640"),
     "alternatives": (sampling('{"logprobs": 99}'), "logprobs", "logprobs_max"),
     "a bias": (sampling('{"logit_bias": {"5": 101}}'), "logit_bias", "from -100 to 100"),
     "bias of an unknown token": (sampling('{"logit_bias": {"640": 1}}'), "logit_bias", "has 640"),

@@ -283,7 +283,7 @@ class Exchange {
   /** Shows an error. The part of the answer that has arrived is kept. */
   fail(error) {
     const wasRefused = error.status && !this.first;
-    this.finish(wasRefused ? "refused" : "broken off");
+    this.finish(wasRefused ? "refused" : "interrupted");
     this.failed = !this.text;
     setText(this.failure, sentence(error.message));
     $("log").scrollTop = $("log").scrollHeight;

@@ -14,11 +14,19 @@ const CHART_HEIGHT = 40;
 let server = null; // The last /v1/server response; null: unknown, or no longer valid.
 let polls = 0;
 let pollTimer = 0;
+let isPolling = false;
+let isPollDue = false; // Whether a poll was requested during the poll in progress.
 let lastLoad = null; // The previous load: {at (s), total (generated tokens)}.
 const rates = []; // Samples of the chart: {at, rate}.
 
+/** Polls now, or after the poll in progress: a slow server gets one poll at a time. */
 async function poll() {
   clearTimeout(pollTimer);
+  if (isPolling) {
+    isPollDue = true;
+    return;
+  }
+  isPolling = true;
   let wait = POLL_MS;
   try {
     if (server === null || polls % SERVER_INFO_EVERY === 0) showServer(await getJson("v1/server"));
@@ -27,8 +35,14 @@ async function poll() {
   } catch (error) {
     wait = Math.max(wait, error.retryMs ?? 0);
     showError(error);
+  } finally {
+    isPolling = false;
   }
-  clearTimeout(pollTimer); // A concurrent poll may have set the timer.
+  if (isPollDue) {
+    isPollDue = false;
+    poll();
+    return;
+  }
   // While the token form is shown, each poll would be another rejected request.
   if (!document.hidden && $("access").hidden) pollTimer = setTimeout(poll, wait);
 }

@@ -7,11 +7,12 @@ import json
 from contextlib import suppress
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from gpt.errors import PreambleError
+from gpt.errors import PreambleError, RequestError
 from protos.foreign.descriptor_pools import load_package
 from serving.messages import Guide
 from serving.protocols.kserve import service as kserve
@@ -25,7 +26,7 @@ from serving.protocols.kserve.tensors import (
     write_tensors,
 )
 from serving.request import Ask
-from tests.support.broken.kserve_requests import framed, request, sampling
+from tests.support.broken.kserve_requests import FAULTS, framed, request, sampling
 
 kserve_package = load_package("kserve")
 
@@ -136,6 +137,24 @@ def test_written_tensors_round_trip(values: list[str], numbers: list[list[int]])
         "a": InputTensor("a", "BYTES", (len(values),), texts),
         "b": InputTensor("b", "INT32", (len(numbers), width), padded),
     }
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "contents of two kinds",
+        "300 of INT8",
+        "2^16 of UINT16",
+        "a key twice",
+        "an underscore in a number",
+        "digits of another script",
+    ],
+)
+def test_values_that_are_not_of_their_type_are_refused(fault: str) -> None:
+    message, field, words = FAULTS[fault]
+    with pytest.raises(RequestError) as refused:
+        read(message)
+    assert refused.value.field == field and words in str(refused.value)
 
 
 def test_typed_and_raw_contents_are_equal() -> None:

@@ -16,8 +16,11 @@ from gpt.tokenizers.tokenizer import NullTokenizer, piece_decoder
 from serving.admission.template_sandbox import TemplateRenderer, TemplateSetup
 from serving.admission.tool_prompt import describe_tools, find_call_format, template_takes_tools
 from serving.config import CallFormat
-from serving.frontend.json_body import JSON_NULL
+from serving.frontend.json_body import JSON_NULL, parse_request
 from serving.messages import Guide
+from serving.protocols.openai import tool_calls
+from serving.protocols.openai.chat import ChatCompletionRequest
+from serving.protocols.openai.tokenization import TokenizeRequest
 from serving.protocols.openai.tool_call_chunks import ToolCallChunks, merge_deltas
 from serving.protocols.openai.tool_calls import (
     FORCED_CALLS_MAX,
@@ -48,6 +51,25 @@ def read(tools: Any, choice: Any = None, parallel: bool | None = None) -> ToolCh
     raw_tools = None if tools is None else [msgspec.Raw(msgspec.json.encode(t)) for t in tools]
     raw_choice = JSON_NULL if choice is None else msgspec.Raw(msgspec.json.encode(choice))
     return read_tool_choice(raw_tools, raw_choice, parallel)
+
+
+def test_the_tools_of_a_request_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    read_tool = tool_calls._read_tool
+
+    def count(path: str, declaration: Any) -> Any:
+        parsed.append(path)
+        return read_tool(path, declaration)
+
+    monkeypatch.setattr(tool_calls, "_read_tool", count)
+    user = {"role": "user", "content": "a"}
+    fields = {"messages": [user], "tools": [WEATHER], "tool_choice": "required"}
+    chat = parse_request(msgspec.json.encode(fields), ChatCompletionRequest)
+    for _ in range(2):
+        assert chat.parsed_tool_choice is not None and chat.guide_field == "tools"
+    text = TokenizeRequest(messages=[], tools=[msgspec.Raw(msgspec.json.encode(WEATHER))])
+    assert text.tool_declarations == text.tool_declarations == [WEATHER]
+    assert len(parsed) == 2
 
 
 def guide_schema(choice: Any, tools: Any, parallel: bool | None = None) -> Any:

@@ -526,7 +526,7 @@ def test_a_broken_stream_keeps_the_answer_and_the_conversation(chat_server: Page
         relay.cut()
         assert "connection" in tab.read(f"{LAST} .failure", "was lost")
         partial = wait_for_answer(tab)
-        assert tab.text(f"{LAST} .end") == "broken off" and partial
+        assert tab.text(f"{LAST} .end") == "interrupted" and partial
         messages = [user("go on"), assistant(partial), user("and now?")]
         expected = chat(chat_server, messages)
         assert submit_prompt(tab, "and now?", 12) == expected
@@ -547,7 +547,7 @@ def test_an_error_of_the_ranks_ends_an_answer(chat_server: PageServer) -> None:
     (rank,) = rank_processes(chat_server.server)
     os.kill(rank, signal.SIGKILL)
     tab.read(f"{LAST} .failure", "[a-z]")
-    assert wait_for_answer(tab) and tab.text(f"{LAST} .end") == "broken off"
+    assert wait_for_answer(tab) and tab.text(f"{LAST} .end") == "interrupted"
     tab.read("#state", "^Ready", RESTART_S)
 
 
@@ -597,6 +597,29 @@ def test_page_reconnects_after_an_outage(deployment: PageServer) -> None:
         tab.read("#state", "Not ready")
     tab.read("#state", "^Ready", RESTART_S)
     assert not tab.text("#notice")
+
+
+# Replaces `fetch` by one whose answers come late, and counts the polls that are in progress.
+SLOW_POLLS = """(() => {
+    const fetchNow = window.fetch;
+    let open = 0;
+    Object.assign(window, { openMax: 0, pollsEnded: 0 });
+    window.fetch = async (path, ...options) => {
+        if (!/^v1\\/(load|server)$/.test(path)) return fetchNow(path, ...options);
+        window.openMax = Math.max(window.openMax, ++open);
+        await new Promise((resolve) => setTimeout(resolve, 200));
+        try { return await fetchNow(path, ...options); }
+        finally { open -= 1; window.pollsEnded += 1; }
+    };
+    for (let i = 0; i < 5; i++) document.dispatchEvent(new Event("visibilitychange"));
+})()"""
+
+
+def test_polls_of_a_slow_server_do_not_overlap(deployment: PageServer) -> None:
+    tab = deployment.ready()
+    tab.value(SLOW_POLLS)
+    tab.wait("window.pollsEnded >= 3")
+    assert tab.value("window.openMax") == 1
 
 
 def test_tokens_are_kept_per_tab(html_server: PageServer) -> None:

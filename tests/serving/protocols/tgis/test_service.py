@@ -388,10 +388,23 @@ def test_inconsistent_parameters_are_refused(deployment: TgisServer) -> None:
         assert violated_fields(error) == [field]
 
 
+def test_long_names_leave_room_for_the_advice(deployment: TgisServer) -> None:
+    names = {"prefix_id": "a" * 100_000, "adapter_id": "b" * 100_000}
+    error: Any = call_error(deployment.ask(TEXT, adapter=names))
+    assert error.details().endswith("both fields mean the adapter: set only one of them")
+
+
+def test_a_guide_that_no_text_matches_is_refused_in_plain_words(deployment: TgisServer) -> None:
+    error: Any = call_error(deployment.stream(decoding={"regex": r"[^\s\S]"}))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "the guide allows none of this model's tokens next" in error.details()
+
+
 def test_one_invalid_prompt_refuses_its_batch(deployment: TgisServer) -> None:
     error: Any = call_error(deployment.ask("unheard of", "one", ""))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert violated_fields(error) == ["requests[2].text"]
+    assert error.details().startswith("requests[2]: text is empty")
     eventually(lambda: is_idle(deployment.server))
 
 
