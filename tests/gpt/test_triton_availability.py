@@ -20,7 +20,7 @@ from gpt.errors import ConfigError
 from gpt.linear.selector import apply_backend
 from gpt.triton_availability import triton_unavailable_reason
 from tests.support.models import CLASSIC, build
-from tests.support.triton_compiled import Launched, compiled
+from tests.support.triton_compiled import recorded_launches
 
 pytest.importorskip("triton", reason="Triton is not installed: make tools")
 
@@ -123,6 +123,7 @@ def test_the_stored_element_decides(
 
 
 def test_the_kernel_compiles_for_a_gpu() -> None:
-    launched = Launched(PROBE)
-    launched[1,](torch.zeros(1, dtype=torch.int32))
-    assert compiled(launched, 90) == [0]
+    with recorded_launches() as launches:
+        PROBE[1,](torch.zeros(1, dtype=torch.int32))
+    (launch,) = launches.values()
+    assert launch.compile().shared_bytes == 0

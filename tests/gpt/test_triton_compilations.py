@@ -23,11 +23,13 @@ def test_a_compilation_is_reported_and_logged(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     caplog.set_level("INFO")
     x, blocks = torch.zeros(4, 2, 16), torch.zeros(4, dtype=torch.long)
+    tensors, strides = (x, x, x, blocks, blocks, None), (32, 16, 32, 16)
     with fake_gpu(), knobs.runtime.scope():
         observe_compilations(lambda kernel, seconds: reports.append((kernel, seconds)))
         for block_tokens in (16, 16, 32):
             triton_kernels.append_kv.warmup(
-                *(x, x, x, blocks, blocks, None, 32, 16, 32, 16),
+                *tensors,
+                *strides,
                 GROUPS=2,
                 D=16,
                 WIDTH=16,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import gpt.linear
 from gpt.linear import norm_activation
 from gpt.linear.norm_activation import NORM_WIDTH_MAX, NormParameters
 
@@ -20,7 +21,8 @@ def test_the_kernels_activate_rows_of_any_width(
         quantize_rows=lambda *_: launched.append("quantize_rows"),
         norm_rows=lambda *_: launched.append("norm_rows"),
     )
-    monkeypatch.setattr(norm_activation, "_import_triton_module", lambda: kernels)
+    monkeypatch.setattr(norm_activation, "triton_unavailable_reason", lambda device: None)
+    monkeypatch.setattr(gpt.linear, "triton_norm_activation", kernels, raising=False)
     norm = NormParameters(torch.ones(NORM_WIDTH_MAX), None, 1e-5, is_rms=True)
     with FakeTensorMode():
         wide, narrow = (
