@@ -51,7 +51,7 @@ test-lowest: wheel  ## installs the lowest supported versions under build/lowest
 	build/lowest/bin/python -m pip --disable-pip-version-check install -q -c constraints-lowest.txt "$$(ls -t dist/preamble-*.whl | head -1)[guided,traces]" pytest hypothesis httpx2
 	build/lowest/bin/python -m pytest -q -W default $(LOWEST_TESTS)
 test-gpu: $(if $(PYTHON),,setup)  ## runs the tests that need a CUDA device
-	$(or $(PYTHON),$(VENV)/bin/python) -m pytest -m gpu -W default
+	$(or $(PYTHON),$(VENV)/bin/python) -m pytest -m gpu -W default $$($(or $(PYTHON),$(VENV)/bin/python) -m tests.support.gpu_workers)
 soak: setup clients-tools $(SOAK_CLIENTS)  ## runs the soak tests, each of which takes longer than the test suite
 	$(VENV)/bin/python -m pytest -m soak
 bench: setup  ## runs the benchmarks of speed and memory, and compares other engines

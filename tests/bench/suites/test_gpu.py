@@ -1,10 +1,17 @@
 """GPU benchmark with tiny sizes on the CPU: every row has a figure or a reason."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
 
 from bench.harness.roofline import MeasuredLimit
 from bench.harness.targets import TARGETS, Row, Settings
+from bench.suites import gpu
 from bench.suites.gpu import GpuSizes, run_suite
+from serving.config import ServerConfig
 from tests.support.models import CLASSIC
 
 SMALL = GpuSizes(
@@ -29,6 +36,11 @@ def test_every_row_has_a_figure_or_a_reason() -> None:
     assert [output.name for output in outputs if isinstance(output, MeasuredLimit)] == [
         "copy bandwidth",
         "float32 products",
+        *(
+            f"{limit} beside {phase}"
+            for phase in ("fp8", "fp8 kv")
+            for limit in ("copy bandwidth", "float32 products")
+        ),
     ]
     assert sum(isinstance(output, Settings) for output in outputs) == 1
     for name in ("gpu/decode", "gpu/prefill"):
@@ -37,3 +49,26 @@ def test_every_row_has_a_figure_or_a_reason() -> None:
     assert "transformers" in rows["gpu/batch"].not_run_reason
     for name in ("gpu/fp8-prefill", "gpu/fp8-decode"):
         assert "ConfigError" in rows[name].not_run_reason and "cpu" in rows[name].not_run_reason
+
+
+def test_only_one_engine_is_open_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_engines: list[dict[str, object]] = []
+
+    @contextmanager
+    def open_engine(sizes: GpuSizes, config: ServerConfig) -> Iterator[object]:
+        assert not open_engines
+        open_engines.append({})
+        yield SimpleNamespace()
+        open_engines.clear()
+
+    monkeypatch.setattr(gpu, "_open_engine", open_engine)
+    monkeypatch.setattr(gpu, "_time_generation", lambda *arguments: arguments[-1] * 1e-3)
+    rows = {output.target.name: output for output in run_suite(1, SMALL) if isinstance(output, Row)}
+    measured = {name for name, row in rows.items() if not row.not_run_reason}
+    assert measured == set(gpu.ROW_TIMERS) - {"gpu/batch"}
+
+
+def test_selected_rows_run_only_the_engines_that_they_need() -> None:
+    outputs = list(run_suite(1, SMALL, rows=("gpu/decode",)))
+    assert [row.target.name for row in outputs if isinstance(row, Row)] == ["gpu/decode"]
+    assert len([limit for limit in outputs if isinstance(limit, MeasuredLimit)]) == 2

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+
+# A machine with a GPU may have no packages but torch and pytest.
+pytest.importorskip("hypothesis", reason="hypothesis is not installed, and it draws the cases")
+pytest.importorskip("msgspec", reason="msgspec is not installed, and the sampler needs it")
+
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from gpt.generation.generate import generate
 from gpt.generation.reference_sampler import (

@@ -1,0 +1,21 @@
+"""Prints the pytest options that run the GPU tests in parallel, if pytest-xdist is installed.
+
+Most of the time of the GPU tests is the compilation of Triton kernels, which uses one core each.
+"""
+
+from importlib.util import find_spec
+
+from gpt.host_limits import usable_cores
+
+# Each process has a CUDA context of about 0.5 GB, and models of a few MB.
+WORKERS_MAX = 8
+
+
+def worker_options() -> list[str]:
+    """Return the options of pytest-xdist; empty: the tests run in one process."""
+    workers = min(WORKERS_MAX, usable_cores())
+    return ["-n", str(workers)] if workers > 1 and find_spec("xdist") else []
+
+
+if __name__ == "__main__":
+    print(*worker_options())
