@@ -289,10 +289,13 @@ def open_service(config: ServerConfig) -> "Iterator[Service]":
 
 
 @contextmanager
-def running_engine(model: GPT, config: ServerConfig) -> Iterator[Engine]:
-    """Run an engine for a model that is already loaded in this process."""
+def running_engine(model: GPT, config: ServerConfig, *, warm_up: bool = False) -> Iterator[Engine]:
+    """Run an engine for a model that is already loaded in this process.
+
+    `warm_up`: run the warm-up steps, as a server does, before the engine is ready.
+    """
     engine = Engine(
-        InProcessTransport(model, config),
+        InProcessTransport(model, config, warm_up=warm_up),
         NullTokenizer(model.config.vocab_size),
         config.scheduler_config,
         config.parallel_config,

@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -234,10 +234,8 @@ def _limit_timers(sizes: GpuSizes, phase: str) -> dict[str, Callable[[], float]]
     square = torch.randn(sizes.matrix_side, sizes.matrix_side, device=device).to(dtype)
     out = torch.empty_like(square)
     return {
-        f"{phase} copy": partial(_time_call, device, lambda: target.copy_(source)),
-        f"{phase} product": partial(
-            _time_call, device, lambda: torch.mm(square, square.T, out=out)
-        ),
+        f"{phase} copy": partial(time_call, device, lambda: target.copy_(source)),
+        f"{phase} product": partial(time_call, device, lambda: torch.mm(square, square.T, out=out)),
     }
 
 
@@ -257,7 +255,7 @@ def _our_engine(
     with ExitStack() as stack:
         try:
             config = sizes.server_config.with_fields(**phase.overrides)
-            engine = stack.enter_context(_open_engine(sizes, config))
+            engine = stack.enter_context(open_random_engine(sizes, config))
         except (PreambleError, torch.OutOfMemoryError) as error:
             for name in names:
                 timings.record_failure(name, error)
@@ -285,12 +283,15 @@ def _engine_timers(engine: Engine, sizes: GpuSizes) -> dict[str, Callable[[], fl
     }
 
 
-def _open_engine(sizes: GpuSizes, config: ServerConfig) -> Any:
-    weights = _random_checkpoint(sizes.network, parse_device(config.model_config.device))
-    return running_engine(load_for_serving(weights, config), config)
+def open_random_engine(
+    sizes: GpuSizes, config: ServerConfig, *, warm_up: bool = False
+) -> AbstractContextManager[Engine]:
+    """Return a context with an engine of random weights; `warm_up`: run its warm-up steps."""
+    weights = device_checkpoint(sizes.network, parse_device(config.model_config.device))
+    return running_engine(load_for_serving(weights, config), config, warm_up=warm_up)
 
 
-def _random_checkpoint(network: GPTConfig, device: torch.device) -> Checkpoint:
+def device_checkpoint(network: GPTConfig, device: torch.device) -> Checkpoint:
     """Build random weights on the device, because the host needs minutes to draw 5B numbers."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -408,7 +409,7 @@ def _attention_name(model: Any) -> str:
     return str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
 
 
-def _time_call(device: torch.device, call: Callable[[], object], repeats: int = 10) -> float:
+def time_call(device: torch.device, call: Callable[[], object], repeats: int = 10) -> float:
     """Return the mean seconds of one call, measured with CUDA events on a GPU."""
     if device.type != "cuda":
         start = time.perf_counter()

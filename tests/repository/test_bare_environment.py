@@ -65,3 +65,10 @@ def test_the_hook_hides_the_package(package: str, tmp_path: Path) -> None:
         "ModuleNotFoundError"
         in run_without([package], ["-c", f"import {package}"], tmp_path).stderr
     )
+
+
+def test_the_gpu_proof_runs_without_grpc_and_compiled_protos(tmp_path: Path) -> None:
+    modules = sorted(path.stem for path in (ROOT / "bench" / "gpu_proof").glob("*.py"))
+    imports = "; ".join(f"import bench.gpu_proof.{module}" for module in modules)
+    process = run_without(MISSING_BESIDE_WHEELS, ["-c", imports], tmp_path)
+    assert process.returncode == 0, process.stderr[-2000:]

@@ -61,7 +61,7 @@ def test_only_one_engine_is_open_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
         yield SimpleNamespace()
         open_engines.clear()
 
-    monkeypatch.setattr(gpu, "_open_engine", open_engine)
+    monkeypatch.setattr(gpu, "open_random_engine", open_engine)
     monkeypatch.setattr(gpu, "_time_generation", lambda *arguments: arguments[-1] * 1e-3)
     rows = {output.target.name: output for output in run_suite(1, SMALL) if isinstance(output, Row)}
     measured = {name for name, row in rows.items() if not row.not_run_reason}

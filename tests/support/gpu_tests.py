@@ -1,9 +1,14 @@
-"""Prints the pytest options that run the GPU tests in parallel, if pytest-xdist is installed.
+"""Runs the GPU tests, in parallel if pytest-xdist is installed.
 
-Most of the time of the GPU tests is the compilation of Triton kernels, which uses one core each.
+    python -m tests.support.gpu_tests [OPTIONS OF PYTEST]
+
+Most of the time of the GPU tests is the compilation of Triton kernels, each of which uses one core.
 """
 
+import sys
 from importlib.util import find_spec
+
+import pytest
 
 from gpt.host_limits import usable_cores
 
@@ -18,4 +23,4 @@ def worker_options() -> list[str]:
 
 
 if __name__ == "__main__":
-    print(*worker_options())
+    sys.exit(pytest.main(["-m", "gpu", "-W", "default", *worker_options(), *sys.argv[1:]]))
