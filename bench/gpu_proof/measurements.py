@@ -69,10 +69,16 @@ def _rows(stage: StageContext) -> None:
     model_checks.measure_rows(stage)
 
 
-def _peers(stage: StageContext) -> None:
+def _compiled(stage: StageContext) -> None:
     from bench.gpu_proof import peer_models
 
-    peer_models.measure_peers(stage)
+    peer_models.measure_plain_gpt(stage)
+
+
+def _transformers(stage: StageContext) -> None:
+    from bench.gpu_proof import peer_models
+
+    peer_models.measure_transformers(stage)
 
 
 def _figures(stage: StageContext) -> None:
@@ -89,7 +95,8 @@ MEASUREMENTS: Mapping[str, Callable[[StageContext], None]] = {
     "sanitizer": _sanitizer,
     "steps": _steps,
     "rows": _rows,
-    "peers": _peers,
+    "compiled": _compiled,
+    "transformers": _transformers,
     "figures": _figures,
 }
 

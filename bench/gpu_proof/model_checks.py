@@ -103,13 +103,19 @@ def _server_config(device: str, network: GPTConfig, **settings: Any) -> ServerCo
 
 def measure_rows(stage: StageContext) -> None:
     """Measure the target rows that compare our engine with the device and with itself."""
-    record_rows(stage, [name for name in gpu.ROW_TIMERS if name != "gpu/batch"])
+    not_run = record_rows(stage, [name for name in gpu.ROW_TIMERS if name != "gpu/batch"])
+    if not_run and stage.on_gpu:
+        raise StageFailure(f"not measured: {', '.join(not_run)}")
 
 
-def record_rows(stage: StageContext, names: list[str]) -> None:
-    """Run the GPU suite for the target rows `names`, and record its output as it comes."""
+def record_rows(stage: StageContext, names: list[str]) -> list[str]:
+    """Run the GPU suite for the target rows `names`, and record its output as it comes.
+
+    Return the names of the rows that could not be measured.
+    """
     sizes = ProofSizes.of(stage.device)
-    not_run, texts, limits = [], [], []
+    not_run: list[str] = []
+    texts, limits = [], []
     for output in gpu.run_suite(sizes.rounds, sizes.suite, names):
         match output:
             case Row():
@@ -121,8 +127,7 @@ def record_rows(stage: StageContext, names: list[str]) -> None:
             case _:
                 texts.append(str(output))
                 stage.figures.add("texts", texts)
-    if not_run and stage.on_gpu:
-        raise StageFailure(f"not measured: {', '.join(not_run)}")
+    return not_run
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from bench.gpu_proof.model_checks import record_rows
 from bench.gpu_proof.proof_sizes import ProofSizes
-from bench.gpu_proof.stage_context import StageContext
+from bench.gpu_proof.stage_context import StageContext, StageFailure
 from bench.suites.gpu import GpuSizes, time_call
 from gpt.config import GPTConfig
 
@@ -76,14 +76,18 @@ def _run_layer(layer: nn.Module, x: Tensor, positions: Tensor, mask: Tensor | No
     return output
 
 
-def measure_peers(stage: StageContext) -> None:
-    """Time the plain GPT, then run the row beside transformers."""
+def measure_transformers(stage: StageContext) -> None:
+    """Run the row beside transformers."""
+    not_run = record_rows(stage, ["gpu/batch"])
+    if not_run and stage.on_gpu:
+        raise StageFailure(f"not measured: {', '.join(not_run)}")
+
+
+def measure_plain_gpt(stage: StageContext) -> None:
+    """Time the plain GPT under torch.compile, for the workloads of two target rows."""
     sizes = ProofSizes.of(stage.device).suite
     for name, seconds in time_plain_gpt(sizes, on_gpu=stage.on_gpu).items():
-        stage.figures.add(f"torch.compile, {name}, ms", round(1e3 * seconds, 4))
-    if stage.on_gpu:
-        torch.cuda.empty_cache()
-    record_rows(stage, ["gpu/batch"])
+        stage.figures.add(f"{name}, ms", round(1e3 * seconds, 4))
 
 
 @torch.inference_mode()
@@ -91,9 +95,8 @@ def time_plain_gpt(sizes: GpuSizes, *, on_gpu: bool) -> dict[str, float]:
     """Return the seconds of a decode step and of a prompt, for the workloads of the target rows."""
     device, network = torch.device(sizes.device), sizes.network
     # A rehearsal tests this module, not Inductor, whose first use takes half a minute.
-    backend = "inductor" if on_gpu else "eager"
     with device:
-        model = PlainGPT(network, lambda function: torch.compile(function, backend=backend))
+        model = PlainGPT(network, torch.compile if on_gpu else lambda function: function)
     model = model.to(getattr(torch, network.dtype)).eval()
     context_tokens = sizes.single_prompt_tokens + sizes.new_tokens // 2
     position = torch.tensor([context_tokens], device=device)

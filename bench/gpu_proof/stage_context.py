@@ -1,4 +1,4 @@
-"""Stage context: the device and the figures file of a stage, and the error of a failed stage."""
+"""Stage context of a GPU proof: the device and the figures file of a stage, and its failure."""
 
 from dataclasses import dataclass
 

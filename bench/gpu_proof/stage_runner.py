@@ -86,7 +86,7 @@ def run_stages(
             _run_stage(stage, result, proof, min(stage.limit_s, remaining_s))
         proof.write()
         reason = f": {result.reason}" if result.reason else ""
-        print_line(f"{stage.name:10} {result.status:10} {result.seconds:6.1f} s{reason}")
+        print_line(f"{stage.name:12} {result.status:10} {result.seconds:6.1f} s{reason}")
 
 
 def _run_stage(stage: Stage, result: StageResult, proof: ProofFile, limit_s: float) -> None:

@@ -181,6 +181,7 @@ def run_suite(
             model = _add_transformers(timings, sizes)
             timings.run_rounds(sizes.rounds)
             peer_attention = _attention_name(model)
+            _free_manager(model)
             del model
         yield from _report_phase(TRANSFORMERS, sizes)
         yield from _finished_rows(timings, sizes, remaining_rows, peer_attention)
@@ -402,6 +403,13 @@ def _add_transformers(timings: _InterleavedTimings, sizes: GpuSizes) -> Any:
     except Exception as error:  # For example, transformers is not installed.
         timings.record_failure(name, error)
         return None
+
+
+def _free_manager(model: Any) -> None:
+    """Free the KV cache of transformers, which takes most of the memory."""
+    destroy = getattr(model, "destroy_cached_continuous_batching_manager", None)
+    if destroy is not None:
+        destroy()
 
 
 def _attention_name(model: Any) -> str:

@@ -1,4 +1,4 @@
-"""Percentiles of measured times. The module imports only the standard library."""
+"""Latency percentiles. The module imports only the standard library."""
 
 import math
 from collections.abc import Sequence

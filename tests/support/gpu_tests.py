@@ -7,6 +7,7 @@ Most of the time of the GPU tests is the compilation of Triton kernels, each of 
 
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +15,17 @@ from gpt.host_limits import usable_cores
 
 # Each process has a CUDA context of about 0.5 GB, and models of a few MB.
 WORKERS_MAX = 8
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 
 def worker_options() -> list[str]:
-    """Return the options of pytest-xdist; empty: the tests run in one process."""
+    """Return the options of pytest-xdist; empty: the tests run in one process.
+
+    Without an NVIDIA driver all tests skip themselves, and more processes only cost time.
+    """
     workers = min(WORKERS_MAX, usable_cores())
-    return ["-n", str(workers)] if workers > 1 and find_spec("xdist") else []
+    in_parallel = workers > 1 and NVIDIA_DRIVER.exists() and find_spec("xdist") is not None
+    return ["-n", str(workers)] if in_parallel else []
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from bench.harness.roofline import MeasuredLimit
 from bench.harness.targets import TARGETS, Row, Settings
 from bench.suites import gpu
 from bench.suites.gpu import GpuSizes, run_suite
+from gpt.costs.inference import kv_bytes_per_token, parameter_count
 from serving.config import ServerConfig
+from serving.memory_budget import workspace_bytes
 from tests.support.models import CLASSIC
 
 SMALL = GpuSizes(
@@ -66,6 +68,25 @@ def test_only_one_engine_is_open_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     rows = {output.target.name: output for output in run_suite(1, SMALL) if isinstance(output, Row)}
     measured = {name for name, row in rows.items() if not row.not_run_reason}
     assert measured == set(gpu.ROW_TIMERS) - {"gpu/batch"}
+
+
+def test_each_engine_fits_into_80_gb_beside_the_limits() -> None:
+    """One engine: weights, KV pool and workspace, with the buffers of the limits."""
+    sizes = GpuSizes()
+    config, network = sizes.server_config, sizes.network
+    assert config.cache_config.kv_tokens_max is not None
+    kv_bytes = kv_bytes_per_token(network, network.num_layers)
+    engine_bytes = 2 * parameter_count(network) + config.cache_config.kv_tokens_max * kv_bytes
+    engine_bytes += workspace_bytes(
+        network,
+        2,
+        step_tokens_max=config.scheduler_config.step_tokens_max,
+        logits_rows=config.scheduler_config.running_requests_max,
+    )
+    limit_bytes = 2 * sizes.copy_bytes + 2 * 2 * sizes.matrix_side**2
+    # Drawing a weight holds it in fp32; the embedding is the largest one.
+    drawn_bytes = 4 * network.vocab_size * network.hidden_size
+    assert 30e9 < engine_bytes + limit_bytes + drawn_bytes < 60e9
 
 
 def test_selected_rows_run_only_the_engines_that_they_need() -> None:
