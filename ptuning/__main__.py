@@ -12,11 +12,12 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from gpt.cpu_threads import limit_openmp_spinning
 from gpt.errors import PreambleError
@@ -40,7 +41,7 @@ TORCHRUN_STOP_WAIT_S = 5.0  # After rank 0 fails, torchrun ends the other ranks 
 def main(argv: list[str]) -> int:
     """Run the command argv[0], `tune` or the internal `rank`; return the exit code."""
     if argv == ["rank"]:
-        return _run_rank_process()
+        _run_rank_process()
     if not argv or argv[0] != "tune":
         print("usage: python -m ptuning tune CONFIG.yaml", file=sys.stderr)
         return 2
@@ -353,7 +354,21 @@ def _record_progress(report_activity: "ActivityCallback") -> "ProgressCallback":
     return report_records
 
 
-def _run_rank_process() -> int:
+def _run_rank_process() -> NoReturn:
+    """Train as a child rank, and end this process.
+
+    `os._exit` skips the finalization of the interpreter, which can abort the process: a thread of
+    gloo that releases its last tensor needs the interpreter's lock, and cannot get it any more.
+    """
+    try:
+        code = _train_as_child_rank()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    os._exit(code)
+
+
+def _train_as_child_rank() -> int:
     """Train as a child rank; return the exit code."""
     from ptuning.launch import EXIT_PEER_LOST, is_peer_lost, report_rank_error, start_child_rank
     from ptuning.reporting.observer import NullObserver

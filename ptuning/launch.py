@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from gpt.child_processes import ChildProcess, die_with_parent
 from gpt.cpu_threads import set_thread_count
-from gpt.errors import ConfigError
+from gpt.errors import ConfigError, PreambleError
 from gpt.files.abandoned_files import temporary_folder
 from gpt.files.atomic_files import write_atomic
 from gpt.parallel.mesh import Mesh
@@ -82,18 +82,35 @@ def join_mesh(config: TuneConfig, restart: bool) -> Iterator[Mesh]:
             if not is_peer_lost(error):
                 raise
             raise PeerLostError(_peer_lost_message(str(error))) from error
-        dist.destroy_process_group()
+        except PreambleError:
+            # Another rank waits with its own error (`_report_error`) and keeps its connections: if
+            # it closed them, rank 0 would print a lost connection before that error.
+            if is_rank_zero():
+                _destroy_process_group()
+            raise
+        _destroy_process_group()
     elif parallel_config.ranks == 1:
         set_thread_count()
         yield Mesh.single(device)
     else:
         _check_devices(parallel_config, device)
-        with (
-            temporary_folder("tune") as folder,
-            _child_ranks(config, folder, restart=restart),
-        ):
-            yield _join_local(parallel_config, device, 0, folder)
-            dist.destroy_process_group()
+        with temporary_folder("tune") as folder:
+            try:
+                with _child_ranks(config, folder, restart=restart):
+                    yield _join_local(parallel_config, device, 0, folder)
+                    _destroy_process_group()
+            finally:
+                # After an error, the child ranks have ended, so no collective is pending.
+                _destroy_process_group()
+
+
+def _destroy_process_group() -> None:
+    """End the process group, if any, and its threads.
+
+    A thread of gloo that still runs at the finalization of the interpreter can abort the process.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

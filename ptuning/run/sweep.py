@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import yaml
 from rich.table import Table
 
@@ -369,8 +368,6 @@ def _run_variant(
     try:
         outcome, facts = run(prepare(variant.config), restart)
     except PreambleError as error:
-        if dist.is_initialized():
-            dist.destroy_process_group()  # The next run creates its own process group.
         return None, VariantResult("failed", str(error))
     last_validation = facts.validations[-1] if facts.validations else None
     result = VariantResult(

@@ -136,7 +136,7 @@ def test_rank_failing_at_start_ends_the_others(
             with (file.parent / "examples.jsonl").open("a") as records_file:
                 records_file.write('\n{"prompt": "the fox", "completion": "b"}\n')
         assert run.end() == 1
-        (line,) = run.stderr.splitlines()
+        line = run.only_stderr_line
         assert message in line, line
 
 
@@ -243,7 +243,7 @@ def test_invalid_data_is_reported_once_for_all_ranks(
         (tmp_path / "examples.jsonl").write_text(lines)
         run = start(file)
         assert run.end() == 1
-        (line,) = run.stderr.splitlines()
+        line = run.only_stderr_line
         assert message in line
     assert adapters(tmp_path) == []
 
@@ -258,6 +258,6 @@ def test_state_of_another_split_is_refused_once(
     run.end()
     run = start(write_run_settings(tmp_path, checkpoint, steps=MANY, **split))
     assert run.end() == 1
-    (line,) = run.stderr.splitlines()
+    line = run.only_stderr_line
     (name,) = split
     assert f"had {name} 1, now {name} is 2; set {name} back to resume, or give --restart" in line

@@ -52,6 +52,12 @@ class Run:
         return (self.folder / "err").read_text()
 
     @property
+    def only_stderr_line(self) -> str:
+        lines = self.stderr.splitlines()
+        assert len(lines) == 1, self.stderr
+        return lines[0]
+
+    @property
     def stdout(self) -> str:
         return (self.folder / "out").read_text()
 

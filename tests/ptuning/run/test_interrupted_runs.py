@@ -187,7 +187,7 @@ def test_non_finite_base_model_is_refused_once(tp: int, tmp_path: Path, start: S
     rewrite(checkpoint, checkpoint_from_tensors(CONFIG, tensors))
     run = start(write_run_settings(tmp_path, checkpoint, tp=tp))
     assert run.end() == 1
-    (line,) = run.stderr.splitlines()
+    line = run.only_stderr_line
     assert "holds values that are not finite" in line
 
 
