@@ -166,7 +166,8 @@ def copy_bytes_per_s() -> float:
         target.copy_(source)
     end.record()
     end.synchronize()
-    return 2 * COPY_BYTES * 10 / (begin.elapsed_time(end) / 1000)
+    seconds: float = begin.elapsed_time(end) / 1000
+    return 2 * COPY_BYTES * 10 / seconds
 
 
 @pytest.mark.parametrize("fp8_kv", [False, True])
