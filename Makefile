@@ -31,7 +31,7 @@ SOAK_CLIENTS := $(patsubst %,build/clients/%/installed,aiperf guidellm smollm2)
 KERNELS     := gpt/cpu/libkernels.so
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo serve-demo real-model test test-slow test-clients test-lowest test-gpu sbom release soak bench bench-gpu bench-peers peers check tools clients-tools protos wheel kernels clean help
+.PHONY: setup demo serve-demo real-model test test-slow test-clients test-lowest test-gpu gpu-proof sbom release soak bench bench-gpu bench-peers peers check tools clients-tools protos wheel kernels clean help
 
 setup: $(DEVELOPMENT) $(STUBS) $(KERNELS)  ## installs the development environment
 demo: $(DEMO_ADAPTER)  ## p-tunes the bundled demo model, serves it and sends it requests
@@ -51,7 +51,10 @@ test-lowest: wheel  ## installs the lowest supported versions under build/lowest
 	build/lowest/bin/python -m pip --disable-pip-version-check install -q -c constraints-lowest.txt "$$(ls -t dist/preamble-*.whl | head -1)[guided,traces]" pytest hypothesis httpx2
 	build/lowest/bin/python -m pytest -q -W default $(LOWEST_TESTS)
 test-gpu: $(if $(PYTHON),,setup)  ## runs the tests that need a CUDA device
-	$(or $(PYTHON),$(VENV)/bin/python) -m pytest -m gpu -W default
+	$(or $(PYTHON),$(VENV)/bin/python) -m tests.support.gpu_tests
+gpu-proof: $(if $(PYTHON),,setup)  ## proves the GPU path within ten minutes: OUT=DIR, WHEELS=DIR, DEVICE=cpu, ONLY=STAGES, COMMIT=HASH
+	$(if $(WHEELS),$(BASE) -m pip install -q --no-index --no-deps --upgrade --target build/gpu-proof/packages $(wildcard $(WHEELS)/*.whl))
+	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu-proof/packages$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(PYTHON),$(VENV)/bin/python) -m bench.gpu_proof --out $(or $(OUT),build/gpu-proof) --budget $(or $(BUDGET),570) $(if $(DEVICE),--device $(DEVICE)) $(if $(ONLY),--only $(ONLY)) $(if $(COMMIT),--commit $(COMMIT))
 soak: setup clients-tools $(SOAK_CLIENTS)  ## runs the soak tests, each of which takes longer than the test suite
 	$(VENV)/bin/python -m pytest -m soak
 bench: setup  ## runs the benchmarks of speed and memory, and compares other engines

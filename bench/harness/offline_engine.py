@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
 from bench.harness.model_shapes import GPT2
 from checkpoints_tools.conversion.convert import write_native
-from clients.load.generator import quantile
+from clients.load.percentiles import quantile
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
@@ -36,8 +36,10 @@ from serving.messages import ServiceClass
 from serving.ranks.in_process import InProcessTransport
 from serving.ranks.supervisor import LocalSupervisor
 from serving.request import AnswerSpec, Completion, Request
-from serving.service.service import ServableCheckpoint, Service
 from serving.worker.startup import load_worker_model, prepare_weights
+
+if TYPE_CHECKING:
+    from serving.service.service import Service
 
 GPT2_SMALL = GPTConfig(
     num_layers=GPT2.settings["n_layer"],
@@ -269,8 +271,12 @@ def generate_all(engine: Engine, requests: Sequence[Request]) -> list[Completion
 
 
 @contextmanager
-def open_service(config: ServerConfig) -> Iterator[Service]:
+def open_service(config: ServerConfig) -> "Iterator[Service]":
     """Open a service (model, adapters, engine) without gRPC or HTTP front end."""
+    # The service needs gRPC and the compiled protos. The other functions of this module also run
+    # on a machine without them.
+    from serving.service.service import ServableCheckpoint, Service
+
     servable = ServableCheckpoint.from_config(config)
     is_split = config.parallel_config.tp * config.parallel_config.pp > 1
     transport = (
@@ -283,10 +289,13 @@ def open_service(config: ServerConfig) -> Iterator[Service]:
 
 
 @contextmanager
-def running_engine(model: GPT, config: ServerConfig) -> Iterator[Engine]:
-    """Run an engine for a model that is already loaded in this process."""
+def running_engine(model: GPT, config: ServerConfig, *, warm_up: bool = False) -> Iterator[Engine]:
+    """Run an engine for a model that is already loaded in this process.
+
+    `warm_up`: run the warm-up steps, as a server does, before the engine is ready.
+    """
     engine = Engine(
-        InProcessTransport(model, config),
+        InProcessTransport(model, config, warm_up=warm_up),
         NullTokenizer(model.config.vocab_size),
         config.scheduler_config,
         config.parallel_config,

@@ -62,9 +62,7 @@ class RunRecord:
             case Settings():
                 self.settings.append({"title": output.title, "sides": dict(output.sides)})
             case MeasuredLimit():
-                samples = {method: list(rates) for method, rates in output.rates_by_method.items()}
-                limit = {"name": output.name, "unit": f"{output.unit}/s", "value": output.value}
-                self.limits.append({**limit, "way": output.best_method, "samples": samples})
+                self.limits.append(limit_record(output))
             case str():
                 return
         self._write()
@@ -74,7 +72,7 @@ class RunRecord:
             **self.header,
             "settings": self.settings,
             "limits": self.limits,
-            "rows": [_row_record(row) for row in self.rows.values()],
+            "rows": [row_record(row) for row in self.rows.values()],
         }
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +85,19 @@ class RunRecord:
             ) from None
 
 
-def _row_record(row: Row) -> dict[str, Any]:
+def limit_record(limit: MeasuredLimit) -> dict[str, Any]:
+    """Return a measured limit as it is written to a record."""
+    return {
+        "name": limit.name,
+        "unit": f"{limit.unit}/s",
+        "value": limit.value,
+        "way": limit.best_method,
+        "samples": {method: list(rates) for method, rates in limit.rates_by_method.items()},
+    }
+
+
+def row_record(row: Row) -> dict[str, Any]:
+    """Return a row as it is written to a record."""
     target = row.target
     record: dict[str, Any] = {
         "name": target.name,

@@ -30,7 +30,7 @@ from bench.harness.offline_engine import (
 from bench.harness.record import SuiteOutput
 from bench.harness.targets import measured_row
 from bench.suites.conversion import process_memory_kib
-from clients.load.generator import quantile
+from clients.load.percentiles import quantile
 from gpt.adapters.adapter_file import (
     Adapter,
     Card,

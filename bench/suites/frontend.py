@@ -28,9 +28,9 @@ from clients.load.generator import (
     LoadRun,
     LoadSpec,
     ServerEndpoint,
-    quantile,
     run_load,
 )
+from clients.load.percentiles import quantile
 from clients.load.report import LoadReport
 from gpt.config import GPTConfig
 from serving.request import Ask

@@ -1,15 +1,17 @@
 """GPU benchmark: decode and prefill vs device limits and transformers, and FP8 vs bf16.
 
-A memory copy, a large matmul and all generation workloads run in interleaved rounds, so that a
-change of the GPU clocks affects all of them. The model has 5B random weights, which are drawn on
-the device. A row that cannot be measured gives the reason. No download is needed.
+The engines run one after another, because two of them may not fit into the memory of one GPU. The
+rounds of each engine also time a memory copy and a large matmul, so that a change of the GPU clocks
+is visible. The model has 5B random weights, which are drawn on the device. A row that cannot be
+measured gives the reason. No download is needed.
 """
 
+import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -126,73 +128,171 @@ class _InterleavedTimings:
         return statistics.median(self.seconds[name])
 
 
-def run_suite(rounds: int = 5, sizes: GpuSizes | None = None) -> Iterator[SuiteOutput]:
-    """Measure all rows, which takes minutes, mostly for transformers."""
+@dataclass(frozen=True)
+class _Phase:
+    """One engine, and the names of its timers. The limits are timed in every phase."""
+
+    name: str
+    timers: tuple[str, ...]
+    overrides: dict[str, object] = field(default_factory=dict)  # Settings of our engine.
+
+
+TRANSFORMERS = "transformers"
+OUR_PHASES = (
+    _Phase("bf16", ("single", "batch", "prefill", "decode")),
+    _Phase("fp8", ("fp8 prefill",), FP8_PREFILL),
+    _Phase("fp8 kv", ("fp8 kv decode",), FP8_DECODE),
+)
+# The timers that each row needs, beside the limits.
+ROW_TIMERS = {
+    "gpu/decode": ("single",),
+    "gpu/batch": ("batch", TRANSFORMERS),
+    "gpu/prefill": ("prefill",),
+    "gpu/fp8-prefill": ("fp8 prefill", "prefill"),
+    "gpu/fp8-decode": ("fp8 kv decode", "decode"),
+}
+
+
+def run_suite(
+    rounds: int = 5,
+    sizes: GpuSizes | None = None,
+    rows: Collection[str] = tuple(ROW_TIMERS),
+) -> Iterator[SuiteOutput]:
+    """Measure the rows of the targets `rows`; all rows take minutes, mostly for transformers.
+
+    The limits and the rows are yielded as soon as the engines that they need have run.
+    """
     sizes = replace(sizes or GpuSizes(), rounds=rounds)
-    timings = _InterleavedTimings()
-    with ExitStack() as stack:
-        _add_device_limits(timings, sizes)
-        _add_our_engine(timings, stack, sizes)
-        _add_transformers(timings, sizes)
-        yield _settings(sizes)
-        timings.run_rounds(sizes.rounds)
+    timings, peer_attention = _InterleavedTimings(), ""
+    remaining_rows = [name for name in ROW_TIMERS if name in rows]
+    needed_timers = {timer for name in remaining_rows for timer in ROW_TIMERS[name]}
+    yield _settings(sizes)
+    for phase in OUR_PHASES:
+        timers = [name for name in phase.timers if name in needed_timers]
+        if not timers:
+            continue
+        with _device_limits(timings, sizes, phase.name), _our_engine(timings, sizes, phase, timers):
+            timings.run_rounds(sizes.rounds)
+        yield from _report_phase(phase.name, sizes)
+        yield from _measured_limits(timings, sizes, phase.name)
+        yield from _finished_rows(timings, sizes, remaining_rows, peer_attention)
+    if TRANSFORMERS in needed_timers:
+        with _device_limits(timings, sizes, TRANSFORMERS):
+            model = _add_transformers(timings, sizes)
+            timings.run_rounds(sizes.rounds)
+            peer_attention = _attention_name(model)
+            _free_manager(model)
+            del model
+        yield from _report_phase(TRANSFORMERS, sizes)
+        yield from _finished_rows(timings, sizes, remaining_rows, peer_attention)
     for name, reason in timings.failures.items():
         yield f"not measured: {name}: {reason}"
-    yield from _target_rows(timings, sizes)
+
+
+def _report_phase(name: str, sizes: GpuSizes) -> Iterator[str]:
+    """Yield the peak of the device memory in a phase, and start the peak of the next one."""
+    device = torch.device(sizes.device)
+    if device.type != "cuda":
+        return
+    yield f"{name}: peak device memory {torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB"
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def _finished_rows(
+    timings: _InterleavedTimings,
+    sizes: GpuSizes,
+    remaining_rows: list[str],
+    peer_attention: str,
+) -> Iterator[Row]:
+    """Yield the remaining rows whose timers have all run or failed, and remove them."""
+    for name in list(remaining_rows):
+        if all(timer in timings.seconds or timer in timings.failures for timer in ROW_TIMERS[name]):
+            remaining_rows.remove(name)
+            yield _build_row(timings, sizes, name, peer_attention)
 
 
 # ----------------------------------------------------------------------------------------- timers
 
 
-def _add_device_limits(timings: _InterleavedTimings, sizes: GpuSizes) -> None:
+@contextmanager
+def _device_limits(timings: _InterleavedTimings, sizes: GpuSizes, phase: str) -> Iterator[None]:
+    """Time the device limits in the rounds of a phase; free the memory of the phase at its end."""
+    timings.timers |= _limit_timers(sizes, phase)
+    try:
+        yield
+    finally:
+        # The timers hold the engine, the peer's model and the buffers of the limits.
+        timings.timers.clear()
+        gc.collect()
+        if torch.device(sizes.device).type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _limit_timers(sizes: GpuSizes, phase: str) -> dict[str, Callable[[], float]]:
     device = torch.device(sizes.device)
     source = torch.ones(sizes.copy_bytes, dtype=torch.uint8, device=device)
     target, dtype = torch.empty_like(source), getattr(torch, sizes.network.dtype)
     square = torch.randn(sizes.matrix_side, sizes.matrix_side, device=device).to(dtype)
     out = torch.empty_like(square)
-    timings.timers["copy"] = partial(_time_call, device, lambda: target.copy_(source))
-    timings.timers["product"] = partial(
-        _time_call, device, lambda: torch.mm(square, square.T, out=out)
-    )
+    return {
+        f"{phase} copy": partial(time_call, device, lambda: target.copy_(source)),
+        f"{phase} product": partial(time_call, device, lambda: torch.mm(square, square.T, out=out)),
+    }
 
 
-def _add_our_engine(timings: _InterleavedTimings, stack: ExitStack, sizes: GpuSizes) -> None:
-    """Add timers of three engines: bf16, FP8 weights, and FP8 weights with an FP8 KV cache."""
-    for prefix, overrides in {"": {}, "fp8 ": FP8_PREFILL, "fp8 kv ": FP8_DECODE}.items():
+def measure_device_limits(rounds: int, sizes: GpuSizes | None = None) -> Iterator[MeasuredLimit]:
+    """Measure the copy bandwidth and the matmul peak of the device, without an engine."""
+    timings, sizes = _InterleavedTimings(), sizes or GpuSizes()
+    with _device_limits(timings, sizes, "idle"):
+        timings.run_rounds(rounds)
+    yield from _measured_limits(timings, sizes, "idle")
+
+
+@contextmanager
+def _our_engine(
+    timings: _InterleavedTimings, sizes: GpuSizes, phase: _Phase, names: Sequence[str]
+) -> Iterator[None]:
+    """Add the timers `names` of one of our engines, which closes at the end of the phase."""
+    with ExitStack() as stack:
         try:
-            config = sizes.server_config.with_fields(**overrides)
-            engine = stack.enter_context(_open_engine(sizes, config))
-        except PreambleError as error:
-            for timer_name in ("single", "batch", "prefill", "decode"):
-                timings.record_failure(prefix + timer_name, error)
-            continue
-        time_generation = partial(_time_generation, engine, random.Random(0), sizes)
-        timers = {
-            "single": partial(
-                _time_decode_step, time_generation, 1, sizes.single_prompt_tokens, sizes.new_tokens
-            ),
-            "batch": partial(
-                time_generation, sizes.requests, sizes.prompt_tokens, sizes.new_tokens
-            ),
-            "prefill": partial(time_generation, 1, sizes.prefill_tokens, 1),
-            "decode": partial(
-                _time_decode_step,
-                time_generation,
-                sizes.decode_requests,
-                sizes.decode_prompt_tokens,
-                sizes.new_tokens,
-            ),
-        }
-        selected = {"": tuple(timers), "fp8 ": ("prefill",), "fp8 kv ": ("decode",)}[prefix]
-        timings.timers |= {prefix + timer_name: timers[timer_name] for timer_name in selected}
+            config = sizes.server_config.with_fields(**phase.overrides)
+            engine = stack.enter_context(open_random_engine(sizes, config))
+        except (PreambleError, torch.OutOfMemoryError) as error:
+            for name in names:
+                timings.record_failure(name, error)
+        else:
+            timers = _engine_timers(engine, sizes)
+            timings.timers |= {name: timers[name.rpartition(" ")[2]] for name in names}
+        yield
 
 
-def _open_engine(sizes: GpuSizes, config: ServerConfig) -> Any:
-    weights = _random_checkpoint(sizes.network, parse_device(config.model_config.device))
-    return running_engine(load_for_serving(weights, config), config)
+def _engine_timers(engine: Engine, sizes: GpuSizes) -> dict[str, Callable[[], float]]:
+    time_generation = partial(_time_generation, engine, random.Random(0), sizes)
+    return {
+        "single": partial(
+            _time_decode_step, time_generation, 1, sizes.single_prompt_tokens, sizes.new_tokens
+        ),
+        "batch": partial(time_generation, sizes.requests, sizes.prompt_tokens, sizes.new_tokens),
+        "prefill": partial(time_generation, 1, sizes.prefill_tokens, 1),
+        "decode": partial(
+            _time_decode_step,
+            time_generation,
+            sizes.decode_requests,
+            sizes.decode_prompt_tokens,
+            sizes.new_tokens,
+        ),
+    }
 
 
-def _random_checkpoint(network: GPTConfig, device: torch.device) -> Checkpoint:
+def open_random_engine(
+    sizes: GpuSizes, config: ServerConfig, *, warm_up: bool = False
+) -> AbstractContextManager[Engine]:
+    """Return a context with an engine of random weights; `warm_up`: run its warm-up steps."""
+    weights = device_checkpoint(sizes.network, parse_device(config.model_config.device))
+    return running_engine(load_for_serving(weights, config), config, warm_up=warm_up)
+
+
+def device_checkpoint(network: GPTConfig, device: torch.device) -> Checkpoint:
     """Build random weights on the device, because the host needs minutes to draw 5B numbers."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -240,14 +340,17 @@ def _time_decode_step(
     ) / new_tokens
 
 
-def _add_transformers(timings: _InterleavedTimings, sizes: GpuSizes) -> None:
-    """Add a timer of transformers' continuous batching, whose manager persists over all rounds."""
-    name = "transformers"
+def _add_transformers(timings: _InterleavedTimings, sizes: GpuSizes) -> Any:
+    """Add a timer of transformers' continuous batching, whose manager persists over all rounds.
+
+    Return the model of transformers; None: it cannot run, and the reason is recorded.
+    """
+    name = TRANSFORMERS
     if sizes.device != "cuda":
         timings.record_failure(
             name, ValueError("continuous batching in transformers needs a CUDA device")
         )
-        return
+        return None
     try:
         import transformers
         from transformers import GenerationConfig
@@ -296,11 +399,25 @@ def _add_transformers(timings: _InterleavedTimings, sizes: GpuSizes) -> None:
             return elapsed_s
 
         timings.timers[name] = time_batch
+        return model
     except Exception as error:  # For example, transformers is not installed.
         timings.record_failure(name, error)
+        return None
 
 
-def _time_call(device: torch.device, call: Callable[[], object], repeats: int = 10) -> float:
+def _free_manager(model: Any) -> None:
+    """Free the KV cache of transformers, which takes most of the memory."""
+    destroy = getattr(model, "destroy_cached_continuous_batching_manager", None)
+    if destroy is not None:
+        destroy()
+
+
+def _attention_name(model: Any) -> str:
+    """Return the attention implementation that transformers selected, for example paged|sdpa."""
+    return str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+
+
+def time_call(device: torch.device, call: Callable[[], object], repeats: int = 10) -> float:
     """Return the mean seconds of one call, measured with CUDA events on a GPU."""
     if device.type != "cuda":
         start = time.perf_counter()
@@ -335,21 +452,40 @@ def _settings(sizes: GpuSizes) -> Settings:
     )
 
 
-def _target_rows(timings: _InterleavedTimings, sizes: GpuSizes) -> Iterator[SuiteOutput]:
-    cost = RooflineModel(sizes.network).cost
-    copied_bytes, side = 2.0 * sizes.copy_bytes, sizes.matrix_side
-    if not timings.failure_reasons("copy"):
-        yield MeasuredLimit("copy bandwidth", "B", {"torch": _rates(timings, "copy", copied_bytes)})
-    if not timings.failure_reasons("product"):
-        rates = _rates(timings, "product", 2.0 * side**3)
-        yield MeasuredLimit(f"{sizes.network.dtype} products", "FLOP", {f"torch, {side}": rates})
-    bytes_read = cost([sizes.single_prompt_tokens + sizes.new_tokens // 2], [1]).read_bytes
-    yield _limit_share_row(timings, "gpu/decode", "single", bytes_read, "copy", copied_bytes)
-    yield _speedup_row(timings, "gpu/batch", "batch", "transformers")
-    operations = cost([0], [sizes.prefill_tokens]).operations
-    yield _limit_share_row(timings, "gpu/prefill", "prefill", operations, "product", 2.0 * side**3)
-    yield _speedup_row(timings, "gpu/fp8-prefill", "fp8 prefill", "prefill")
-    yield _speedup_row(timings, "gpu/fp8-decode", "fp8 kv decode", "decode")
+def _measured_limits(
+    timings: _InterleavedTimings, sizes: GpuSizes, phase: str
+) -> Iterator[MeasuredLimit]:
+    """Yield the limits of a phase; phases after the first one have their name in the limit's."""
+    suffix = "" if phase in ("idle", OUR_PHASES[0].name) else f" beside {phase}"
+    if not timings.failure_reasons(copy := f"{phase} copy"):
+        rates = _rates(timings, copy, 2.0 * sizes.copy_bytes)
+        yield MeasuredLimit(f"copy bandwidth{suffix}", "B", {"torch": rates})
+    if not timings.failure_reasons(product := f"{phase} product"):
+        rates = _rates(timings, product, 2.0 * sizes.matrix_side**3)
+        method = f"torch, {sizes.matrix_side}"
+        yield MeasuredLimit(f"{sizes.network.dtype} products{suffix}", "FLOP", {method: rates})
+
+
+def _build_row(
+    timings: _InterleavedTimings, sizes: GpuSizes, target_name: str, peer_attention: str
+) -> Row:
+    cost, phase = RooflineModel(sizes.network).cost, OUR_PHASES[0].name
+    if target_name == "gpu/decode":
+        context_tokens = sizes.single_prompt_tokens + sizes.new_tokens // 2
+        bytes_read = cost([context_tokens], [1]).read_bytes
+        return _limit_share_row(
+            timings, target_name, "single", bytes_read, f"{phase} copy", 2.0 * sizes.copy_bytes
+        )
+    if target_name == "gpu/prefill":
+        operations = cost([0], [sizes.prefill_tokens]).operations
+        limit_operations = 2.0 * sizes.matrix_side**3
+        return _limit_share_row(
+            timings, target_name, "prefill", operations, f"{phase} product", limit_operations
+        )
+    name, baseline = ROW_TIMERS[target_name]
+    # Paged SDPA, which transformers uses without flash-attn, is slower than its FlashAttention.
+    peer_text = f", attention {peer_attention}" if baseline == TRANSFORMERS else ""
+    return _speedup_row(timings, target_name, name, baseline, peer_text)
 
 
 def _rates(timings: _InterleavedTimings, name: str, amount: float) -> Sequence[float]:
@@ -374,7 +510,9 @@ def _limit_share_row(
     return measured_row(target_name, 100 * achieved / limit_rate, summary, samples=samples)
 
 
-def _speedup_row(timings: _InterleavedTimings, target_name: str, name: str, baseline: str) -> Row:
+def _speedup_row(
+    timings: _InterleavedTimings, target_name: str, name: str, baseline: str, baseline_text: str
+) -> Row:
     """Build the row that gives the speedup of a workload over a baseline."""
     reason = timings.failure_reasons(name, baseline)
     if reason:
@@ -382,7 +520,7 @@ def _speedup_row(timings: _InterleavedTimings, target_name: str, name: str, base
     speedup = timings.median(baseline) / timings.median(name)
     summary = (
         f"{speedup:.2f} x ({timings.median(name):.4f} s, "
-        f"{baseline} {timings.median(baseline):.4f} s)"
+        f"{baseline} {timings.median(baseline):.4f} s{baseline_text})"
     )
     return measured_row(
         target_name,

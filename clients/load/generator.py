@@ -8,10 +8,9 @@ Closed loop: a fixed number of calls is in flight. `clients.load.report` compute
 import asyncio
 import itertools
 import json
-import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -389,12 +388,3 @@ def _parse_prompt(path: Path, number: int, line: str) -> DatasetPrompt:
     if not is_valid or not isinstance(adapter, str | None):
         raise LoadError(f"{path}:{number} is not {expected_format}")
     return DatasetPrompt(prompt, new_tokens, adapter)
-
-
-def quantile(values: Sequence[float], fraction: float) -> float:
-    """Return the nearest-rank percentile, or NaN if there are no values.
-
-    The percentile is the smallest value v such that at least `fraction` of all values are <= v.
-    """
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else math.nan

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from clients.load.generator import CallRecord, LoadError, LoadRun, quantile
+from clients.load.generator import CallRecord, LoadError, LoadRun
+from clients.load.percentiles import quantile
 
 # The start delay of a call is its actual start minus its scheduled start. If the p99 of the start
 # delays is above this limit, the report warns that the generator is a bottleneck.

@@ -34,8 +34,8 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 PROMPTS = [[7, 3, 90, 12, 5], [64], list(range(1, 30))]
-# Memory bandwidth of the H200 by its specification, in bytes per second.
-SPEC_BYTES_PER_S = 4.8e12
+# Size of the buffer whose copy gives the memory bandwidth; much larger than the L2 cache.
+COPY_BYTES = 1 << 30
 
 
 def triton_attention() -> Make:
@@ -45,7 +45,7 @@ def triton_attention() -> Make:
     return TritonAttention
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(60))  # Most cases compile kernels of their own.
 def test_triton_attention_equals_the_reference(seed: int) -> None:
     check_store_and_attend(AttentionCase.draw(seed), triton_attention(), CUDA)
 
@@ -154,11 +154,29 @@ def test_a_captured_graph_replays_with_other_context_lengths(heads: tuple[int, i
         assert torch.equal(replayed, attention.attend(q, q, q, batch, kv, None))
 
 
+@pytest.fixture(scope="module")
+def copy_bytes_per_s() -> float:
+    """The memory bandwidth of this device: bytes read and written by a large copy, per second."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=CUDA)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(10):
+        target.copy_(source)
+    end.record()
+    end.synchronize()
+    seconds: float = begin.elapsed_time(end) / 1000
+    return 2 * COPY_BYTES * 10 / seconds
+
+
 @pytest.mark.parametrize("fp8_kv", [False, True])
 @pytest.mark.parametrize(
     ("sequences", "context"), [(1, 640), (1, 8192), (8, 2048), (32, 640), (64, 2048)]
 )
-def test_decode_bandwidth(sequences: int, context: int, fp8_kv: bool) -> None:
+def test_decode_bandwidth(
+    sequences: int, context: int, fp8_kv: bool, copy_bytes_per_s: float
+) -> None:
     """The heads are the target model's (32 x 128). Each decode step reads its own KV pool."""
     attention = triton_attention()(None)
     steps = [
@@ -183,9 +201,8 @@ def test_decode_bandwidth(sequences: int, context: int, fp8_kv: bool) -> None:
     end.synchronize()
     seconds = begin.elapsed_time(end) / 1000 / 5 / len(steps)
     rate = 2 * sequences * context * 32 * 128 * steps[0][2].element_size() / seconds
-    share = rate / SPEC_BYTES_PER_S
     print(
         f"decode of {sequences} x {context} tokens{' with FP8 KV' * fp8_kv}: "
-        f"{seconds * 1e6:.0f} us, {rate / 1e12:.2f} TB/s, {share:.0%} of the H200's peak"
+        f"{seconds * 1e6:.0f} us, {rate / 1e12:.2f} TB/s, {rate / copy_bytes_per_s:.0%} of a copy"
     )
     assert seconds > 0

@@ -44,6 +44,7 @@ NOT_RUN = {
     "make test-clients": "it takes minutes, and runs after this test",
     "make clients-tools": "it downloads packages",
     "make test-gpu": "it needs a CUDA device",
+    "make gpu-proof": "it needs a CUDA device; tests/bench/gpu_proof rehearses it",
     "make bench": "it takes minutes, and other tests would disturb its timings",
     "make wheel": "test_wheel.py builds a wheel",
     "preamble serve": "it serves until it is stopped",

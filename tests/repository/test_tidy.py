@@ -118,7 +118,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "__main__.py",
     ),
     "clients": (".", "load", "cli", "__main__.py"),
-    "bench": ("harness", "suites", "regression", "peers", ".", "__main__.py"),
+    "bench": ("harness", "suites", "regression", "peers gpu_proof", ".", "__main__.py"),
 }
 LAYER = {
     (folder, package): layer

@@ -22,10 +22,10 @@ from clients.load.generator import (
     LoadRun,
     LoadSpec,
     ServerEndpoint,
-    quantile,
     read_dataset,
     run_load_async,
 )
+from clients.load.percentiles import quantile
 from clients.load.report import LoadReport, Slo
 from protos.preamble.v1 import admin_pb2
 from protos.preamble.v1 import generation_pb2 as pb

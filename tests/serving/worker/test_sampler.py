@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+
+# A machine with a GPU may have no packages but torch and pytest.
+pytest.importorskip("hypothesis", reason="hypothesis is not installed, and it draws the cases")
+pytest.importorskip("msgspec", reason="msgspec is not installed, and the sampler needs it")
+
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from gpt.generation.generate import generate
 from gpt.generation.reference_sampler import (
@@ -26,9 +31,10 @@ from tests.support.models import CONFIGS, build
 
 V = 12  # Small, so that bans often hit the token that would be sampled.
 IDS = st.integers(0, V - 1)
+WITHOUT_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible")
 DEVICES = [
     pytest.param("cpu"),
-    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cuda", marks=[pytest.mark.gpu, WITHOUT_CUDA]),
 ]
 
 
@@ -480,6 +486,7 @@ def test_batched_uniforms_equal_single_ones(pairs: list[tuple[int, int]]) -> Non
 
 
 @pytest.mark.gpu
+@WITHOUT_CUDA
 def test_cuda_tokens_equal_the_reference_sampler() -> None:
     chance = random.Random(4)
     generator = torch.Generator().manual_seed(4)

@@ -1,0 +1,130 @@
+"""Measurements of a GPU proof: the function of each stage, and the process that runs it.
+
+    python -m bench.gpu_proof.measurements STAGE --device cuda FIGURES
+
+`stage_runner` starts the process; FIGURES is the file to which a stage writes its figures. The
+stages need torch, and libraries that may be missing: each stage imports its modules when it runs.
+On a CPU, each stage runs with a tiny model and leaves out what needs a GPU.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from bench.gpu_proof.stage_context import StageContext, StageFailure
+from bench.gpu_proof.stage_runner import FiguresFile
+
+ROOT = Path(__file__).resolve().parents[2]
+# One cache of compiled kernels for all stages, so that only one of them compiles a kernel.
+KERNEL_CACHE = ROOT / "build" / "gpu-proof" / "triton"
+
+
+def _facts(stage: StageContext) -> None:
+    from bench.gpu_proof import machine
+
+    for name, value in machine.describe_device(stage.device).items():
+        stage.figures.add(name, value)
+    machine.measure_limits(stage)
+
+
+def _compile(stage: StageContext) -> None:
+    if not stage.on_gpu or not find_spec("triton"):
+        stage.figures.skip("it needs Triton and a CUDA device")
+        return
+    from bench.gpu_proof import kernel_compilation
+
+    kernel_compilation.compile_in_processes(stage, KERNEL_CACHE)
+
+
+def _smoke(stage: StageContext) -> None:
+    from bench.gpu_proof import model_checks
+
+    model_checks.check_tokens(stage)
+
+
+def _tests(stage: StageContext) -> None:
+    from bench.gpu_proof import test_runs
+
+    test_runs.run_gpu_tests(stage)
+
+
+def _sanitizer(stage: StageContext) -> None:
+    from bench.gpu_proof import test_runs
+
+    test_runs.run_under_sanitizer(stage)
+
+
+def _steps(stage: StageContext) -> None:
+    from bench.gpu_proof import step_profile
+
+    step_profile.profile_workloads(stage)
+
+
+def _rows(stage: StageContext) -> None:
+    from bench.gpu_proof import model_checks
+
+    model_checks.measure_rows(stage)
+
+
+def _compiled(stage: StageContext) -> None:
+    from bench.gpu_proof import peer_models
+
+    peer_models.measure_plain_gpt(stage)
+
+
+def _transformers(stage: StageContext) -> None:
+    from bench.gpu_proof import peer_models
+
+    peer_models.measure_transformers(stage)
+
+
+def _figures(stage: StageContext) -> None:
+    from bench.gpu_proof import kernel_times
+
+    kernel_times.measure_kernels(stage)
+
+
+MEASUREMENTS: Mapping[str, Callable[[StageContext], None]] = {
+    "facts": _facts,
+    "compile": _compile,
+    "smoke": _smoke,
+    "tests": _tests,
+    "sanitizer": _sanitizer,
+    "steps": _steps,
+    "rows": _rows,
+    "compiled": _compiled,
+    "transformers": _transformers,
+    "figures": _figures,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_proof.measurements")
+    parser.add_argument("stage", choices=list(MEASUREMENTS))
+    parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
+    parser.add_argument("figures", type=Path)
+    flags = parser.parse_args(argv)
+    os.environ.setdefault("TRITON_CACHE_DIR", str(KERNEL_CACHE))
+    with FiguresFile(flags.figures) as figures:
+        try:
+            if flags.device == "cuda":
+                _require_device()
+            MEASUREMENTS[flags.stage](StageContext(flags.device, figures))
+        except StageFailure as failure:
+            figures.fail(str(failure))
+            return 1
+    return 0
+
+
+def _require_device() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise StageFailure("torch sees no CUDA device")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Sizes of a GPU proof: the models and workloads of its stages, on a GPU and in a rehearsal."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from bench.suites.gpu import GpuSizes
+from gpt.config import GPTConfig
+
+TINY = GPTConfig(
+    num_layers=2,
+    hidden_size=64,
+    num_attention_heads=4,
+    vocab_size=512,
+    max_position_embeddings=256,
+    dtype="bfloat16",
+)
+# Small enough that the CPU computes its logits in a second.
+SMALL = GPTConfig(
+    num_layers=4,
+    hidden_size=512,
+    num_attention_heads=8,
+    vocab_size=8192,
+    max_position_embeddings=256,
+    dtype="bfloat16",
+)
+LLAMA_8B = GPTConfig(
+    num_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_query_groups=8,
+    ffn_hidden_size=14336,
+    vocab_size=128256,
+    max_position_embeddings=2304,
+    normalization="RMSNorm",
+    activation="silu",
+    gated=True,
+    position_embedding_type="rope",
+    qkv_bias=False,
+    proj_bias=False,
+    mlp_bias=False,
+    untie_embeddings_and_output_weights=True,
+    dtype="bfloat16",
+)
+
+
+@dataclass(frozen=True)
+class ProofSizes:
+    """Models and workloads of the stages."""
+
+    suite: GpuSizes  # Of `bench.suites.gpu`: the rows of the targets.
+    checked_network: GPTConfig  # Its tokens are compared with the CPU's.
+    rotary_network: GPTConfig  # Its decode time is measured.
+    rounds: int = 3
+    # Attention: many sequences of one context length, and the same with one long context.
+    attention_sequences: int = 64
+    context_tokens: int = 640
+    long_context_tokens: int = 100_000
+    heads: tuple[int, int] = (32, 128)  # Number of heads, channels of each.
+    vocab_sizes: tuple[int, ...] = (51_200, 151_936)
+    profiled_requests: int = 8
+    profiled_tokens: int = 64
+
+    @classmethod
+    def of(cls, device: str) -> Self:
+        """Return the sizes of the proof on a GPU, or those of the rehearsal on a CPU."""
+        if device == "cuda":
+            return cls(GpuSizes(rounds=3), SMALL, LLAMA_8B)
+        suite = GpuSizes(
+            rounds=1,
+            network=TINY,
+            device="cpu",
+            copy_bytes=1 << 20,
+            matrix_side=128,
+            single_prompt_tokens=4,
+            new_tokens=4,
+            requests=3,
+            prompt_tokens=8,
+            prefill_tokens=24,
+            decode_requests=2,
+            decode_prompt_tokens=6,
+        )
+        rotary = replace(TINY, position_embedding_type="rope")
+        return cls(
+            suite,
+            TINY,
+            rotary,
+            rounds=1,
+            attention_sequences=4,
+            context_tokens=40,
+            long_context_tokens=200,
+            heads=(4, 16),
+            vocab_sizes=(512,),
+            profiled_requests=2,
+            profiled_tokens=4,
+        )

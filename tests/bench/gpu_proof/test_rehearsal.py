@@ -1,0 +1,57 @@
+"""Rehearsal of a GPU proof on the CPU: all stages run, and a kill leaves valid results."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.gpu_proof.__main__ import STAGES
+from bench.gpu_proof.proof_file import TABLE_NAME, check_source, read_proof
+from gpt.child_processes import ChildProcess, module_command
+from gpt.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.slow
+
+
+def test_all_stages_run_without_a_network(tmp_path: Path) -> None:
+    command = ["make", "gpu-proof", f"PYTHON={sys.executable}", "DEVICE=cpu", f"OUT={tmp_path}"]
+    unshare = ["unshare", "--net", "--map-root-user"]
+    if shutil.which("unshare") and not subprocess.run([*unshare, "true"], check=False).returncode:
+        command = [*unshare, *command]
+    run = subprocess.run(
+        [*command, "COMMIT=abc1234"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    proof = read_proof(tmp_path / "gpu_proof.json")
+    statuses = {stage["name"]: stage["status"] for stage in proof["stages"]}
+    # Only the compilation of kernels has nothing that runs on a CPU.
+    assert statuses == {name: "passed" for name, *_ in STAGES} | {"compile": "skipped"}
+    assert all(stage["figures"] for stage in proof["stages"] if stage["status"] == "passed")
+    assert (proof["facts"]["device"], proof["commit"]) == ("cpu", "abc1234")
+    assert "gpu/decode" in str(proof["stages"]) and (tmp_path / TABLE_NAME).exists()
+    with pytest.raises(ConfigError, match="rehearsal"):
+        check_source(proof)
+
+
+def test_a_kill_at_any_time_leaves_valid_results(tmp_path: Path) -> None:
+    path = tmp_path / "gpu_proof.json"
+    arguments = ["bench.gpu_proof", "--out", str(tmp_path), "--device", "cpu"]
+    arguments += ["--only", "facts", "rows", "--commit", "abc1234"]
+    proof_run = ChildProcess(module_command(arguments), folder=ROOT)
+    try:
+        while not path.exists() or read_proof(path)["stages"][0]["status"] != "passed":
+            assert proof_run.poll() is None
+            time.sleep(0.01)
+    finally:
+        os.kill(proof_run.pid, signal.SIGKILL)
+        proof_run.wait()
+    proof = read_proof(path)
+    facts, rows = proof["stages"]
+    assert facts["status"] == "passed" and proof["facts"]["device"] == "cpu"
+    assert rows["status"] in ("failed", "skipped") and "the run ended" in rows["reason"]
