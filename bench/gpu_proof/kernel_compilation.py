@@ -25,7 +25,12 @@ from gpt.host_limits import usable_cores
 
 # Query heads, KV heads, channels: of the models that the other stages run, and of common models.
 HEAD_SHAPES = ((32, 32, 128), (32, 8, 128), (8, 8, 64), (16, 16, 96), (8, 1, 256))
-DTYPES = (("bfloat16", "bfloat16"), ("bfloat16", "fp8"), ("float32", "float32"))
+DTYPES = (
+    ("bfloat16", "bfloat16"),
+    ("float16", "float16"),
+    ("bfloat16", "fp8"),
+    ("float32", "float32"),
+)
 PROCESS_S_MAX = 80.0
 BLOCK_TOKENS = 16
 

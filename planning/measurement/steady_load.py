@@ -21,10 +21,10 @@ from clients.load.generator import (
     LoadRun,
     LoadSpec,
     ServerEndpoint,
-    quantile,
     read_dataset,
     run_load,
 )
+from clients.load.percentiles import quantile
 
 FAILED_FRACTION_MAX = 0.01  # If a larger fraction of the requests fails, the load has failed.
 
