@@ -139,9 +139,9 @@ INVALID: dict[str, tuple[dict[str, object], str | None, str]] = {
     ),
     "a long stop": ({"stop": ["x" * 257]}, None, "a stop string of 257 bytes"),
     "half a character": ({"task": "\ud800"}, None, "a lone surrogate"),
-    "half a text": ({"initial_text": "\ud800"}, None, "initial_text: "),
-    "half a path": ({"data": "\ud800"}, None, "data is '\\ud800'; it must be a path"),
-    "an end in a path": ({"model": "a\0b"}, None, "model is 'a\\x00b'; it must be a path"),
+    "half a text": ({"initial_text": "\ud800"}, None, "'initial_text' has a text with"),
+    "half a path": ({"data": "\ud800"}, None, "'data' has a text with a NUL"),
+    "an end in a path": ({"model": "a\0b"}, None, "'model' has a text with a NUL"),
     "no output": ({"output": ""}, None, "output is ''; it must be a path"),
     "a file above": ({"output": "README.md/a"}, None, "cannot be written to: Not a directory"),
     "a closed directory": (

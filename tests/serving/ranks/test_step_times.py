@@ -94,7 +94,10 @@ class Replay:
         )
         model = SimpleNamespace(config=CONFIG, mesh=SimpleNamespace(pp=pp))
         runner = SimpleNamespace(
-            model=model, async_scheduling=async_scheduling, launch=self._launch
+            model=model,
+            async_scheduling=async_scheduling,
+            launch=self._launch,
+            failed_captures=0,
         )
         self.engine_loop = EngineLoop(
             scheduler,
