@@ -12,8 +12,10 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from gpt.device_transfers import to_device
 from gpt.dropout import Dropout
 
 
@@ -95,24 +97,8 @@ class Batch:
     ) -> "Batch":
         """Make a batch of new tokens; KV is stored in pool blocks of `block_tokens` tokens."""
         # The host computes all indices from the lengths, and one copy sends them to the device.
-        counts = np.array(query_lengths)
-        query_starts = counts.cumsum() - counts
-        token_sequences = np.repeat(np.arange(len(counts)), counts)
-        token_positions = (
-            np.arange(len(token_sequences))
-            + (np.array(past_lengths) - query_starts)[token_sequences]
-        )
-        indices = np.stack(
-            [
-                token_positions,
-                token_sequences,
-                token_positions // block_tokens,
-                token_positions % block_tokens,
-            ]
-        )
-        positions, sequences, block_indices, offsets = torch.from_numpy(indices).to(
-            block_tables.device
-        )
+        indices = np.stack(token_indices(query_lengths, past_lengths, block_tokens))
+        positions, sequences, block_indices, offsets = to_device(indices, block_tables.device)
         slot_mapping = block_tables[sequences, block_indices], offsets
         return cls(
             tuple(query_lengths),
@@ -143,3 +129,18 @@ class Batch:
     def last_rows(self) -> Tensor:
         """The flat index of each sequence's last new token."""
         return torch.tensor(self.query_lengths, device=self.positions.device).cumsum(0) - 1
+
+
+def token_indices(
+    query_lengths: Sequence[int], past_lengths: Sequence[int], block_tokens: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return four arrays with an entry for each new token of a batch.
+
+    They are the token's position in its sequence, the index of the sequence, the column of the
+    sequence's block table with the token's block, and the token's offset in this block.
+    """
+    counts = np.array(query_lengths)
+    query_starts = counts.cumsum() - counts
+    sequences = np.repeat(np.arange(len(counts)), counts)
+    positions = np.arange(len(sequences)) + (np.array(past_lengths) - query_starts)[sequences]
+    return positions, sequences, positions // block_tokens, positions % block_tokens

@@ -12,14 +12,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return the array as a tensor on the device. On a CPU the tensor shares the array's memory.
+def to_device(x: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
+    """Return the host array or tensor `x` as a tensor on the device.
 
-    For a GPU the array must be in unpinned memory: the CUDA driver stages such an array before the
-    call returns, so the caller may change it afterwards.
+    On a CPU the result shares the memory of `x`. For a GPU, `x` must be in unpinned memory. It is
+    first copied to pinned memory, because the CUDA driver may wait for the device before it copies
+    unpinned memory. So the caller may change `x` afterwards. torch reuses the pinned memory only
+    when the copy to the device is complete.
     """
-    x = torch.from_numpy(array)
-    return x if device.type == "cpu" else x.to(device, non_blocking=True)
+    host_tensor = x if isinstance(x, Tensor) else torch.from_numpy(x)
+    if device.type == "cpu":
+        return host_tensor
+    return host_tensor.pin_memory().to(device, non_blocking=True)
 
 
 def record_event(device: torch.device) -> Callable[[], None]:

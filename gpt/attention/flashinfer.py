@@ -23,7 +23,7 @@ from gpt.attention.backend import AttentionBackend
 from gpt.attention.fp8_kv_cache import Fp8KVAttention, layer_scales
 from gpt.attention.paged import KV, ragged_attention
 from gpt.batch import Batch
-from gpt.device_transfers import record_event
+from gpt.device_transfers import record_event, to_device
 
 WORKSPACE_BYTES = 128 << 20  # The size that FlashInfer's documentation recommends.
 # The smallest number of query heads per KV head at which decode uses tensor cores. With fewer query
@@ -159,7 +159,7 @@ class FlashInferAttention(AttentionBackend):
                 continue
             rows = None
             if not mask.all():
-                rows = torch.from_numpy(np.flatnonzero(np.repeat(mask, lengths))).to(q.device)
+                rows = to_device(np.flatnonzero(np.repeat(mask, lengths)), q.device)
             is_prefill = wrappers is self._prefill_wrappers
             sequences = np.flatnonzero(mask)
             wrapper = _plan_wrapper(
@@ -194,9 +194,9 @@ def _plan_wrapper(
     kv_indptr = np.concatenate([[0], block_counts.cumsum()])
     block_sequences = np.repeat(sequences, block_counts)
     table_columns = np.arange(len(block_sequences)) - np.repeat(kv_indptr[:-1], block_counts)
-    table_indices = torch.from_numpy(
-        block_sequences * batch.block_tables.shape[1] + table_columns
-    ).to(batch.block_tables.device)
+    table_indices = to_device(
+        block_sequences * batch.block_tables.shape[1] + table_columns, batch.block_tables.device
+    )
     block_indices = batch.block_tables.flatten().index_select(0, table_indices).int()
     last_block_lengths = context_lengths - (block_counts - 1) * block_tokens
     # A decode sequence has one query, so plan() of the decode wrapper takes neither query offsets

@@ -12,11 +12,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.cpu.huge_pages import huge_page_zeros
+from gpt.device_transfers import to_device
 from gpt.parallel.weight_sharding import first_kv_head, local_kv_heads
 
 BLOCK_TOKENS = 32
@@ -88,7 +90,7 @@ class KVPool:
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Zero the blocks in every layer, so that the next sequence in them reads no old NaN."""
-        self._indexable[:, torch.tensor(blocks, device=self._memory.device)] = 0
+        self._indexable[:, to_device(np.array(blocks, np.int64), self._memory.device)] = 0
 
     def write_tokens(self, blocks: Sequence[int], start: int, values: Tensor) -> None:
         """Write keys and values (tokens, layers, 2, KV heads, channels) into `blocks`.
@@ -97,7 +99,8 @@ class KVPool:
         """
         memory = self._memory
         positions = torch.arange(start, start + len(values), device=memory.device)
-        token_blocks = torch.tensor(blocks, device=memory.device)[positions // self.block_tokens]
+        device_blocks = to_device(np.array(blocks, np.int64), memory.device)
+        token_blocks = device_blocks[positions // self.block_tokens]
         # Clamp to the finite range of the pool's dtype. Attention multiplies masked values by 0,
         # and 0 x inf is NaN. Without the clamp, an infinite number would therefore make the output
         # NaN, for this sequence and for the next sequence that uses the block.
@@ -111,8 +114,8 @@ class KVPool:
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks `sources` to `targets` in every layer; all reads precede the writes."""
         device = self._memory.device
-        contents = self._indexable.index_select(1, torch.tensor(sources, device=device))
-        self._indexable.index_copy_(1, torch.tensor(targets, device=device), contents)
+        contents = self._indexable.index_select(1, to_device(np.array(sources, np.int64), device))
+        self._indexable.index_copy_(1, to_device(np.array(targets, np.int64), device), contents)
 
 
 def _prefault(pool_ref: "weakref.ref[KVPool]", free_bytes: Callable[[], int]) -> None:

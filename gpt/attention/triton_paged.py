@@ -22,6 +22,7 @@ from gpt.attention.fp8_kv_cache import layer_scales
 from gpt.attention.paged import KV, ragged_attention
 from gpt.attention.varlen import padded_sdpa
 from gpt.batch import Batch
+from gpt.device_transfers import to_device
 
 # A launch of fewer programs than this splits the keys into segments. The number is about four for
 # each of the 132 multiprocessors of an H200. All GPUs use the same number, because the segments
@@ -116,10 +117,10 @@ class TritonMetadata:
             )
         ]
         arrays = [lengths + past_lengths, query_starts, *work_items]
-        packed = torch.from_numpy(np.concatenate(arrays).astype(np.int32))
-        context_lengths, device_starts, decode_items, short_items, prefill_items = packed.to(
-            batch.block_tables.device
-        ).split([len(x) for x in arrays])
+        packed = to_device(np.concatenate(arrays).astype(np.int32), batch.block_tables.device)
+        context_lengths, device_starts, decode_items, short_items, prefill_items = packed.split(
+            [len(x) for x in arrays]
+        )
         return cls(
             context_lengths,
             device_starts,

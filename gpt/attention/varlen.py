@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gpt.batch import Batch
+from gpt.device_transfers import to_device
 
 # Maximum queries per tile of `memory_efficient`. A tile skips the keys after its last query, so
 # smaller tiles compute fewer masked scores.
@@ -169,24 +171,24 @@ def _padded_groups(
         ):
             buckets.append([])
         buckets[-1].append(sequence)
-    order = torch.empty(batch.tokens, dtype=torch.long)
+    order = np.empty(batch.tokens, np.int64)
     groups, start = [], 0
     for bucket in buckets:
         longest = lengths[bucket[0]]
         queries, keys = [], []
         for row, sequence in enumerate(bucket):
             *parent_rows, own_rows = (
-                torch.arange(rows.start, rows.stop) for rows in visible_rows(batch, sequence)
+                np.arange(rows.start, rows.stop) for rows in visible_rows(batch, sequence)
             )
-            order[own_rows] = start + row * longest + torch.arange(len(own_rows))
-            padded = torch.cat([own_rows, own_rows[-1:].expand(longest - len(own_rows))])
+            order[own_rows] = start + row * longest + np.arange(len(own_rows))
+            padded = own_rows[np.minimum(np.arange(longest), len(own_rows) - 1)]
             queries.append(padded)
-            keys.append(torch.cat([*parent_rows, padded]))
+            keys.append(np.concatenate([*parent_rows, padded]))
         start += len(bucket) * longest
         mask = _sdpa_mask(past_lengths[bucket[0]], longest, window, device)
-        query_rows, key_rows = (torch.stack(rows).to(device) for rows in (queries, keys))
+        query_rows, key_rows = (to_device(np.stack(rows), device) for rows in (queries, keys))
         groups.append(PaddedGroup(len(bucket), query_rows, key_rows, mask))
-    return groups, order.to(device)
+    return groups, to_device(order, device)
 
 
 def _sdpa_mask(past: int, length: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -1,6 +1,6 @@
 """Input batch: a step as flat token ids, positions, block tables and rows that need logits.
 
-The host computes all indices and packs them, so that few copies to the device are needed.
+The host computes all indices and packs them, so that one copy sends them to the device.
 Decode-only steps are the most frequent ones and have a shorter path: every sequence has one new
 token and samples the next.
 """
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpt.batch import Batch
+from gpt.batch import Batch, token_indices
 from gpt.device_transfers import to_device
 from serving.messages import Step
 
@@ -39,6 +39,7 @@ class InputBatch:
     # position in the sequence + 1.
     positions: IntArray
     scored_rows: IntArray  # Indices of the rows whose logits score the next token of the prompt.
+    scored_positions: IntArray  # For each scored row: its position in its sequence.
     # Whether a token is sampled from every row, in order, and no row is scored.
     samples_every_row: bool
 
@@ -75,7 +76,7 @@ def _decode_batch(
     packed_inputs = np.concatenate(
         [ids, past, block_tables[rows, blocks], block_offsets, rows, block_tables.ravel()]
     )
-    tensors = torch.from_numpy(packed_inputs).to(device).split([len(ids)] * 5 + [block_tables.size])
+    tensors = to_device(packed_inputs, device).split([len(ids)] * 5 + [block_tables.size])
     ids_tensor, positions, slot_blocks, slot_offsets, rows_tensor, tables_tensor = tensors
     batch = Batch(
         (1,) * len(ids),
@@ -93,6 +94,7 @@ def _decode_batch(
         sampled_sequences=rows,
         positions=past + 1,
         scored_rows=NO_ROWS,
+        scored_positions=NO_ROWS,
         samples_every_row=True,
     )
 
@@ -118,21 +120,29 @@ def _mixed_batch(
     )
     sampled_sequences = np.repeat(sampled_sequences, sampled_counts)
     rows = np.concatenate([ends[sampled_sequences] - 1 - rows_before_last, scored_rows])
-    packed = torch.from_numpy(np.concatenate([ids, rows, block_tables.ravel()]))
-    ids_tensor, rows_tensor, tables_tensor = packed.to(device).split(
-        [len(ids), len(rows), block_tables.size]
+    token_positions, row_sequences, table_columns, block_offsets = token_indices(
+        step.lengths, step.past, block_tokens
     )
-    batch = Batch.paged(
-        step.lengths, step.past, tables_tensor.view(block_tables.shape), block_tokens
+    slot_blocks = block_tables[row_sequences, table_columns]
+    arrays = [ids, rows, token_positions, slot_blocks, block_offsets, block_tables.ravel()]
+    tensors = to_device(np.concatenate(arrays), device).split([len(array) for array in arrays])
+    ids_tensor, rows_tensor, positions, device_blocks, device_offsets, tables_tensor = tensors
+    batch = Batch(
+        tuple(step.lengths),
+        tuple(step.past),
+        positions,
+        slot_mapping=(device_blocks, device_offsets),
+        block_tables=tables_tensor.view(block_tables.shape),
     )
     return InputBatch(
         ids_tensor,
         int(ids.max()),
         batch,
         logits_rows=rows_tensor,
-        row_sequences=np.repeat(np.arange(len(lengths)), lengths),
+        row_sequences=row_sequences,
         sampled_sequences=sampled_sequences,
         positions=contexts[sampled_sequences] - rows_before_last,
         scored_rows=scored_rows,
+        scored_positions=token_positions[scored_rows],
         samples_every_row=len(sampled_sequences) == len(rows) == len(ids),
     )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gpt.attention.kv_cache import KV_DTYPES, KVPool
-from gpt.device_transfers import to_device
+from gpt.device_transfers import PendingHostCopy, to_device
 from gpt.host_limits import available_memory_bytes
 from gpt.model import pipeline
 from gpt.model.gpt_model import GPT
@@ -44,7 +44,7 @@ from serving.worker.cuda_graphs import (
 )
 from serving.worker.input_batch import InputBatch, IntArray, build_input_batch
 from serving.worker.prefix_kv import write_prefix_kv
-from serving.worker.sampler import SampledTokens, Sampler, SamplerOutput
+from serving.worker.sampler import SampledTokens, Sampler
 from serving.worker.step_halves import halve_step, merge_outcomes
 
 log = logging.getLogger(__name__)
@@ -191,8 +191,10 @@ class ModelRunner:
     def _write_adapter_rows(self, adapter_write: AdapterRowsWrite) -> None:
         if self._adapter_rows is None:
             return
-        adapter_rows = torch.frombuffer(bytearray(adapter_write.data), dtype=torch.float32)
-        adapter_rows = adapter_rows.view(-1, self.model.config.hidden_size)
+        host_rows = torch.frombuffer(bytearray(adapter_write.data), dtype=torch.float32)
+        adapter_rows = to_device(
+            host_rows.view(-1, self.model.config.hidden_size), self._adapter_rows.device
+        )
         # A value that overflows in the model's dtype becomes infinite. Only the sequences of this
         # adapter then fail, when their hidden states or logits are checked.
         end = adapter_write.start + len(adapter_rows)
@@ -289,9 +291,7 @@ class ModelRunner:
             sampled_tokens = self._sampler.launch_sampling(
                 logits, slots, [step.past[index] + 1 for index in indices]
             )
-            self._last_tokens.index_copy_(
-                0, to_device(np.array(slots), device), sampled_tokens.tokens
-            )
+            self._store_last_tokens(slots, sampled_tokens.tokens)
         return partial(self._graph_outcome, step, indices, graph_output, sampled_tokens)
 
     def _graph_outcome(
@@ -334,10 +334,13 @@ class ModelRunner:
         if not inputs.samples_every_row and len(inputs.logits_rows) < batch.tokens:
             batch = replace(
                 batch,
-                logit_rows=inputs.logits_rows if len(inputs.logits_rows) else batch.last_rows[:1],
+                # One row at least: the last row of the first sequence.
+                logit_rows=inputs.logits_rows
+                if len(inputs.logits_rows)
+                else batch.positions.new_full((1,), step.lengths[0] - 1),
             )
         x = pipeline.receive_input(model, inputs.token_ids, batch)
-        # The lookup in the adapter pool waits for the device; it is skipped without virtual tokens.
+        # Without virtual tokens the lookup in the adapter pool is skipped.
         has_virtual_tokens = inputs.token_id_max >= model.config.vocab_size
         x = model.forward_hidden(
             x, batch, self.pool, self._adapter_rows if has_virtual_tokens else None
@@ -351,14 +354,17 @@ class ModelRunner:
         prompt_scores = (
             self._score_prompts(step, inputs, x, fault_indices) if len(inputs.scored_rows) else []
         )
-        tokens, scores = self._sample(step, inputs, x, fault_indices, stuck_indices)
+        checks: list[_FiniteCheck] = []
         # NaN or infinity in a row's hidden states also shows in its logits. If every row is
         # sampled, `_sample` (or the model's `greedy_tokens`, which returns None for logits that are
-        # not finite) has checked the logits of all rows, so no second check is needed.
-        if not inputs.samples_every_row:
-            # The hidden states are checked last, because the check waits for the device. The
-            # scheduler discards the tokens of sequences with a fault.
-            _record_nonfinite(x, inputs.row_sequences, fault_indices)
+        # not finite) checks the logits of all rows, so no second check is needed.
+        if self._sampler is not None and not inputs.samples_every_row:
+            checks.append(_FiniteCheck(x, inputs.row_sequences))
+        tokens, scores = self._sample(step, inputs, x, checks, stuck_indices)
+        # The wait for the tokens was also a wait for the checks, which were launched earlier. The
+        # scheduler discards the tokens of sequences with a fault.
+        for check in checks:
+            fault_indices |= check.fault_indices()
         return partial(
             Outcome,
             step.step_id,
@@ -380,14 +386,14 @@ class ModelRunner:
         step: Step,
         inputs: InputBatch,
         x: Tensor,
-        fault_indices: set[int],
+        checks: list["_FiniteCheck"],
         stuck_indices: set[int],
     ) -> tuple[list[int], list[TokenScore]]:
-        """Return the sampled tokens and their scores, in row order, on the rank with a sampler.
+        """Wait for the sampled tokens and their scores; return them in row order.
 
-        Sequences with a fault are added to `fault_indices`, and sequences with a failed guide to
-        `stuck_indices`. All tensor ranks of the stage must call this, because each of them computes
-        a part of the logits.
+        Only the rank with a sampler returns any. A check of the logits is added to `checks`, and
+        sequences with a failed guide to `stuck_indices`. All tensor ranks of the stage must call
+        this, because each of them computes a part of the logits.
         """
         count = len(inputs.sampled_sequences)
         if not count:
@@ -397,23 +403,28 @@ class ModelRunner:
         if self._sampler is not None and self._sampler.argmax_suffices(slots):
             argmax_ids = self.model.greedy_tokens(_select_logits_rows(x, inputs, 0, count))
         if argmax_ids is not None:
-            sampler_output = SamplerOutput(argmax_ids.tolist())
-        else:
-            logits = self._compute_logits(inputs, x, 0, count)
-            if self._sampler is None:
-                return [], []
-            sampler_output = self._sampler.sample(logits, slots, inputs.positions.tolist())
-            self._can_rerun = False  # The sampler has added the tokens to its history.
-            _record_nonfinite(logits, inputs.sampled_sequences, fault_indices)
+            if self.async_scheduling:
+                self._store_last_tokens(slots, argmax_ids)
+            return argmax_ids.tolist(), []
+        logits = self._compute_logits(inputs, x, 0, count)
+        if self._sampler is None:
+            return [], []
+        checks.append(_FiniteCheck(logits, inputs.sampled_sequences))
+        sampled_tokens = self._sampler.launch_sampling(logits, slots, inputs.positions.tolist())
+        self._can_rerun = False  # The sampler has added the tokens to its history.
+        if self.async_scheduling:
+            self._store_last_tokens(slots, sampled_tokens.tokens)
+        sampler_output = self._sampler.read_output(sampled_tokens)
         if sampler_output.failed_guide_rows:
             stuck_indices |= set(
                 inputs.sampled_sequences[sampler_output.failed_guide_rows].tolist()
             )
-        if self.async_scheduling:
-            device = self._last_tokens.device
-            tokens = to_device(np.array(sampler_output.tokens), device)
-            self._last_tokens[to_device(np.array(slots), device)] = tokens
         return sampler_output.tokens, sampler_output.scores
+
+    def _store_last_tokens(self, slots: list[int], tokens: Tensor) -> None:
+        """Store each slot's sampled token on the device, for a step that is planned early."""
+        device = self._last_tokens.device
+        self._last_tokens.index_copy_(0, to_device(np.array(slots), device), tokens)
 
     def _score_prompts(
         self, step: Step, inputs: InputBatch, x: Tensor, fault_indices: set[int]
@@ -433,8 +444,8 @@ class ModelRunner:
             if self._sampler is None:
                 continue
             indices = inputs.row_sequences[rows]
-            _record_nonfinite(logits, indices, fault_indices)
-            positions = inputs.batch.positions[torch.from_numpy(rows).to(x.device)].cpu().numpy()
+            fault_indices |= _FiniteCheck(logits, indices).fault_indices()
+            positions = inputs.scored_positions[start : start + rows_max]
             for sequence_index in np.unique(indices).tolist():
                 row_numbers = np.flatnonzero(indices == sequence_index)
                 slot_init = self._scored_slots[step.slots[sequence_index]]
@@ -465,12 +476,21 @@ def _select_logits_rows(x: Tensor, inputs: InputBatch, start: int, count: int) -
     )
 
 
-def _record_nonfinite(x: Tensor, indices: IntArray, fault_indices: set[int]) -> None:
-    """Add the sequences of rows with NaN or infinity to `fault_indices`.
+class _FiniteCheck:
+    """A check for NaN and infinity that is launched at once and read later.
 
-    `indices`: the index of each row's sequence.
+    `indices`: the index of the sequence of each row of `x`.
     """
-    if bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()):
-        return
-    # The sum of large finite values may be infinite too, so each row is checked.
-    fault_indices |= set(indices[(~x.isfinite().all(-1)).cpu().numpy()].tolist())
+
+    def __init__(self, x: Tensor, indices: IntArray) -> None:
+        self._x = x
+        self._indices = indices
+        total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
+        self._is_finite = PendingHostCopy(total.isfinite())
+
+    def fault_indices(self) -> set[int]:
+        """Wait for the check, and return the sequences of rows with NaN or infinity."""
+        if bool(self._is_finite.wait()):
+            return set()
+        # The sum of large finite values may be infinite too, so each row is checked.
+        return set(self._indices[(~self._x.isfinite().all(-1)).cpu().numpy()].tolist())

@@ -11,6 +11,7 @@ attention reads them, and the prefix cache shares them. Adapters of soft prompts
 import torch
 
 from gpt.attention.kv_cache import KVPool, prefix_shard
+from gpt.device_transfers import to_device
 from gpt.model.gpt_model import GPT
 from serving.messages import PrefixKVWrite
 
@@ -21,4 +22,8 @@ def write_prefix_kv(pool: KVPool, model: GPT, prefix_write: PrefixKVWrite) -> No
     rows = torch.frombuffer(bytearray(prefix_write.data), dtype=torch.float32)
     rows = rows.view(prefix_write.count, model_config.prefix_width)
     own_part = prefix_shard(rows, model_config, model.layers, mesh.tp_rank, mesh.tp)
-    pool.write_tokens(prefix_write.blocks, prefix_write.start % pool.block_tokens, own_part)
+    pool.write_tokens(
+        prefix_write.blocks,
+        prefix_write.start % pool.block_tokens,
+        to_device(own_part, mesh.device),
+    )

@@ -122,8 +122,8 @@ class Sampler:
         if sampling.logit_bias:
             biases = {i: bias for i, bias in sampling.logit_bias if 0 <= i < self._vocab_size}
             self._biases[slot] = (
-                torch.tensor(list(biases), dtype=torch.long, device=self._device),
-                torch.tensor(list(biases.values()), dtype=torch.float64, device=self._device),
+                to_device(np.array(list(biases), dtype=np.int64), self._device),
+                to_device(np.array(list(biases.values()), dtype=np.float64), self._device),
             )
         if (
             sampling.repetition_penalty != 1
@@ -133,7 +133,7 @@ class Sampler:
             self._history.init_slot(slot, slot_init.prompt, slot_init.output_tokens)
         if sampling.length_decay is not None:
             stop_ids = [token for token in sampling.stop_token_ids if 0 <= token < self._vocab_size]
-            ids = torch.tensor(stop_ids, dtype=torch.long, device=self._device)
+            ids = to_device(np.array(stop_ids, dtype=np.int64), self._device)
             self._decays[slot] = _LengthDecay(sampling, len(slot_init.prompt), ids)
         if TokenBans.is_needed(sampling, len(slot_init.output_tokens)):
             self._bans[slot] = TokenBans(
@@ -226,7 +226,7 @@ class Sampler:
 
         Each score includes the `top_count` best tokens of the row.
         """
-        target_ids = torch.tensor(targets, dtype=torch.long, device=logits.device)
+        target_ids = to_device(np.array(targets, dtype=np.int64), logits.device)
         rows = _score_rows(logits, target_ids, top_count).tolist()
         return [_unpack_score(row, min(top_count, logits.shape[-1])) for row in rows]
 
@@ -549,11 +549,11 @@ class _PenaltyHistory:
         row = self._slot_rows[slot] = self._free.pop()
         self._grow_columns(len(seen_ids))
         self._lengths[row] = len(seen_ids)
-        self._ids[row, : len(seen_ids)] = torch.tensor(
-            seen_ids, dtype=torch.long, device=self._device
+        self._ids[row, : len(seen_ids)] = to_device(
+            np.array(seen_ids, dtype=np.int64), self._device
         )
         counts = np.bincount(np.asarray(output_ids, dtype=np.int64), minlength=self._vocab_size)
-        self._counts[row] = torch.from_numpy(counts).to(self._device, torch.int32)
+        self._counts[row] = to_device(counts.astype(np.int32), self._device)
 
     def drop_slot(self, slot: int) -> None:
         if self._slot_rows[slot] >= 0:

@@ -77,21 +77,19 @@ def test_sampling_is_repeated_only_if_no_token_was_sampled(
 ) -> None:
     reference_runner, limited = make_runner("modern", None), make_runner("modern", None)
     assert limited._sampler is not None
-    sample = limited._sampler.sample
+    launch_sampling = limited._sampler.launch_sampling
 
     def sample_or_fail(logits: Tensor, slots: Any, positions: Any) -> Any:
-        sampler_output = sample(logits, slots, positions) if is_sampled or len(slots) < 5 else None
-        if sampler_output is None:
+        if not is_sampled and len(slots) == 5:
             raise torch.OutOfMemoryError
-        return sampler_output
+        return launch_sampling(logits, slots, positions)
 
-    def check_or_fail(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(limited._sampler, "sample", sample_or_fail)
+    monkeypatch.setattr(limited._sampler, "launch_sampling", sample_or_fail)
     if is_sampled:
-        module = "serving.worker.model_runner._record_nonfinite"
-        monkeypatch.setattr(module, check_or_fail)
+        monkeypatch.setattr(limited._sampler, "read_output", fail)
         with pytest.raises(torch.OutOfMemoryError):
             run_step(limited, prefill_step(RULES))
         assert "event=step_halved" not in caplog.text
