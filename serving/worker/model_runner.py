@@ -5,7 +5,7 @@ of each adapter. Therefore the model runner has no policy. Token ids and block t
 the device as one packed array. The last pipeline stage checks that each sequence's hidden states
 and logits are finite, and its first tensor rank samples the tokens. `launch` does not wait for a
 step that replays a CUDA graph; reading the outcome waits for the device. Without a graph, the last
-stage waits for the tokens inside `launch`.
+stage waits for the tokens inside `launch`, once for each step without prompt scores.
 
 In this package a row without a qualifier is one new token in the batch: a row of the hidden states
 or of the logits. The rows of adapters are called adapter rows or prefix rows.
