@@ -25,9 +25,6 @@ BANS = SamplingParams(
 )
 # Greedy, sampled with top-p, with log-probabilities, with penalties, with bans.
 SLOT_RULES = [*RULES[:4], BANS]
-# The inputs, the metadata of the attention, and the indices of tokens, sampling rules and masks.
-# A copy that does not wait still costs about 10 microseconds of the host's time.
-COPIES_MAX = 30
 NEW_SLOT = len(SLOT_RULES)
 LONG_PROMPT = (PROMPT * 6)[:50]
 
@@ -75,11 +72,19 @@ def test_an_eager_step_waits_once(family: str, fp8_kv: bool) -> None:
         decode = msgspec.structs.replace(
             mixed_step(prefill), slot_inits=[], block_table_updates=[], block_clears=[]
         )
-        for step in (prefill, mixed_step(prefill), chunk_step(40), chunk_step(50), decode):
+        # With the maximum number of copies to the device: two for the inputs of the step and of the
+        # attention, the others for sampling rules. A copy that does not wait takes the host's time.
+        for step, copies_max in (
+            (prefill, 25),
+            (mixed_step(prefill), 24),
+            (chunk_step(40), 2),
+            (chunk_step(50), 12),
+            (decode, 23),
+        ):
             with device.counted() as counts:
                 outcome = runner.run_step(step)
             assert outcome is not None
             assert len(outcome.tokens) == sum(step.draws) and outcome.faults == []
             assert len(counts.waits) == 1, counts.waits
             assert counts.blocking_copies == []
-            assert len(counts.copies) <= COPIES_MAX, counts.copies
+            assert len(counts.copies) <= copies_max, counts.copies
