@@ -35,7 +35,7 @@ from tests.support.attention_cases import FAR_MAX, SCALES, patch_interpreter
 from tests.support.models import MODERN, ODD, build
 from tests.support.paged_steps import case
 
-Make = Callable[[Tensor | None], QKTransformBackend]
+RotaryMake = Callable[[Tensor | None], QKTransformBackend]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,9 @@ def _to(norm: NormWeights, target: torch.device | torch.dtype) -> NormWeights:
     return NormWeights(norm.weight.to(target), None if norm.bias is None else norm.bias.to(target))
 
 
-def check_transform_and_store(rotary_case: RotaryCase, make: Make, device: torch.device) -> None:
+def check_transform_and_store(
+    rotary_case: RotaryCase, make: RotaryMake, device: torch.device
+) -> None:
     """Queries and keys are close to fp64's; the pool has exactly the returned keys and values."""
     config, dtype = rotary_case.config, rotary_case.dtype
     lengths, past = ([size[column] for size in rotary_case.sizes] for column in (0, 1))
@@ -156,7 +158,7 @@ def check_transform_and_store(rotary_case: RotaryCase, make: Make, device: torch
     assert torch.equal(*(pool.view(torch.uint8) for pool in pools)), "stored otherwise"
 
 
-def check_transformed_row_without_slot(make: Make, device: torch.device) -> None:
+def check_transformed_row_without_slot(make: RotaryMake, device: torch.device) -> None:
     """Check that the keys and values of a row without a slot are not stored."""
     rotary_case = RotaryCase.draw(0)
     step = case([1] * 3, [5, 6, 7], rotary_case.heads, 16, torch.float32)
@@ -192,7 +194,7 @@ def chunked_logits(config: GPTConfig, backend: AttentionBackend, device: torch.d
     return torch.cat(pieces).cpu()
 
 
-def check_rotary_models(make: Make, device: torch.device) -> None:
+def check_rotary_models(make: RotaryMake, device: torch.device) -> None:
     """Models with RoPE and qk-norm have the logits of the torch path."""
     for config in (MODERN, ODD):
         want = chunked_logits(config, TorchAttention(), device)
