@@ -4,8 +4,9 @@ A program computes one work item (a decode token, or a run of prefill tokens) fo
 there are too few programs to saturate the GPU's memory bandwidth, the keys are split into segments,
 and a second kernel merges the partial outputs. The number of segments depends on the numbers of
 work items and KV heads, not on context lengths, so a CUDA graph captured for a batch size serves
-all context lengths. The reference implementations are gpt/attention/paged.py and, for fp8 pools,
-gpt/attention/fp8_kv_cache.py.
+all context lengths. Another kernel applies qk-norm and the rotary embedding, and stores keys and
+values. The reference implementations are gpt/attention/paged.py and, for fp8 pools,
+gpt/attention/fp8_kv_cache.py; of the rotary embedding, gpt/model/rotary_embedding.py.
 """
 
 from dataclasses import dataclass
