@@ -19,7 +19,7 @@ from tests.support.triton_compiled import (
 
 ROOT = Path(__file__).resolve().parents[3]
 CASES, PARTS = 30, 2
-ROTARY_CASES = 30
+ROTARY_CASES = 20
 
 pytestmark = [
     pytest.mark.slow,
