@@ -5,12 +5,35 @@ the model's constructor.
 """
 
 from abc import abstractmethod
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from gpt.attention.paged import KV, ragged_attention, store_kv
 from gpt.batch import Batch
+from gpt.config import GPTConfig
+
+
+class NormWeights(NamedTuple):
+    """The parameters of a norm over the channels of a head."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class QKTransform:
+    """The operations on the queries and keys of a layer: qk-norm (optional), rotary embedding.
+
+    The norm is the one of `config`, as in gpt/model/norm.py. `rotary_table` is the table of
+    gpt/model/rotary_embedding.py: (positions, 2, rotary channels / 2), cos and sin in fp32.
+    """
+
+    config: GPTConfig
+    rotary_table: Tensor
+    # The norm weights of the queries and of the keys. None: the model has no qk-norm.
+    norms: tuple[NormWeights, NormWeights] | None = None
 
 
 class AttentionBackend(Protocol):
@@ -38,6 +61,25 @@ class AttentionBackend(Protocol):
     @abstractmethod
     def store(self, k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:
         """Write this step's keys and values into their slots of the pool."""
+
+
+class QKTransformBackend(AttentionBackend):
+    """Base class of attention backends that also compute qk-norm and rotary embedding.
+
+    With a KV pool, a model with RoPE calls `transform_and_store` instead of `store`. Without a pool,
+    it computes qk-norm and rotary embedding in torch.
+    """
+
+    @abstractmethod
+    def transform_and_store(
+        self, qkv: Tensor, transform: QKTransform, batch: Batch, kv: KV
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Transform this step's queries and keys, and store the keys and values in the pool.
+
+        `qkv` is the output of the QKV projection, (T, G, H / G + 2, D) for T tokens, G KV heads, H
+        query heads and D channels per head. Each KV head has its queries, its key and its value.
+        The method returns queries (T, H, D), keys (T, G, D) and values (T, G, D) for `attend`.
+        """
 
 
 class TorchAttention(AttentionBackend):

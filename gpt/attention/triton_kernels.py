@@ -1,4 +1,4 @@
-"""Triton kernels of paged attention (flash-decoding and prefill), and of writes to the KV pool.
+"""Triton kernels of paged attention (flash-decoding and prefill), RoPE and writes to the KV pool.
 
 A program computes some queries of one KV head over one segment of the visible keys. It reads each
 key and value once, with an online softmax in fp32. gpt/attention/triton_paged.py launches the
@@ -17,7 +17,7 @@ import triton.language as tl
 #
 # Compile-time constants of the kernels:
 # D: channels per head.
-# WIDTH: D, rounded up to a power of two; at least 16, except in `append_kv`.
+# WIDTH: D, rounded up to a power of two; at least 16 in the attention kernels.
 # HEADS: query heads.
 # GROUPS: KV heads.
 # QUERIES: query heads per KV head.
@@ -29,7 +29,9 @@ import triton.language as tl
 # STAGES: number of software pipeline stages of the loop over the keys.
 # SCALED: whether keys and values have scales: `scales[0]` for keys, `scales[1]` for values.
 # WINDOW: size of the attention window in tokens; 0: no window.
-# DTYPE_MAX: see `append_kv`.
+# DTYPE_MAX: keys and values are clamped to this number, the largest of the pool's dtype. 0: no
+# clamp, because the keys and values of the step have the dtype of the pool.
+# ROTARY: number of rotated channels of a head; they are the first ones.
 #
 # Triton compiles a kernel again for each combination of pointers that are multiples of 16 bytes.
 # The index tensors of a step are views of one packed tensor, so their alignment depends on the
@@ -258,6 +260,18 @@ def clamp(x, LIMIT: tl.constexpr):
     return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
 
 
+@triton.jit
+def scale_and_clamp(x, scale, SCALED: tl.constexpr, DTYPE_MAX: tl.constexpr):
+    """Return the number that is cast to the pool's dtype and stored for a key or a value."""
+    if SCALED:
+        x = x.to(tl.float32) / scale
+    if DTYPE_MAX:
+        # Without the clamp, a cast to fp8 may turn a large number into NaN. The clamp does not
+        # change a NaN, so that the check of the logits detects it.
+        x = clamp(x.to(tl.float32), DTYPE_MAX)
+    return x
+
+
 @triton.jit(do_not_specialize_on_alignment=["blocks", "offsets", "scales"])
 def append_kv(
     k, v, kv, blocks, offsets, scales,
@@ -265,23 +279,107 @@ def append_kv(
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, DTYPE_MAX: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Store a new token's key and value for one KV head, unless the token's block is negative.
-
-    DTYPE_MAX: keys and values are clamped to this number, the largest of the pool's dtype. 0: no
-    clamp, because `k` and `v` have the dtype of the pool.
-    """
+    """Store a new token's key and value for one KV head, unless the token's block is negative."""
     row, kv_head, channels = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
     block, offset = tl.load(blocks + row).to(tl.int64), tl.load(offsets + row)
     channel_mask = channels < tl.where(block >= 0, D, 0)
     key = tl.load(k + row * k_row + kv_head * k_group + channels, mask=channel_mask, other=0.0)
     value = tl.load(v + row * v_row + kv_head * v_group + channels, mask=channel_mask, other=0.0)
-    if SCALED:
-        key = key.to(tl.float32) / tl.load(scales)
-        value = value.to(tl.float32) / tl.load(scales + 1)
-    if DTYPE_MAX:
-        # Without the clamp, a cast to fp8 may turn a large number into NaN. The clamp does not
-        # change a NaN, so that the check of the logits detects it.
-        key, value = clamp(key.to(tl.float32), DTYPE_MAX), clamp(value.to(tl.float32), DTYPE_MAX)
+    key = scale_and_clamp(key, tl.load(scales) if SCALED else 1.0, SCALED, DTYPE_MAX)
+    value = scale_and_clamp(value, tl.load(scales + 1) if SCALED else 1.0, SCALED, DTYPE_MAX)
     address = kv + ((block * (2 * GROUPS) + kv_head) * BLOCK + offset) * D + channels
     tl.store(address, key.to(kv.dtype.element_ty), mask=channel_mask)
     tl.store(address + GROUPS * BLOCK * D, value.to(kv.dtype.element_ty), mask=channel_mask)
+
+
+@triton.jit
+def scale_channels(
+    x, channels, channel_mask, is_key, q_weight, k_weight, q_bias, k_bias,
+    GAMMA_OFFSET: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """Apply the weight and the bias of the norm to centered, rescaled query and key heads.
+
+    `x`: (heads, channels); `is_key` says which heads are keys.
+    """
+    q_scale = tl.load(q_weight + channels, mask=channel_mask, other=0.0).to(tl.float32)
+    k_scale = tl.load(k_weight + channels, mask=channel_mask, other=0.0).to(tl.float32)
+    x *= GAMMA_OFFSET + tl.where(is_key[:, None], k_scale[None, :], q_scale[None, :])
+    if BIASED:
+        q_shift = tl.load(q_bias + channels, mask=channel_mask, other=0.0).to(tl.float32)
+        k_shift = tl.load(k_bias + channels, mask=channel_mask, other=0.0).to(tl.float32)
+        x += tl.where(is_key[:, None], k_shift[None, :], q_shift[None, :])
+    return x
+
+
+# The norm weights are not specialized on alignment, because a checkpoint's tensors can be views.
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "q_weight", "k_weight", "q_bias", "k_bias", "positions", "blocks", "offsets", "scales",
+    ]
+)  # fmt: skip
+def transform_and_append(
+    qkv, rotary_table, q_weight, k_weight, q_bias, k_bias, out, kv,
+    positions, blocks, offsets, scales, epsilon,
+    GROUPS: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORMED: tl.constexpr, CENTERED: tl.constexpr, GAMMA_OFFSET: tl.constexpr,
+    BIASED: tl.constexpr, DTYPE_MAX: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate a new token's queries and key of one KV head; store its key and value.
+
+    A KV head of `qkv` has QUERIES + 2 rows: its queries, its key and its value. A program computes
+    ROWS of them. `out` has all query heads and then all keys. The pool gets the key as it is in
+    `out`, and nothing if the token's block is negative.
+
+    NORMED: whether queries and keys have a norm: LayerNorm if CENTERED, else RMSNorm. GAMMA_OFFSET:
+    the number to add to the norm's weight. BIASED: whether the norm has a bias.
+    """
+    HALF: tl.constexpr = ROTARY // 2
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    members, channels = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    is_key, is_value = members == QUERIES, members > QUERIES
+    is_channel, is_rotary = channels < D, channels < ROTARY
+    mask = (members < QUERIES + 2)[:, None] & is_channel[None, :]
+    # Each rotated channel is computed from itself and from the other channel of its pair.
+    if INTERLEAVED:
+        partners, pairs, is_first = channels ^ 1, channels // 2, channels % 2 == 0
+    else:
+        partners = tl.where(channels < HALF, channels + HALF, channels - HALF)
+        pairs, is_first = channels % HALF, channels < HALF
+    head = qkv + (((token * GROUPS + kv_head) * (QUERIES + 2) + members) * D)[:, None]
+    original = tl.load(head + channels[None, :], mask=mask, other=0.0).to(tl.float32)
+    partner_mask = mask & is_rotary[None, :]
+    x = original
+    y = tl.load(head + partners[None, :], mask=partner_mask, other=0.0).to(tl.float32)
+    if NORMED:
+        if CENTERED:
+            mean = (tl.sum(x, 1) / D)[:, None]
+            x, y = tl.where(mask, x - mean, 0.0), y - mean
+        rescale = tl.rsqrt(tl.sum(x * x, 1) / D + epsilon)[:, None]
+        x = scale_channels(
+            x * rescale, channels, is_channel, is_key, q_weight, k_weight, q_bias, k_bias,
+            GAMMA_OFFSET, BIASED,
+        )  # fmt: skip
+        y = scale_channels(
+            y * rescale, partners, is_rotary, is_key, q_weight, k_weight, q_bias, k_bias,
+            GAMMA_OFFSET, BIASED,
+        )  # fmt: skip
+    angle = rotary_table + tl.load(positions + token).to(tl.int64) * ROTARY + pairs
+    cos = tl.load(angle, mask=is_rotary, other=0.0)[None, :]
+    sin = tl.load(angle + HALF, mask=is_rotary, other=0.0)[None, :]
+    # Other channels and values are selected and not multiplied by 1 and 0, which would make NaN of
+    # an infinite number.
+    x = tl.where(is_rotary[None, :], x * cos + tl.where(is_first[None, :], -y, y) * sin, x)
+    x = tl.where(is_value[:, None], original, x).to(out.dtype.element_ty)
+    out_heads = tl.where(is_key, GROUPS * QUERIES + kv_head, kv_head * QUERIES + members)
+    out_rows = token * (GROUPS * (QUERIES + 1)) + out_heads
+    tl.store(out + (out_rows * D)[:, None] + channels[None, :], x, mask=mask & ~is_value[:, None])
+    block, offset = tl.load(blocks + token).to(tl.int64), tl.load(offsets + token)
+    scale = 1.0
+    if SCALED:
+        scale = tl.where(is_key, tl.load(scales), tl.load(scales + 1))[:, None]
+    stored = scale_and_clamp(x, scale, SCALED, DTYPE_MAX).to(kv.dtype.element_ty)
+    pool_heads = block * (2 * GROUPS) + tl.where(is_value, GROUPS, 0) + kv_head
+    address = kv + ((pool_heads * BLOCK + offset) * D)[:, None] + channels[None, :]
+    is_stored = (members >= QUERIES) & (block >= 0)
+    tl.store(address, stored, mask=mask & is_stored[:, None])

@@ -4,8 +4,9 @@ A program computes one work item (a decode token, or a run of prefill tokens) fo
 there are too few programs to saturate the GPU's memory bandwidth, the keys are split into segments,
 and a second kernel merges the partial outputs. The number of segments depends on the numbers of
 work items and KV heads, not on context lengths, so a CUDA graph captured for a batch size serves
-all context lengths. The reference implementations are gpt/attention/paged.py and, for fp8 pools,
-gpt/attention/fp8_kv_cache.py.
+all context lengths. Another kernel applies qk-norm and the rotary embedding, and stores keys and
+values. The reference implementations are gpt/attention/paged.py and, for fp8 pools,
+gpt/attention/fp8_kv_cache.py; of the rotary embedding, gpt/model/rotary_embedding.py.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpt.attention import triton_kernels as kernels
-from gpt.attention.backend import AttentionBackend
+from gpt.attention.backend import NormWeights, QKTransform, QKTransformBackend
 from gpt.attention.fp8_kv_cache import layer_scales
 from gpt.attention.paged import KV, ragged_attention
 from gpt.attention.varlen import padded_sdpa
@@ -45,6 +46,10 @@ ROWS_MIN = 16  # tl.dot needs at least this number of rows and of channels.
 # Keys are split into segments only if work items have at most this number of new tokens. Longer
 # prefills usually give enough programs without a split.
 SPLIT_KEYS_TOKENS_MAX = 4
+# Maximum rows x channels that a program of `transform_and_append` computes, and the number of
+# elements per warp. A thread then computes 16 elements of fp32, with four intermediate tensors.
+TRANSFORM_ELEMENTS_MAX = 2048
+TRANSFORM_ELEMENTS_PER_WARP = 512
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ class TritonMetadata:
         )
 
 
-class TritonAttention(AttentionBackend):
+class TritonAttention(QKTransformBackend):
     """Attention and KV-pool writes with the Triton kernels of this package.
 
     `scales`: the key scale and the value scale of each layer of an fp8 pool, an fp32 tensor of
@@ -153,7 +158,6 @@ class TritonAttention(AttentionBackend):
         blocks, offsets = batch.slot_mapping
         tokens, kv_heads, head_dim = k.shape
         k, v = _contiguous_rows(k), _contiguous_rows(v)
-        dtype_max = int(torch.finfo(kv.dtype).max) if kv.dtype != k.dtype else 0
         with torch.cuda.device_of(k):
             kernels.append_kv[(tokens, kv_heads)](
                 k,
@@ -168,10 +172,61 @@ class TritonAttention(AttentionBackend):
                 D=head_dim,
                 WIDTH=next_power_of_two(head_dim),
                 BLOCK=kv.shape[3],
-                DTYPE_MAX=dtype_max,
+                DTYPE_MAX=_dtype_max(k, kv),
                 SCALED=self._scales is not None,
                 num_warps=1,
             )
+
+    def transform_and_store(
+        self, qkv: Tensor, transform: QKTransform, batch: Batch, kv: KV
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run qk-norm, rotary embedding and `store` in one kernel.
+
+        The kernel computes in fp32, and rounds only its results to the dtype of `qkv`.
+        """
+        assert batch.slot_mapping is not None
+        blocks, offsets = batch.slot_mapping
+        qkv = qkv.contiguous()
+        tokens, kv_heads, members, head_dim = qkv.shape
+        queries = members - 2
+        heads = kv_heads * queries
+        out = qkv.new_empty(tokens, heads + kv_heads, head_dim)
+        config = transform.config
+        q_norm, k_norm = transform.norms or (NormWeights(qkv, None),) * 2
+        width = next_power_of_two(head_dim)
+        rows = min(next_power_of_two(members), max(1, TRANSFORM_ELEMENTS_MAX // width))
+        with torch.cuda.device_of(qkv):
+            kernels.transform_and_append[(tokens, kv_heads, -(-members // rows))](
+                qkv,
+                transform.rotary_table,
+                q_norm.weight,
+                k_norm.weight,
+                q_norm.bias,
+                k_norm.bias,
+                out,
+                kv,
+                batch.positions,
+                blocks,
+                offsets,
+                layer_scales(self._scales, kv),
+                config.layernorm_epsilon,
+                GROUPS=kv_heads,
+                QUERIES=queries,
+                BLOCK=kv.shape[3],
+                D=head_dim,
+                WIDTH=width,
+                ROWS=rows,
+                ROTARY=config.rotary_dim,
+                INTERLEAVED=config.rotary_interleaved,
+                NORMED=transform.norms is not None,
+                CENTERED=config.normalization == "LayerNorm",
+                GAMMA_OFFSET=float(config.layernorm_zero_centered_gamma),
+                BIASED=q_norm.bias is not None,
+                DTYPE_MAX=_dtype_max(qkv, kv),
+                SCALED=self._scales is not None,
+                num_warps=max(1, rows * width // TRANSFORM_ELEMENTS_PER_WARP),
+            )
+        return out[:, :heads], out[:, heads:], qkv[:, :, -1]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
@@ -408,6 +463,11 @@ def _build_work_items(
     first_tokens = item_indices * tokens
     order = np.argsort(-(past_lengths[item_sequences] + first_tokens), kind="stable")
     return np.stack([item_sequences[order], first_tokens[order]], axis=1).ravel()
+
+
+def _dtype_max(x: Tensor, kv: KV) -> int:
+    """Return the largest number of the pool's dtype; 0 if `x` has the same dtype."""
+    return int(torch.finfo(kv.dtype).max) if kv.dtype != x.dtype else 0
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:

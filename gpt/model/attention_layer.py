@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from gpt.attention.backend import NormWeights, QKTransform, QKTransformBackend
 from gpt.attention.paged import KV
 from gpt.attention.varlen import AttentionDropout, unfused_attention
 from gpt.batch import Batch
@@ -53,11 +54,16 @@ class ForwardContext:
     """The data that all layers of one forward pass share."""
 
     batch: Batch
-    rotary_cos_sin: tuple[Tensor, Tensor] | None  # cos and sin, each (T, rotary channels / 2).
+    # cos and sin of the step's positions, each (T, rotary channels / 2). None: the model has no
+    # RoPE, or `rotary_table` is set.
+    rotary_cos_sin: tuple[Tensor, Tensor] | None
     # The rows that a layer computes after its attention core; set for the last layer of the model
     # only. None: all rows.
     output_rows: Tensor | None = None
     prefix: PrefixKV | None = None
+    # cos and sin of all positions. If set, the attention backend transforms queries and keys, and
+    # the step has a KV pool and no prefix.
+    rotary_table: Tensor | None = None
 
 
 class Attention(nn.Module):
@@ -82,8 +88,32 @@ class Attention(nn.Module):
         self, x: Tensor, context: ForwardContext, kv: KV | None, residual: Residual | None = None
     ) -> Tensor:
         batch, d = context.batch, self.config.kv_channels
-        qkv = self.linear_qkv(x, batch.tokens)
-        q, k, v = _split_qkv(qkv.view(batch.tokens, self.groups, -1, d))
+        qkv = self.linear_qkv(x, batch.tokens).view(batch.tokens, self.groups, -1, d)
+        if context.rotary_table is not None:
+            assert kv is not None and isinstance(self.backend, QKTransformBackend)
+            transform = self._qk_transform(context.rotary_table)
+            q, k, v = self.backend.transform_and_store(qkv, transform, batch, kv)
+        else:
+            q, k, v = self._transform_qkv(qkv, context)
+            if kv is not None:
+                self.backend.store(k, v, batch, kv)
+        y = self._core_attention(q, k, v, batch, kv)
+        if context.output_rows is not None:
+            y = y.index_select(0, context.output_rows)
+        return cast(Tensor, self.linear_proj(y.flatten(1), residual))
+
+    def _qk_transform(self, rotary_table: Tensor) -> QKTransform:
+        if not self.config.qk_layernorm:
+            return QKTransform(self.config, rotary_table)
+        q_norm, k_norm = self.q_layernorm, self.k_layernorm
+        norms = NormWeights(q_norm.weight, q_norm.bias), NormWeights(k_norm.weight, k_norm.bias)
+        return QKTransform(self.config, rotary_table, norms)
+
+    def _transform_qkv(
+        self, grouped_qkv: Tensor, context: ForwardContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Split the queries, keys and values; apply qk-norm, rotary embedding and the prefix."""
+        q, k, v = _split_qkv(grouped_qkv)
         if self.config.qk_layernorm:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if context.rotary_cos_sin is not None:
@@ -93,12 +123,7 @@ class Attention(nn.Module):
             )
         if context.prefix is not None:
             k, v = context.prefix.replace_kv(k, v, self.layer)
-        if kv is not None:
-            self.backend.store(k, v, batch, kv)
-        y = self._core_attention(q, k, v, batch, kv)
-        if context.output_rows is not None:
-            y = y.index_select(0, context.output_rows)
-        return cast(Tensor, self.linear_proj(y.flatten(1), residual))
+        return q, k, v
 
     def _core_attention(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None

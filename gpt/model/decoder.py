@@ -85,7 +85,11 @@ class DecoderLayer(nn.Module):
 
 
 class LayerwiseDecoder:
-    """Decoder backend that runs the layers one after another, in training and in inference."""
+    """Decoder backend that runs the layers one after another, in training and in inference.
+
+    `rotary_table`: cos and sin of all positions (gpt/model/rotary_embedding.py), for an attention
+    backend that transforms queries and keys. None: the layers apply the rotary embedding in torch.
+    """
 
     def __init__(
         self,
@@ -96,6 +100,7 @@ class LayerwiseDecoder:
         recompute: RecomputePolicy,
         *,
         is_last_stage: bool,
+        rotary_table: Tensor | None,
     ) -> None:
         self._layers = layers
         self._config = config
@@ -103,14 +108,12 @@ class LayerwiseDecoder:
         self._dtype = dtype
         self._recompute = recompute
         self._is_last_stage = is_last_stage
+        self._rotary_table = rotary_table
 
     def forward(
         self, x: Tensor, batch: Batch, kv: KVPool | None, prefix: PrefixKV | None
     ) -> Tensor:
-        cos_sin = None
-        if self._config.uses_rope:
-            cos_sin = compute_rotary_cos_sin(self._config, batch.positions, self._dtype)
-        context = ForwardContext(batch, cos_sin, prefix=prefix)
+        context = self._forward_context(batch, kv, prefix)
         for index, layer in enumerate(self._layers):
             layer_kv = None if kv is None else kv.layer(layer.layer)
             if index == len(self._layers) - 1 and self._selects_rows_early(batch, kv):
@@ -123,6 +126,20 @@ class LayerwiseDecoder:
             keeps_other_rows = context.output_rows is not None and kv is not None
             x = x.index_copy(0, cast(Tensor, context.output_rows), y) if keeps_other_rows else y
         return x
+
+    def _forward_context(
+        self, batch: Batch, kv: KVPool | None, prefix: PrefixKV | None
+    ) -> ForwardContext:
+        if not self._config.uses_rope:
+            return ForwardContext(batch, None, prefix=prefix)
+        table = self._rotary_table
+        # The backend stores the transformed keys in the KV pool, so it cannot replace keys by those
+        # of a prefix. It must not read beyond the end of the table.
+        is_transformable = kv is not None and prefix is None
+        if table is not None and is_transformable and max(batch.context_lengths) <= len(table):
+            return ForwardContext(batch, None, rotary_table=table)
+        cos_sin = compute_rotary_cos_sin(self._config, batch.positions, self._dtype)
+        return ForwardContext(batch, cos_sin, prefix=prefix)
 
     def _selects_rows_early(self, batch: Batch, kv: KVPool | None) -> bool:
         """Return whether the last layer computes only `logit_rows` after its attention core."""

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from gpt.attention.backend import AttentionBackend, TorchAttention
+from gpt.attention.backend import AttentionBackend, QKTransformBackend, TorchAttention
 from gpt.attention.kv_cache import KVPool
 from gpt.batch import Batch
 from gpt.config import GPTConfig
@@ -23,6 +23,7 @@ from gpt.model.decoder import DecoderBackend, DecoderLayer, LayerwiseDecoder
 from gpt.model.embedding import Embedding
 from gpt.model.linear import LinearBackend, TorchLinear
 from gpt.model.norm import Norm
+from gpt.model.rotary_embedding import build_rotary_table
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.tensor_parallel import gather_columns, to_column_parallel
 from gpt.parallel.weight_sharding import check_split
@@ -95,6 +96,10 @@ class GPT(nn.Module):
             if not is_tied:
                 self.output_layer = nn.Module()
                 build.allocate_parameters(self.output_layer, "output_layer")
+        # Allocated before the KV pool, because the pool takes most of the memory that is then free.
+        self._rotary_table: Tensor | None = None
+        if config.uses_rope and isinstance(self.attention_backend, QKTransformBackend):
+            self._rotary_table = build_rotary_table(config, target_device)
         self.decoder_backend: DecoderBackend = self.layerwise_decoder()
         self.head_backend: LinearBackend | None = None
         if self.is_last_stage:
@@ -124,6 +129,7 @@ class GPT(nn.Module):
             self.dtype,
             self.recompute,
             is_last_stage=self.is_last_stage,
+            rotary_table=self._rotary_table,
         )
 
     def forward(

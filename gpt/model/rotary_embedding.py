@@ -41,6 +41,16 @@ def compute_rotary_cos_sin(
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def build_rotary_table(config: GPTConfig, device: torch.device) -> Tensor:
+    """Return cos and sin of the rotary angles of all positions of the model, in fp32.
+
+    The shape is (positions, 2, rotary channels / 2); in dimension 1, index 0 is cos and index 1 is
+    sin. A kernel that reads the table needs no cos and sin of the step's positions.
+    """
+    positions = torch.arange(config.max_position_embeddings, device=device)
+    return torch.stack(compute_rotary_cos_sin(config, positions, torch.float32), dim=1)
+
+
 def scale_rotary_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Return the rotary frequencies scaled as `RopeScaling` describes."""
     scaled = frequencies / scaling.factor

@@ -26,6 +26,13 @@ from tests.support.attention_cases import (
     paged_logits,
 )
 from tests.support.models import CONFIGS, build, first_tie, recompute_greedy
+from tests.support.rotary_cases import (
+    RotaryCase,
+    RotaryMake,
+    check_rotary_models,
+    check_transform_and_store,
+    check_transformed_row_without_slot,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,9 +52,29 @@ def triton_attention() -> Make:
     return TritonAttention
 
 
+def rotary_attention() -> RotaryMake:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from gpt.attention.triton_paged import TritonAttention
+
+    return TritonAttention
+
+
 @pytest.mark.parametrize("seed", range(60))  # Most cases compile kernels of their own.
 def test_triton_attention_equals_the_reference(seed: int) -> None:
     check_store_and_attend(AttentionCase.draw(seed), triton_attention(), CUDA)
+
+
+@pytest.mark.parametrize("seed", range(30))  # Each case compiles a kernel of its own.
+def test_the_triton_kernel_for_rope_and_the_kv_store_equals_the_reference(seed: int) -> None:
+    check_transform_and_store(RotaryCase.draw(seed), rotary_attention(), CUDA)
+
+
+@pytest.mark.parametrize("check", [check_transformed_row_without_slot, check_rotary_models])
+def test_rotary_models_on_the_triton_backend_equal_the_torch_path(
+    check: Callable[[RotaryMake, torch.device], None],
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    check(rotary_attention(), CUDA)
 
 
 @pytest.mark.parametrize("seed", range(30))

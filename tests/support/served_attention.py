@@ -6,8 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpt.attention.backend import NormWeights, QKTransform
 from gpt.attention.triton_paged import TritonAttention
 from gpt.batch import Batch
+from gpt.config import GPTConfig
+from gpt.model.rotary_embedding import build_rotary_table
 from serving.config import SchedulerConfig
 from serving.engine_core.warmup import warmup_steps
 from serving.messages import Step
@@ -19,15 +22,26 @@ TABLES = np.zeros((SLOTS, CONTEXT_TOKENS // BLOCK_TOKENS), np.int64)
 
 
 class ServedLayer:
-    """An attention layer with a KV pool, which runs steps as a server does."""
+    """An attention layer with a KV pool, which runs steps as a server does.
 
-    def __init__(self, heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype):
+    `rotary`: the layer has RoPE and qk-norm.
+    """
+
+    def __init__(
+        self,
+        heads: tuple[int, int, int],
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        *,
+        rotary: bool = False,
+    ) -> None:
         groups, queries, channels = heads
         self._backend = TritonAttention()
         self._kv = torch.zeros(8, 2, groups, BLOCK_TOKENS, channels, dtype=kv_dtype)
         self._qkv = torch.zeros(
             CONFIG.step_tokens_max + 4 * SLOTS, groups, queries + 2, channels, dtype=dtype
         )
+        self._transform = _qk_transform(heads, dtype) if rotary else None
         self._compiles = False
         self._last_tokens = torch.zeros(SLOTS + 1, dtype=torch.long)
 
@@ -80,9 +94,30 @@ class ServedLayer:
 
     def _run(self, batch: Batch) -> None:
         qkv = self._qkv[: batch.tokens]
-        q = qkv[:, :, :-2].reshape(len(qkv), -1, qkv.shape[-1])
-        k, v = qkv[:, :, -2], qkv[:, :, -1]
-        self._backend.store(k, v, batch, self._kv)
+        if self._transform is not None:
+            q, k, v = self._backend.transform_and_store(qkv, self._transform, batch, self._kv)
+        else:
+            q = qkv[:, :, :-2].reshape(len(qkv), -1, qkv.shape[-1])
+            k, v = qkv[:, :, -2], qkv[:, :, -1]
+            self._backend.store(k, v, batch, self._kv)
         if self._compiles:
             self._backend.compile_kernels(q, self._kv, None)  # On a GPU `attend` calls this itself.
         self._backend.attend(q, k, v, batch, self._kv, None)
+
+
+def _qk_transform(heads: tuple[int, int, int], dtype: torch.dtype) -> QKTransform:
+    groups, queries, channels = heads
+    config = GPTConfig(
+        num_layers=1,
+        hidden_size=channels,
+        num_attention_heads=groups * queries,
+        num_query_groups=groups,
+        kv_channels=channels,
+        vocab_size=8,
+        max_position_embeddings=CONTEXT_TOKENS,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        qk_layernorm=True,
+    )
+    norm = NormWeights(torch.ones(channels, dtype=dtype), None)
+    return QKTransform(config, build_rotary_table(config, torch.device("cpu")), (norm, norm))

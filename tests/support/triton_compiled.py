@@ -188,11 +188,15 @@ def compile_case(case: str) -> Resources:
     *numbers, dtype, kv_dtype = case.split()
     capability, groups, queries, channels = map(int, numbers)
     with recorded_launches(capability) as launches:
-        layer = ServedLayer(
-            (groups, queries, channels), getattr(torch, dtype), getattr(torch, kv_dtype)
-        )
-        layer.run_lengths([1] * 8, [300] * 8)
-        layer.run_lengths([1] * 60 + [3, 200], [300] * 62)
+        for rotary in (False, True):
+            layer = ServedLayer(
+                (groups, queries, channels),
+                getattr(torch, dtype),
+                getattr(torch, kv_dtype),
+                rotary=rotary,
+            )
+            layer.run_lengths([1] * 8, [300] * 8)
+            layer.run_lengths([1] * 60 + [3, 200], [300] * 62)
     return {launch.label: asdict(launch.compile()) for launch in launches.values()}
 
 

@@ -16,6 +16,7 @@ KERNELS_MAX = 40
 
 
 @pytest.mark.parametrize("steps", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
@@ -26,14 +27,18 @@ KERNELS_MAX = 40
     ],
 )
 def test_steps_after_the_warm_up_compile_no_kernel(
-    heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype, steps: int
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    rotary: bool,
+    steps: int,
 ) -> None:
     from tests.support.served_attention import ServedLayer
     from tests.support.triton_compiled import recorded_launches
 
     draw = random.Random(1)
     with recorded_launches() as launches:
-        layer = ServedLayer(heads, dtype, kv_dtype)
+        layer = ServedLayer(heads, dtype, kv_dtype, rotary=rotary)
         layer.warm_up()
         prepared = set(launches)
         assert 0 < len(prepared) <= KERNELS_MAX

@@ -19,6 +19,7 @@ from tests.support.triton_compiled import (
 
 ROOT = Path(__file__).resolve().parents[3]
 CASES, PARTS = 30, 2
+ROTARY_CASES = 20
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,14 +30,17 @@ pytestmark = [
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_steps_in_the_interpreter_equal_the_reference(part: int) -> None:
     case_count = CASES // PARTS
+    run_interpreted("tests.support.attention_cases", part * case_count, case_count)
+
+
+def test_random_rotary_steps_in_the_interpreter_equal_the_reference() -> None:
+    run_interpreted("tests.support.rotary_cases", 0, ROTARY_CASES)
+
+
+def run_interpreted(module: str, first: int, count: int) -> None:
+    """Run a program of random cases with Triton's interpreter."""
     process = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.support.attention_cases",
-            str(part * case_count),
-            str(case_count),
-        ],
+        [sys.executable, "-m", module, str(first), str(count)],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
