@@ -66,8 +66,8 @@ class AttentionBackend(Protocol):
 class QKTransformBackend(AttentionBackend):
     """Base class of attention backends that also compute qk-norm and rotary embedding.
 
-    With a KV pool, a model with RoPE calls `transform_and_store` instead of `store`. Without a pool,
-    it computes qk-norm and rotary embedding in torch.
+    With a KV pool, a model with RoPE calls `transform_and_store` instead of `store`. Without a
+    pool, it computes qk-norm and rotary embedding in torch.
     """
 
     @abstractmethod
