@@ -10,15 +10,20 @@ from gpt.model.gpt_model import GPT
 from serving.worker.cuda_graphs import GraphCaptureError
 from tests.support.models import CONFIGS, EXPERTS
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton: make tools")
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="no Triton: make tools"),
+    pytest.mark.skipif(
+        torch.version.cuda is not None, reason="the fake device needs a CPU build of torch"
+    ),
+]
 
 # By family, and by dtype of the linears: the maximum number of launches of a layer. A lower number
 # makes decode steps faster, so lower the maximum with the number.
 LAUNCHES_MAX = {
     "classic": {"bfloat16": 9, "float16": 9, "float32": 9, "fp8": 11},
-    "llama": {"bfloat16": 25, "float16": 25, "float32": 25, "fp8": 27},
-    "modern": {"bfloat16": 29, "float16": 29, "float32": 29, "fp8": 33},
-    "odd": {"bfloat16": 37, "float16": 37, "float32": 29, "fp8": 38},
+    "llama": {"bfloat16": 10, "float16": 10, "float32": 10, "fp8": 12},
+    "modern": {"bfloat16": 10, "float16": 10, "float32": 10, "fp8": 14},
+    "odd": {"bfloat16": 11, "float16": 11, "float32": 11, "fp8": 12},
 }
 
 

@@ -10,7 +10,12 @@ from gpt.sampling_params import SamplingParams
 from serving.messages import BlockTableUpdate, SlotInit, Step
 from tests.support.graph_steps import PROMPT, RULES, prefill_step
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton: make tools")
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="no Triton: make tools"),
+    pytest.mark.skipif(
+        torch.version.cuda is not None, reason="the fake device needs a CPU build of torch"
+    ),
+]
 
 BANS = SamplingParams(
     temperature=2.0,
