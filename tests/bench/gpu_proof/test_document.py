@@ -9,7 +9,7 @@ import pytest
 
 from bench.gpu_proof import document
 from bench.gpu_proof.__main__ import NODE_STAGES, STAGES, StagePlan, main
-from bench.gpu_proof.document import NODE, ONE_GPU, CommittedProof
+from bench.gpu_proof.document import NODE, SINGLE_GPU, CommittedProof
 from bench.gpu_proof.measurements import MEASUREMENTS
 from bench.gpu_proof.proof_file import check_source, format_tables
 from bench.harness.record import row_record
@@ -93,14 +93,14 @@ def test_publishing_generates_the_section_and_names_wrong_labels(tmp_path: Path)
     path = tmp_path / "gpu_proof.json"
     path.write_text(json.dumps(proof()))
     sentences = document.publish(path, tmp_path)
-    assert (ONE_GPU.read(tmp_path), NODE.read(tmp_path)) == (proof(), None)
+    assert (SINGLE_GPU.read(tmp_path), NODE.read(tmp_path)) == (proof(), None)
     text = (tmp_path / document.SECTION_PATH).read_text("utf-8")
     assert "abc1234" in text and "NVIDIA H100" in text
     # Only the labels that one GPU can prove are wrong now, and the node has no figures yet.
     assert len(sentences) == 2 and text.count(document.NOT_RUN_LABEL) == 1
     path.write_text(json.dumps(proof(NODE_STAGES)))
     assert len(document.publish(path, tmp_path)) == len(document.LABELS) == 4
-    assert (ONE_GPU.read(tmp_path), NODE.read(tmp_path)) == (proof(), proof(NODE_STAGES))
+    assert (SINGLE_GPU.read(tmp_path), NODE.read(tmp_path)) == (proof(), proof(NODE_STAGES))
     text = (tmp_path / document.SECTION_PATH).read_text("utf-8")
     assert "nccl: 2.27.5" in text and document.NOT_RUN_LABEL not in text
     # A label stays if one of its stages did not pass.
@@ -115,7 +115,7 @@ def test_a_rehearsal_is_not_published(tmp_path: Path, capsys: pytest.CaptureFixt
     path.write_text(json.dumps(proof(facts={"device": "cpu", "collectives": "none"})))
     assert main(["--publish", str(path)]) == 1
     assert "rehearsal" in capsys.readouterr().err
-    assert not (ROOT / ONE_GPU.path).exists() or ONE_GPU.read(ROOT)
+    assert not (ROOT / SINGLE_GPU.path).exists() or SINGLE_GPU.read(ROOT)
 
 
 def test_the_tables_have_a_line_for_each_stage_and_row() -> None:
