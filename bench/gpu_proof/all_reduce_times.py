@@ -54,13 +54,13 @@ def measure_all_reduces(stage: StageContext) -> None:
     ranks = 2
     while ranks <= stage.ranks:
         times = _times_of_ranks(ranks, stage.device, sizes)
-        for one_size in times:
-            lines += _table_lines(one_size)
+        for size_times in times:
+            lines += _table_lines(size_times)
             faults += [
-                f"{ranks} ranks, {one_size.tensor_bytes} bytes: wrong sums of {method}"
-                for method in one_size.wrong
+                f"{ranks} ranks, {size_times.tensor_bytes} bytes: wrong sums of {method}"
+                for method in size_times.wrong
             ]
-        if all(len(one_size.eager_s) == 1 for one_size in times):
+        if all(len(size_times.eager_s) == 1 for size_times in times):
             without_kernels.append(str(ranks))
         stage.figures.add_table(
             ["ranks", "KiB", "method", "eager, us", "in a CUDA graph, us", "chosen"], lines

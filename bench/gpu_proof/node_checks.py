@@ -29,7 +29,8 @@ from serving.request import UnavailableError
 
 Tokens = tuple[int, ...]
 
-# New ranks must be ready this long after the loss.
+# After the kill, the answer must end and new ranks must be ready within these times.
+ERROR_S = 20.0
 RECOVERY_S = 60.0
 POLL_S = 0.01
 
@@ -108,11 +109,14 @@ async def _kill_during_answer(
     killed_at = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     try:
-        async for _ in stream:
-            pass
+        async with asyncio.timeout(ERROR_S):
+            async for _ in stream:
+                pass
     except UnavailableError as error:
         return killed_at, str(error)
-    raise StageFailure("the answer did not end with an error after the rank was killed")
+    except TimeoutError:
+        raise StageFailure(f"no error within {ERROR_S:g} s after the rank was killed") from None
+    raise StageFailure("the answer was complete although the rank was killed")
 
 
 def _wait_until_ready(engine: Engine, killed_at: float) -> None:

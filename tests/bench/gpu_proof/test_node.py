@@ -9,7 +9,7 @@ from bench.gpu_proof.measurements import count_ranks
 from bench.gpu_proof.proof_sizes import ProofSizes
 from bench.gpu_proof.stage_context import StageFailure
 from gpt.parallel.mesh import Mesh
-from gpt.parallel.symmetric_memory import KIB, use_symmetric_memory
+from gpt.parallel.symmetric_memory import BUFFER_BYTES, KIB, use_symmetric_memory
 from tests.support.ranks import ranks
 from tests.support.symmetric_kernels import FakeMemory, Kernels
 
@@ -51,22 +51,20 @@ def test_each_layout_uses_all_ranks_and_divides_the_models(count: int, device: s
     assert sizes.node_network.max_position_embeddings >= 4096
 
 
-def measure_with_stub(rank: int, wrong: float, tensor_bytes: int) -> SumTimes:
+def measure_with_stub(rank: int) -> list[SumTimes]:
+    """Sums of 8 KiB, the same with wrong kernels, and sums beyond the symmetric buffer."""
     kernels = Kernels()
     mesh = use_symmetric_memory(Mesh.create(2, 1), FakeMemory(kernels, multicast=True))
-    kernels.wrong = wrong  # After the self-test of the start.
-    return measure_size(mesh, tensor_bytes)
+    right = measure_size(mesh, 8 * KIB)
+    kernels.wrong = 1.0
+    return [right, measure_size(mesh, 8 * KIB), measure_size(mesh, BUFFER_BYTES + 16)]
 
 
 def test_each_kernel_is_timed_and_wrong_sums_are_noticed() -> None:
-    for times in ranks(2, measure_with_stub, 0.0, 8 * KIB):
-        assert list(times.eager_s) == ["gloo", "one_shot", "two_shot", "multimem"]
-        assert all(seconds > 0 for seconds in times.eager_s.values())
-        assert (times.ranks, times.chosen, times.wrong) == (2, "one_shot", [])
-    times = ranks(2, measure_with_stub, 1.0, 8 * KIB)[0]
-    assert times.wrong == ["one_shot", "two_shot", "multimem"]
-
-
-def test_a_tensor_beyond_the_buffer_uses_the_process_group() -> None:
-    times = ranks(2, measure_with_stub, 0.0, 16 * KIB * KIB)[0]
-    assert list(times.eager_s) == ["gloo"] and times.chosen == "gloo"
+    for right, wrong, large in ranks(2, measure_with_stub):
+        assert list(right.eager_s) == ["gloo", "one_shot", "two_shot", "multimem"]
+        assert all(seconds > 0 for seconds in right.eager_s.values())
+        assert (right.ranks, right.chosen, right.wrong) == (2, "one_shot", [])
+        assert wrong.wrong == ["one_shot", "two_shot", "multimem"]
+        # A tensor beyond the buffer uses the process group.
+        assert list(large.eager_s) == ["gloo"] and large.chosen == "gloo" and not large.wrong
