@@ -43,7 +43,7 @@ class SumTimes:
     chosen: str = ""  # The method that `all_reduce_no_grad` uses.
     eager_s: dict[str, float] = field(default_factory=dict)
     graph_s: dict[str, float] = field(default_factory=dict)  # A replayed CUDA graph; on GPUs only.
-    wrong: list[str] = field(default_factory=list)  # Methods whose sums are wrong.
+    wrong: list[str] = field(default_factory=list)  # Methods whose sums are wrong on any rank.
 
 
 def measure_all_reduces(stage: StageContext) -> None:
@@ -123,7 +123,9 @@ def measure_size(mesh: Mesh, tensor_bytes: int) -> SumTimes:
     x, expected = x.to(mesh.device), mesh.tp * (mesh.tp + 1) // 2
     for method, all_reduce in methods.items():
         # All ranks call every method, because a sum waits for all of them.
-        if not bool((all_reduce(x.clone()) == expected).all()):
+        is_wrong = (all_reduce(x.clone()) != expected).any().int()
+        dist.all_reduce(is_wrong, dist.ReduceOp.MAX, group=mesh.tp_group)
+        if is_wrong:
             times.wrong.append(method)
         y = torch.zeros_like(x)  # Sums of zeros never overflow.
 

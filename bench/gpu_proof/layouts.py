@@ -26,7 +26,7 @@ class Layout:
         return " x ".join(names) or "one rank"
 
 
-ONE_RANK = Layout(1, 1)
+SINGLE_RANK = Layout(1, 1)
 
 
 def layouts(ranks: int) -> list[Layout]:

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from bench.gpu_proof.layouts import ONE_RANK, Layout, layouts, open_layout, saved_model
+from bench.gpu_proof.layouts import SINGLE_RANK, Layout, layouts, open_layout, saved_model
 from bench.gpu_proof.model_checks import (
     DEFICIT_MAX,
     NEW_TOKENS,
@@ -52,7 +52,7 @@ def compare_layouts(stage: StageContext) -> None:
     with saved_model(checkpoint) as model:
         for dtype, deficit_max in dtypes.items():
             reference: list[Tokens] = []
-            for layout in (ONE_RANK, *layouts(stage.ranks)):
+            for layout in (SINGLE_RANK, *layouts(stage.ranks)):
                 config = _server_config(stage.device, model, network, dtype=dtype)
                 with open_layout(layout, network.vocab_size, config) as (engine, _):
                     answers = _generate(engine, prompts)

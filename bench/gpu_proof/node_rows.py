@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from bench.gpu_proof.layouts import ONE_RANK, Layout, layouts, open_layout, saved_model
+from bench.gpu_proof.layouts import SINGLE_RANK, Layout, layouts, open_layout, saved_model
 from bench.gpu_proof.proof_sizes import ProofSizes
 from bench.gpu_proof.stage_context import StageContext, StageFailure
 from bench.suites.gpu import GpuSizes, engine_timers, initial_vector
@@ -43,13 +43,13 @@ def measure_layouts(stage: StageContext) -> None:
     faults = []
     with saved_model(repeated_checkpoint(sizes.network)) as model:
         config = sizes.server_config.with_fields(model=str(model))
-        for layout in (ONE_RANK, *measured):
+        for layout in (SINGLE_RANK, *measured):
             try:
                 seconds = _time_workloads(layout, config, sizes, list(columns))
             except PreambleError as error:
                 faults.append(f"{layout}: {error}")
                 continue
-            if layout == ONE_RANK:
+            if layout == SINGLE_RANK:
                 baseline = seconds
             lines.append([str(layout), *(_cell(seconds, baseline, name) for name in columns)])
             stage.figures.add_table(["layout", *columns.values()], lines)
