@@ -31,7 +31,7 @@ SOAK_CLIENTS := $(patsubst %,build/clients/%/installed,aiperf guidellm smollm2)
 KERNELS     := gpt/cpu/libkernels.so
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo serve-demo real-model test test-slow test-clients test-lowest test-gpu gpu-proof sbom release soak bench bench-gpu bench-peers peers check tools clients-tools protos wheel kernels clean help
+.PHONY: setup demo serve-demo real-model test test-slow test-clients test-lowest test-gpu gpu-proof gpu-proof-node sbom release soak bench bench-gpu bench-peers peers check tools clients-tools protos wheel kernels clean help
 
 setup: $(DEVELOPMENT) $(STUBS) $(KERNELS)  ## installs the development environment
 demo: $(DEMO_ADAPTER)  ## p-tunes the bundled demo model, serves it and sends it requests
@@ -54,7 +54,9 @@ test-gpu: $(if $(PYTHON),,setup)  ## runs the tests that need a CUDA device
 	$(or $(PYTHON),$(VENV)/bin/python) -m tests.support.gpu_tests
 gpu-proof: $(if $(PYTHON),,setup)  ## proves the GPU path within ten minutes: OUT=DIR, WHEELS=DIR, DEVICE=cpu, ONLY=STAGES, COMMIT=HASH
 	$(if $(WHEELS),$(BASE) -m pip install -q --no-index --no-deps --upgrade --target build/gpu-proof/packages $(wildcard $(WHEELS)/*.whl))
-	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu-proof/packages$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(PYTHON),$(VENV)/bin/python) -m bench.gpu_proof --out $(or $(OUT),build/gpu-proof) --budget $(or $(BUDGET),570) $(if $(DEVICE),--device $(DEVICE)) $(if $(ONLY),--only $(ONLY)) $(if $(COMMIT),--commit $(COMMIT))
+	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu-proof/packages$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(PYTHON),$(VENV)/bin/python) -m bench.gpu_proof --out $(or $(OUT),build/gpu-proof) --budget $(or $(BUDGET),570) $(if $(DEVICE),--device $(DEVICE)) $(if $(RANKS),--ranks $(RANKS)) $(if $(ONLY),--only $(ONLY)) $(if $(COMMIT),--commit $(COMMIT))
+gpu-proof-node: RANKS ?= 0
+gpu-proof-node: gpu-proof  ## proves a node of 2 to 8 GPUs: RANKS=N, and the variables of gpu-proof
 soak: setup clients-tools $(SOAK_CLIENTS)  ## runs the soak tests, each of which takes longer than the test suite
 	$(VENV)/bin/python -m pytest -m soak
 bench: setup  ## runs the benchmarks of speed and memory, and compares other engines
@@ -90,7 +92,7 @@ release: setup  ## writes VERSION into pyproject.toml, CHANGELOG.md and the mani
 clean:  ## removes build products; keeps .venv
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis protos/preamble/v1/*_pb2* protos/foreign/*.binpb $(KERNELS)
 help:  ## lists the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(INTERPRETER):
 	@$(BASE) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("preamble needs Python 3.11 to 3.13, and $(BASE) is $(MINOR); try: make PYTHON=python3.12 $(MAKECMDGOALS)")'

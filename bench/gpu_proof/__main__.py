@@ -1,13 +1,15 @@
 """`python -m bench.gpu_proof`: proves the GPU path on this machine within a time budget.
 
 Needs no network. Each stage is a process of its own; gpu_proof.json and gpu_proof.md in the folder
---out are up to date at any time. With --device cpu, the command rehearses the stages with a tiny
-model. The exit code is 0 if no stage failed or timed out.
+--out are up to date at any time. With --ranks 0, it proves a node of several GPUs instead of one
+GPU. With --device cpu, the command rehearses the stages with a tiny model. The exit code is 0 if no
+stage failed or timed out.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from bench.gpu_proof import document
@@ -32,10 +34,23 @@ STAGES = (
     ("transformers", "comparison with transformers", 100),
     ("figures", "attention, rotary positions, sampling", 40),
 )
+# Stages of a node of several GPUs. Its rank processes load a model several times.
+NODE_STAGES = (
+    ("facts", "machine, its GPUs and its limits", 40),
+    ("node-tokens", "TP, PP and TP x PP have the tokens of one rank", 180),
+    ("all-reduce", "latency of the all-reduce", 90),
+    ("rank-loss", "a killed rank: error and recovery", 90),
+    ("node-rows", "decode and prefill by layout", 300),
+)
+StagePlan = tuple[tuple[str, str, float], ...]
 
 
 def main(argv: list[str] | None = None) -> int:
-    flags = make_parser().parse_args(argv)
+    parser = make_parser()
+    flags = parser.parse_args(argv)
+    names = [name for name, *_ in stage_plan(flags.ranks)]
+    if unknown := set(flags.only or []).difference(names):
+        parser.error(f"--only {' '.join(sorted(unknown))}: the stages are {', '.join(names)}")
     try:
         if flags.publish is not None:
             for sentence in document.publish(flags.publish):
@@ -52,7 +67,7 @@ def run_proof(flags: argparse.Namespace) -> int:
         flags.out.resolve(), flags.commit or git_commit(), time.strftime("%Y-%m-%dT%H:%M:%S")
     )
     run_stages(
-        make_stages(flags.device, flags.only or [name for name, *_ in STAGES]),
+        make_stages(flags.device, flags.ranks, flags.only),
         proof,
         flags.budget,
         lambda line: print(line, flush=True),
@@ -69,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--publish",
         type=Path,
         metavar="FILE",
-        help=f"do not run; generate {document.SECTION_PATH} from this proof",
+        help=f"do not run; generate the section of {document.SECTION_PATH} from this proof",
     )
     parser.add_argument(
         "--budget",
@@ -85,9 +100,17 @@ def make_parser() -> argparse.ArgumentParser:
         help="cpu: rehearse with a tiny model (default: cuda)",
     )
     parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        choices=[0, 1, 2, 4, 8],
+        help="ranks of a node, each on a GPU of its own; 0: as many as possible, or 2 on a CPU "
+        "(default: 1, which proves one GPU)",
+    )
+    parser.add_argument(
         "--only",
         nargs="+",
-        choices=[name for name, *_ in STAGES],
+        metavar="STAGE",
         help="stages to run (default: all)",
     )
     parser.add_argument(
@@ -97,17 +120,23 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_stages(device: str, names: list[str]) -> list[Stage]:
-    """Return the stages `names`, which run on `device`, in order of worth."""
+def stage_plan(ranks: int) -> StagePlan:
+    """Return the stages of one GPU (`ranks` is 1) or of a node."""
+    return STAGES if ranks == 1 else NODE_STAGES
+
+
+def make_stages(device: str, ranks: int, names: Collection[str] | None) -> list[Stage]:
+    """Return the stages `names` (None: all), which run on `device`, in order of worth."""
+    options = ["--device", device, "--ranks", str(ranks)]
     return [
         Stage(
             name,
             title,
-            module_command(["bench.gpu_proof.measurements", name, "--device", device]),
+            module_command(["bench.gpu_proof.measurements", name, *options]),
             limit_s,
         )
-        for name, title, limit_s in STAGES
-        if name in names
+        for name, title, limit_s in stage_plan(ranks)
+        if names is None or name in names
     ]
 
 

@@ -12,12 +12,18 @@ from bench.suites.gpu import measure_device_limits
 from gpt.software_versions import library_version
 
 LIBRARIES = ("triton", "transformers", "flashinfer-python", "transformer-engine")
+UNKNOWN = "unknown"
 DRIVER_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "power.limit")
 
 
-def describe_device(device: str) -> dict[str, Any]:
-    """Return the facts that need no measurement. `collectives`: this proof has one rank."""
-    facts: dict[str, Any] = describe_machine() | {"device": device, "collectives": "none"}
+def describe_device(device: str, ranks: int) -> dict[str, Any]:
+    """Return the facts that need no measurement. `collectives`: the library of several ranks."""
+    facts: dict[str, Any] = describe_machine() | {
+        "device": device,
+        "collectives": _collectives(device) if ranks > 1 else "none",
+    }
+    if ranks > 1:
+        facts["ranks"] = ranks
     for library in LIBRARIES:
         facts[library] = library_version(library) or "not installed"
     if device == "cuda":
@@ -30,6 +36,8 @@ def describe_device(device: str) -> dict[str, Any]:
             "device memory": f"{total_bytes / 1e9:.1f} GB, {free_bytes / 1e9:.1f} GB free",
             **_driver_facts(),
         }
+        if ranks > 1:
+            facts |= {"GPUs": torch.cuda.device_count(), "links": _query_driver("topo", "-m")}
     return facts
 
 
@@ -43,10 +51,24 @@ def measure_limits(stage: StageContext) -> None:
 
 
 def _driver_facts() -> dict[str, str]:
-    command = ["nvidia-smi", f"--query-gpu={','.join(DRIVER_FIELDS)}", "--format=csv,noheader"]
+    output = _query_driver(f"--query-gpu={','.join(DRIVER_FIELDS)}", "--format=csv,noheader")
+    if output.startswith(UNKNOWN):
+        return {"driver": output}
+    return dict(zip(DRIVER_FIELDS, output.splitlines()[0].split(", "), strict=False))
+
+
+def _query_driver(*arguments: str) -> str:
+    """Return the output of nvidia-smi, or a text that begins with UNKNOWN."""
+    command = ["nvidia-smi", *arguments]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        return {"driver": f"unknown: {type(error).__name__}"}
-    values = output.stdout.splitlines()[0].split(", ")
-    return dict(zip(DRIVER_FIELDS, values, strict=False))
+        return f"{UNKNOWN}: {type(error).__name__}"
+    return output.stdout
+
+
+def _collectives(device: str) -> str:
+    """Return the library with which the ranks communicate; see `join_world`."""
+    if device == "cpu":
+        return "gloo"
+    return f"nccl: {'.'.join(map(str, torch.cuda.nccl.version()))}"

@@ -1,6 +1,6 @@
 """Measurements of a GPU proof: the function of each stage, and the process that runs it.
 
-    python -m bench.gpu_proof.measurements STAGE --device cuda FIGURES
+    python -m bench.gpu_proof.measurements STAGE --device cuda --ranks 1 FIGURES
 
 `stage_runner` starts the process; FIGURES is the file to which a stage writes its figures. The
 stages need torch, and libraries that may be missing: each stage imports its modules when it runs.
@@ -25,7 +25,7 @@ KERNEL_CACHE = ROOT / "build" / "gpu-proof" / "triton"
 def _facts(stage: StageContext) -> None:
     from bench.gpu_proof import machine
 
-    for name, value in machine.describe_device(stage.device).items():
+    for name, value in machine.describe_device(stage.device, stage.ranks).items():
         stage.figures.add(name, value)
     machine.measure_limits(stage)
 
@@ -87,6 +87,30 @@ def _figures(stage: StageContext) -> None:
     kernel_times.measure_kernels(stage)
 
 
+def _node_tokens(stage: StageContext) -> None:
+    from bench.gpu_proof import node_checks
+
+    node_checks.compare_layouts(stage)
+
+
+def _all_reduce(stage: StageContext) -> None:
+    from bench.gpu_proof import all_reduce_times
+
+    all_reduce_times.measure_all_reduces(stage)
+
+
+def _rank_loss(stage: StageContext) -> None:
+    from bench.gpu_proof import node_checks
+
+    node_checks.check_rank_loss(stage)
+
+
+def _node_rows(stage: StageContext) -> None:
+    from bench.gpu_proof import node_rows
+
+    node_rows.measure_layouts(stage)
+
+
 MEASUREMENTS: Mapping[str, Callable[[StageContext], None]] = {
     "facts": _facts,
     "compile": _compile,
@@ -98,32 +122,51 @@ MEASUREMENTS: Mapping[str, Callable[[StageContext], None]] = {
     "compiled": _compiled,
     "transformers": _transformers,
     "figures": _figures,
+    "node-tokens": _node_tokens,
+    "all-reduce": _all_reduce,
+    "rank-loss": _rank_loss,
+    "node-rows": _node_rows,
 }
+RANKS_MAX = 8
+REHEARSED_RANKS = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_proof.measurements")
     parser.add_argument("stage", choices=list(MEASUREMENTS))
     parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("figures", type=Path)
     flags = parser.parse_args(argv)
     os.environ.setdefault("TRITON_CACHE_DIR", str(KERNEL_CACHE))
     with FiguresFile(flags.figures) as figures:
         try:
-            if flags.device == "cuda":
-                _require_device()
-            MEASUREMENTS[flags.stage](StageContext(flags.device, figures))
+            ranks = count_ranks(flags.device, flags.ranks)
+            MEASUREMENTS[flags.stage](StageContext(flags.device, figures, ranks))
         except StageFailure as failure:
             figures.fail(str(failure))
             return 1
     return 0
 
 
-def _require_device() -> None:
+def count_ranks(device: str, requested: int) -> int:
+    """Return the number of ranks, each with a GPU of its own. `requested` 0: as many as possible.
+
+    Raise StageFailure if there are too few GPUs. The number is a power of two, so that every layout
+    divides the heads of the models. A rehearsal has no limit, because CPU ranks share the cores.
+    """
+    if device == "cpu":
+        return requested or REHEARSED_RANKS
     import torch
 
-    if not torch.cuda.is_available():
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not devices:
         raise StageFailure("torch sees no CUDA device")
+    if not requested and devices == 1:
+        raise StageFailure("torch sees only one CUDA device; `make gpu-proof` proves one")
+    if requested > devices:
+        raise StageFailure(f"torch sees {devices} CUDA devices, fewer than {requested} ranks")
+    return requested or min(RANKS_MAX, 1 << (devices.bit_length() - 1))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ failed. The module does not know what a stage measures, and does not import torc
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from gpt.errors import ConfigError
 from gpt.files.atomic_files import write_atomic
 
 FORMAT_VERSION = 1
+TABLE_FIGURE = "table"  # A figure of this name has "columns" and "lines" of texts.
 FACTS_STAGE = "facts"  # The figures of this stage are the facts of the machine.
 JSON_NAME = "gpu_proof.json"
 TABLE_NAME = "gpu_proof.md"
@@ -107,14 +108,14 @@ def check_source(document: Mapping[str, Any]) -> None:
 
 
 def format_tables(document: Mapping[str, Any]) -> str:
-    """Return the stages, and the target rows of all stages, as Markdown tables."""
+    """Return the stages, the target rows of all stages, and the stages' tables, as Markdown."""
     lines = ["| stage | status | seconds | figures |", "|---|---|---|---|"]
     rows: list[Mapping[str, Any]] = []
     for stage in document["stages"]:
         rows += stage["figures"].get("rows", {}).values()
         status = stage["status"] + (f": {stage['reason']}" if stage["reason"] else "")
         cells = [stage["title"], status, f"{stage['seconds']:.0f}", _figures_text(stage["figures"])]
-        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+        lines.append(_table_line(cells))
     if rows:
         lines += ["", "| row | figure | target | verdict |", "|---|---|---|---|"]
     for row in rows:
@@ -122,8 +123,23 @@ def format_tables(document: Mapping[str, Any]) -> str:
         target = f"{sign} {row['target']:g} {row['unit']}"
         figure = row.get("told") or row.get("missing", "")
         cells = [row["what"], figure, target, row["verdict"]]
-        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+        lines.append(_table_line(cells))
+    for stage in document["stages"]:
+        if (table := stage["figures"].get(TABLE_FIGURE)) is not None:
+            columns = table["columns"]
+            lines += [
+                "",
+                f"{stage['title']}:",
+                "",
+                _table_line(columns),
+                "|---" * len(columns) + "|",
+            ]
+            lines += map(_table_line, table["lines"])
     return "\n".join(lines) + "\n"
+
+
+def _table_line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(map(_cell, cells)) + " |"
 
 
 def _figures_text(figures: Mapping[str, Any]) -> str:

@@ -43,10 +43,26 @@ LLAMA_8B = GPTConfig(
 )
 
 
+def _node_network(hidden_size: int, vocab_size: int) -> GPTConfig:
+    """Return a network for up to 8 tensor ranks or stages.
+
+    It has positions for an answer that is long enough to lose a rank in the middle of it.
+    """
+    return GPTConfig(
+        num_layers=8,
+        hidden_size=hidden_size,
+        num_attention_heads=8,
+        vocab_size=vocab_size,
+        max_position_embeddings=4096,
+        dtype="bfloat16",
+    )
+
+
 @dataclass(frozen=True)
 class ProofSizes:
     """Models and workloads of the stages."""
 
+    node_network: GPTConfig  # Its tokens are compared between layouts of ranks.
     suite: GpuSizes  # Of `bench.suites.gpu`: the rows of the targets.
     checked_network: GPTConfig  # Its tokens are compared with the CPU's.
     rotary_network: GPTConfig  # Its decode time is measured.
@@ -59,12 +75,23 @@ class ProofSizes:
     vocab_sizes: tuple[int, ...] = (51_200, 151_936)
     profiled_requests: int = 8
     profiled_tokens: int = 64
+    # Bytes of the all-reduces: 8 KiB is one row of a decode step, 16 MiB a prompt of 2048 tokens.
+    all_reduce_bytes: tuple[int, ...] = (
+        1 << 13,
+        1 << 16,
+        1 << 18,
+        1 << 19,
+        1 << 20,
+        1 << 22,
+        1 << 23,
+        1 << 24,
+    )
 
     @classmethod
     def of(cls, device: str) -> Self:
         """Return the sizes of the proof on a GPU, or those of the rehearsal on a CPU."""
         if device == "cuda":
-            return cls(GpuSizes(rounds=3), SMALL, LLAMA_8B)
+            return cls(_node_network(512, 8192), GpuSizes(rounds=3), SMALL, LLAMA_8B)
         suite = GpuSizes(
             rounds=1,
             network=TINY,
@@ -81,6 +108,7 @@ class ProofSizes:
         )
         rotary = replace(TINY, position_embedding_type="rope")
         return cls(
+            _node_network(64, 512),
             suite,
             TINY,
             rotary,
@@ -92,4 +120,5 @@ class ProofSizes:
             vocab_sizes=(512,),
             profiled_requests=2,
             profiled_tokens=4,
+            all_reduce_bytes=(1 << 13, 1 << 18),
         )

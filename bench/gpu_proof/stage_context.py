@@ -15,6 +15,7 @@ class StageContext:
 
     device: str  # "cuda" or "cpu".
     figures: FiguresFile
+    ranks: int = 1  # More than one: the proof of a node.
 
     @property
     def on_gpu(self) -> bool:

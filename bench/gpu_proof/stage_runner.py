@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from bench.gpu_proof.proof_file import ProofFile, StageResult
+from bench.gpu_proof.proof_file import TABLE_FIGURE, ProofFile, StageResult
 from gpt.child_processes import ChildProcess
 
 POLL_S = 0.25
@@ -50,6 +50,10 @@ class FiguresFile:
     def add(self, name: str, value: Any) -> None:
         """Record a figure: a value that JSON can represent."""
         self._write({"figure": name, "value": value})
+
+    def add_table(self, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+        """Record the stage's table as far as it is measured; it replaces the one before."""
+        self.add(TABLE_FIGURE, {"columns": list(columns), "lines": [list(line) for line in lines]})
 
     def add_row(self, name: str, row: Any) -> None:
         """Record the row of a performance target."""

@@ -32,6 +32,7 @@ from gpt.sampling_params import SamplingParams
 from gpt.tokenizers.tokenizer import NullTokenizer
 from serving.config import ServerConfig
 from serving.engine.engine import Engine
+from serving.engine.transport import EngineTransport
 from serving.messages import ServiceClass
 from serving.ranks.in_process import InProcessTransport
 from serving.ranks.supervisor import LocalSupervisor
@@ -294,9 +295,19 @@ def running_engine(model: GPT, config: ServerConfig, *, warm_up: bool = False) -
 
     `warm_up`: run the warm-up steps, as a server does, before the engine is ready.
     """
+    transport = InProcessTransport(model, config, warm_up=warm_up)
+    with engine_over(transport, model.config.vocab_size, config) as engine:
+        yield engine
+
+
+@contextmanager
+def engine_over(
+    transport: EngineTransport, vocab_size: int, config: ServerConfig
+) -> Iterator[Engine]:
+    """Run an engine over a transport that is not started yet, for example over rank processes."""
     engine = Engine(
-        InProcessTransport(model, config, warm_up=warm_up),
-        NullTokenizer(model.config.vocab_size),
+        transport,
+        NullTokenizer(vocab_size),
         config.scheduler_config,
         config.parallel_config,
         config.observability_config,

@@ -261,12 +261,13 @@ def _our_engine(
             for name in names:
                 timings.record_failure(name, error)
         else:
-            timers = _engine_timers(engine, sizes)
+            timers = engine_timers(engine, sizes)
             timings.timers |= {name: timers[name.rpartition(" ")[2]] for name in names}
         yield
 
 
-def _engine_timers(engine: Engine, sizes: GpuSizes) -> dict[str, Callable[[], float]]:
+def engine_timers(engine: Engine, sizes: GpuSizes) -> dict[str, Callable[[], float]]:
+    """Return the timers of one engine by name; `single` and `decode` time one decode step."""
     time_generation = partial(_time_generation, engine, random.Random(0), sizes)
     return {
         "single": partial(
@@ -298,12 +299,17 @@ def device_checkpoint(network: GPTConfig, device: torch.device) -> Checkpoint:
 
     def draw_parameter(parameter: ParameterSpec) -> torch.Tensor:
         if len(parameter.shape) == 1:
-            is_norm_weight = "norm" in parameter.name and parameter.name.endswith("weight")
-            return torch.full(parameter.shape, float(is_norm_weight), device=device)
+            return initial_vector(parameter, device)
         weight = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         return weight.normal_(0.0, 0.02, generator=generator)
 
     return generated_checkpoint(network, draw_parameter)
+
+
+def initial_vector(parameter: ParameterSpec, device: torch.device) -> torch.Tensor:
+    """Return the initial value of a norm weight (ones) or of a bias (zeros)."""
+    is_norm_weight = "norm" in parameter.name and parameter.name.endswith("weight")
+    return torch.full(parameter.shape, float(is_norm_weight), device=device)
 
 
 def _time_generation(

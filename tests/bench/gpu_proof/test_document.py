@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from bench.gpu_proof import document
-from bench.gpu_proof.__main__ import STAGES, main
+from bench.gpu_proof.__main__ import NODE_STAGES, STAGES, StagePlan, main
+from bench.gpu_proof.document import NODE, SINGLE_GPU, CommittedProof
 from bench.gpu_proof.measurements import MEASUREMENTS
 from bench.gpu_proof.proof_file import check_source, format_tables
 from bench.harness.record import row_record
@@ -18,13 +19,16 @@ from gpt.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def proof(**changes: Any) -> dict[str, Any]:
-    """A proof from a GPU whose stages have all passed."""
+def proof(plan: StagePlan = STAGES, **changes: Any) -> dict[str, Any]:
+    """A proof from GPUs whose stages have all passed."""
     rows = {
         "gpu/decode": row_record(measured_row("gpu/decode", 70.0, "70 % | 3 ms")),
         "gpu/batch": row_record(not_run_row("gpu/batch", "transformers is not installed")),
     }
     facts = {"device": "cuda: NVIDIA H100", "collectives": "none", "torch": "2.11.0"}
+    if plan is NODE_STAGES:
+        facts |= {"collectives": "nccl: 2.27.5", "GPUs": "8"}
+    table = {"columns": ["layout", "step, ms"], "lines": [["one rank", "4"], ["TP 2", "2"]]}
     stages = [
         {
             "name": name,
@@ -32,9 +36,11 @@ def proof(**changes: Any) -> dict[str, Any]:
             "status": "passed",
             "reason": "",
             "seconds": 12.3,
-            "figures": {"count": 3} | ({"rows": rows} if name == "rows" else {}),
+            "figures": {"count": 3}
+            | ({"rows": rows} if name == "rows" else {})
+            | ({"table": table} if name == "node-rows" else {}),
         }
-        for name, title, _ in STAGES
+        for name, title, _ in plan
     ]
     return {
         "version": 1,
@@ -45,18 +51,20 @@ def proof(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def test_the_section_and_the_labels_agree_with_the_committed_proof() -> None:
-    committed = document.committed_proof()
+def test_the_sections_and_the_labels_agree_with_the_committed_proofs() -> None:
     text = (ROOT / document.SECTION_PATH).read_text("utf-8")
-    assert document.renew_section(text, committed) == text
-    assert list(document.wrong_labels(committed)) == []
+    for committed in document.COMMITTED_PROOFS:
+        assert document.renew_section(text, committed, committed.read(ROOT)) == text
+    assert list(document.wrong_labels()) == []
 
 
-def test_the_commit_of_the_committed_proof_is_an_ancestor() -> None:
-    committed = document.committed_proof()
-    if committed is None or not (ROOT / ".git").exists():
+@pytest.mark.parametrize("committed", document.COMMITTED_PROOFS, ids=lambda proof: proof.path)
+def test_the_commit_of_a_committed_proof_is_an_ancestor(committed: CommittedProof) -> None:
+    document_of_proof = committed.read(ROOT)
+    if document_of_proof is None or not (ROOT / ".git").exists():
         pytest.skip("there is no proof yet, or no git history")
-    command = ["git", "-C", str(ROOT), "merge-base", "--is-ancestor", committed["commit"], "HEAD"]
+    commit = document_of_proof["commit"]
+    command = ["git", "-C", str(ROOT), "merge-base", "--is-ancestor", commit, "HEAD"]
     assert subprocess.run(command, check=False).returncode == 0
 
 
@@ -85,15 +93,21 @@ def test_publishing_generates_the_section_and_names_wrong_labels(tmp_path: Path)
     path = tmp_path / "gpu_proof.json"
     path.write_text(json.dumps(proof()))
     sentences = document.publish(path, tmp_path)
-    assert document.committed_proof(tmp_path) == proof()
+    assert (SINGLE_GPU.read(tmp_path), NODE.read(tmp_path)) == (proof(), None)
     text = (tmp_path / document.SECTION_PATH).read_text("utf-8")
-    assert "abc1234" in text and "NVIDIA H100" in text and document.NOT_RUN_LABEL not in text
-    # Only the labels that one GPU can prove are wrong now.
-    provable = [label for label in document.LABELS if document.SEVERAL_GPUS not in label.stages]
-    assert len(sentences) == len(provable) == 2
-    partly = proof()
-    partly["stages"][[name for name, *_ in STAGES].index("steps")]["status"] = "timed out"
-    assert len(list(document.wrong_labels(partly, tmp_path))) == 1
+    assert "abc1234" in text and "NVIDIA H100" in text
+    # Only the labels that one GPU can prove are wrong now, and the node has no figures yet.
+    assert len(sentences) == 2 and text.count(document.NOT_RUN_LABEL) == 1
+    path.write_text(json.dumps(proof(NODE_STAGES)))
+    assert len(document.publish(path, tmp_path)) == len(document.LABELS) == 4
+    assert (SINGLE_GPU.read(tmp_path), NODE.read(tmp_path)) == (proof(), proof(NODE_STAGES))
+    text = (tmp_path / document.SECTION_PATH).read_text("utf-8")
+    assert "nccl: 2.27.5" in text and document.NOT_RUN_LABEL not in text
+    # A label stays if one of its stages did not pass.
+    partly = proof(NODE_STAGES)
+    partly["stages"][[name for name, *_ in NODE_STAGES].index("all-reduce")]["status"] = "skipped"
+    path.write_text(json.dumps(partly))
+    assert len(document.publish(path, tmp_path)) == 2
 
 
 def test_a_rehearsal_is_not_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +115,7 @@ def test_a_rehearsal_is_not_published(tmp_path: Path, capsys: pytest.CaptureFixt
     path.write_text(json.dumps(proof(facts={"device": "cpu", "collectives": "none"})))
     assert main(["--publish", str(path)]) == 1
     assert "rehearsal" in capsys.readouterr().err
-    assert not (ROOT / document.PROOF_PATH).exists() or document.committed_proof()
+    assert not (ROOT / SINGLE_GPU.path).exists() or SINGLE_GPU.read(ROOT)
 
 
 def test_the_tables_have_a_line_for_each_stage_and_row() -> None:
@@ -111,5 +125,24 @@ def test_the_tables_have_a_line_for_each_stage_and_row() -> None:
     assert "transformers is not installed" in lines[-1] and "not run" in lines[-1]
 
 
+def test_the_tables_of_stages_follow_the_stages() -> None:
+    lines = format_tables(proof(NODE_STAGES)).splitlines()
+    assert lines[-6:] == [
+        "decode and prefill by layout:",
+        "",
+        "| layout | step, ms |",
+        "|---|---|",
+        "| one rank | 4 |",
+        "| TP 2 | 2 |",
+    ]
+
+
 def test_every_stage_has_a_measurement() -> None:
-    assert [name for name, *_ in STAGES] == list(MEASUREMENTS)
+    # Both proofs have the same stage for the facts.
+    assert [name for name, *_ in STAGES + NODE_STAGES[1:]] == list(MEASUREMENTS)
+
+
+def test_a_stage_of_another_proof_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--out", "unused", "--ranks", "0", "--only", "rows"])
+    assert "--only rows: the stages are facts, node-tokens" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 import inspect
 import logging
 import re
-from dataclasses import dataclass, field
 from datetime import timedelta
 
 import pytest
@@ -25,6 +24,7 @@ from gpt.parallel.symmetric_memory import (
 from gpt.parallel.tensor_parallel import all_reduce, from_row_parallel
 from tests.support.models import MODERN, build
 from tests.support.ranks import ranks
+from tests.support.symmetric_kernels import FakeMemory, Kernels
 from tests.support.wheel_signatures import recorded_schemas
 
 
@@ -52,57 +52,10 @@ def test_unaligned_sizes_use_the_group(tensor_bytes: int) -> None:
     assert select_kernel(tensor_bytes, 2, multicast=False) is None
 
 
-@dataclass
-class Kernels:
-    """The API of torch.ops.symm_mem, by the process group; `wrong` is added to results."""
-
-    wrong: float = 0.0
-    called: list[str] = field(default_factory=list)
-
-    def one_shot_all_reduce_copy(
-        self, symm_buffer: Tensor, local_input: Tensor, reduce_op: str, group_name: str
-    ) -> Tensor:
-        assert symm_buffer.shape == local_input.shape and symm_buffer.dtype == local_input.dtype
-        assert reduce_op == "sum" and group_name == "ours"
-        return self._sum("one_shot", local_input)
-
-    def two_shot_all_reduce_out(
-        self, input: Tensor, reduce_op: str, group_name: str, output: Tensor
-    ) -> Tensor:
-        assert reduce_op == "sum" and group_name == "ours"
-        return output.copy_(self._sum("two_shot", input))
-
-    def multimem_all_reduce_(self, input: Tensor, reduce_op: str, group_name: str) -> Tensor:
-        assert reduce_op == "sum" and group_name == "ours"
-        return input.copy_(self._sum("multimem", input))
-
-    def _sum(self, name: str, x: Tensor) -> Tensor:
-        self.called.append(name)
-        y = x.clone()
-        dist.all_reduce(y)
-        return y + self.wrong
-
-
 def test_the_stub_has_the_parameters_of_torchs_operators() -> None:
     for name, schema in recorded_schemas().items():
         parameters = re.findall(r"(\w+)[,)]", schema.partition(" -> ")[0])
         assert list(inspect.signature(getattr(Kernels, name)).parameters)[1:] == parameters
-
-
-class FakeMemory(SymmetricMemory):
-    """Buffers in the memory of each process, and kernels by the process group."""
-
-    def __init__(self, kernels: Kernels, *, multicast: bool = False) -> None:
-        self.kernels = kernels
-        self.multicast = multicast
-        self.has_met = False
-
-    def allocate(self, mesh: Mesh) -> Tensor:
-        return torch.empty(BUFFER_BYTES, dtype=torch.uint8)
-
-    def rendezvous(self, buffer: Tensor, mesh: Mesh) -> SymmetricBuffer:
-        self.has_met = True
-        return SymmetricBuffer(buffer, self.multicast, "ours", self.kernels)
 
 
 def run_all_reduces(rank: int) -> list[str]:
