@@ -1,1 +1,1 @@
-"""Triton runtime: whether Triton works on a device, and the kernels that it compiles here."""
+"""Triton kernels in this process: the check that Triton works, and reports of compilations."""
