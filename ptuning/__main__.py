@@ -61,6 +61,9 @@ def main(argv: list[str]) -> int:
             return _check(config, args) if args.check else _tune(config, args)
         except PreambleError as error:
             return _report_error(error)
+        except KeyboardInterrupt:  # Ctrl-C before the training, or a second signal.
+            _print_stderr("preamble tune: interrupted; a saved state is intact")
+            return INTERRUPTED
 
 
 def _report_error(error: PreambleError) -> int:

@@ -94,7 +94,7 @@ def measure_plain_gpt(stage: StageContext) -> None:
 def time_plain_gpt(sizes: GpuSizes, *, on_gpu: bool) -> dict[str, float]:
     """Return the seconds of a decode step and of a prompt, for the workloads of the target rows."""
     device, network = torch.device(sizes.device), sizes.network
-    # A rehearsal tests this module, not Inductor, whose first use takes half a minute.
+    # A rehearsal runs without torch.compile, which takes half a minute at its first use.
     with device:
         model = PlainGPT(network, torch.compile if on_gpu else lambda function: function)
     model = model.to(getattr(torch, network.dtype)).eval()

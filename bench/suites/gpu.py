@@ -204,7 +204,7 @@ def _finished_rows(
     remaining_rows: list[str],
     peer_attention: str,
 ) -> Iterator[Row]:
-    """Yield the remaining rows whose timers have all run or failed, and remove them."""
+    """Yield each remaining row that has no timer left to run, and remove it from the list."""
     for name in list(remaining_rows):
         if all(timer in timings.seconds or timer in timings.failures for timer in ROW_TIMERS[name]):
             remaining_rows.remove(name)
@@ -347,7 +347,7 @@ def _time_decode_step(
 
 
 def _add_transformers(timings: _InterleavedTimings, sizes: GpuSizes) -> Any:
-    """Add a timer of transformers' continuous batching, whose manager persists over all rounds.
+    """Add a timer of transformers' continuous batching; all rounds use one manager.
 
     Return the model of transformers; None: it cannot run, and the reason is recorded.
     """

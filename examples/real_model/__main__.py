@@ -311,7 +311,7 @@ class Step:
     action: Callable[[Run, Transcript], None]
 
 
-# Steps whose files all runs share.
+# Steps that write the shared files, which `--quick` and full runs both read.
 SHARED_STEPS = (
     Step(
         "packages",

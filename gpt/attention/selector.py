@@ -18,7 +18,7 @@ from gpt.attention.kv_cache import FP8_DTYPE, KV_DTYPES
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import ConfigError
-from gpt.triton_availability import triton_unavailable_reason
+from gpt.triton_runtime.availability import triton_unavailable_reason
 
 log = logging.getLogger(__name__)
 

@@ -280,7 +280,7 @@ class TritonAttention(QKTransformBackend):
     def _compile_variant(
         self, q: Tensor, kv: KV, window: int | None, tokens: int, segments: int
     ) -> None:
-        """Launch the kernels for work items of `tokens` tokens whose keys are in `segments`."""
+        """Launch the kernels once: `tokens` per work item, its keys split into `segments`."""
         # This number of work items gives `segments` segments (`segment_count`).
         is_split = tokens <= SPLIT_KEYS_TOKENS_MAX
         count = -(-PROGRAMS_MIN // (kv.shape[2] * segments)) if is_split else 1

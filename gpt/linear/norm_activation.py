@@ -18,7 +18,7 @@ from gpt.config import GPTConfig
 from gpt.cpu.packed_linear import GATED_PREFIX
 from gpt.model.activation import UNGATED_ACTIVATIONS
 from gpt.model.linear import ColumnParallelLinear, Linear
-from gpt.triton_availability import triton_unavailable_reason
+from gpt.triton_runtime.availability import triton_unavailable_reason
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0  # The largest e4m3 value.

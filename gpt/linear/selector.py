@@ -15,7 +15,7 @@ from gpt.errors import ConfigError
 from gpt.linear import fp8_linear, fused_linear, te_linear
 from gpt.linear.quantization_check import Divergence, DivergenceProbe, enforce_limit
 from gpt.model.gpt_model import GPT
-from gpt.triton_availability import triton_unavailable_reason
+from gpt.triton_runtime.availability import triton_unavailable_reason
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch
 from gpt.errors import ConfigError, PreambleError
 from gpt.model.gpt_model import GPT
 from gpt.tokenizers.tokenizer import Tokenizer
-from gpt.triton_compilations import observe_compilations
+from gpt.triton_runtime.compilations import observe_compilations
 from serving.config import ServerConfig
 from serving.engine.transport import Receiver
 from serving.engine_core.engine_loop import build_engine_loop

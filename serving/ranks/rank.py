@@ -22,7 +22,7 @@ from gpt.model.loading import check_dtype
 from gpt.parallel.collectives import warm_up_groups
 from gpt.parallel.mesh import Mesh, join_world
 from gpt.parallel.symmetric_memory import use_symmetric_memory
-from gpt.triton_compilations import observe_compilations
+from gpt.triton_runtime.compilations import observe_compilations
 from serving.config import ServerConfig
 from serving.engine_core.engine_loop import EngineLoop, build_engine_loop
 from serving.messages import (

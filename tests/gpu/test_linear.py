@@ -16,7 +16,7 @@ from gpt.model.pipeline import forward
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.symmetric_memory import use_symmetric_memory
 from gpt.sampling_params import SamplingParams
-from gpt.triton_availability import triton_unavailable_reason
+from gpt.triton_runtime.availability import triton_unavailable_reason
 from tests.support.models import CONFIGS, build, first_tie, recompute_greedy
 from tests.support.ranks import ranks
 

@@ -64,7 +64,7 @@ COMMAND_LINES = {f"{folder}.__main__" for folder in IMPORTS}
 LAYERS: dict[str, tuple[str, ...]] = {
     "gpt": (
         ".",
-        "files",
+        "files triton_runtime",
         "parallel cpu tokenizers",
         "checkpoint costs",
         "checkpoint/files attention",

@@ -18,7 +18,7 @@ from torch import Tensor
 from gpt.attention.selector import select_backend
 from gpt.errors import ConfigError
 from gpt.linear.selector import apply_backend
-from gpt.triton_availability import triton_unavailable_reason
+from gpt.triton_runtime.availability import triton_unavailable_reason
 from tests.support.models import CLASSIC, build
 from tests.support.triton_compiled import recorded_launches
 
@@ -28,10 +28,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime import driver
 
-from gpt import triton_probe_kernel
+from gpt.triton_runtime import probe_kernel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-PROBE = triton_probe_kernel.write_flag
+PROBE = probe_kernel.write_flag
 
 
 class RefusingDriver:
@@ -117,7 +117,7 @@ def test_the_stored_element_decides(
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[[Tensor], Any]:
             return lambda element: element.fill_(stored)
 
-    monkeypatch.setattr(triton_probe_kernel, "write_flag", Kernel())
+    monkeypatch.setattr(probe_kernel, "write_flag", Kernel())
     reported = triton_unavailable_reason(CPU)
     assert reported == reason or (reason is not None and reason in str(reported))
 

@@ -18,7 +18,7 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
     The kernel is launched by the first call for a device, which waits for the device.
     """
     try:
-        from gpt.triton_probe_kernel import write_flag
+        from gpt.triton_runtime.probe_kernel import write_flag
 
         flag = torch.zeros(1, dtype=torch.int32, device=device)
         with torch.cuda.device_of(flag):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt.triton_compilations import observe_compilations
+from gpt.triton_runtime.compilations import observe_compilations
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton: make tools")
 

@@ -1,4 +1,4 @@
-"""Triton kernel that stores one element: the probe of `triton_availability`."""
+"""Triton kernel that stores one element: the probe of `availability`."""
 
 import triton
 import triton.language as tl

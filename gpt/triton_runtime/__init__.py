@@ -1,0 +1,1 @@
+"""Triton kernels in this process: the check that Triton works, and reports of compilations."""
