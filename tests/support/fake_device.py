@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from gpt.triton_availability import triton_unavailable_reason
+from gpt.triton_runtime.availability import triton_unavailable_reason
 
 DEVICE = torch.device("cuda", 0)
 aten = torch.ops.aten
