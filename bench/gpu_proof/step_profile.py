@@ -6,7 +6,8 @@ a step for up to seconds, so the stage fails if there is one.
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from bench.gpu_proof.model_checks import open_network
 from bench.gpu_proof.proof_sizes import ProofSizes
 from bench.gpu_proof.stage_context import StageContext, StageFailure
 from bench.harness.offline_engine import generate_all, random_ids
+from gpt.config import GPTConfig
 from gpt.sampling_params import SamplingParams
 from serving.engine.engine import Engine
 from serving.request import AnswerSpec, Request
@@ -25,6 +27,10 @@ GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 1}
 # Calls of the CUDA runtime with which the host waits for the device.
 WAITS = re.compile(r"cuda(Stream|Event|Device)Synchronize|cudaMemcpy")
+LONGEST_KERNELS = 8  # Recorded kernels of a workload.
+KERNEL_NAME_CHARACTERS = 100
+# By name: the lengths of the prompts, and the sampling parameters.
+Workloads = Mapping[str, tuple[Sequence[int], Mapping[str, Any]]]
 
 
 class CompilationCounter:
@@ -55,29 +61,43 @@ class CompilationCounter:
 
 
 def profile_workloads(stage: StageContext) -> None:
-    """Profile decode steps, mixed steps and sampled steps of one warmed-up engine."""
+    """Profile decode steps, mixed steps and sampled steps, and decode steps with rotary positions.
+
+    Each model has a warmed-up engine.
+    """
     sizes = ProofSizes.of(stage.device)
     network = sizes.suite.network
     short, long = network.max_position_embeddings // 32, network.max_position_embeddings // 3
-    workloads: dict[str, tuple[Sequence[int], dict[str, Any]]] = {
+    workloads: Workloads = {
         "decode": ([short] * sizes.profiled_requests, GREEDY),
+        "one request": ([short], GREEDY),
         # Prompts of several chunks beside decodes.
         "mixed": ([short] * (sizes.profiled_requests - 1) + [long], GREEDY),
         "sampled": ([short] * sizes.profiled_requests, SAMPLED),
     }
+    compilations = _profile_network(stage, network, workloads)
+    compilations += _profile_network(
+        stage, sizes.rotary_network, {"rotary, one request": ([short], GREEDY)}
+    )
+    stage.figures.add("compilations after the warm-up", compilations)
+    if compilations:
+        raise StageFailure(f"{compilations} kernels were compiled after the warm-up")
+
+
+def _profile_network(stage: StageContext, network: GPTConfig, workloads: Workloads) -> int:
+    """Record the figures of each workload; return the number of compilations after the warm-up."""
+    new_tokens = ProofSizes.of(stage.device).profiled_tokens
     with open_network(stage, network) as engine, CompilationCounter() as compilations:
         for name, (prompts, sampling) in workloads.items():
-            requests = _requests(network.vocab_size, prompts, sizes.profiled_tokens, sampling)
+            requests = _requests(network.vocab_size, prompts, new_tokens, sampling)
             figures = _profile(stage, engine, partial(generate_all, engine, requests))
             for figure, value in figures.items():
                 stage.figures.add(f"{name}: {figure}", value)
-            stage.figures.add("compilations after the warm-up", compilations.count)
-    if compilations.count:
-        raise StageFailure(f"{compilations.count} kernels were compiled after the warm-up")
+    return compilations.count
 
 
 def _requests(
-    vocab_size: int, prompt_lengths: Sequence[int], new_tokens: int, sampling: dict[str, Any]
+    vocab_size: int, prompt_lengths: Sequence[int], new_tokens: int, sampling: Mapping[str, Any]
 ) -> list[Request]:
     rng = random.Random(0)
     rules = SamplingParams(new_tokens, **sampling)
@@ -87,9 +107,7 @@ def _requests(
     ]
 
 
-def _profile(
-    stage: StageContext, engine: Engine, run: Callable[[], object]
-) -> dict[str, float | int]:
+def _profile(stage: StageContext, engine: Engine, run: Callable[[], object]) -> dict[str, Any]:
     """Return the figures of the steps that `run` makes; without a GPU, only their number."""
     steps_before, replayed_before = engine.stats.steps, engine.stats.replayed_steps
     if not stage.on_gpu:
@@ -100,16 +118,29 @@ def _profile(
         torch.cuda.synchronize()
     steps = max(1, engine.stats.steps - steps_before)
     events = profiler.events() or []
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in events
-        if event.device_type.name == "CUDA"
-    )
+    kernels = [event for event in events if event.device_type.name == "CUDA"]
+    spans = sorted((kernel.time_range.start, kernel.time_range.end) for kernel in kernels)
     waits = sum(bool(WAITS.fullmatch(event.name)) for event in events)
     replayed = engine.stats.replayed_steps - replayed_before
     return {"steps": steps, "replayed steps": replayed, **span_figures(spans, steps)} | {
-        "host waits a step": round(waits / steps, 2)
+        "host waits a step": round(waits / steps, 2),
+        "longest kernels": longest_kernels(
+            [(kernel.name, kernel.time_range.elapsed_us()) for kernel in kernels], steps
+        ),
     }
+
+
+def longest_kernels(kernels: Sequence[tuple[str, float]], steps: int) -> list[str]:
+    """Describe the kernels with the longest times in all steps. `kernels`: names and us."""
+    times_us: dict[str, list[float]] = defaultdict(list)
+    for name, elapsed_us in kernels:
+        times_us[name].append(elapsed_us)
+    longest = sorted(times_us.items(), key=lambda item: -sum(item[1]))[:LONGEST_KERNELS]
+    return [
+        f"{sum(values) / steps:.1f} us a step, {len(values) / steps:.1f} launches: "
+        f"{name[:KERNEL_NAME_CHARACTERS]}"
+        for name, values in longest
+    ]
 
 
 def span_figures(spans: Sequence[tuple[float, float]], steps: int) -> dict[str, float]:

@@ -28,6 +28,7 @@ from serving.messages import (
     Update,
     WarmingUp,
 )
+from serving.ranks.rank_resources import with_index
 from serving.worker.model_runner import ModelRunner
 from serving.worker.startup import WorkerReport, measure_model
 
@@ -58,7 +59,7 @@ class InProcessTransport:
                 "serve it with `preamble serve`, or load it with tp = pp = 1"
             )
         self._warm_up = warm_up
-        self._device = mesh.device
+        self._device = with_index(mesh.device)
         self._report = report or measure_model(model, config.scheduler_config, config.cache_config)
         self._model_runner = ModelRunner(
             model,

@@ -22,6 +22,13 @@ class RankDevice:
     is_shared: bool = False  # Another rank uses the same GPU.
 
 
+def with_index(device: torch.device) -> torch.device:
+    """Return the device with its index. A GPU without one is the calling thread's current GPU."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def select_rank_device(name: str, position: RankPosition) -> RankDevice:
     """Return the device of a rank for the configured name.
 

@@ -3,6 +3,8 @@
     python -m tests.support.gpu_tests [OPTIONS OF PYTEST]
 
 Most of the time of the GPU tests is the compilation of Triton kernels, each of which uses one core.
+Failures and slow tests are printed when they end, because time on a machine with a GPU is often
+limited: the output of a run that is killed has all that was found.
 """
 
 import sys
@@ -14,7 +16,8 @@ import pytest
 from gpt.host_limits import usable_cores
 
 # Each process has a CUDA context of about 0.5 GB, and models of a few MB.
-WORKERS_MAX = 8
+WORKERS_MAX = 12
+SLOW_S = 10.0
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 
@@ -28,5 +31,20 @@ def worker_options() -> list[str]:
     return ["-n", str(workers)] if in_parallel else []
 
 
+class ImmediateReports:
+    """Plugin of pytest that prints each failure, and each slow test, when the test ends."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            print(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext}", flush=True)
+        elif report.duration > SLOW_S:
+            print(f"\n{report.duration:.0f} s: {report.nodeid} ({report.when})", flush=True)
+
+
+def main(options: list[str]) -> int:
+    arguments = ["-m", "gpu", "-W", "default", *worker_options(), *options]
+    return int(pytest.main(arguments, plugins=[ImmediateReports()]))
+
+
 if __name__ == "__main__":
-    sys.exit(pytest.main(["-m", "gpu", "-W", "default", *worker_options(), *sys.argv[1:]]))
+    sys.exit(main(sys.argv[1:]))

@@ -8,7 +8,7 @@ import torch
 from serving.config import ServerConfig
 from serving.ranks.in_process import InProcessTransport
 from serving.ranks.rank_position import RankPosition
-from serving.ranks.rank_resources import RankDevice, select_rank_device
+from serving.ranks.rank_resources import RankDevice, select_rank_device, with_index
 from tests.support.models import CLASSIC, build
 from tests.support.recording_receiver import RecordingReceiver, until_ready
 
@@ -19,11 +19,14 @@ READY_S = 60.0
 def current_devices(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.device]]:
     """The calls of torch.cuda.set_device: the name of the thread, and the device."""
     calls: list[tuple[str, torch.device]] = []
-    monkeypatch.setattr(
-        torch.cuda,
-        "set_device",
-        lambda device: calls.append((threading.current_thread().name, device)),
-    )
+
+    def set_device(device: torch.device) -> None:
+        if device.index is None:  # torch refuses such a device here, though not elsewhere.
+            raise ValueError(f"Expected a torch.device with a specified index, but got: {device}")
+        calls.append((threading.current_thread().name, device))
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr("serving.ranks.rank_resources.parse_device", torch.device)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     return calls
@@ -53,11 +56,12 @@ def test_the_gpu_of_a_rank_becomes_the_current_device(
     assert current_devices == [(threading.current_thread().name, rank_device.device)]
 
 
+@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
 def test_the_thread_of_an_in_process_engine_sets_its_current_device(
-    current_devices: list[tuple[str, torch.device]],
+    name: str, current_devices: list[tuple[str, torch.device]]
 ) -> None:
     transport = InProcessTransport(build(CLASSIC), ServerConfig("unused", kv_tokens_max=640))
-    transport._device = torch.device("cuda:1")
+    transport._device = with_index(torch.device(name))
     receiver = RecordingReceiver()
     transport.start(receiver)
     until_ready(transport, receiver, READY_S)
