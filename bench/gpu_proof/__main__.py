@@ -63,8 +63,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_proof(flags: argparse.Namespace) -> int:
-    proof = ProofFile(
-        flags.out.resolve(), flags.commit or git_commit(), time.strftime("%Y-%m-%dT%H:%M:%S")
+    proof = ProofFile.continued(
+        flags.out.resolve(),
+        flags.commit or git_commit(),
+        flags.device,
+        time.strftime("%Y-%m-%dT%H:%M:%S"),
     )
     run_stages(
         make_stages(flags.device, flags.ranks, flags.only),
@@ -111,7 +114,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--only",
         nargs="+",
         metavar="STAGE",
-        help="stages to run (default: all)",
+        help="stages to run; the other stages of an earlier run of this commit in the folder stay "
+        "in the proof (default: all)",
     )
     parser.add_argument(
         "--commit",
