@@ -12,9 +12,11 @@ from gpt.cpu.packed_linear import ACTIVATIONS, GATED_PREFIX
 from gpt.linear import triton_row_kernels as kernels
 from gpt.linear.norm_activation import FP8_ALIGNMENT, FP8_DTYPE, Fp8Rows, NormParameters, Rows
 
-# Largest blocks of the activation kernel, in elements. With e4m3 output one program reads a whole
-# row, block by block; otherwise there is one program per block.
-BLOCK_SIZE_MAX = 4096  # For e4m3 output.
+# Blocks of the activation kernel, in elements. With e4m3 output one program reads a whole row: in
+# one block up to WHOLE_ROW_SIZE_MAX, or else twice, block by block. Otherwise there is one program
+# per block.
+WHOLE_ROW_SIZE_MAX = 32768
+BLOCK_SIZE = 4096  # Of wider rows with e4m3 output.
 SPLIT_BLOCK_SIZE_MAX = 1024  # For unquantized output.
 ELEMENTS_PER_WARP = 512  # Elements of a block that one warp processes.
 
@@ -109,10 +111,10 @@ def _launch_activation(x: Tensor, activation: str | None, out: Rows) -> None:
     values, scales = _output_pointers(out, x)
     is_fp8 = isinstance(out, Fp8Rows)
     width = x.shape[1] // (1 + gated)
-    # With e4m3 output, one program reads the whole row; otherwise there is one program per block.
-    block_size = min(
-        max(triton.next_power_of_2(width), 16), BLOCK_SIZE_MAX if is_fp8 else SPLIT_BLOCK_SIZE_MAX
-    )
+    block_size = max(triton.next_power_of_2(values.shape[1]), 16)
+    reads_whole_row = is_fp8 and block_size <= WHOLE_ROW_SIZE_MAX
+    if not reads_whole_row:
+        block_size = min(block_size, BLOCK_SIZE if is_fp8 else SPLIT_BLOCK_SIZE_MAX)
     blocks = 1 if is_fp8 else triton.cdiv(width, block_size)
     with torch.cuda.device_of(x):
         kernels.activate_row[(len(x), blocks)](
@@ -124,6 +126,7 @@ def _launch_activation(x: Tensor, activation: str | None, out: Rows) -> None:
             ACTIVATION=activation_id,
             GATED=gated,
             QUANTIZE=is_fp8,
+            WHOLE_ROW=reads_whole_row,
             BLOCK_SIZE=block_size,
             num_warps=_warp_count(block_size),
         )
