@@ -26,6 +26,7 @@ STAGES = (
     ("facts", "machine, and its limits", 40),
     ("compile", "Triton kernels are compiled", 90),
     ("smoke", "tokens equal the CPU's", 60),
+    ("commands", "generate, tune and serve", 90),
     ("tests", "GPU tests", 200),
     ("sanitizer", "memory checks of kernels and graphs", 60),
     ("steps", "kernels, gaps and waits of a step", 60),

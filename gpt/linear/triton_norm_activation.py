@@ -13,9 +13,9 @@ from gpt.linear import triton_row_kernels as kernels
 from gpt.linear.norm_activation import FP8_ALIGNMENT, FP8_DTYPE, Fp8Rows, NormParameters, Rows
 
 # Blocks of the activation kernel, in elements. With e4m3 output one program reads a whole row: in
-# one block up to WHOLE_ROW_SIZE_MAX, or else twice, block by block. Otherwise there is one program
+# one block up to SINGLE_BLOCK_SIZE_MAX, or else twice, block by block. Otherwise there is one program
 # per block.
-WHOLE_ROW_SIZE_MAX = 32768
+SINGLE_BLOCK_SIZE_MAX = 32768
 BLOCK_SIZE = 4096  # Of wider rows with e4m3 output.
 SPLIT_BLOCK_SIZE_MAX = 1024  # For unquantized output.
 ELEMENTS_PER_WARP = 512  # Elements of a block that one warp processes.
@@ -112,8 +112,8 @@ def _launch_activation(x: Tensor, activation: str | None, out: Rows) -> None:
     is_fp8 = isinstance(out, Fp8Rows)
     width = x.shape[1] // (1 + gated)
     block_size = max(triton.next_power_of_2(values.shape[1]), 16)
-    reads_whole_row = is_fp8 and block_size <= WHOLE_ROW_SIZE_MAX
-    if not reads_whole_row:
+    has_single_block = is_fp8 and block_size <= SINGLE_BLOCK_SIZE_MAX
+    if not has_single_block:
         block_size = min(block_size, BLOCK_SIZE if is_fp8 else SPLIT_BLOCK_SIZE_MAX)
     blocks = 1 if is_fp8 else triton.cdiv(width, block_size)
     with torch.cuda.device_of(x):
@@ -126,7 +126,7 @@ def _launch_activation(x: Tensor, activation: str | None, out: Rows) -> None:
             ACTIVATION=activation_id,
             GATED=gated,
             QUANTIZE=is_fp8,
-            WHOLE_ROW=reads_whole_row,
+            SINGLE_BLOCK=has_single_block,
             BLOCK_SIZE=block_size,
             num_warps=_warp_count(block_size),
         )

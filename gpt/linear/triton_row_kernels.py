@@ -78,16 +78,16 @@ def activate_row(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     QUANTIZE: tl.constexpr,
-    WHOLE_ROW: tl.constexpr,
+    SINGLE_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     """Apply the activation to one block of a row, or with e4m3 output to a whole row.
 
-    WHOLE_ROW: the block has all columns of the output, so that the row is read only once.
+    SINGLE_BLOCK: the block has all columns of the output, so that the row is read only once.
     """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = x_ptr + row * width * (2 if GATED else 1)
-    if QUANTIZE and WHOLE_ROW:
+    if QUANTIZE and SINGLE_BLOCK:
         offsets = tl.arange(0, BLOCK_SIZE)
         x = apply_activation(row_ptr, offsets, width, ACTIVATION, GATED)
         absmax = tl.maximum(tl.max(tl.abs(x), 0), ABSMAX_MIN_CONST)
