@@ -12,8 +12,8 @@ from gpt.cpu.packed_linear import ACTIVATIONS, GATED_PREFIX
 from gpt.linear import triton_row_kernels as kernels
 from gpt.linear.norm_activation import FP8_ALIGNMENT, FP8_DTYPE, Fp8Rows, NormParameters, Rows
 
-# Blocks of the activation kernel, in elements. With e4m3 output one program reads a whole row: in
-# one block up to SINGLE_BLOCK_SIZE_MAX, or else twice, block by block. Otherwise there is one program
+# Blocks of the activation kernel, in elements. With e4m3 output one program reads a row: in one
+# block up to SINGLE_BLOCK_SIZE_MAX, or else twice, block by block. Otherwise there is one program
 # per block.
 SINGLE_BLOCK_SIZE_MAX = 32768
 BLOCK_SIZE = 4096  # Of wider rows with e4m3 output.
