@@ -4,11 +4,14 @@ The sampler chooses the tokens of all rows of the logits at once; `gpt.generatio
 is the slow reference for one row. The sampling parameters of all slots are one array. Each step
 gathers the parameters of its slots from this array, so each parameter costs a few operations for
 the whole batch. A row's token does not depend on the other rows. Penalties, bans, guides and scores
-are computed only for the rows that need them. This module is independent of steps, blocks and
-models.
+are computed only for the rows that need them. On a GPU with Triton, one kernel
+(`serving.worker.triton_sampler`) draws the tokens of all rows without typical-p, unless the logits
+are fp64; a row's rules alone decide whether the kernel or torch draws its token. This module is
+independent of steps, blocks and models.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,6 +23,7 @@ from gpt.cpu.packed_linear import argmax_rows
 from gpt.device_transfers import PendingHostCopy, to_device
 from gpt.sampling_params import SamplingParams
 from gpt.tokenizers.tokenizer import Tokenizer
+from gpt.triton_runtime.availability import triton_unavailable_reason
 from serving.messages import SlotInit, TokenScore
 from serving.worker.guided_decoding import GuideMatchers
 from serving.worker.token_bans import TokenBans
@@ -27,6 +31,8 @@ from serving.worker.token_bans import TokenBans
 # Columns of the array of sampling parameters. _UNIFORM: the uniform random numbers of a step.
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _TYPICAL_P = range(5)
 _REPETITION, _PRESENCE, _FREQUENCY, _UNIFORM = range(5, 9)
+# The columns that the kernel of `serving.worker.triton_sampler` reads.
+_KERNEL_COLUMNS = [_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _UNIFORM]
 
 # Numbers of tokens of a row that top-k, top-p and typical-p examine on a CPU. Top-k and top-p
 # examine the most likely tokens; typical-p examines the tokens whose surprisal is nearest to the
@@ -38,8 +44,12 @@ _TOPK_SIZES = (256, 4096)
 _SCORED_ROWS_MAX = 64
 
 _NEGATIVE_INFINITY = float("-inf")
+# Draws the tokens of the rows with a temperature above 0: (logits, parameters, tokens).
+RowKernel = Callable[[Tensor, Tensor, Tensor], None]
+log = logging.getLogger(__name__)
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,9 @@ class Sampler:
         self._seeds = np.zeros(slots, dtype=np.uint64)
         self._top_counts = np.full(slots, -1)  # Alternatives to report; -1: no scores.
         self._is_greedy = np.ones(slots, dtype=np.bool_)
+        # Slots whose tokens can be drawn from unprocessed logits, by the kernel.
+        self._is_drawn_directly = np.zeros(slots, dtype=np.bool_)
+        self._row_kernel = _select_row_kernel(self._device, vocab_size)
         # Slots that need more than the argmax of their logits.
         self._slots_beyond_argmax = set[int]()
         self._bans: dict[int, TokenBans] = {}
@@ -146,6 +159,12 @@ class Sampler:
             self._slots_beyond_argmax.discard(slot)
         else:
             self._slots_beyond_argmax.add(slot)
+        self._is_drawn_directly[slot] = (
+            bool(_has_kernel_rules(self._parameters[slot]))
+            and slot_init.guide is None
+            and not self._history.has_slot(slot)
+            and not any(slot in slots for slots in (self._bans, self._biases, self._decays))
+        )
         if slot_init.guide is not None:
             self._guide_matchers.init_slot(
                 slot, slot_init.guide, sampling.stop_token_ids, slot_init.output_tokens
@@ -174,24 +193,34 @@ class Sampler:
         """Launch the sampling; the device may still compute when this returns."""
         slot_ids = np.asarray(slots, dtype=np.int64)
         position_ids = np.asarray(positions, dtype=np.int64)
+        # fp64 logits are sampled in fp64.
+        uses_kernel = self._row_kernel is not None and logits.dtype != torch.float64
+        is_drawn_directly = self._is_drawn_directly[slot_ids] & uses_kernel
         # Rows whose logits are processed (penalties, bans, guides, temperature) before a token is
-        # chosen. All other rows need only the argmax.
-        processed_rows = np.flatnonzero(~self._is_greedy[slot_ids])
+        # chosen. The other rows are drawn directly, or need only the argmax.
+        processed_rows = np.flatnonzero(~self._is_greedy[slot_ids] & ~is_drawn_directly)
         if len(processed_rows) == len(slot_ids):
             tokens = self._process_and_sample(
-                logits.to(torch.float64, copy=True), slot_ids, position_ids
+                logits.to(torch.float64, copy=True),
+                slot_ids,
+                position_ids,
+                uses_kernel=uses_kernel,
             )
         else:
-            tokens = argmax_rows(logits)
+            tokens = _argmax_of_rows(logits, ~is_drawn_directly)
             processed_rows = np.concatenate(
                 [processed_rows, self._rows_ending_early(tokens, slot_ids)]
             )
+            if is_drawn_directly.any():
+                parameters = self._step_parameters(slot_ids, position_ids)
+                self._draw_in_kernel(logits, parameters, is_drawn_directly, tokens)
             if len(processed_rows):
                 rows = to_device(processed_rows, logits.device)
                 tokens[rows] = self._process_and_sample(
                     logits[rows].to(torch.float64),
                     slot_ids[processed_rows],
                     position_ids[processed_rows],
+                    uses_kernel=uses_kernel,
                 )
         scored_rows = np.flatnonzero(self._top_counts[slot_ids] >= 0)
         top_counts = np.minimum(self._top_counts[slot_ids], logits.shape[-1])
@@ -245,10 +274,27 @@ class Sampler:
         early_rows = [row for row in rows if self._bans[slots[row]].bans_stop_token(ids[row])]
         return np.array(early_rows, dtype=np.int64)
 
-    def _process_and_sample(self, x: Tensor, slots: IntArray, positions: IntArray) -> Tensor:
-        """Process the logits `x` (fp64, overwritten), and return the token of each row."""
+    def _step_parameters(self, slots: IntArray, positions: IntArray) -> FloatArray:
+        """Return the sampling parameters of rows, with the random numbers of this step."""
         parameters = self._parameters[slots]
         parameters[:, _UNIFORM] = uniforms(self._seeds[slots], positions)
+        return parameters
+
+    def _draw_in_kernel(
+        self, logits: Tensor, parameters: FloatArray, is_drawn: BoolArray, tokens: Tensor
+    ) -> None:
+        """Write the tokens of the rows `is_drawn` to `tokens`; the kernel skips the others."""
+        # NumPy's indexing with a list returns an array with columns first.
+        kernel_parameters = np.ascontiguousarray(parameters[:, _KERNEL_COLUMNS])
+        kernel_parameters[~is_drawn, _TEMPERATURE] = 0
+        assert self._row_kernel is not None
+        self._row_kernel(logits, to_device(kernel_parameters, logits.device), tokens)
+
+    def _process_and_sample(
+        self, x: Tensor, slots: IntArray, positions: IntArray, *, uses_kernel: bool
+    ) -> Tensor:
+        """Process the logits `x` (fp64, overwritten), and return the token of each row."""
+        parameters = self._step_parameters(slots, positions)
         device_parameters = to_device(parameters, x.device)
         if self._biases:
             for row, slot in enumerate(slots):
@@ -261,10 +307,15 @@ class Sampler:
                 if slot in self._decays:
                     self._decays[slot].apply(x[row], int(positions[row]))
         self._apply_bans(x, slots)
-        sampled_rows = np.flatnonzero(parameters[:, _TEMPERATURE] > 0)
+        is_drawn = np.zeros(len(slots), dtype=np.bool_)
+        if uses_kernel:
+            is_drawn = _has_kernel_rules(parameters)
+        sampled_rows = np.flatnonzero((parameters[:, _TEMPERATURE] > 0) & ~is_drawn)
         if len(sampled_rows) == len(slots):
             return sample_tokens(x, parameters, device_parameters)
-        token_ids = x.argmax(-1)
+        token_ids = _argmax_of_rows(x, ~is_drawn)
+        if is_drawn.any():
+            self._draw_in_kernel(x, parameters, is_drawn, token_ids)
         if len(sampled_rows):
             rows = to_device(sampled_rows, x.device)
             token_ids[rows] = sample_tokens(
@@ -324,6 +375,38 @@ def _unpack_sampled(sampled_tokens: SampledTokens) -> tuple[list[int], list[Toke
         row_numbers = score_numbers[index * width : (index + 1) * width]
         scores[row] = _unpack_score(row_numbers, int(sampled_tokens.top_counts[row]))
     return ids, scores
+
+
+def _select_row_kernel(device: torch.device, vocab_size: int) -> RowKernel | None:
+    """Return the kernel that draws tokens on a GPU, compiled for fp64; None: torch draws them."""
+    if device.type != "cuda":
+        return None
+    reason = triton_unavailable_reason(device)
+    if reason is not None:
+        log.info("event=sampler backend=torch reason=%r", reason)
+        return None
+    from serving.worker.triton_sampler import sample_rows
+
+    # Compile the variant for processed logits, which the warm-up does not sample.
+    sample_rows(
+        torch.zeros(1, vocab_size, dtype=torch.float64, device=device),
+        torch.zeros(1, len(_KERNEL_COLUMNS), dtype=torch.float64, device=device),
+        torch.zeros(1, dtype=torch.int64, device=device),
+    )
+    return sample_rows
+
+
+def _has_kernel_rules(parameters: FloatArray) -> BoolArray:
+    """Return for each row whether the kernel can draw its token. The kernel has no typical-p."""
+    is_drawn: BoolArray = (parameters[..., _TEMPERATURE] > 0) & (parameters[..., _TYPICAL_P] >= 1)
+    return is_drawn
+
+
+def _argmax_of_rows(logits: Tensor, is_needed: BoolArray) -> Tensor:
+    """Return the argmax of each row. If no row needs it, the tokens are uninitialized."""
+    if is_needed.any():
+        return argmax_rows(logits)
+    return torch.empty(len(logits), dtype=torch.int64, device=logits.device)
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: IntArray) -> FloatArray:
@@ -554,6 +637,9 @@ class _PenaltyHistory:
         )
         counts = np.bincount(np.asarray(output_ids, dtype=np.int64), minlength=self._vocab_size)
         self._counts[row] = to_device(counts.astype(np.int32), self._device)
+
+    def has_slot(self, slot: int) -> bool:
+        return bool(self._slot_rows[slot] >= 0)
 
     def drop_slot(self, slot: int) -> None:
         if self._slot_rows[slot] >= 0:

@@ -30,6 +30,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "gpt/linear/triton_row_kernels.py",
         "positional_parameters",
     ): "Triton kernels cannot have keyword-only parameters",
+    (
+        "serving/worker/triton_sampling_kernels.py",
+        "positional_parameters",
+    ): "Triton kernels cannot have keyword-only parameters",
 }
 
 # Maps a folder to the folders that it may import. `planning` may import all folders of the product,

@@ -6,7 +6,8 @@ and stops it, so nothing runs. `Launch.compile` compiles what a GPU would have r
 
 As a program it compiles the kernels of some attention steps and prints their resources as JSON:
 python -m tests.support.triton_compiled CASE, such as "90 8 1 128 bfloat16 float8_e4m3fn": compute
-capability, KV heads, queries per KV head, channels, dtype of the model, dtype of the KV pool.
+capability, KV heads, queries per KV head, channels, dtype of the model, dtype of the KV pool. The
+case "90 sampler bfloat16" is the kernel of the sampler, for logits in this dtype.
 With --write instead of a case it writes the resources of all core cases to the golden file.
 """
 
@@ -34,6 +35,8 @@ CORE_CASES = (
     "90 8 1 128 bfloat16 bfloat16",
     "80 8 4 64 float16 float16",
     "100 4 8 128 bfloat16 float8_e4m3fn",
+    "90 sampler bfloat16",
+    "90 sampler float64",
 )
 # All cases: GQA of wide heads, MQA, and heads of an odd width. An fp8 pool needs compute capability
 # 8.9.
@@ -49,6 +52,7 @@ MATRIX_CASES = tuple(
     )
     if capability > 80 or "float8" not in dtypes
 )
+SAMPLED_VOCABULARY = 51200
 # By kernel: the fields of `KernelResources`.
 Resources = dict[str, dict[str, int]]
 # The shared memory limit of a thread block, by compute capability.
@@ -132,6 +136,7 @@ def fake_gpu(capability: int = 90) -> Iterator[None]:
 
     from gpt.attention import triton_kernels
     from gpt.linear import triton_row_kernels
+    from serving.worker import triton_sampling_kernels
 
     driver_before: Any = driver._active  # None: Triton looks for a GPU when it needs one.
     driver.set_active(_FakeDriver(capability))
@@ -139,7 +144,7 @@ def fake_gpu(capability: int = 90) -> Iterator[None]:
         yield
     finally:
         driver.set_active(driver_before)
-        for module in (triton_kernels, triton_row_kernels):
+        for module in (triton_kernels, triton_row_kernels, triton_sampling_kernels):
             for function in vars(module).values():
                 if isinstance(function, JITFunction):
                     function.device_caches.clear()
@@ -183,6 +188,8 @@ def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
 
 def compile_case(case: str) -> Resources:
     """Compile the kernels of a case, in this process."""
+    if "sampler" in case:
+        return _compile_sampler(case)
     from tests.support.served_attention import ServedLayer
 
     *numbers, dtype, kv_dtype = case.split()
@@ -197,6 +204,20 @@ def compile_case(case: str) -> Resources:
             )
             layer.run_lengths([1] * 8, [300] * 8)
             layer.run_lengths([1] * 60 + [3, 200], [300] * 62)
+    return {launch.label: asdict(launch.compile()) for launch in launches.values()}
+
+
+def _compile_sampler(case: str) -> Resources:
+    """Compile the sampler's kernel for logits of a dtype."""
+    from serving.worker.triton_sampler import sample_rows
+
+    capability, _, dtype = case.split()
+    with recorded_launches(int(capability)) as launches:
+        sample_rows(
+            torch.zeros(2, SAMPLED_VOCABULARY, dtype=getattr(torch, dtype)),
+            torch.zeros(2, 5, dtype=torch.float64),
+            torch.zeros(2, dtype=torch.int64),
+        )
     return {launch.label: asdict(launch.compile()) for launch in launches.values()}
 
 

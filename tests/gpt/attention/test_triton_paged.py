@@ -62,6 +62,6 @@ def test_the_kernels_of_a_step_compile_within_the_golden_resources(version: str,
     for kernel, resources in compiled.items():
         limits = golden[kernel]
         assert resources["registers"] <= 1.05 * limits["registers"], kernel
-        assert resources["spilled_bytes"] == 0, kernel
+        assert resources["spilled_bytes"] <= limits["spilled_bytes"], kernel
         assert resources["shared_bytes"] <= SHARED_BYTES[int(case.split()[0])], kernel
         assert (resources["wgmma"] > 0) == (limits["wgmma"] > 0), kernel

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from gpt.model.gpt_model import GPT
+from gpt.sampling_params import SamplingParams
 from serving.worker.cuda_graphs import GraphCaptureError
+from tests.support.graph_steps import next_step, prefill_step
 from tests.support.models import CONFIGS, EXPERTS
 
 pytestmark = [
@@ -25,6 +27,9 @@ LAUNCHES_MAX = {
     "modern": {"bfloat16": 10, "float16": 10, "float32": 10, "fp8": 14},
     "odd": {"bfloat16": 11, "float16": 11, "float32": 11, "fp8": 12},
 }
+# The launches of a sampled step beyond those of a greedy step: the kernel of the sampler, and the
+# store of the last tokens.
+SAMPLING_LAUNCHES_MAX = 2
 
 
 @pytest.mark.parametrize("fp8_kv", [False, True])
@@ -50,6 +55,30 @@ def test_every_dense_config_is_captured() -> None:
     dense = [config for config in CONFIGS.values() if not config.num_experts]
     assert all(config in FAMILIES.values() for config in dense)
     assert FAMILIES.keys() == LAUNCHES_MAX.keys()
+
+
+def test_sampling_adds_few_launches_to_a_replayed_step() -> None:
+    from tests.support.fake_device import fake_device
+    from tests.support.fake_device_runners import FAMILIES, make_runner
+
+    def replay_launches(rules: SamplingParams) -> int:
+        with fake_device() as device:
+            # A replay runs the recorded work again, so its launches are counted in both steps.
+            runner = make_runner(FAMILIES["llama"], torch.bfloat16, recorder=lambda work: work)
+            assert runner._graphs is not None
+            runner._graphs.capture_missing()
+            prefill = prefill_step([rules] * 4, blocks=4)
+            outcome = runner.run_step(prefill)
+            assert outcome is not None
+            decode = next_step(prefill, outcome, lambda slot, token: -1)
+            with device.counted() as counts:
+                outcome = runner.run_step(decode)
+            assert outcome is not None and outcome.replayed
+        return len(counts.launches)
+
+    rules = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=1)
+    launches = replay_launches(rules) - replay_launches(SamplingParams())
+    assert 0 < launches <= SAMPLING_LAUNCHES_MAX
 
 
 def copy_from_host(x: Tensor) -> Tensor:
