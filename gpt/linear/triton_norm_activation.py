@@ -10,7 +10,14 @@ from torch import Tensor
 
 from gpt.cpu.packed_linear import ACTIVATIONS, GATED_PREFIX
 from gpt.linear import triton_row_kernels as kernels
-from gpt.linear.norm_activation import FP8_ALIGNMENT, FP8_DTYPE, Fp8Rows, NormParameters, Rows
+from gpt.linear.norm_activation import (
+    FP8_ALIGNMENT,
+    FP8_DTYPE,
+    MATMUL_ROWS_MIN,
+    Fp8Rows,
+    NormParameters,
+    Rows,
+)
 
 # Blocks of the activation kernel, in elements. With e4m3 output one program reads a row: in one
 # block up to SINGLE_BLOCK_SIZE_MAX, or else twice, block by block. Otherwise there is one program
@@ -18,6 +25,8 @@ from gpt.linear.norm_activation import FP8_ALIGNMENT, FP8_DTYPE, Fp8Rows, NormPa
 SINGLE_BLOCK_SIZE_MAX = 32768
 BLOCK_SIZE = 4096  # Of wider rows with e4m3 output.
 SPLIT_BLOCK_SIZE_MAX = 1024  # For unquantized output.
+# On an H100, 8 warps are as fast as 16 or faster: 64 us instead of 82 for 2048 rows of 16384.
+ACTIVATION_WARPS_MAX = 8
 ELEMENTS_PER_WARP = 512  # Elements of a block that one warp processes.
 
 
@@ -59,8 +68,10 @@ def quantize_rows(x: Tensor, activation: str | None) -> Fp8Rows:
 def _allocate_rows(x: Tensor, width: int, fp8: bool, dtype: torch.dtype = FP8_DTYPE) -> Rows:
     if not fp8:
         return x.new_empty(len(x), width)
-    values = x.new_empty(len(x), width + -width % FP8_ALIGNMENT, dtype=dtype)
-    return Fp8Rows(values, x.new_empty(len(x), 1, dtype=torch.float32))
+    rows_allocated = max(len(x), MATMUL_ROWS_MIN)
+    values = x.new_empty(rows_allocated, width + -width % FP8_ALIGNMENT, dtype=dtype)
+    scales = x.new_empty(rows_allocated, 1, dtype=torch.float32)
+    return Fp8Rows(values[: len(x)], scales[: len(x)])
 
 
 def _launch_add_norm(
@@ -128,7 +139,7 @@ def _launch_activation(x: Tensor, activation: str | None, out: Rows) -> None:
             QUANTIZE=is_fp8,
             SINGLE_BLOCK=has_single_block,
             BLOCK_SIZE=block_size,
-            num_warps=_warp_count(block_size),
+            num_warps=min(_warp_count(block_size), ACTIVATION_WARPS_MAX),
         )
 
 

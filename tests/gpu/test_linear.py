@@ -194,7 +194,7 @@ def test_zero_and_nan_rows_do_not_leak_into_other_rows_of_an_fp8_matmul() -> Non
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 64, 300])
-@pytest.mark.parametrize("shape", [(64, 64), (48, 44), (4096, 1024), (1536, 2000)])
+@pytest.mark.parametrize("shape", [(64, 64), (48, 44), (4096, 1024), (1536, 2000), (4096, 16384)])
 def test_an_fp8_matmul_equals_the_torch_reference(rows: int, shape: tuple[int, int]) -> None:
     """Tensor cores accumulate FP8 products with fewer digits than fp32; the limit allows for it.
 
