@@ -8,37 +8,17 @@ applies the norm of the next linear. In fp8 layers this kernel also quantizes th
 
 from collections.abc import Collection
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpt.linear import norm_activation
 from gpt.linear.fp8_linear import Fp8Matmul
 from gpt.linear.norm_activation import Fp8Rows, NormParameters, Rows
+from gpt.linear.unquantized_matmul import UnquantizedMatmul
 from gpt.model.activation import activation_name
 from gpt.model.decoder import DecoderLayer
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import ColumnParallelLinear, Linear, LinearBackend
 from gpt.model.mlp import MLP
-
-# The activation that torch._addmm_activation fuses into a matmul with bias on a GPU.
-EPILOGUE_ACTIVATION = "gelu_tanh"
-
-
-class UnquantizedMatmul:
-    """A matmul with an unquantized weight."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
-
-    def __call__(self, x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-        if activation == EPILOGUE_ACTIVATION and bias is not None and x.is_cuda:
-            y = torch._addmm_activation(bias, x, self._weight.t(), use_gelu=True)
-        else:
-            y = F.linear(x, self._weight, bias)
-            if activation is not None:
-                y = norm_activation.activate_rows(y, activation)
-        return y
 
 
 class PrenormedRows:
@@ -127,7 +107,8 @@ def unsupported_reason(model: GPT) -> str | None:
 def fuse_layers(model: GPT, fp8_layers: Collection[int] = ()) -> int:
     """Use fused linears in all layers, with fp8 weights in `fp8_layers`; return the bytes freed.
 
-    In `fp8_layers`, each unquantized weight is freed before the next weight is quantized.
+    The LM head is fused too, but its norm is not. In `fp8_layers`, each unquantized weight is freed
+    before the next weight is quantized.
     """
     freed_bytes = 0
     prenormed = PrenormedRows()
@@ -164,6 +145,9 @@ def fuse_layers(model: GPT, fp8_layers: Collection[int] = ()) -> int:
                 next_linear=next_qkv,
                 next_fp8=next_fp8,
             )
+    if model.is_last_stage:
+        head = FusedLinear(UnquantizedMatmul(model.head_weight), prenormed, None)
+        model.use_head_backend(head, keep_weight=True)
     return freed_bytes
 
 

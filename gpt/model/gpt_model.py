@@ -110,10 +110,14 @@ class GPT(nn.Module):
         """Run the layers of this stage with `backend`."""
         self.decoder_backend = backend
 
-    def use_head_backend(self, backend: LinearBackend) -> None:
-        """Compute the LM head with `backend`, and remove the head's weight unless it is tied."""
+    def use_head_backend(self, backend: LinearBackend, *, keep_weight: bool = False) -> None:
+        """Compute the LM head with `backend`.
+
+        The head's weight is removed unless it is tied, because the backend has its own copy.
+        `keep_weight` keeps it, for a backend that uses it instead of a copy.
+        """
         self.head_backend = backend
-        if self.output_layer is not None:
+        if self.output_layer is not None and not keep_weight:
             self.output_layer._parameters["weight"] = None
 
     def use_greedy_head(self, greedy_head: GreedyHead) -> None:

@@ -12,6 +12,7 @@ from gpt.linear import fp8_linear, fused_linear, norm_activation, te_linear
 from gpt.linear import selector as linear_selector
 from gpt.linear.norm_activation import Fp8Rows, NormParameters
 from gpt.linear.quantization_check import DivergenceProbe
+from gpt.linear.unquantized_matmul import ROWS_MAX, UnquantizedMatmul, multiply_in_torch
 from gpt.model.pipeline import forward
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.symmetric_memory import use_symmetric_memory
@@ -62,7 +63,7 @@ def test_fused_greedy_tokens_in_fp32_equal_the_cpus_up_to_the_first_near_tie(nam
     linear_selector.apply_backend(model, "auto")
     backend = model.decoder_layers[0].self_attention.linear_qkv.backend
     assert isinstance(backend, fused_linear.FusedLinear)
-    assert isinstance(backend.matmul, fused_linear.UnquantizedMatmul)
+    assert isinstance(backend.matmul, UnquantizedMatmul)
     completions = generate(model, PROMPTS, SamplingParams(20))
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         want = recompute_greedy(oracle, prompt, 20)
@@ -145,6 +146,39 @@ def test_activation_kernels_equal_the_torch_reference(name: str, gated: bool) ->
             norm_activation.quantize_rows(cuda_rows, name),
             norm_activation.quantize_rows(rows, name),
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "has_bias", "activation"),
+    [
+        ((2, 16), False, None),
+        ((70, 1040), True, None),
+        ((70, 1040), True, "gated_silu"),
+        ((4096, 4096), False, None),
+        ((8200, 5008), True, "gelu_tanh"),
+        ((2000, 4096), False, "gated_silu"),
+    ],
+)
+def test_a_matmul_of_few_rows_equals_the_torch_reference(
+    shape: tuple[int, int], has_bias: bool, activation: str | None, dtype: torch.dtype
+) -> None:
+    require_triton()
+    from gpt.linear import triton_few_rows
+
+    generator = torch.Generator(CUDA).manual_seed(sum(shape))
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=CUDA).to(dtype)
+
+    x, weight = draw(ROWS_MAX, shape[1]), draw(*shape) / 16
+    bias = draw(shape[0]) if has_bias else None
+    y = triton_few_rows.multiply(x, weight, bias, activation)
+    wide_bias = None if bias is None else bias.cpu().double()
+    want = multiply_in_torch(x.cpu().double(), weight.cpu().double(), wide_bias, activation)
+    assert torch.allclose(y.cpu().double(), want, rtol=2**-7, atol=4e-3)
+    for rows in (1, 5):  # A row does not depend on the other rows.
+        assert torch.equal(triton_few_rows.multiply(x[:rows], weight, bias, activation), y[:rows])
 
 
 def test_zero_and_nan_rows_do_not_leak_into_other_rows_of_an_fp8_matmul() -> None:

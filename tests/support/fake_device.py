@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from gpt.triton_runtime.availability import triton_unavailable_reason
 
 DEVICE = torch.device("cuda", 0)
+CAPABILITY = (9, 0)
 aten = torch.ops.aten
 # Indices in torch's table of device guards, from c10's enum DeviceType.
 CUDA_GUARD, META_GUARD = 1, 14
@@ -267,6 +268,7 @@ def fake_device() -> Iterator[FakeDevice]:
         (JITFunction, "run", launch),
         (torch.cuda, "device_of", no_context),
         (torch.cuda, "current_stream", lambda *_: None),
+        (torch.cuda, "get_device_capability", lambda *_: CAPABILITY),
         (torch.cuda, "Event", lambda: _FakeEvent(device)),
     ]
     with ExitStack() as stack:

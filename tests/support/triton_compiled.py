@@ -135,7 +135,7 @@ def fake_gpu(capability: int = 90) -> Iterator[None]:
     from triton.runtime import driver
 
     from gpt.attention import triton_kernels
-    from gpt.linear import triton_row_kernels
+    from gpt.linear import triton_matmul_kernels, triton_row_kernels
     from serving.worker import triton_sampling_kernels
 
     driver_before: Any = driver._active  # None: Triton looks for a GPU when it needs one.
@@ -144,7 +144,12 @@ def fake_gpu(capability: int = 90) -> Iterator[None]:
         yield
     finally:
         driver.set_active(driver_before)
-        for module in (triton_kernels, triton_row_kernels, triton_sampling_kernels):
+        for module in (
+            triton_kernels,
+            triton_matmul_kernels,
+            triton_row_kernels,
+            triton_sampling_kernels,
+        ):
             for function in vars(module).values():
                 if isinstance(function, JITFunction):
                     function.device_caches.clear()

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from gpt.errors import ConfigError
-from gpt.linear import fp8_linear, fused_linear, te_linear
+from gpt.linear import fp8_linear, te_linear
 from gpt.linear import selector as linear_selector
 from gpt.linear.fp8_linear import Fp8Matmul, fp8_layers
 from gpt.linear.fused_linear import FusedLinear
 from gpt.linear.quantization_check import DIVERGENCE_MAX
 from gpt.linear.selector import apply_backend, check_backend
+from gpt.linear.unquantized_matmul import UnquantizedMatmul
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import Linear, TrainingLinear
 from serving.config import LINEAR_BACKENDS, TE_RECIPES, ServerConfig
@@ -89,7 +90,7 @@ def test_auto_selects_fused_where_triton_is_available(
     with caplog.at_level(logging.INFO):
         assert apply_backend(model, "auto") == (0, None)
     assert logged_message(caplog).startswith("event=linears backend=fused reason=")
-    assert matmul_types(model) == {fused_linear.UnquantizedMatmul}
+    assert matmul_types(model) == {UnquantizedMatmul}
     assert torch.allclose(model.logits(IDS), want, rtol=1e-4, atol=1e-4)
 
 
@@ -165,7 +166,7 @@ def test_fp8_passes_the_quantization_check_or_is_refused(
             return
         freed, drift = apply_backend(model, "fp8")
     assert drift is not None and 0 < drift.mean_kl_nats < DIVERGENCE_MAX
-    assert matmul_types(model) == {fused_linear.UnquantizedMatmul, Fp8Matmul}
+    assert matmul_types(model) == {UnquantizedMatmul, Fp8Matmul}
     # Small weights are padded, and each column has a scale.
     assert 0.2 * weights < freed < 0.5 * weights
     assert "backend=fp8 reason=" in logged_message(caplog)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpt.linear import unquantized_matmul
 from gpt.model.gpt_model import GPT
 from gpt.sampling_params import SamplingParams
 from serving.worker.cuda_graphs import GraphCaptureError
@@ -47,6 +48,19 @@ def test_a_decode_pass_can_be_captured(family: str, linears: str, fp8_kv: bool) 
             device, FAMILIES[family], dtype, fp8_linears=fp8_linears, fp8_kv=fp8_kv
         )
     assert 0 < launches <= LAUNCHES_MAX[family][linears]
+
+
+@pytest.mark.parametrize(("family", "activation_launches"), [("classic", 0), ("llama", 1)])
+def test_a_decode_pass_with_matmuls_of_few_rows_can_be_captured(
+    family: str, activation_launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.support.fake_device import fake_device
+    from tests.support.fake_device_runners import FAMILIES, capture_graph
+
+    monkeypatch.setattr(unquantized_matmul, "WEIGHT_BYTES_MIN", 0)
+    with fake_device() as device:
+        launches = capture_graph(device, FAMILIES[family], torch.bfloat16)
+    assert 0 < launches <= LAUNCHES_MAX[family]["bfloat16"] - activation_launches
 
 
 def test_every_dense_config_is_captured() -> None:

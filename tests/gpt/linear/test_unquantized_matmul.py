@@ -1,0 +1,164 @@
+"""Unquantized matmuls: which of them the Triton kernel computes, and the kernel without a GPU."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gpt.linear import unquantized_matmul
+from gpt.linear.unquantized_matmul import ROWS_MAX, UnquantizedMatmul
+from tests.support.triton_compiled import SHARED_BYTES, recorded_launches
+
+ROOT = Path(__file__).resolve().parents[3]
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="Triton is not installed: make tools"
+)
+CHANNELS = 2048
+# Weight (rows, channels), whether there is a bias, and the activation: the linears of GPT and Llama
+# models, and a weight of odd sizes.
+LINEARS = (
+    (12288, 4096, True, None),
+    (16384, 4096, True, "gelu_tanh"),
+    (4096, 4096, False, None),
+    (28672, 4096, False, "gated_silu"),
+    (51200, 4096, False, None),
+    (1234, 4112, True, "gelu"),
+)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors on a GPU of compute capability 9.0, without memory."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(unquantized_matmul, "triton_unavailable_reason", lambda _: None)
+    with FakeTensorMode():
+        yield
+
+
+def weight_on_gpu(
+    rows: int = CHANNELS, channels: int = CHANNELS, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    return torch.empty(rows, channels, dtype=dtype, device="cuda")
+
+
+def uses_kernel(weight: Tensor) -> bool:
+    return UnquantizedMatmul(weight)._multiply_few_rows is not None
+
+
+@needs_triton
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernel_multiplies_large_unquantized_weights(dtype: torch.dtype) -> None:
+    assert uses_kernel(weight_on_gpu(dtype=dtype))
+
+
+@needs_triton
+@pytest.mark.usefixtures("hopper")
+def test_torch_multiplies_other_weights() -> None:
+    assert not uses_kernel(weight_on_gpu(dtype=torch.float32))
+    assert not uses_kernel(weight_on_gpu(rows=16))
+    assert not uses_kernel(weight_on_gpu(channels=CHANNELS + 8))
+    assert not uses_kernel(weight_on_gpu().t())
+    longer = weight_on_gpu(rows=CHANNELS + 1)
+    assert not uses_kernel(longer.as_strided((CHANNELS, CHANNELS), (CHANNELS, 1), storage_offset=1))
+    assert not uses_kernel(torch.empty(CHANNELS, CHANNELS, dtype=torch.bfloat16))
+
+
+@needs_triton
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
+def test_torch_multiplies_on_a_gpu_without_block_sizes_for_it(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert not uses_kernel(weight_on_gpu())
+
+
+@needs_triton
+@pytest.mark.usefixtures("hopper")
+def test_torch_multiplies_without_a_working_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unquantized_matmul, "triton_unavailable_reason", lambda _: "no compiler")
+    assert not uses_kernel(weight_on_gpu())
+
+
+def test_the_first_call_compiles_the_kernel_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched_rows: list[int] = []
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        launched_rows.append(len(x))
+        return unquantized_matmul.multiply_in_torch(x, weight, bias, activation)
+
+    monkeypatch.setattr(unquantized_matmul, "_few_rows_kernel_for", lambda _: multiply)
+    weight, bias = torch.randn(6, 4), torch.randn(6)
+    matmul = UnquantizedMatmul(weight)
+    for rows in (ROWS_MAX + 1, 1, ROWS_MAX, 0):
+        x = torch.randn(rows, 4)
+        assert torch.equal(
+            matmul(x, bias, "gated_silu"),
+            unquantized_matmul.multiply_in_torch(x, weight, bias, "gated_silu"),
+        )
+    assert launched_rows == [1, 1, ROWS_MAX]
+
+
+@needs_triton
+def test_one_kernel_computes_every_number_of_rows() -> None:
+    from gpt.linear import triton_few_rows
+
+    with recorded_launches() as launches:
+        for columns, channels, has_bias, activation in LINEARS:
+            weight = torch.empty(columns, channels, dtype=torch.bfloat16)
+            bias = torch.empty(columns, dtype=torch.bfloat16) if has_bias else None
+            before = len(launches)
+            for rows in range(1, ROWS_MAX + 1):
+                x = torch.empty(rows, channels, dtype=torch.bfloat16)
+                triton_few_rows.multiply(x, weight, bias, activation)
+            assert len(launches) - before <= 1
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_compile_for_a_gpu_without_spills(dtype: torch.dtype) -> None:
+    from gpt.linear import triton_few_rows
+
+    with recorded_launches() as launches:
+        for columns, channels, has_bias, activation in LINEARS:
+            weight = torch.empty(columns, channels, dtype=dtype)
+            bias = torch.empty(columns, dtype=dtype) if has_bias else None
+            triton_few_rows.multiply(weight[:1], weight, bias, activation)
+    for launch in launches.values():
+        resources = launch.compile()
+        assert resources.spilled_bytes == 0
+        # Two thread blocks fit on a multiprocessor.
+        assert 2 * resources.shared_bytes <= SHARED_BYTES[90]
+
+
+@pytest.mark.slow
+@needs_triton
+def test_interpreted_kernels_equal_the_torch_reference() -> None:
+    process = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/support/few_rows_cases.py",
+        ],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert " passed" in process.stdout
