@@ -125,6 +125,18 @@ def apply_activation(row_ptr, offsets, width, ACTIVATION: tl.constexpr, GATED: t
     """
     mask = offsets < width
     x = tl.load(row_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    x = activate(x, ACTIVATION)
+    if GATED:
+        x = x * tl.load(row_ptr + width + offsets, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """Return the ungated activation of numbers in fp32.
+
+    ACTIVATION is an index of ACTIVATIONS in gpt.cpu.packed_linear.
+    """
     if ACTIVATION == 1:
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == 2:  # GELU by tanh: x (1 + tanh u) / 2 = x sigmoid(2 u).
@@ -134,6 +146,4 @@ def apply_activation(row_ptr, offsets, width, ACTIVATION: tl.constexpr, GATED: t
     elif ACTIVATION == 4:
         x = tl.where(x < 0, 0.0, x)  # tl.maximum would drop a NaN.
         x = x * x
-    if GATED:
-        x = x * tl.load(row_ptr + width + offsets, mask=mask, other=0.0).to(tl.float32)
     return x

@@ -131,7 +131,7 @@ def fake_gpu(capability: int = 90) -> Iterator[None]:
     from triton.runtime import driver
 
     from gpt.attention import triton_kernels
-    from gpt.linear import triton_row_kernels
+    from gpt.linear import triton_expert_kernels, triton_row_kernels
 
     driver_before: Any = driver._active  # None: Triton looks for a GPU when it needs one.
     driver.set_active(_FakeDriver(capability))
@@ -139,7 +139,7 @@ def fake_gpu(capability: int = 90) -> Iterator[None]:
         yield
     finally:
         driver.set_active(driver_before)
-        for module in (triton_kernels, triton_row_kernels):
+        for module in (triton_kernels, triton_row_kernels, triton_expert_kernels):
             for function in vars(module).values():
                 if isinstance(function, JITFunction):
                     function.device_caches.clear()
