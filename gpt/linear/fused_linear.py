@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from torch import Tensor
 
-from gpt.linear import norm_activation
+from gpt.linear import grouped_experts, norm_activation
 from gpt.linear.fp8_linear import Fp8Matmul
 from gpt.linear.norm_activation import Fp8Rows, NormParameters, Rows
 from gpt.linear.unquantized_matmul import UnquantizedMatmul
@@ -19,6 +19,7 @@ from gpt.model.decoder import DecoderLayer
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import ColumnParallelLinear, Linear, LinearBackend
 from gpt.model.mlp import MLP
+from gpt.model.moe import MoELayer
 
 
 class PrenormedRows:
@@ -104,11 +105,14 @@ def unsupported_reason(model: GPT) -> str | None:
     return None
 
 
-def fuse_layers(model: GPT, fp8_layers: Collection[int] = ()) -> int:
+def fuse_layers(
+    model: GPT, fp8_layers: Collection[int] = (), *, groups_experts: bool = False
+) -> int:
     """Use fused linears in all layers, with fp8 weights in `fp8_layers`; return the bytes freed.
 
     The LM head is fused too, but its norm is not. In `fp8_layers`, each unquantized weight is freed
-    before the next weight is quantized.
+    before the next weight is quantized. With `groups_experts`, grouped matmuls compute the experts
+    of the other layers.
     """
     freed_bytes = 0
     prenormed = PrenormedRows()
@@ -132,6 +136,8 @@ def fuse_layers(model: GPT, fp8_layers: Collection[int] = ()) -> int:
         if next_layer is not None and isinstance(layer.mlp, MLP):
             next_qkv = next_layer.self_attention.linear_qkv
         next_fp8 = next_layer is not None and next_layer.layer in fp8_layers
+        if groups_experts and not is_fp8 and isinstance(layer.mlp, MoELayer):
+            grouped_experts.group_experts(layer.mlp)
         for mlp in layer_mlps(layer):
             activation = activation_name(mlp.config)
             freed_bytes += _fuse_linear(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from gpt.errors import ConfigError
-from gpt.linear import fp8_linear, fused_linear, te_linear
+from gpt.linear import fp8_linear, fused_linear, grouped_experts, te_linear
 from gpt.linear.quantization_check import Divergence, DivergenceProbe, enforce_limit
 from gpt.model.gpt_model import GPT
 from gpt.triton_runtime.availability import triton_unavailable_reason
@@ -85,7 +85,7 @@ def _apply_fused(model: GPT, reason: str) -> AppliedBackend:
         _log_backend("torch", unsupported)
         return 0, None
     _log_backend("fused", reason)
-    return fused_linear.fuse_layers(model), None
+    return fused_linear.fuse_layers(model, groups_experts=_select_grouped_experts(model)), None
 
 
 def _apply_fp8(model: GPT, divergence_max: float | None) -> AppliedBackend:
@@ -97,8 +97,12 @@ def _apply_fp8(model: GPT, divergence_max: float | None) -> AppliedBackend:
         return _apply_fused(model, f"fp8 is slower at hidden size {model.config.hidden_size}")
     layers = fp8_linear.fp8_layers(model)
     probe = DivergenceProbe(model, divergence_max)
+    groups_experts = _select_grouped_experts(model)
     applied_backend = _apply_with_probe(
-        probe, model, "linear_backend fp8", lambda: fused_linear.fuse_layers(model, layers)
+        probe,
+        model,
+        "linear_backend fp8",
+        lambda: fused_linear.fuse_layers(model, layers, groups_experts=groups_experts),
     )
     triton_reason = triton_unavailable_reason(model.mesh.device)
     implementation = (
@@ -110,6 +114,18 @@ def _apply_fp8(model: GPT, divergence_max: float | None) -> AppliedBackend:
         "fp8", f"{_format_layers(layers)} are fp8, and rows are quantized {implementation}"
     )
     return applied_backend
+
+
+def _select_grouped_experts(model: GPT) -> bool:
+    """Return whether grouped matmuls compute the experts; log the choice if there are experts."""
+    if not model.config.num_experts:
+        return False
+    reason = grouped_experts.unsupported_reason(model)
+    if reason is not None:
+        log.info("event=experts backend=torch reason=%r", reason)
+        return False
+    log.info("event=experts backend=grouped reason=%r", "one matmul computes all experts")
+    return True
 
 
 def _apply_te(model: GPT, recipe: str, divergence_max: float | None) -> AppliedBackend:

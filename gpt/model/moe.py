@@ -1,5 +1,8 @@
 """Mixture-of-experts layer: top-k router, experts split over tensor ranks, shared expert.
 
+An experts backend (`ExpertsBackend`) computes the experts that the router chooses. The default is
+`TorchExperts`; gpt/linear/grouped_experts.py has another one, for inference on a GPU.
+
 Every expert is split over the tensor ranks like a dense MLP. The model does not use expert
 parallelism, so the number of ranks need not divide the number of experts. With sequence
 parallelism, the router computes the router logits of this rank's rows, and `to_column_parallel`
@@ -8,7 +11,8 @@ the backward pass of `to_column_parallel` sums the gradients of the rows and of 
 over the tensor ranks.
 """
 
-from typing import cast
+from abc import abstractmethod
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +22,66 @@ from gpt.config import GPTConfig
 from gpt.model.build_context import BuildContext
 from gpt.model.mlp import MLP
 from gpt.model.residual_dropout import Residual
+from gpt.parallel.mesh import Mesh
 from gpt.parallel.tensor_parallel import from_row_parallel, to_column_parallel
+
+
+class ExpertsBackend(Protocol):
+    """Base class of experts backends. An instance computes the experts of one layer."""
+
+    # Whether `forward` reads no value on the host, so that a CUDA graph can capture it.
+    is_capturable: bool = False
+
+    @abstractmethod
+    def forward(self, x: Tensor, router_logits: Tensor, tokens: int) -> Tensor:
+        """Return the weighted sum of the outputs of each row's experts, over all tensor ranks.
+
+        The shared expert is not included. `x` and `router_logits` have this rank's rows of the
+        batch, which has `tokens` rows.
+        """
+
+
+class TorchExperts(ExpertsBackend):
+    """Computes one expert after the other: the reference of other backends, and for training.
+
+    The host waits for the number of rows of each expert.
+    """
+
+    def __init__(
+        self, experts: list[MLP], router: nn.Module, config: GPTConfig, mesh: Mesh
+    ) -> None:
+        self._experts = experts
+        self._router = router
+        self._config = config
+        self._mesh = mesh
+
+    def forward(self, x: Tensor, router_logits: Tensor, tokens: int) -> Tensor:
+        weights = self._routing_weights(router_logits)
+        y = from_row_parallel(
+            self._sum_experts(to_column_parallel(x, self._mesh, tokens), router_logits, tokens),
+            self._mesh,
+        )
+        # The biases of fc2 are added once, after the sum over tensor ranks.
+        biases = [expert.linear_fc2.bias for expert in self._experts]
+        if biases[0] is not None:
+            y = y + weights @ torch.stack([cast(Tensor, bias) for bias in biases])
+        return y
+
+    def _sum_experts(self, x: Tensor, router_logits: Tensor, tokens: int) -> Tensor:
+        """Return the weighted sum of all experts' outputs, before the sum over tensor ranks."""
+        weights = self._routing_weights(to_column_parallel(router_logits, self._mesh, tokens))
+        y = torch.zeros_like(x)
+        for expert_id, expert in enumerate(self._experts):
+            rows = weights[:, expert_id].nonzero().squeeze(-1)
+            if len(rows):
+                expert_output = expert.partial_output(x[rows]) * weights[rows, expert_id].unsqueeze(
+                    -1
+                )
+                y = y.index_add(0, rows, expert_output)
+        return y
+
+    def _routing_weights(self, router_logits: Tensor) -> Tensor:
+        return routing_weights(router_logits, router_bias(self._router), self._config)
 
 
 class MoELayer(nn.Module):
@@ -36,23 +99,27 @@ class MoELayer(nn.Module):
             MLP(build, f"{name}.experts.local_experts.{expert}")
             for expert in range(build.config.num_experts)
         )
+        self.experts_backend: ExpertsBackend = TorchExperts(
+            self.local_experts, self.router, self.config, self.mesh
+        )
         self.shared_experts: MLP | None = None
         if build.config.moe_shared_expert_intermediate_size:
             self.shared_experts = MLP(build, f"{name}.shared_experts")
             if build.config.moe_shared_expert_gate:
                 build.allocate_parameters(self.shared_experts, f"{name}.shared_experts")
 
+    @property
+    def local_experts(self) -> list[MLP]:
+        """This rank's parts of all experts, without the shared expert."""
+        return [cast(MLP, expert) for expert in cast(nn.ModuleList, self.experts.local_experts)]
+
+    def use_experts_backend(self, backend: ExpertsBackend) -> None:
+        """Compute the experts with `backend`; the shared expert stays a dense MLP."""
+        self.experts_backend = backend
+
     def forward(self, x: Tensor, tokens: int, residual: Residual | None = None) -> Tensor:
         router_logits = F.linear(x, cast(Tensor, self.router.weight))
-        weights = self._routing_weights(router_logits)
-        y = from_row_parallel(
-            self._sum_experts(to_column_parallel(x, self.mesh, tokens), router_logits, tokens),
-            self.mesh,
-        )
-        # The biases of fc2 are added once, after the sum over tensor ranks.
-        biases = [expert.linear_fc2.bias for expert in self._local_experts()]
-        if biases[0] is not None:
-            y = y + weights @ torch.stack([cast(Tensor, bias) for bias in biases])
+        y = self.experts_backend.forward(x, router_logits, tokens)
         if self.shared_experts is not None:
             shared_output = self.shared_experts(x, tokens)
             if self.config.moe_shared_expert_gate:
@@ -61,31 +128,26 @@ class MoELayer(nn.Module):
             y = y + shared_output
         return y if residual is None else residual.add_output(y)
 
-    def _sum_experts(self, x: Tensor, router_logits: Tensor, tokens: int) -> Tensor:
-        """Return the weighted sum of all experts' outputs, before the sum over tensor ranks."""
-        weights = self._routing_weights(to_column_parallel(router_logits, self.mesh, tokens))
-        y = torch.zeros_like(x)
-        for expert_id, expert in enumerate(self._local_experts()):
-            rows = weights[:, expert_id].nonzero().squeeze(-1)
-            if len(rows):
-                expert_output = expert.partial_output(x[rows]) * weights[rows, expert_id].unsqueeze(
-                    -1
-                )
-                y = y.index_add(0, rows, expert_output)
-        return y
 
-    def _local_experts(self) -> list[MLP]:
-        return [cast(MLP, expert) for expert in cast(nn.ModuleList, self.experts.local_experts)]
-
-    def _routing_weights(self, router_logits: Tensor) -> Tensor:
-        bias = cast("Tensor | None", getattr(self.router, "expert_bias", None))
-        return routing_weights(router_logits, bias, self.config)
+def router_bias(router: nn.Module) -> Tensor | None:
+    """Return the router's expert bias, which some models have."""
+    return cast("Tensor | None", getattr(router, "expert_bias", None))
 
 
 def routing_weights(router_logits: Tensor, bias: Tensor | None, config: GPTConfig) -> Tensor:
-    """Return the weight of each expert for each token, (T, experts); 0 for experts not chosen.
+    """Return the weight of each expert for each token, (T, experts); 0 for experts not chosen."""
+    topk_ids, topk_weights = choose_experts(router_logits, bias, config)
+    weights = torch.zeros_like(router_logits, dtype=topk_weights.dtype)
+    return weights.scatter(-1, topk_ids, topk_weights).to(router_logits.dtype)
 
-    `bias`, the router's expert bias, affects only the choice of the experts, not their weights.
+
+def choose_experts(
+    router_logits: Tensor, bias: Tensor | None, config: GPTConfig
+) -> tuple[Tensor, Tensor]:
+    """Return the numbers of each token's experts and their weights, both (T, experts per token).
+
+    The weights are in at least fp32. `bias`, the router's expert bias, affects only the choice of
+    the experts, not their weights.
     """
     compute_dtype = torch.promote_types(router_logits.dtype, torch.float32)
     logits = router_logits.to(compute_dtype)
@@ -101,7 +163,4 @@ def routing_weights(router_logits: Tensor, bias: Tensor | None, config: GPTConfi
         topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + 1e-20)
     elif not is_sigmoid and not config.moe_router_pre_softmax:
         topk_weights = topk_weights.softmax(-1)
-    topk_weights = topk_weights * config.moe_router_topk_scaling_factor
-    return (
-        torch.zeros_like(expert_scores).scatter(-1, topk_ids, topk_weights).to(router_logits.dtype)
-    )
+    return topk_ids, topk_weights * config.moe_router_topk_scaling_factor

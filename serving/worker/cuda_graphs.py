@@ -23,6 +23,7 @@ from gpt.batch import Batch
 from gpt.cpu.packed_linear import argmax_rows
 from gpt.device_transfers import PendingHostCopy, to_device
 from gpt.model.gpt_model import GPT
+from gpt.model.moe import MoELayer
 from serving.config import SchedulerConfig
 from serving.messages import Step
 
@@ -85,13 +86,17 @@ def unsupported_reason(model: GPT, config: SchedulerConfig) -> str | None:
         return "the device is not a CUDA device"
     if model.mesh.tp > 1:
         return "all-reduce over several tensor ranks is not captured"
-    if model.config.num_experts:
+    if not all(layer.experts_backend.is_capturable for layer in _moe_layers(model)):
         return "MoE routing reads the number of rows of each expert on the host"
     if not model.attention_backend.is_capturable:
         return (
             f"the attention in {type(model.attention_backend).__module__} reads lengths on the host"
         )
     return None
+
+
+def _moe_layers(model: GPT) -> list[MoELayer]:
+    return [layer.mlp for layer in model.decoder_layers if isinstance(layer.mlp, MoELayer)]
 
 
 def graph_sizes(config: SchedulerConfig) -> tuple[int, ...]:

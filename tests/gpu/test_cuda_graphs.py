@@ -22,6 +22,7 @@ pytest.importorskip("triton", reason="CUDA graphs need Triton, which is not inst
 
 from bench.harness.offline_engine import generate_all, greedy_request, running_engine  # noqa: E402
 from gpt.attention.selector import select_backend  # noqa: E402
+from gpt.linear import grouped_experts  # noqa: E402
 from gpt.model.loading import load_model  # noqa: E402
 from serving.config import ServerConfig  # noqa: E402
 from serving.engine_core.warmup import warmup_steps  # noqa: E402
@@ -106,6 +107,31 @@ def test_replayed_steps_have_the_tokens_of_plain_steps(name: str) -> None:
         # The batch shrinks, so that graphs of other sizes are captured too.
         step = first_sequences(5 - index // 2, next_step(step, expected, lambda slot, token: token))
         outcomes = [run_step(runner, step) for runner in (plain, capturing)]
+
+
+@pytest.mark.parametrize("name", ["experts", "sigmoid experts"])
+def test_replayed_steps_of_grouped_experts_have_the_tokens_of_plain_steps(name: str) -> None:
+    model = cuda_model(name, dtype=torch.bfloat16)
+    reason = grouped_experts.unsupported_reason(model)
+    if reason is not None:
+        pytest.skip(f"grouped experts are unavailable: {reason}")
+    config = CONFIG.with_fields(running_requests_max=len(RULES))
+    plain = build_runner(model, config.with_fields(cuda_graphs="off"))
+    capturing = build_runner(model, config)
+    step = prefill_step(RULES, blocks=2)
+    outcomes = [run_step(runner, step) for runner in (plain, capturing)]
+    # In bf16 the number of rows can change a token, so these are sizes of graphs: no row is added.
+    for rows in (5, 4, 4, 2, 1):
+        assert rows in capturing.graph_sizes
+        step = first_sequences(rows, next_step(step, outcomes[0], lambda slot, token: token))
+        expected, captured = outcomes = [run_step(runner, step) for runner in (plain, capturing)]
+        assert captured.replayed and not expected.replayed
+        assert captured.tokens == expected.tokens
+        assert (captured.faults, captured.stuck) == (expected.faults, expected.stuck)
+
+
+def test_steps_of_experts_in_fp32_are_not_captured() -> None:
+    assert build_runner(cuda_model("experts")).graph_sizes == ()
 
 
 def test_captured_graphs_use_no_more_memory_than_was_reserved_for_them() -> None:

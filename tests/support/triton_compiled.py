@@ -135,7 +135,7 @@ def fake_gpu(capability: int = 90) -> Iterator[None]:
     from triton.runtime import driver
 
     from gpt.attention import triton_kernels
-    from gpt.linear import triton_matmul_kernels, triton_row_kernels
+    from gpt.linear import triton_expert_kernels, triton_matmul_kernels, triton_row_kernels
     from serving.worker import triton_sampling_kernels
 
     driver_before: Any = driver._active  # None: Triton looks for a GPU when it needs one.
@@ -146,6 +146,7 @@ def fake_gpu(capability: int = 90) -> Iterator[None]:
         driver.set_active(driver_before)
         for module in (
             triton_kernels,
+            triton_expert_kernels,
             triton_matmul_kernels,
             triton_row_kernels,
             triton_sampling_kernels,

@@ -7,18 +7,20 @@ import pytest
 import torch
 
 from gpt.errors import ConfigError
-from gpt.linear import fp8_linear, te_linear
+from gpt.linear import fp8_linear, fused_linear, grouped_experts, te_linear
 from gpt.linear import selector as linear_selector
 from gpt.linear.fp8_linear import Fp8Matmul, fp8_layers
 from gpt.linear.fused_linear import FusedLinear
+from gpt.linear.grouped_experts import GroupedExperts
 from gpt.linear.quantization_check import DIVERGENCE_MAX
 from gpt.linear.selector import apply_backend, check_backend
 from gpt.linear.unquantized_matmul import UnquantizedMatmul
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import Linear, TrainingLinear
+from gpt.model.moe import MoELayer, TorchExperts
 from serving.config import LINEAR_BACKENDS, TE_RECIPES, ServerConfig
 from tests.support import te_stub
-from tests.support.models import CLASSIC, MODERN, build
+from tests.support.models import CLASSIC, EXPERTS, MODERN, build
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 IDS = torch.arange(2, 26).view(2, 12)
@@ -124,6 +126,31 @@ def test_auto_selects_torch_otherwise_and_logs_the_reason(
         assert apply_backend(model, backend) == (0, None)
     assert logged_message(caplog) == f"event=linears backend=torch reason={reason!r}"
     assert matmul_types(model) == {TrainingLinear}
+
+
+@pytest.mark.parametrize(
+    ("is_gpu", "backend", "log_line"),
+    [
+        (True, GroupedExperts, "event=experts backend=grouped reason="),
+        (False, TorchExperts, "event=experts backend=torch reason='the device is cpu'"),
+    ],
+)
+def test_experts_are_grouped_where_the_device_supports_it(
+    is_gpu: bool,
+    backend: type,
+    log_line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(linear_selector, "triton_unavailable_reason", lambda device: None)
+    if is_gpu:
+        monkeypatch.setattr(grouped_experts, "unsupported_device_reason", lambda device: None)
+    model = build(EXPERTS, dtype=torch.bfloat16)
+    with caplog.at_level(logging.INFO):
+        apply_backend(model, "auto")
+    assert any(record.getMessage().startswith(log_line) for record in caplog.records)
+    moe_layers = [layer.mlp for layer in model.decoder_layers if isinstance(layer.mlp, MoELayer)]
+    assert {type(layer.experts_backend) for layer in moe_layers} == {backend}
 
 
 def permit_fp8_on_cpu(patch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,9 @@ LAUNCHES_MAX = {
     "llama": {"bfloat16": 10, "float16": 10, "float32": 10, "fp8": 12},
     "modern": {"bfloat16": 10, "float16": 10, "float32": 10, "fp8": 14},
     "odd": {"bfloat16": 11, "float16": 11, "float32": 11, "fp8": 12},
+    # Experts in another dtype read values on the host.
+    "experts": {"bfloat16": 21},
+    "sigmoid experts": {"bfloat16": 21},
 }
 # The launches of a sampled step beyond those of a greedy step: the kernel of the sampler, and the
 # store of the last tokens.
@@ -34,8 +37,10 @@ SAMPLING_LAUNCHES_MAX = 2
 
 
 @pytest.mark.parametrize("fp8_kv", [False, True])
-@pytest.mark.parametrize("linears", ["bfloat16", "float16", "float32", "fp8"])
-@pytest.mark.parametrize("family", LAUNCHES_MAX)
+@pytest.mark.parametrize(
+    ("family", "linears"),
+    [(family, linears) for family, maxima in LAUNCHES_MAX.items() for linears in maxima],
+)
 def test_a_decode_pass_can_be_captured(family: str, linears: str, fp8_kv: bool) -> None:
     from tests.support.fake_device import fake_device
     from tests.support.fake_device_runners import FAMILIES, capture_graph
@@ -63,11 +68,10 @@ def test_a_decode_pass_with_matmuls_of_few_rows_can_be_captured(
     assert 0 < launches <= LAUNCHES_MAX[family]["bfloat16"] - activation_launches
 
 
-def test_every_dense_config_is_captured() -> None:
+def test_every_config_is_captured() -> None:
     from tests.support.fake_device_runners import FAMILIES
 
-    dense = [config for config in CONFIGS.values() if not config.num_experts]
-    assert all(config in FAMILIES.values() for config in dense)
+    assert all(config in FAMILIES.values() for config in CONFIGS.values())
     assert FAMILIES.keys() == LAUNCHES_MAX.keys()
 
 
@@ -128,4 +132,4 @@ def test_a_shape_that_depends_on_values_is_refused() -> None:
     from tests.support.fake_device_runners import capture_graph
 
     with fake_device() as device, pytest.raises(GraphCaptureError, match=r"aten\.nonzero"):
-        capture_graph(device, EXPERTS, torch.bfloat16)
+        capture_graph(device, EXPERTS, torch.float16)

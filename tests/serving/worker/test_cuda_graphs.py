@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from gpt.errors import ConfigError
+from gpt.linear.grouped_experts import group_experts
+from gpt.model.moe import MoELayer
 from gpt.sampling_params import SamplingParams
 from serving.messages import AdapterRowsWrite, BlockTableUpdate, SlotInit, Step
 from serving.worker import cuda_graphs
 from serving.worker.model_runner import ModelRunner
 from tests.support.batch_runs import SIZES, run_and_check
+from tests.support.capturable_attention import CapturableAttention
 from tests.support.engine_scenarios import (
     AdapterFiles,
     Scenario,
@@ -25,7 +28,7 @@ from tests.support.engine_scenarios import (
 )
 from tests.support.graph_runners import CONFIG, eager_recorder, make_runner, run_step, sampled_token
 from tests.support.graph_steps import PROMPT, RULES, V, next_step, prefill_step
-from tests.support.models import CLASSIC, CONFIGS, MODERN, build
+from tests.support.models import CLASSIC, CONFIGS, EXPERTS, MODERN, build
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +238,18 @@ def test_the_reason_without_graphs_is_reported() -> None:
     off = CONFIG.with_fields(cuda_graphs="off").scheduler_config
     assert cuda_graphs.unsupported_reason(model, off) == "cuda_graphs is off"
     assert cuda_graphs.graph_bytes_max(model, CONFIG.scheduler_config) == 0
+
+
+def test_experts_are_captured_only_if_no_layer_reads_values_on_the_host() -> None:
+    model = build(EXPERTS, dtype=torch.bfloat16)
+    model.mesh = replace(model.mesh, device=torch.device("cuda"))
+    model.attention_backend = CapturableAttention()
+    layers = [layer.mlp for layer in model.decoder_layers if isinstance(layer.mlp, MoELayer)]
+    for layer in layers:
+        reason = cuda_graphs.unsupported_reason(model, CONFIG.scheduler_config)
+        assert reason == "MoE routing reads the number of rows of each expert on the host"
+        group_experts(layer)
+    assert cuda_graphs.unsupported_reason(model, CONFIG.scheduler_config) is None
 
 
 @pytest.mark.parametrize(("name", "word"), [("cuda_graphs", "on"), ("step_ahead", "yes")])

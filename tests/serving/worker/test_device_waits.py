@@ -66,7 +66,7 @@ def chunk_step(end: int) -> Step:
 
 
 @pytest.mark.parametrize("fp8_kv", [False, True])
-@pytest.mark.parametrize("family", ["classic", "llama"])
+@pytest.mark.parametrize("family", ["classic", "llama", "experts"])
 def test_an_eager_step_waits_once(family: str, fp8_kv: bool) -> None:
     from tests.support.fake_device import fake_device
     from tests.support.fake_device_runners import FAMILIES, make_runner
