@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpt.errors import ConfigError
-from gpt.linear import fp8_linear, fused_linear, grouped_experts, te_linear
+from gpt.linear import fp8_linear, grouped_experts, te_linear
 from gpt.linear import selector as linear_selector
 from gpt.linear.fp8_linear import Fp8Matmul, fp8_layers
 from gpt.linear.fused_linear import FusedLinear
