@@ -108,20 +108,25 @@ def check_store_and_attend(attention_case: AttentionCase, make: Make, device: to
 
 
 def check_device_context_lengths(make: Make, device: torch.device) -> None:
-    """Check that context lengths on the device give the same output, in longer block tables too."""
+    """Check that context lengths on the device give the same output, in longer block tables too.
+
+    The layers of a step, which share the metadata of the batch, must give the same output too.
+    """
+    past_lengths = [0, 40, 700]
     for heads in ((2, 1, 64), (2, 4, 64)):
-        step = case([1] * 3, [0, 40, 130], heads, 16, torch.float32)
+        step = case([1] * 3, past_lengths, heads, 16, torch.float32)
         assert step.batch.block_tables is not None
         backend = make(None)
         tables = step.batch.block_tables.to(device)
-        host_batch = Batch.paged([1] * 3, [0, 40, 130], tables, 16)
+        host_batch = Batch.paged([1] * 3, past_lengths, tables, 16)
         q, k, v, kv = (x.to(device) for x in (step.q, step.k, step.v, step.kv))
         want = backend.attend(q, k, v, host_batch, kv, None)
+        assert torch.equal(backend.attend(q, k, v, host_batch, kv, None), want)
         ends = torch.tensor(host_batch.context_lengths, dtype=torch.int32, device=device)
         longer = torch.nn.functional.pad(tables.int(), (0, 7))
         recorded = Batch(
             (1,) * 3,
-            (255,) * 3,
+            (815,) * 3,
             host_batch.positions,
             host_batch.slot_mapping,
             longer,
