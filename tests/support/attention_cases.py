@@ -236,10 +236,10 @@ def check_segment_lists(device: torch.device) -> None:
             first = own[0][0]
             assert [index for index, _ in own] == list(range(first, first + len(own)))
             ends = [max(0, context - window) if window else 0]
-            for _, (_, row, tokens, position, begin, end, *place) in own:
+            for _, (_, row, tokens, position, begin, end, first_segment, count) in own:
                 assert [row, tokens, position] == [sequence, 1, context - 1]
                 assert begin == ends[-1] and end - begin <= keys_max
-                assert place == [first, len(own)]
+                assert [first_segment, count] == [first, len(own)]
                 ends.append(end)
             assert ends[-1] == context
 
