@@ -36,6 +36,7 @@ import triton.language as tl
 # ALIGNMENT: the number of keys of a segment is a multiple of this, except in the last one.
 # ITEMS: number of work items that `list_segments` reads at once.
 # FIELDS: numbers per segment.
+# MERGED: number of segments, and MERGED_ROWS: number of output rows, that are merged at once.
 # STAGES: number of software pipeline stages of the loop over the keys.
 # SCALED: whether keys and values have scales: `scales[0]` for keys, `scales[1]` for values.
 # WINDOW: size of the attention window in tokens; 0: no window.
@@ -54,11 +55,13 @@ STEP_TENSORS = ("block_tables", "scales")
 @triton.jit
 def item_keys(
     work_items, context_lengths, query_starts, items, is_item, tokens_max, window,
+    ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Return six fields of each work item, in the order of a segment's fields.
 
     They are the sequence, the first row, the number of tokens, the first position, and the begin
-    and the end of the range of visible keys. A `window` of 0 means no window.
+    and the end of the range of visible keys. The begin is rounded down to a multiple of ALIGNMENT.
+    A `window` of 0 means no window.
     """
     sequences = tl.load(work_items + 2 * items, mask=is_item, other=0)
     first_tokens = tl.load(work_items + 2 * items + 1, mask=is_item, other=0)
@@ -67,7 +70,7 @@ def item_keys(
     contexts = tl.load(context_lengths + sequences, mask=is_item, other=0)
     tokens = tl.minimum(lengths - first_tokens, tokens_max)
     positions = contexts - lengths + first_tokens
-    begins = tl.where(window > 0, tl.maximum(positions + 1 - window, 0), 0)
+    begins = tl.where(window > 0, tl.maximum(positions + 1 - window, 0) // ALIGNMENT * ALIGNMENT, 0)
     return sequences, starts + first_tokens, tokens, positions, begins, positions + tokens
 
 
@@ -103,7 +106,7 @@ def list_segments(
         items = first_item + tl.arange(0, ITEMS)
         is_item = items < item_count
         _, _, _, _, begins, ends = item_keys(
-            work_items, context_lengths, query_starts, items, is_item, tokens_max, window
+            work_items, context_lengths, query_starts, items, is_item, tokens_max, window, ALIGNMENT
         )
         total += tl.sum(tl.where(is_item, ends - begins, 0), 0)
     # With segments of this size, each work item has one segment that is not full, and all work
@@ -114,7 +117,7 @@ def list_segments(
         items = first_item + tl.arange(0, ITEMS)
         is_item = items < item_count
         _, _, _, _, begins, ends = item_keys(
-            work_items, context_lengths, query_starts, items, is_item, tokens_max, window
+            work_items, context_lengths, query_starts, items, is_item, tokens_max, window, ALIGNMENT
         )
         _, counts = split_keys(ends - begins, segment_keys, SEGMENTS_MAX, ALIGNMENT)
         split_total += tl.sum(tl.where(is_item & (counts > 1), counts, 0), 0)
@@ -123,7 +126,7 @@ def list_segments(
         items = first_item + tl.arange(0, ITEMS)
         is_item = items < item_count
         sequences, rows, tokens, positions, begins, ends = item_keys(
-            work_items, context_lengths, query_starts, items, is_item, tokens_max, window
+            work_items, context_lengths, query_starts, items, is_item, tokens_max, window, ALIGNMENT
         )
         lengths, counts = split_keys(ends - begins, segment_keys, SEGMENTS_MAX, ALIGNMENT)
         split_counts = tl.where(is_item & (counts > 1), counts, 0)
@@ -141,7 +144,7 @@ def list_segments(
             tl.store(address + 1, rows, mask=mask)
             tl.store(address + 2, tokens, mask=mask)
             tl.store(address + 3, positions, mask=mask)
-            tl.store(address + 4, begin, mask=mask)
+            tl.store(address + 4, begin // ALIGNMENT, mask=mask)
             tl.store(address + 5, tl.minimum(begin + lengths, ends), mask=mask)
             tl.store(address + 6, firsts, mask=mask)
             tl.store(address + 7, counts, mask=mask)
@@ -151,15 +154,18 @@ def list_segments(
 
 
 @triton.jit
-def load_segment(segments, index, FIELDS: tl.constexpr):
-    """Return the fields of a segment of the list, in their order."""
+def load_segment(segments, index, FIELDS: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Return the fields of a segment of the list, in their order.
+
+    The begin is stored as a multiple of ALIGNMENT, so that the compiler knows that it is one.
+    """
     address = segments + (1 + index) * FIELDS
     return (
         tl.load(address),
         tl.load(address + 1),
         tl.load(address + 2),
         tl.load(address + 3),
-        tl.load(address + 4),
+        tl.load(address + 4) * ALIGNMENT,
         tl.load(address + 5),
         tl.load(address + 6),
         tl.load(address + 7),
@@ -207,34 +213,46 @@ def is_last_segment(arrivals, index, count):
 
 @triton.jit
 def merge_segments(
-    partial_out, softmax_stats, first_row, count, stride,
-    WIDTH: tl.constexpr, SEGMENTS_MAX: tl.constexpr,
+    partial_out, softmax_stats, first_rows, is_row, count, stride,
+    WIDTH: tl.constexpr, SEGMENTS_MAX: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial outputs of a work item's `count` segments, for one row of the output.
+    """Merge the partial outputs of a work item's `count` segments, for some rows of the output.
 
-    `first_row`: the row of the first segment in `partial_out`. The next segment's row is `stride`
-    rows later. The loads bypass the L1 cache, which does not see the stores of other programs.
+    `first_rows`: the rows of the first segment in `partial_out`. The next segment's rows are
+    `stride` rows later. MERGED segments are read at once. The loads bypass the L1 cache, which does
+    not see the stores of other programs.
     """
     segments, channels = tl.arange(0, SEGMENTS_MAX), tl.arange(0, WIDTH)
-    rows, mask = first_row + segments.to(tl.int64) * stride, segments < count
-    segment_max = tl.load(
-        softmax_stats + 2 * rows, mask=mask, other=float("-inf"), cache_modifier=".cg"
-    )
-    total = tl.load(softmax_stats + 2 * rows + 1, mask=mask, other=0.0, cache_modifier=".cg")
-    address = partial_out + rows[:, None] * WIDTH + channels[None, :]
-    y = tl.load(address, mask=mask[:, None], other=0.0, cache_modifier=".cg")
-    segment_scales = tl.exp2(segment_max - finite_max(tl.max(segment_max, 0)))
-    total = tl.sum(total * segment_scales, 0)
-    return tl.sum(y * segment_scales[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    stats = softmax_stats + 2 * (first_rows[:, None] + segments.to(tl.int64)[None, :] * stride)
+    mask = is_row[:, None] & (segments < count)[None, :]
+    segment_max = tl.load(stats, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    total_max = finite_max(tl.max(segment_max, 1))
+    totals = tl.load(stats + 1, mask=mask, other=0.0, cache_modifier=".cg")
+    total = tl.sum(totals * tl.exp2(segment_max - total_max[:, None]), 1)
+    y = tl.zeros([first_rows.shape[0], WIDTH], tl.float32)
+    for first_segment in range(0, count, MERGED):
+        merged = first_segment + tl.arange(0, MERGED)
+        rows = first_rows[:, None] + merged.to(tl.int64)[None, :] * stride
+        mask = is_row[:, None] & (merged < count)[None, :]
+        merged_max = tl.load(
+            softmax_stats + 2 * rows, mask=mask, other=float("-inf"), cache_modifier=".cg"
+        )
+        merged_y = tl.load(
+            partial_out + rows[:, :, None] * WIDTH + channels[None, None, :],
+            mask=mask[:, :, None], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        y += tl.sum(merged_y * tl.exp2(merged_max - total_max[:, None])[:, :, None], 1)
+    return y / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=STEP_TENSORS)
 def attend_single(
     q, kv, block_tables, segments, arrivals, out, partial_out, softmax_stats, scales,
     q_row, q_head, table_width, softmax_scale,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    SEGMENTS_MAX: tl.constexpr, FIELDS: tl.constexpr, SCALED: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr,
+    GROUPS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, SEGMENTS_MAX: tl.constexpr, FIELDS: tl.constexpr,
+    ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    MERGED: tl.constexpr,
 ):  # fmt: skip
     """Compute decode attention with one query head per KV head (MHA), on the CUDA cores.
 
@@ -242,7 +260,9 @@ def attend_single(
     the loop.
     """
     kv_head, segment = tl.program_id(0), tl.program_id(1)
-    sequence, row, _, _, begin, end, first, count = load_segment(segments, segment, FIELDS)
+    sequence, row, _, position, begin, end, first, count = load_segment(
+        segments, segment, FIELDS, ALIGNMENT
+    )
     if segment >= tl.load(segments):
         return
     channels, lanes = tl.arange(0, WIDTH), tl.arange(0, TILE)
@@ -258,6 +278,8 @@ def attend_single(
     for index in tl.range(begin, end, TILE, num_stages=STAGES):
         tokens = index + lanes
         is_inside = tokens < end
+        if WINDOW:
+            is_inside &= tokens > position - WINDOW
         offsets = kv_offsets(
             block_tables + sequence * table_width, tokens, is_inside, kv_head, GROUPS, BLOCK, D
         )
@@ -290,11 +312,15 @@ def attend_single(
         tl.store(softmax_stats + 2 * partial_row + 1, total)
         first_row = first * GROUPS + kv_head
         if is_last_segment(arrivals, first_row, count):
-            merged = merge_segments(
-                partial_out, softmax_stats, first_row, count, GROUPS, WIDTH, SEGMENTS_MAX
+            first_rows = first_row + tl.arange(0, 1)
+            merged_rows = merge_segments(
+                partial_out, softmax_stats, first_rows.to(tl.int64), first_rows >= 0,
+                count, GROUPS, WIDTH, SEGMENTS_MAX, MERGED,
+            )  # fmt: skip
+            merged_rows = merged_rows * value_scale
+            tl.store(
+                out_address[None, :], merged_rows.to(out.dtype.element_ty), mask=is_channel[None, :]
             )
-            merged = merged * value_scale
-            tl.store(out_address, merged.to(out.dtype.element_ty), mask=is_channel)
 
 
 @triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=STEP_TENSORS)
@@ -302,8 +328,9 @@ def attend_tile(
     q, kv, block_tables, segments, arrivals, out, partial_out, softmax_stats, scales,
     q_row, q_head, table_width, softmax_scale,
     GROUPS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, SEGMENTS_MAX: tl.constexpr, FIELDS: tl.constexpr, SCALED: tl.constexpr,
-    QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr, SEGMENTS_MAX: tl.constexpr, FIELDS: tl.constexpr,
+    ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, MERGED: tl.constexpr, MERGED_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of a work item's new tokens, for all query heads of one KV head.
 
@@ -316,7 +343,7 @@ def attend_tile(
         # The work items of a sequence read the same keys, at best at the same time.
         segment, kv_head = tl.program_id(0), tl.program_id(1)
     sequence, first_row, length, position, begin, end, first, count = load_segment(
-        segments, segment, FIELDS
+        segments, segment, FIELDS, ALIGNMENT
     )
     if segment >= tl.load(segments):
         return
@@ -376,19 +403,22 @@ def attend_tile(
     if SEGMENTS_MAX > 1:  # noqa: SIM102 - Triton evaluates both operands of `and`.
         if count > 1:  # noqa: SIM102
             if is_last_segment(arrivals, first * GROUPS + kv_head, count):
-                for row in range(0, length * QUERIES):
-                    token, head = row // QUERIES, kv_head * QUERIES + row % QUERIES
-                    merged = merge_segments(
-                        partial_out, softmax_stats,
-                        (first.to(tl.int64) * TOKENS + token) * HEADS + head,
-                        count, TOKENS * HEADS, WIDTH, SEGMENTS_MAX,
+                for first_merged in range(0, length * QUERIES, MERGED_ROWS):
+                    merged = first_merged + tl.arange(0, MERGED_ROWS)
+                    is_merged = merged < length * QUERIES
+                    merged_tokens = merged // QUERIES
+                    merged_heads = kv_head * QUERIES + merged % QUERIES
+                    first_rows = (first * TOKENS + merged_tokens).to(tl.int64) * HEADS
+                    merged_y = merge_segments(
+                        partial_out, softmax_stats, first_rows + merged_heads, is_merged,
+                        count, TOKENS * HEADS, WIDTH, SEGMENTS_MAX, MERGED,
                     )  # fmt: skip
-                    merged = merged * value_scale
-                    out_row = (first_row + token).to(tl.int64) * HEADS + head
+                    merged_y = merged_y * value_scale
+                    merged_rows = (first_row + merged_tokens).to(tl.int64) * HEADS + merged_heads
                     tl.store(
-                        out + out_row * D + channels,
-                        merged.to(out.dtype.element_ty),
-                        mask=channels < D,
+                        out + merged_rows[:, None] * D + channels[None, :],
+                        merged_y.to(out.dtype.element_ty),
+                        mask=is_merged[:, None] & (channels < D)[None, :],
                     )
 
 

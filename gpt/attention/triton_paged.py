@@ -32,20 +32,25 @@ from gpt.device_transfers import to_device
 # none of them takes much longer than the others together. All GPUs use the same number, because the
 # segments determine the order of the sums over keys, and a different order gives slightly different
 # results.
-EXTRA_PROGRAMS = 1024
+EXTRA_PROGRAMS = 512
 # Fewer keys than this are not split: the merge would take longer than it saves.
-SEGMENT_KEYS_MIN = 256
+SEGMENT_KEYS_MIN = 128
 # The number of keys of a segment is a multiple of this number, which is the size of most tiles.
 SEGMENT_ALIGNMENT = 64
 SEGMENTS_MAX = 32  # Maximum number of segments of a work item.
+# Maximum segments x rows x channels that a program merges at once: 64 registers per thread.
+MERGED_ELEMENTS_MAX = 8192
+MERGED_ROWS_MAX = 4  # Maximum number of output rows that `attend_tile` merges at once.
 SEGMENT_FIELDS = 8  # Numbers per segment in the list (gpt/attention/triton_kernels.py).
 LISTED_ITEMS = 128  # Number of work items that `list_segments` reads at once.
 # Maximum bytes of a tile of keys or values. 2 programs x 3 pipeline stages x 2 tiles (keys and
 # values) x 16 KiB = 192 KiB fit into the 227 KiB of shared memory of a multiprocessor.
 TILE_BYTES_MAX = 16 << 10
 # Maximum keys x channels of a tile. The fp32 accumulator of `attend_single` has as many elements as
-# a tile. At the maximum, it takes 64 registers per thread (a program has 128 threads).
-TILE_ELEMENTS_MAX = 8192
+# a tile. At the maximum, it takes 32 registers per thread (a program has 128 threads), and four
+# programs fit into a multiprocessor.
+SINGLE_ELEMENTS_MAX = 4096
+TILE_ELEMENTS_MAX = 8192  # The same of `attend_tile`, whose accumulator has rows of queries.
 # Maximum number of query rows of a tile, for heads of at most 128 channels; for wider heads, half
 # of this number. A query row is one query head of one token. In bf16 and fp16, each of two warp
 # groups computes 64 rows. fp32 runs on the CUDA cores, with smaller tiles.
@@ -361,11 +366,13 @@ class _LayerLaunch:
         softmax_scale = log2(e) * head_dim**-0.5
         constants = {
             "GROUPS": kv_heads,
+            "WINDOW": self.window,
             "BLOCK": kv.shape[3],
             "D": head_dim,
             "WIDTH": padded_head_dim,
             "SEGMENTS_MAX": SEGMENTS_MAX if is_split else 1,
             "FIELDS": SEGMENT_FIELDS,
+            "ALIGNMENT": SEGMENT_ALIGNMENT,
             "SCALED": self.scales is not None,
         }
         if tokens == queries_per_kv_head == 1:
@@ -375,22 +382,25 @@ class _LayerLaunch:
                 *strides,
                 softmax_scale,
                 **constants,
-                TILE=tile_keys(padded_head_dim, kv),
+                TILE=tile_keys(padded_head_dim, kv, SINGLE_ELEMENTS_MAX),
                 STAGES=3,
+                MERGED=merged_segments(padded_head_dim),
                 num_warps=4,
             )
         else:
+            merged_rows = min(MERGED_ROWS_MAX, next_power_of_two(tokens * queries_per_kv_head))
             kernels.attend_tile[grid](
                 *inputs,
                 *outputs,
                 *strides,
                 softmax_scale,
                 **constants,
-                WINDOW=self.window,
                 QUERIES=queries_per_kv_head,
                 TOKENS=tokens,
                 ROWS=rows,
-                TILE=min(64, tile_keys(padded_head_dim, q)),
+                TILE=min(64, tile_keys(padded_head_dim, q, TILE_ELEMENTS_MAX)),
+                MERGED=merged_segments(merged_rows * padded_head_dim),
+                MERGED_ROWS=merged_rows,
                 num_warps=8 if rows > 64 or q.dtype == torch.float32 else 4,
                 num_stages=3 if q.dtype in HALF_DTYPES else 2,
             )
@@ -452,12 +462,15 @@ def work_item_rows(tokens: int, queries_per_kv_head: int, like: Tensor) -> int:
     return min(rows_max, max(ROWS_MIN, next_power_of_two(tokens * queries_per_kv_head)))
 
 
-def tile_keys(head_dim: int, like: Tensor) -> int:
+def tile_keys(head_dim: int, like: Tensor, elements_max: int) -> int:
     """Return the number of keys (16 to 128) in a tile whose elements have the dtype of `like`."""
-    keys_max = min(
-        TILE_ELEMENTS_MAX // head_dim, TILE_BYTES_MAX // (head_dim * like.element_size())
-    )
+    keys_max = min(elements_max // head_dim, TILE_BYTES_MAX // (head_dim * like.element_size()))
     return max(16, min(128, keys_max))
+
+
+def merged_segments(elements: int) -> int:
+    """Return the number of segments to merge at once, with `elements` numbers each."""
+    return max(1, min(SEGMENTS_MAX, MERGED_ELEMENTS_MAX // elements))
 
 
 def next_power_of_two(count: int) -> int:

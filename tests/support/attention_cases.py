@@ -226,7 +226,8 @@ def check_segment_lists(device: torch.device) -> None:
         assert len(contexts) <= count <= segment_list.capacity
         segments = segment_list.segments[1 : count + 1].tolist()
         extra = segment_list.capacity - len(contexts)
-        keys_max = triton_paged.SEGMENT_ALIGNMENT + max(
+        alignment = triton_paged.SEGMENT_ALIGNMENT
+        keys_max = alignment + max(
             triton_paged.SEGMENT_KEYS_MIN,
             -(-sum(UNEVEN_CONTEXTS) // extra),
             -(-max(UNEVEN_CONTEXTS) // triton_paged.SEGMENTS_MAX),
@@ -235,10 +236,10 @@ def check_segment_lists(device: torch.device) -> None:
             own = [(index, x) for index, x in enumerate(segments) if x[0] == sequence]
             first = own[0][0]
             assert [index for index, _ in own] == list(range(first, first + len(own)))
-            ends = [max(0, context - window) if window else 0]
+            ends = [max(0, context - window) // alignment * alignment if window else 0]
             for _, (_, row, tokens, position, begin, end, first_segment, count) in own:
                 assert [row, tokens, position] == [sequence, 1, context - 1]
-                assert begin == ends[-1] and end - begin <= keys_max
+                assert begin * alignment == ends[-1] and end - ends[-1] <= keys_max
                 assert [first_segment, count] == [first, len(own)]
                 ends.append(end)
             assert ends[-1] == context
