@@ -233,13 +233,13 @@ def merge_segments(
     for first_segment in range(0, count, MERGED):
         merged = first_segment + tl.arange(0, MERGED)
         rows = first_rows[:, None] + merged.to(tl.int64)[None, :] * stride
-        mask = is_row[:, None] & (merged < count)[None, :]
+        is_merged = is_row[:, None] & (merged < count)[None, :]
         merged_max = tl.load(
-            softmax_stats + 2 * rows, mask=mask, other=float("-inf"), cache_modifier=".cg"
+            softmax_stats + 2 * rows, mask=is_merged, other=float("-inf"), cache_modifier=".cg"
         )
         merged_y = tl.load(
             partial_out + rows[:, :, None] * WIDTH + channels[None, None, :],
-            mask=mask[:, :, None], other=0.0, cache_modifier=".cg",
+            mask=is_merged[:, :, None], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
         y += tl.sum(merged_y * tl.exp2(merged_max - total_max[:, None])[:, :, None], 1)
     return y / tl.where(total == 0.0, 1.0, total)[:, None]
