@@ -20,7 +20,8 @@ import triton.language as tl
 # number of segments. The fields of a segment are the index of the sequence in the batch, the row of
 # the work item's first token, its number of tokens, the position of its first token, the begin and
 # the end of the range of keys, the index in the list of the work item's first segment, and the work
-# item's number of segments. The segments of a work item are adjacent.
+# item's number of segments. The segments of a work item are adjacent. `first_segments` has the same
+# fields of the first segment of each work item.
 #
 # Compile-time constants of the kernels:
 # D: channels per head.
@@ -36,7 +37,6 @@ import triton.language as tl
 # ALIGNMENT: the number of keys of a segment is a multiple of this, except in the last one.
 # ITEMS: number of work items that `list_segments` reads at once.
 # FIELDS: numbers per segment.
-# MERGED: number of segments, and MERGED_ROWS: number of output rows, that are merged at once.
 # STAGES: number of software pipeline stages of the loop over the keys.
 # SCALED: whether keys and values have scales: `scales[0]` for keys, `scales[1]` for values.
 # WINDOW: size of the attention window in tokens; 0: no window.
@@ -86,12 +86,28 @@ def split_keys(key_counts, segment_keys, SEGMENTS_MAX: tl.constexpr, ALIGNMENT: 
     return lengths, tl.maximum(tl.cdiv(key_counts, tl.maximum(lengths, 1)), 1)
 
 
+@triton.jit
+def store_segments(
+    addresses, mask, sequences, rows, tokens, positions, begins, ends, firsts, counts,
+    ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Store the fields of segments. The begin is stored as a multiple of ALIGNMENT."""
+    tl.store(addresses, sequences, mask=mask)
+    tl.store(addresses + 1, rows, mask=mask)
+    tl.store(addresses + 2, tokens, mask=mask)
+    tl.store(addresses + 3, positions, mask=mask)
+    tl.store(addresses + 4, begins // ALIGNMENT, mask=mask)
+    tl.store(addresses + 5, ends, mask=mask)
+    tl.store(addresses + 6, firsts, mask=mask)
+    tl.store(addresses + 7, counts, mask=mask)
+
+
 @triton.jit(
     do_not_specialize=["item_count", "tokens_max", "window", "extra", "segment_keys_min"],
     do_not_specialize_on_alignment=["work_items", "context_lengths", "query_starts"],
 )
 def list_segments(
-    work_items, context_lengths, query_starts, segments,
+    work_items, context_lengths, query_starts, segments, first_segments,
     item_count, tokens_max, window, extra, segment_keys_min,
     SEGMENTS_MAX: tl.constexpr, ALIGNMENT: tl.constexpr, FIELDS: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
@@ -137,29 +153,25 @@ def list_segments(
             next_single + tl.cumsum(singles, 0) - singles,
         )
         for part in range(0, tl.max(tl.where(is_item, counts, 0), 0)):
-            address = segments + (1 + firsts + part) * FIELDS
-            mask = is_item & (part < counts)
             begin = begins + part * lengths
-            tl.store(address, sequences, mask=mask)
-            tl.store(address + 1, rows, mask=mask)
-            tl.store(address + 2, tokens, mask=mask)
-            tl.store(address + 3, positions, mask=mask)
-            tl.store(address + 4, begin // ALIGNMENT, mask=mask)
-            tl.store(address + 5, tl.minimum(begin + lengths, ends), mask=mask)
-            tl.store(address + 6, firsts, mask=mask)
-            tl.store(address + 7, counts, mask=mask)
+            store_segments(
+                segments + (1 + firsts + part) * FIELDS, is_item & (part < counts),
+                sequences, rows, tokens, positions, begin, tl.minimum(begin + lengths, ends),
+                firsts, counts, ALIGNMENT,
+            )  # fmt: skip
+        store_segments(
+            first_segments + items * FIELDS, is_item,
+            sequences, rows, tokens, positions, begins, tl.minimum(begins + lengths, ends),
+            firsts, counts, ALIGNMENT,
+        )  # fmt: skip
         next_split += tl.sum(split_counts, 0)
         next_single += tl.sum(singles, 0)
     tl.store(segments, next_single)
 
 
 @triton.jit
-def load_segment(segments, index, FIELDS: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Return the fields of a segment of the list, in their order.
-
-    The begin is stored as a multiple of ALIGNMENT, so that the compiler knows that it is one.
-    """
-    address = segments + (1 + index) * FIELDS
+def load_segment(address, ALIGNMENT: tl.constexpr):
+    """Return the fields of a segment. The compiler knows that the begin is a multiple."""
     return (
         tl.load(address),
         tl.load(address + 1),
@@ -213,36 +225,25 @@ def is_last_segment(arrivals, index, count):
 
 @triton.jit
 def merge_segments(
-    partial_out, softmax_stats, first_rows, is_row, count, stride,
-    WIDTH: tl.constexpr, SEGMENTS_MAX: tl.constexpr, MERGED: tl.constexpr,
+    partial_out, softmax_stats, first_row, count, stride,
+    WIDTH: tl.constexpr, SEGMENTS_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial outputs of a work item's `count` segments, for some rows of the output.
+    """Merge the partial outputs of a work item's `count` segments, for one row of the output.
 
-    `first_rows`: the rows of the first segment in `partial_out`. The next segment's rows are
-    `stride` rows later. MERGED segments are read at once. The loads bypass the L1 cache, which does
-    not see the stores of other programs.
+    `first_row`: the row of the first segment in `partial_out`. The next segment's row is `stride`
+    rows later. The loads bypass the L1 cache, which does not see the stores of other programs.
     """
     segments, channels = tl.arange(0, SEGMENTS_MAX), tl.arange(0, WIDTH)
-    stats = softmax_stats + 2 * (first_rows[:, None] + segments.to(tl.int64)[None, :] * stride)
-    mask = is_row[:, None] & (segments < count)[None, :]
-    segment_max = tl.load(stats, mask=mask, other=float("-inf"), cache_modifier=".cg")
-    total_max = finite_max(tl.max(segment_max, 1))
-    totals = tl.load(stats + 1, mask=mask, other=0.0, cache_modifier=".cg")
-    total = tl.sum(totals * tl.exp2(segment_max - total_max[:, None]), 1)
-    y = tl.zeros([first_rows.shape[0], WIDTH], tl.float32)
-    for first_segment in range(0, count, MERGED):
-        merged = first_segment + tl.arange(0, MERGED)
-        rows = first_rows[:, None] + merged.to(tl.int64)[None, :] * stride
-        is_merged = is_row[:, None] & (merged < count)[None, :]
-        merged_max = tl.load(
-            softmax_stats + 2 * rows, mask=is_merged, other=float("-inf"), cache_modifier=".cg"
-        )
-        merged_y = tl.load(
-            partial_out + rows[:, :, None] * WIDTH + channels[None, None, :],
-            mask=is_merged[:, :, None], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        y += tl.sum(merged_y * tl.exp2(merged_max - total_max[:, None])[:, :, None], 1)
-    return y / tl.where(total == 0.0, 1.0, total)[:, None]
+    rows, mask = first_row + segments.to(tl.int64) * stride, segments < count
+    segment_max = tl.load(
+        softmax_stats + 2 * rows, mask=mask, other=float("-inf"), cache_modifier=".cg"
+    )
+    total = tl.load(softmax_stats + 2 * rows + 1, mask=mask, other=0.0, cache_modifier=".cg")
+    address = partial_out + rows[:, None] * WIDTH + channels[None, :]
+    y = tl.load(address, mask=mask[:, None], other=0.0, cache_modifier=".cg")
+    segment_scales = tl.exp2(segment_max - finite_max(tl.max(segment_max, 0)))
+    total = tl.sum(total * segment_scales, 0)
+    return tl.sum(y * segment_scales[:, None], 0) / tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=STEP_TENSORS)
@@ -252,7 +253,6 @@ def attend_single(
     GROUPS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, SEGMENTS_MAX: tl.constexpr, FIELDS: tl.constexpr,
     ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    MERGED: tl.constexpr,
 ):  # fmt: skip
     """Compute decode attention with one query head per KV head (MHA), on the CUDA cores.
 
@@ -261,7 +261,7 @@ def attend_single(
     """
     kv_head, segment = tl.program_id(0), tl.program_id(1)
     sequence, row, _, position, begin, end, first, count = load_segment(
-        segments, segment, FIELDS, ALIGNMENT
+        segments + (1 + segment) * FIELDS, ALIGNMENT
     )
     if segment >= tl.load(segments):
         return
@@ -312,29 +312,26 @@ def attend_single(
         tl.store(softmax_stats + 2 * partial_row + 1, total)
         first_row = first * GROUPS + kv_head
         if is_last_segment(arrivals, first_row, count):
-            first_rows = first_row + tl.arange(0, 1)
-            merged_rows = merge_segments(
-                partial_out, softmax_stats, first_rows.to(tl.int64), first_rows >= 0,
-                count, GROUPS, WIDTH, SEGMENTS_MAX, MERGED,
-            )  # fmt: skip
-            merged_rows = merged_rows * value_scale
-            tl.store(
-                out_address[None, :], merged_rows.to(out.dtype.element_ty), mask=is_channel[None, :]
+            merged = value_scale * merge_segments(
+                partial_out, softmax_stats, first_row, count, GROUPS, WIDTH, SEGMENTS_MAX
             )
+            tl.store(out_address, merged.to(out.dtype.element_ty), mask=is_channel)
 
 
 @triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=STEP_TENSORS)
 def attend_tile(
-    q, kv, block_tables, segments, arrivals, out, partial_out, softmax_stats, scales,
+    q, kv, block_tables, segments, out, partial_out, softmax_stats, scales,
     q_row, q_head, table_width, softmax_scale,
     GROUPS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, SEGMENTS_MAX: tl.constexpr, FIELDS: tl.constexpr,
     ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, MERGED: tl.constexpr, MERGED_ROWS: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of a work item's new tokens, for all query heads of one KV head.
 
-    A row of the output tile (ROWS, WIDTH) is one query head of one new token.
+    A row of the output tile (ROWS, WIDTH) is one query head of one new token. Another kernel merges
+    the partial outputs: with the merge or both kinds of output in this kernel, the loop over the
+    keys has too few registers, and is slower.
     """
     HEADS: tl.constexpr = GROUPS * QUERIES
     if SEGMENTS_MAX > 1:
@@ -342,8 +339,8 @@ def attend_tile(
     else:
         # The work items of a sequence read the same keys, at best at the same time.
         segment, kv_head = tl.program_id(0), tl.program_id(1)
-    sequence, first_row, length, position, begin, end, first, count = load_segment(
-        segments, segment, FIELDS, ALIGNMENT
+    sequence, first_row, length, position, begin, end, _, _ = load_segment(
+        segments + (1 + segment) * FIELDS, ALIGNMENT
     )
     if segment >= tl.load(segments):
         return
@@ -385,41 +382,42 @@ def attend_tile(
         weights = weights.to(query.dtype)
         y = tl.dot(weights, values, y * rescale[:, None], input_precision="ieee")
         running_max = new_max
-    value_scale = tl.load(scales + 1) if SCALED else 1.0
     if SEGMENTS_MAX > 1:
-        # Masks in place of branches, because Triton 3.6 cannot compile a branch that reads a
-        # product of Blackwell's tensor cores.
         partial_rows = (segment * TOKENS + rows // QUERIES).to(tl.int64) * HEADS + heads
-        partial_mask = is_row & (count > 1)
         partial_address = partial_out + partial_rows[:, None] * WIDTH + channels[None, :]
-        tl.store(partial_address, y, mask=partial_mask[:, None])
-        tl.store(softmax_stats + 2 * partial_rows, running_max, mask=partial_mask)
-        tl.store(softmax_stats + 2 * partial_rows + 1, running_sum, mask=partial_mask)
-        query_mask &= count == 1
-    y = y / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None] * value_scale
-    out_rows = token_rows * HEADS + heads
-    out_address = out + out_rows[:, None] * D + channels[None, :]
-    tl.store(out_address, y.to(out.dtype.element_ty), mask=query_mask)
-    if SEGMENTS_MAX > 1:  # noqa: SIM102 - Triton evaluates both operands of `and`.
-        if count > 1:  # noqa: SIM102
-            if is_last_segment(arrivals, first * GROUPS + kv_head, count):
-                for first_merged in range(0, length * QUERIES, MERGED_ROWS):
-                    merged = first_merged + tl.arange(0, MERGED_ROWS)
-                    is_merged = merged < length * QUERIES
-                    merged_tokens = merged // QUERIES
-                    merged_heads = kv_head * QUERIES + merged % QUERIES
-                    first_rows = (first * TOKENS + merged_tokens).to(tl.int64) * HEADS
-                    merged_y = merge_segments(
-                        partial_out, softmax_stats, first_rows + merged_heads, is_merged,
-                        count, TOKENS * HEADS, WIDTH, SEGMENTS_MAX, MERGED,
-                    )  # fmt: skip
-                    merged_y = merged_y * value_scale
-                    merged_rows = (first_row + merged_tokens).to(tl.int64) * HEADS + merged_heads
-                    tl.store(
-                        out + merged_rows[:, None] * D + channels[None, :],
-                        merged_y.to(out.dtype.element_ty),
-                        mask=is_merged[:, None] & (channels < D)[None, :],
-                    )
+        tl.store(partial_address, y, mask=is_row[:, None])
+        tl.store(softmax_stats + 2 * partial_rows, running_max, mask=is_row)
+        tl.store(softmax_stats + 2 * partial_rows + 1, running_sum, mask=is_row)
+    else:
+        y = y / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
+        y = y * (tl.load(scales + 1) if SCALED else 1.0)
+        out_rows = token_rows * HEADS + heads
+        out_address = out + out_rows[:, None] * D + channels[None, :]
+        tl.store(out_address, y.to(out.dtype.element_ty), mask=query_mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["scales"])
+def merge_tiles(
+    first_segments, out, partial_out, softmax_stats, scales,
+    HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    SEGMENTS_MAX: tl.constexpr, FIELDS: tl.constexpr, ALIGNMENT: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial outputs of `attend_tile`, for one query head of one new token."""
+    work_item, token, head = tl.program_id(0) // TOKENS, tl.program_id(0) % TOKENS, tl.program_id(1)
+    _, first_row, length, _, _, _, first, count = load_segment(
+        first_segments + work_item * FIELDS, ALIGNMENT
+    )
+    if token >= length:
+        return
+    y = merge_segments(
+        partial_out, softmax_stats, (first * TOKENS + token).to(tl.int64) * HEADS + head,
+        count, TOKENS * HEADS, WIDTH, SEGMENTS_MAX,
+    )  # fmt: skip
+    y = y * (tl.load(scales + 1) if SCALED else 1.0)
+    channels = tl.arange(0, WIDTH)
+    out_row = (first_row + token).to(tl.int64) * HEADS + head
+    tl.store(out + out_row * D + channels, y.to(out.dtype.element_ty), mask=channels < D)
 
 
 @triton.jit

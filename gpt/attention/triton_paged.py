@@ -3,8 +3,9 @@
 A work item is a decode token, or a run of prefill tokens. A program computes one segment of the
 keys of one work item, for one KV head. A kernel lists the segments of a step on the device, from
 the context lengths. It splits long contexts, so that a step with few sequences saturates the GPU's
-memory bandwidth, and a long context does not delay the other sequences. The program that finishes
-the last segment of a work item merges the partial outputs. The grid of a launch depends on the
+memory bandwidth, and a long context does not delay the other sequences. The partial outputs are
+merged by the program that finishes the last segment of a work item, or, with several queries per KV
+head, by another kernel. The grid of a launch depends on the
 numbers of work items and KV heads, not on context lengths, so a CUDA graph captured for a batch
 size serves all context lengths. Another kernel applies qk-norm and the rotary embedding, and stores
 keys and values. The reference implementations are gpt/attention/paged.py and, for fp8 pools,
@@ -38,9 +39,6 @@ SEGMENT_KEYS_MIN = 128
 # The number of keys of a segment is a multiple of this number, which is the size of most tiles.
 SEGMENT_ALIGNMENT = 64
 SEGMENTS_MAX = 32  # Maximum number of segments of a work item.
-# Maximum segments x rows x channels that a program merges at once: 64 registers per thread.
-MERGED_ELEMENTS_MAX = 8192
-MERGED_ROWS_MAX = 4  # Maximum number of output rows that `attend_tile` merges at once.
 SEGMENT_FIELDS = 8  # Numbers per segment in the list (gpt/attention/triton_kernels.py).
 LISTED_ITEMS = 128  # Number of work items that `list_segments` reads at once.
 # Maximum bytes of a tile of keys or values. 2 programs x 3 pipeline stages x 2 tiles (keys and
@@ -71,6 +69,7 @@ class SegmentList:
     """A list of key segments on the device, which the kernels of all layers of a step read."""
 
     segments: Tensor  # (1 + capacity, SEGMENT_FIELDS)
+    first_segments: Tensor  # (work items, SEGMENT_FIELDS)
     # (capacity x KV heads,) the number of finished segments of each work item; 0 between layers.
     # Empty if keys are not split.
     arrivals: Tensor
@@ -355,7 +354,7 @@ class _LayerLaunch:
         partial_rows = segment_list.capacity * tokens * heads if is_split else 0
         partial_out = q.new_empty(partial_rows * padded_head_dim, dtype=torch.float32)
         softmax_stats = q.new_empty(partial_rows * 2, dtype=torch.float32)
-        inputs = (q, kv, metadata.block_tables, segment_list.segments, segment_list.arrivals)
+        inputs = (q, kv, metadata.block_tables, segment_list.segments)
         outputs = (self.out, partial_out, softmax_stats, self.scales)
         strides = (*q.stride()[:2], metadata.block_tables.stride(0))
         # The programs of the longest segments start first. The work items of a prefill share keys,
@@ -378,17 +377,16 @@ class _LayerLaunch:
         if tokens == queries_per_kv_head == 1:
             kernels.attend_single[grid](
                 *inputs,
+                segment_list.arrivals,
                 *outputs,
                 *strides,
                 softmax_scale,
                 **constants,
                 TILE=tile_keys(padded_head_dim, kv, SINGLE_ELEMENTS_MAX),
                 STAGES=3,
-                MERGED=merged_segments(padded_head_dim),
                 num_warps=4,
             )
         else:
-            merged_rows = min(MERGED_ROWS_MAX, next_power_of_two(tokens * queries_per_kv_head))
             kernels.attend_tile[grid](
                 *inputs,
                 *outputs,
@@ -399,11 +397,23 @@ class _LayerLaunch:
                 TOKENS=tokens,
                 ROWS=rows,
                 TILE=min(64, tile_keys(padded_head_dim, q, TILE_ELEMENTS_MAX)),
-                MERGED=merged_segments(merged_rows * padded_head_dim),
-                MERGED_ROWS=merged_rows,
                 num_warps=8 if rows > 64 or q.dtype == torch.float32 else 4,
                 num_stages=3 if q.dtype in HALF_DTYPES else 2,
             )
+            if is_split:
+                kernels.merge_tiles[len(work_items) * tokens, heads](
+                    segment_list.first_segments,
+                    *outputs,
+                    HEADS=heads,
+                    D=head_dim,
+                    WIDTH=padded_head_dim,
+                    TOKENS=tokens,
+                    SEGMENTS_MAX=SEGMENTS_MAX,
+                    FIELDS=SEGMENT_FIELDS,
+                    ALIGNMENT=SEGMENT_ALIGNMENT,
+                    SCALED=self.scales is not None,
+                    num_warps=4,
+                )
 
     def _list_segments(self, work_items: WorkItems) -> SegmentList:
         """Launch the kernel that lists the segments of the work items for the layers' window."""
@@ -411,11 +421,13 @@ class _LayerLaunch:
         extra = max(1, EXTRA_PROGRAMS // kv_heads) if is_split else 0
         capacity = len(indices) + extra
         segments = indices.new_empty(1 + capacity, SEGMENT_FIELDS)
+        first_segments = indices.new_empty(len(indices), SEGMENT_FIELDS)
         kernels.list_segments[(1,)](
             indices,
             self.metadata.context_lengths,
             self.metadata.query_starts,
             segments,
+            first_segments,
             len(indices),
             work_items.tokens_max,
             self.window,
@@ -427,9 +439,8 @@ class _LayerLaunch:
             ITEMS=LISTED_ITEMS,
             num_warps=4,
         )
-        return SegmentList(
-            segments, indices.new_zeros(capacity * kv_heads if is_split else 0), capacity
-        )
+        arrivals = indices.new_zeros(capacity * kv_heads if is_split else 0)
+        return SegmentList(segments, first_segments, arrivals, capacity)
 
 
 def work_item_sizes(q: Tensor, kv: KV) -> list[int]:
@@ -466,11 +477,6 @@ def tile_keys(head_dim: int, like: Tensor, elements_max: int) -> int:
     """Return the number of keys (16 to 128) in a tile whose elements have the dtype of `like`."""
     keys_max = min(elements_max // head_dim, TILE_BYTES_MAX // (head_dim * like.element_size()))
     return max(16, min(128, keys_max))
-
-
-def merged_segments(elements: int) -> int:
-    """Return the number of segments to merge at once, with `elements` numbers each."""
-    return max(1, min(SEGMENTS_MAX, MERGED_ELEMENTS_MAX // elements))
 
 
 def next_power_of_two(count: int) -> int:
