@@ -62,7 +62,7 @@ class AttentionCase:
         )
 
 
-# Steps whose long contexts are split into segments. With the number of new tokens per sequence.
+# Steps whose long contexts are split into segments.
 UNEVEN_CASES = (
     AttentionCase(
         ((1, 3), (1, 2500), (1, 0), (1, 700)), (2, 1, 64), 16, None, torch.bfloat16, True, True
