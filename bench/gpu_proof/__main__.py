@@ -26,6 +26,7 @@ STAGES = (
     ("facts", "machine, and its limits", 40),
     ("compile", "Triton kernels are compiled", 90),
     ("smoke", "tokens equal the CPU's", 60),
+    ("commands", "generate, tune and serve", 90),
     ("tests", "GPU tests", 200),
     ("sanitizer", "memory checks of kernels and graphs", 60),
     ("steps", "kernels, gaps and waits of a step", 60),
@@ -63,8 +64,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_proof(flags: argparse.Namespace) -> int:
-    proof = ProofFile(
-        flags.out.resolve(), flags.commit or git_commit(), time.strftime("%Y-%m-%dT%H:%M:%S")
+    proof = ProofFile.continued(
+        flags.out.resolve(),
+        flags.commit or git_commit(),
+        flags.device,
+        time.strftime("%Y-%m-%dT%H:%M:%S"),
     )
     run_stages(
         make_stages(flags.device, flags.ranks, flags.only),
@@ -111,7 +115,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--only",
         nargs="+",
         metavar="STAGE",
-        help="stages to run (default: all)",
+        help="stages to run; the other stages of an earlier run of this commit in the folder stay "
+        "in the proof (default: all)",
     )
     parser.add_argument(
         "--commit",

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -45,7 +45,7 @@ def compile_in_processes(stage: StageContext, cache: Path) -> None:
     stage.figures.add("seconds", round(time.monotonic() - start, 1))
     binaries = sorted(cache.rglob("*.cubin"))
     stage.figures.add("kernels", len(binaries))
-    stage.figures.add("spills", dict(_spilled_bytes(binaries)))
+    stage.figures.add("spills", _spills(binaries))
     if errors:
         stage.figures.add("errors", errors)
         raise StageFailure(f"{len(errors)} combinations failed; the first: {errors[0]}")
@@ -65,17 +65,32 @@ def _compile_combination(combination: tuple[tuple[int, ...], tuple[str, str]]) -
     return f"{combination}: {''.join(last_lines)}" if process.returncode else ""
 
 
-def _spilled_bytes(binaries: list[Path]) -> Iterator[tuple[str, int]]:
-    """Yield the kernels that use the stack, with its bytes, by CUDA's or Triton's cuobjdump."""
+def _spills(binaries: list[Path]) -> dict[str, str]:
+    """Describe the kernels that use the stack, by name and dtypes, with CUDA's or Triton's tool."""
+    stack_bytes: dict[str, list[int]] = defaultdict(list)
     tool = shutil.which("cuobjdump") or _bundled_tool()
     if tool is None:
-        return
+        return {}
     for binary in binaries:
         command = [tool, "--dump-resource-usage", str(binary)]
         output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-        stack_bytes = sum(int(count) for count in re.findall(r"STACK:(\d+)", output))
-        if stack_bytes:
-            yield f"{binary.stem} {binary.parent.name[:8]}", stack_bytes
+        kernel_bytes = sum(int(count) for count in re.findall(r"STACK:(\d+)", output))
+        if kernel_bytes:
+            stack_bytes[f"{binary.stem}, {_pointer_types(binary.with_suffix('.ttir'))}"].append(
+                kernel_bytes
+            )
+    return {
+        kernel: f"{len(counts)} variants, {min(counts)} to {max(counts)} bytes a thread"
+        for kernel, counts in sorted(stack_bytes.items())
+    }
+
+
+def _pointer_types(intermediate_code: Path) -> str:
+    """Return the types of a kernel's pointers, from the intermediate code beside the binary."""
+    if not intermediate_code.exists():
+        return "unknown types"
+    types = re.findall(r"!tt\.ptr<(\w+)", intermediate_code.read_text("utf-8"))
+    return " ".join(sorted(set(types)))
 
 
 def _bundled_tool() -> str | None:

@@ -45,6 +45,12 @@ def _smoke(stage: StageContext) -> None:
     model_checks.check_tokens(stage)
 
 
+def _commands(stage: StageContext) -> None:
+    from bench.gpu_proof import command_checks
+
+    command_checks.check_commands(stage)
+
+
 def _tests(stage: StageContext) -> None:
     from bench.gpu_proof import test_runs
 
@@ -115,6 +121,7 @@ MEASUREMENTS: Mapping[str, Callable[[StageContext], None]] = {
     "facts": _facts,
     "compile": _compile,
     "smoke": _smoke,
+    "commands": _commands,
     "tests": _tests,
     "sanitizer": _sanitizer,
     "steps": _steps,

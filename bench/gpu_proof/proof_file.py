@@ -1,15 +1,16 @@
 """Proof file: the machine's facts and the stages of a proof, as JSON and as a Markdown table.
 
 The file is replaced atomically after every change, so a run that is killed leaves a valid file. A
+further run of the same commit in the same folder replaces only the stages that it runs. A
 stage has its status from the beginning: before it runs it counts as skipped, and while it runs as
 failed. The module does not know what a stage measures, and does not import torch.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from gpt.errors import ConfigError
 from gpt.files.atomic_files import write_atomic
@@ -47,9 +48,32 @@ class ProofFile:
     begun: str
     stages: list[StageResult] = field(default_factory=list)
 
+    @classmethod
+    def continued(cls, folder: Path, commit: str, device: str, begun: str) -> Self:
+        """Return a proof with the stages of an earlier run in this folder.
+
+        Runs belong together if they have the same commit, without other changes, and ran on the
+        same type of device (cuda, cpu).
+        """
+        proof = cls(folder, commit, begun)
+        try:
+            document = read_proof(proof.path)
+        except ConfigError:
+            return proof
+        earlier_device = str(document["facts"].get("device")).partition(":")[0]
+        if (document["commit"], earlier_device) == (commit, device) and _is_exact(commit):
+            proof.begun = document["begun"]
+            proof.stages = [StageResult(**stage) for stage in document["stages"]]
+        return proof
+
     @property
     def path(self) -> Path:
         return self.folder / JSON_NAME
+
+    def add_stages(self, stages: Sequence[StageResult]) -> None:
+        """Add stages that will run. They replace the stages of the same names."""
+        names = {stage.name for stage in stages}
+        self.stages = [*(stage for stage in self.stages if stage.name not in names), *stages]
 
     @property
     def document(self) -> dict[str, Any]:
@@ -100,11 +124,16 @@ def check_source(document: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"the proof is a rehearsal: its {name} is {facts[name]}; run it on a GPU"
             )
-    if commit == "none" or commit.endswith("+"):
+    if not _is_exact(commit):
         raise ConfigError(
             f"the commit of the proof is {commit!r}; run it in a checkout without changes, or name "
             "the commit with --commit"
         )
+
+
+def _is_exact(commit: str) -> bool:
+    """Whether the tree of the proof was this commit, without other changes."""
+    return commit != "none" and not commit.endswith("+")
 
 
 def format_tables(document: Mapping[str, Any]) -> str:

@@ -80,7 +80,7 @@ def run_stages(
     """Run the stages within `budget_s` seconds, and keep the proof file up to date."""
     end = time.monotonic() + budget_s
     results = [StageResult(stage.name, stage.title) for stage in stages]
-    proof.stages.extend(results)
+    proof.add_stages(results)
     proof.write()
     for stage, result in zip(stages, results, strict=True):
         remaining_s = end - time.monotonic()

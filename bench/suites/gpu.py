@@ -385,7 +385,7 @@ def _add_transformers(timings: _InterleavedTimings, sizes: GpuSizes) -> Any:
         )
         rng = random.Random(1)
 
-        @torch.inference_mode()
+        # Not in inference mode: a thread of the manager changes tensors that this thread creates.
         def time_batch() -> float:
             prompts = [
                 list(random_ids(rng, network.vocab_size, sizes.prompt_tokens))

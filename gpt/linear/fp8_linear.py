@@ -15,6 +15,7 @@ from torch import Tensor
 from gpt.linear.norm_activation import (
     FP8_ALIGNMENT,
     FP8_DTYPE,
+    MATMUL_ROWS_MIN,
     Fp8Rows,
     Rows,
     quantize_e4m3,
@@ -104,15 +105,34 @@ def scaled_matmul(
         bias = F.pad(bias, (0, padding))
     if not rows.values.is_cuda:
         return reference_matmul(rows, weight, bias, dtype)
-    return torch._scaled_mm(
-        rows.values,
+    rows_of_matmul = _with_rows_min(rows)
+    y = torch._scaled_mm(
+        rows_of_matmul.values,
         weight.values.t(),
-        scale_a=rows.scales,
+        scale_a=rows_of_matmul.scales,
         scale_b=weight.scales.t(),
         bias=bias,
         out_dtype=dtype,
         use_fast_accum=True,
     )
+    return y[: len(rows.values)]
+
+
+def _with_rows_min(rows: Fp8Rows) -> Fp8Rows:
+    """Return at least MATMUL_ROWS_MIN rows; the numbers in the added rows are arbitrary."""
+    count, channels = rows.values.shape
+    if count >= MATMUL_ROWS_MIN:
+        return rows
+    if rows.values.untyped_storage().nbytes() >= MATMUL_ROWS_MIN * channels:
+        # The kernel that wrote the rows has allocated memory for the added rows.
+        return Fp8Rows(
+            rows.values.as_strided((MATMUL_ROWS_MIN, channels), (channels, 1)),
+            rows.scales.as_strided((MATMUL_ROWS_MIN, 1), (1, 1)),
+        )
+    values = rows.values.new_zeros(MATMUL_ROWS_MIN, channels)
+    scales = rows.scales.new_ones(MATMUL_ROWS_MIN, 1)
+    values[:count], scales[:count] = rows.values, rows.scales
+    return Fp8Rows(values, scales)
 
 
 def reference_matmul(

@@ -2,8 +2,9 @@
 
 gpt/linear/triton_norm_activation.py launches the kernels. In the norm kernel, a program processes
 one row, which it keeps in registers. In the activation kernel, a program processes one block of a
-row; with fp8 output it processes a whole row, and reads it twice, because the absolute maximum is
-needed first. The kernels are memory-bound. NaN values stay NaN, so that later checks find them.
+row; with fp8 output it processes a whole row, because the absolute maximum is needed first: it
+keeps the row in registers, or reads a very wide row twice. The kernels are memory-bound. NaN values
+stay NaN, so that later checks find them.
 """
 
 import triton
@@ -77,12 +78,24 @@ def activate_row(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    SINGLE_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Apply the activation to one block of a row, or with e4m3 output to a whole row."""
+    """Apply the activation to one block of a row, or with e4m3 output to a whole row.
+
+    SINGLE_BLOCK: the block has all columns of the output, so that the row is read only once.
+    """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = x_ptr + row * width * (2 if GATED else 1)
-    if QUANTIZE:
+    if QUANTIZE and SINGLE_BLOCK:
+        offsets = tl.arange(0, BLOCK_SIZE)
+        x = apply_activation(row_ptr, offsets, width, ACTIVATION, GATED)
+        absmax = tl.maximum(tl.max(tl.abs(x), 0), ABSMAX_MIN_CONST)
+        tl.store(scales_ptr + row, tl.div_rn(absmax, FP8_MAX_CONST))
+        x = x * tl.div_rn(FP8_MAX_CONST, absmax)
+        out = out_ptr + row * out_width + offsets
+        tl.store(out, x.to(out_ptr.dtype.element_ty), offsets < out_width)
+    elif QUANTIZE:
         block_absmax = tl.zeros([BLOCK_SIZE], tl.float32)
         for start in range(0, width, BLOCK_SIZE):
             x = apply_activation(

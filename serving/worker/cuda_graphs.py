@@ -324,6 +324,9 @@ class _CudaGraphRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # One stream for all graphs: cuBLAS keeps a workspace of 32 MiB for each stream that it has
+        # ever used.
+        self._stream = torch.cuda.Stream(device)
 
     def __call__(self, work: Work) -> Work:
         with torch.cuda.device(self._device):
@@ -333,16 +336,18 @@ class _CudaGraphRecorder:
         # The first calls compile and tune kernels and initialize libraries. This may synchronize
         # with the device or call cudaMalloc, which is not allowed during capture. (New tensors are
         # allowed: they come from the graph's memory pool.)
-        side_stream, main_stream = torch.cuda.Stream(), torch.cuda.current_stream()
-        side_stream.wait_stream(main_stream)
-        with torch.cuda.stream(side_stream):
+        main_stream = torch.cuda.current_stream()
+        self._stream.wait_stream(main_stream)
+        with torch.cuda.stream(self._stream):
             for _ in range(2):
                 work()
-        main_stream.wait_stream(side_stream)
+        main_stream.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # If the work cannot be captured, `torch.cuda.graph` raises an error before it restores the
         # current stream. "thread_local": other threads may use the device during the capture.
-        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+        capture = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
         try:
             with torch.cuda.stream(main_stream), capture:
                 work()

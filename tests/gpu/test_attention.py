@@ -61,7 +61,7 @@ def rotary_attention() -> RotaryMake:
     return TritonAttention
 
 
-@pytest.mark.parametrize("seed", range(60))  # Most cases compile kernels of their own.
+@pytest.mark.parametrize("seed", range(36))  # Most cases compile kernels of their own.
 def test_triton_attention_equals_the_reference(seed: int) -> None:
     check_store_and_attend(AttentionCase.draw(seed), triton_attention(), CUDA)
 
@@ -78,7 +78,7 @@ def test_the_segments_of_uneven_contexts_contain_each_key_once() -> None:
     check_segment_lists(CUDA)
 
 
-@pytest.mark.parametrize("seed", range(30))  # Each case compiles a kernel of its own.
+@pytest.mark.parametrize("seed", range(20))  # Each case compiles a kernel of its own.
 def test_the_triton_kernel_for_rope_and_the_kv_store_equals_the_reference(seed: int) -> None:
     check_transform_and_store(RotaryCase.draw(seed), rotary_attention(), CUDA)
 
@@ -223,11 +223,8 @@ def copy_bytes_per_s() -> float:
         [100],
         [640],
         [8192],
-        [100_000],
         [100] * 8,
-        [2048] * 8,
         [640] * 64,
-        [2048] * 64,
         [100_000] + [640] * 63,
     ],
     ids=lambda contexts: f"{len(contexts)} x {contexts[0]}-{contexts[-1]}",

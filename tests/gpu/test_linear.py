@@ -89,7 +89,7 @@ def is_close_fp8(got: Fp8Rows, want: Fp8Rows) -> bool:
     """Casts of equal numbers are equal. Another order of sums may move a number to the next FP8."""
     got_rows = got.values.cpu().float() * got.scales.cpu()
     want_rows = want.values.cpu().float() * want.scales.cpu()
-    moved = float((got_rows != want_rows).double().mean())
+    moved = float((got.values.cpu().float() != want.values.float()).double().mean())
     return (
         is_close(got.scales, want.scales, 1e-5)
         and moved < 0.02
@@ -160,7 +160,7 @@ def test_zero_and_nan_rows_do_not_leak_into_other_rows_of_an_fp8_matmul() -> Non
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 64, 300])
-@pytest.mark.parametrize("shape", [(64, 64), (48, 44), (4096, 1024), (1536, 2000)])
+@pytest.mark.parametrize("shape", [(64, 64), (48, 44), (4096, 1024), (1536, 2000), (4096, 16384)])
 def test_an_fp8_matmul_equals_the_torch_reference(rows: int, shape: tuple[int, int]) -> None:
     """Tensor cores accumulate FP8 products with fewer digits than fp32; the limit allows for it.
 

@@ -8,6 +8,7 @@ counted; `captures` makes them errors, as they are during the capture of a CUDA 
 """
 
 import ctypes
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -60,12 +61,43 @@ class Counts:
     waits: list[str] = field(default_factory=list)  # Host reads, and waits for events.
 
 
+class MemoryLedger:
+    """The bytes of the tensors on the device, and their peak."""
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def add(self, x: Tensor) -> None:
+        """Count the storage of a tensor, until it is freed. Views share the storage."""
+        storage = x.untyped_storage()
+        key, storage_bytes = storage._cdata, storage.nbytes()
+        if key in self._storages:
+            return
+
+        def free(_: object) -> None:
+            del self._storages[key]
+            self.used_bytes -= storage_bytes
+
+        self._storages[key] = weakref.ref(storage, free)
+        self.used_bytes += storage_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    @contextmanager
+    def peak(self) -> Iterator[Callable[[], int]]:
+        """Yield a function that returns the largest growth of the bytes since the beginning."""
+        bytes_before = self.peak_bytes = self.used_bytes
+        yield lambda: self.peak_bytes - bytes_before
+
+
 class FakeDevice(TorchDispatchMode):
-    """Runs torch's operations on tensors of `DEVICE`, and counts them."""
+    """Runs torch's operations on tensors of `DEVICE`, and counts them and their memory."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake_mode = FakeTensorMode()
+        self.memory = MemoryLedger()
         self._pinned: set[int] = set()  # Addresses of storages in pinned memory.
         self._pinned_tensors: list[Tensor] = []  # They keep these addresses in use.
         self._captures = False
@@ -114,7 +146,8 @@ class FakeDevice(TorchDispatchMode):
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         if func in (ATTENTION, RMS_NORM) and isinstance(tensors[0], FakeTensor):
             self.launch(str(func))
-            y = torch.empty_like(tensors[0])
+            with self:
+                y = torch.empty_like(tensors[0])
             return y if func is ATTENTION else (y, torch.empty_like(y[..., :1]))
         with self:
             composite = func.decompose(*args, **kwargs)
@@ -148,6 +181,9 @@ class FakeDevice(TorchDispatchMode):
             self._copy_to_device(x, func, is_async=_is_non_blocking(func, args, kwargs))
         args, kwargs = tree_map(self._fake, (args, kwargs))
         y = func(*args, **kwargs)
+        for x in tree_flatten(y)[0]:
+            if isinstance(x, FakeTensor):
+                self.memory.add(x)
         if not (func.is_view or func in WITHOUT_LAUNCH or (is_copy and on_host)):
             self.launch(str(func))
         return y

@@ -16,7 +16,7 @@ import pytest
 from gpt.host_limits import usable_cores
 
 # Each process has a CUDA context of about 0.5 GB, and models of a few MB.
-WORKERS_MAX = 12
+WORKERS_MAX = 16
 SLOW_S = 10.0
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 

@@ -93,13 +93,15 @@ def test_norm_to_e4m3_agrees_with_torch(width: int, rms: bool) -> None:
     assert isinstance(exact, Tensor) and assert_same_rows(quantized, exact)
 
 
+@pytest.mark.parametrize("single_block_size_max", [16, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [*NAMES, *(f"{GATED_PREFIX}{name}" for name in NAMES)])
 def test_activations_agree_with_torch(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, single_block_size_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Rows of several tiles, the last tile not full.
-    monkeypatch.setattr(triton_norm_activation, "BLOCK_SIZE_MAX", 16)
+    # Rows of several blocks, the last block not full, and with e4m3 output also of one block.
+    monkeypatch.setattr(triton_norm_activation, "SINGLE_BLOCK_SIZE_MAX", single_block_size_max)
+    monkeypatch.setattr(triton_norm_activation, "BLOCK_SIZE", 16)
     monkeypatch.setattr(triton_norm_activation, "SPLIT_BLOCK_SIZE_MAX", 16)
     x = 3 * torch.randn(3, 76).to(dtype)
     assert is_close(

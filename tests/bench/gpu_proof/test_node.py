@@ -60,6 +60,7 @@ def measure_with_stub(rank: int) -> list[SumTimes]:
     return [right, measure_size(mesh, 8 * KIB), measure_size(mesh, BUFFER_BYTES + 16)]
 
 
+@pytest.mark.slow
 def test_each_kernel_is_timed_and_wrong_sums_are_noticed() -> None:
     for right, wrong, large in ranks(2, measure_with_stub):
         assert list(right.eager_s) == ["gloo", "one_shot", "two_shot", "multimem"]

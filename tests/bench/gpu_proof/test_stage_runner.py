@@ -102,3 +102,44 @@ sys.exit({exit_code})
 """
     (result,) = run(tmp_path, [stage("first", code)]).values()
     assert (result.status, result.reason) == (key, "no such device")
+
+
+def facts(device: str) -> str:
+    line = json.dumps({"figure": "device", "value": device})
+    return f"import sys; open(sys.argv[-1], 'a').write({line + chr(10)!r})"
+
+
+def continue_run(folder: Path, commit: str, device: str, stages: list[Stage]) -> ProofFile:
+    proof = ProofFile.continued(folder, commit, device, "2026-01-02T00:00:00")
+    run_stages(stages, proof, 600.0, lambda line: None)
+    return proof
+
+
+def test_a_further_run_of_the_same_commit_and_device_replaces_only_its_own_stages(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path, [stage("facts", facts("cuda: H100")), stage("first", "exit(3)")])
+    proof = continue_run(tmp_path, "abc", "cuda", [stage("second", WRITE_FIGURE)])
+    assert [(result.name, result.status) for result in proof.stages] == [
+        ("facts", "passed"),
+        ("first", "failed"),
+        ("second", "passed"),
+    ]
+    assert proof.begun == "2026-01-01T00:00:00"
+    proof = continue_run(tmp_path, "abc", "cuda", [stage("first", WRITE_FIGURE)])
+    assert {result.name: result.status for result in proof.stages} == {
+        "facts": "passed",
+        "first": "passed",
+        "second": "passed",
+    }
+    assert read_proof(proof.path)["facts"] == {"device": "cuda: H100"}
+
+
+@pytest.mark.parametrize(("commit", "device"), [("def", "cuda"), ("abc", "cpu"), ("abc+", "cuda")])
+def test_a_run_of_another_commit_or_device_begins_a_new_proof(
+    tmp_path: Path, commit: str, device: str
+) -> None:
+    run(tmp_path, [stage("facts", facts("cuda: H100"))])
+    proof = continue_run(tmp_path, commit, device, [stage("second", WRITE_FIGURE)])
+    assert [result.name for result in proof.stages] == ["second"]
+    assert proof.begun == "2026-01-02T00:00:00"

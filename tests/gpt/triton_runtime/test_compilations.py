@@ -1,5 +1,7 @@
 """Observation of Triton's compilations: one real compilation is reported once, with its seconds."""
 
+import gc
+import weakref
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,3 +46,30 @@ def test_a_compilation_is_reported_and_logged(
     assert seconds[::2] == [None, None]
     assert all(value is not None and value > 0 for value in seconds[1::2])
     assert caplog.text.count("event=kernel_compiled kernel=append_kv seconds=") == 2
+
+
+def test_the_object_of_an_observing_method_is_not_kept() -> None:
+    from triton import knobs
+
+    class Engine:
+        def __init__(self) -> None:
+            self.kernels: list[str] = []
+
+        def record(self, kernel: str, seconds: float | None) -> None:
+            self.kernels.append(kernel)
+
+    class Kernel:
+        name = "gpt.attention.append_kv"
+
+    engine = Engine()
+    with knobs.runtime.scope():
+        observe_compilations(engine.record)
+        hook = knobs.runtime.jit_cache_hook
+        assert hook is not None
+        hook(key="a", fn=Kernel)
+        assert engine.kernels == ["append_kv"]
+        deleted = weakref.ref(engine)
+        del engine
+        gc.collect()
+        assert deleted() is None
+        hook(key="b", fn=Kernel)

@@ -35,11 +35,12 @@ class SimulatedCuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream: object = MAIN
+        self.is_capturing = False
         self.is_invalid = False
         self.is_unusable = False  # The device has failed: it reports this when it is synchronized.
         replacements: dict[str, Callable[..., Any]] = {
             "CUDAGraph": lambda: self,
-            "Stream": SimulatedStream,
+            "Stream": lambda _: CAPTURE,
             "current_stream": lambda *_: self.stream,
             "stream": partial(_StreamContext, self),
             "device": lambda _: nullcontext(),
@@ -50,16 +51,16 @@ class SimulatedCuda:
         for name, replacement in replacements.items():
             monkeypatch.setattr(torch.cuda, name, replacement)
         monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
-        monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", CAPTURE)
 
     def replay(self) -> None:
         """Replay the graph; part of the interface of `CUDAGraph`."""
 
     def capture_begin(self, *_: object, **__: object) -> None:
-        self.is_invalid = False
+        self.is_capturing, self.is_invalid = True, False
 
     def capture_end(self) -> None:
         assert self.stream == CAPTURE
+        self.is_capturing = False
         if self.is_invalid:
             raise accelerator_error(901)
 
@@ -91,7 +92,7 @@ def failing_work(cuda: SimulatedCuda, error: Exception, *, breaks_device: bool) 
     """Work that runs, but fails while it is captured."""
 
     def work() -> None:
-        if cuda.stream == CAPTURE:
+        if cuda.is_capturing:
             cuda.is_invalid, cuda.is_unusable = True, breaks_device
             raise error
 
