@@ -1,11 +1,11 @@
 """Triton kernels of paged attention (flash-decoding and prefill), RoPE and writes to the KV pool.
 
 A program computes some queries of one KV head over one segment of the visible keys. It reads each
-key and value once, with an online softmax in fp32. gpt/attention/triton_paged.py launches the
-kernels. Decode is limited by memory bandwidth: a token reads 2 x context x D elements per KV head
-(an H200 has 4.8 TB/s). Prefill is limited by compute: 4 x D operations per query and visible key
-(an H200 has 989 TFLOP/s in bf16). The kernels read lengths on the device, without host
-synchronization.
+key and value once, with an online softmax in fp32. Another kernel lists the segments of a step,
+once for all layers. gpt/attention/triton_paged.py launches the kernels. Decode is limited by memory
+bandwidth: a token reads 2 x context x D elements per KV head (an H200 has 4.8 TB/s). Prefill is
+limited by compute: 4 x D operations per query and visible key (an H200 has 989 TFLOP/s in bf16).
+The kernels read lengths on the device, without host synchronization.
 """
 
 import triton
@@ -14,6 +14,14 @@ import triton.language as tl
 # A work item is a decode token, or a run of adjacent new tokens of one sequence. `work_items` has
 # two numbers per work item: the index of the sequence in the batch, and the index of the work
 # item's first token among the new tokens of the sequence.
+#
+# A segment is a range of the keys that a work item sees. `segments` is a list of segments, with
+# FIELDS numbers per segment. Before them are FIELDS numbers of which only the first is used: the
+# number of segments. The fields of a segment are the index of the sequence in the batch, the row of
+# the work item's first token, its number of tokens, the position of its first token, the begin and
+# the end of the range of keys, the index in the list of the work item's first segment, and the work
+# item's number of segments. The segments of a work item are adjacent. `first_segments` has the same
+# fields of the first segment of each work item.
 #
 # Compile-time constants of the kernels:
 # D: channels per head.
@@ -25,7 +33,10 @@ import triton.language as tl
 # TILE: keys that a program reads at once.
 # TOKENS: maximum number of new tokens of a work item.
 # ROWS: QUERIES x TOKENS, rounded up to a power of two; at least 16.
-# SEGMENTS: number of segments into which the keys of a work item are split.
+# SEGMENTS_MAX: maximum number of segments of a work item. 1: keys are not split.
+# ALIGNMENT: the number of keys of a segment is a multiple of this, except in the last one.
+# ITEMS: number of work items that `list_segments` reads at once.
+# FIELDS: numbers per segment.
 # STAGES: number of software pipeline stages of the loop over the keys.
 # SCALED: whether keys and values have scales: `scales[0]` for keys, `scales[1]` for values.
 # WINDOW: size of the attention window in tokens; 0: no window.
@@ -38,20 +49,139 @@ import triton.language as tl
 # numbers of sequences and tokens. Therefore the kernels are not specialized on it
 # (`do_not_specialize_on_alignment`), and a step launches only kernels that
 # `TritonAttention.compile_kernels` has compiled.
-STEP_TENSORS = ("block_tables", "context_lengths", "query_starts", "work_items", "scales")
+STEP_TENSORS = ("block_tables", "scales")
 
 
 @triton.jit
-def segment_range(low, high, segment, TILE: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Return the begin and the end of a segment of the keys [low, high).
+def item_keys(
+    work_items, context_lengths, query_starts, items, is_item, tokens_max, window,
+    ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Return six fields of each work item, in the order of a segment's fields.
 
-    All segments have the same number of tiles, except that the last ones can be shorter or empty.
-    The first segment begins at a multiple of TILE, possibly before `low`.
+    They are the sequence, the first row, the number of tokens, the first position, and the begin
+    and the end of the range of visible keys. The begin is rounded down to a multiple of ALIGNMENT.
+    A `window` of 0 means no window.
     """
-    first = low // TILE * TILE
-    segment_keys = tl.cdiv(tl.cdiv(high - first, TILE), SEGMENTS) * TILE
-    begin = first + segment * segment_keys
-    return begin, tl.minimum(begin + segment_keys, high)
+    sequences = tl.load(work_items + 2 * items, mask=is_item, other=0)
+    first_tokens = tl.load(work_items + 2 * items + 1, mask=is_item, other=0)
+    starts = tl.load(query_starts + sequences, mask=is_item, other=0)
+    lengths = tl.load(query_starts + sequences + 1, mask=is_item, other=0) - starts
+    contexts = tl.load(context_lengths + sequences, mask=is_item, other=0)
+    tokens = tl.minimum(lengths - first_tokens, tokens_max)
+    positions = contexts - lengths + first_tokens
+    begins = tl.where(window > 0, tl.maximum(positions + 1 - window, 0) // ALIGNMENT * ALIGNMENT, 0)
+    return sequences, starts + first_tokens, tokens, positions, begins, positions + tokens
+
+
+@triton.jit
+def split_keys(key_counts, segment_keys, SEGMENTS_MAX: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Return the keys per segment and the number of segments of each work item.
+
+    Each segment has at most `segment_keys` keys, unless there would be too many segments. A work
+    item without keys has one segment.
+    """
+    counts = tl.minimum(tl.maximum(tl.cdiv(key_counts, segment_keys), 1), SEGMENTS_MAX)
+    lengths = tl.cdiv(tl.cdiv(key_counts, counts), ALIGNMENT) * ALIGNMENT
+    return lengths, tl.maximum(tl.cdiv(key_counts, tl.maximum(lengths, 1)), 1)
+
+
+@triton.jit
+def store_segments(
+    addresses, mask, sequences, rows, tokens, positions, begins, ends, firsts, counts,
+    ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Store the fields of segments. The begin is stored as a multiple of ALIGNMENT."""
+    tl.store(addresses, sequences, mask=mask)
+    tl.store(addresses + 1, rows, mask=mask)
+    tl.store(addresses + 2, tokens, mask=mask)
+    tl.store(addresses + 3, positions, mask=mask)
+    tl.store(addresses + 4, begins // ALIGNMENT, mask=mask)
+    tl.store(addresses + 5, ends, mask=mask)
+    tl.store(addresses + 6, firsts, mask=mask)
+    tl.store(addresses + 7, counts, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["item_count", "tokens_max", "window", "extra", "segment_keys_min"],
+    do_not_specialize_on_alignment=["work_items", "context_lengths", "query_starts"],
+)
+def list_segments(
+    work_items, context_lengths, query_starts, segments, first_segments,
+    item_count, tokens_max, window, extra, segment_keys_min,
+    SEGMENTS_MAX: tl.constexpr, ALIGNMENT: tl.constexpr, FIELDS: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    """Split the visible keys of all work items into segments, and write the list of segments.
+
+    The list has at most `item_count + extra` segments. Work items with more than one segment are
+    first, because their segments usually have the most keys, and should start first. One program
+    writes the whole list.
+    """
+    total = 0
+    for first_item in range(0, item_count, ITEMS):
+        items = first_item + tl.arange(0, ITEMS)
+        is_item = items < item_count
+        _, _, _, _, begins, ends = item_keys(
+            work_items, context_lengths, query_starts, items, is_item, tokens_max, window, ALIGNMENT
+        )
+        total += tl.sum(tl.where(is_item, ends - begins, 0), 0)
+    # With segments of this size, each work item has one segment that is not full, and all work
+    # items have at most `extra` full segments.
+    segment_keys = tl.maximum(tl.cdiv(total, extra), segment_keys_min)
+    split_total = 0
+    for first_item in range(0, item_count, ITEMS):
+        items = first_item + tl.arange(0, ITEMS)
+        is_item = items < item_count
+        _, _, _, _, begins, ends = item_keys(
+            work_items, context_lengths, query_starts, items, is_item, tokens_max, window, ALIGNMENT
+        )
+        _, counts = split_keys(ends - begins, segment_keys, SEGMENTS_MAX, ALIGNMENT)
+        split_total += tl.sum(tl.where(is_item & (counts > 1), counts, 0), 0)
+    next_split, next_single = 0, split_total
+    for first_item in range(0, item_count, ITEMS):
+        items = first_item + tl.arange(0, ITEMS)
+        is_item = items < item_count
+        sequences, rows, tokens, positions, begins, ends = item_keys(
+            work_items, context_lengths, query_starts, items, is_item, tokens_max, window, ALIGNMENT
+        )
+        lengths, counts = split_keys(ends - begins, segment_keys, SEGMENTS_MAX, ALIGNMENT)
+        split_counts = tl.where(is_item & (counts > 1), counts, 0)
+        singles = tl.where(is_item & (counts == 1), 1, 0)
+        firsts = tl.where(
+            counts > 1,
+            next_split + tl.cumsum(split_counts, 0) - split_counts,
+            next_single + tl.cumsum(singles, 0) - singles,
+        )
+        for part in range(0, tl.max(tl.where(is_item, counts, 0), 0)):
+            begin = begins + part * lengths
+            store_segments(
+                segments + (1 + firsts + part) * FIELDS, is_item & (part < counts),
+                sequences, rows, tokens, positions, begin, tl.minimum(begin + lengths, ends),
+                firsts, counts, ALIGNMENT,
+            )  # fmt: skip
+        store_segments(
+            first_segments + items * FIELDS, is_item,
+            sequences, rows, tokens, positions, begins, tl.minimum(begins + lengths, ends),
+            firsts, counts, ALIGNMENT,
+        )  # fmt: skip
+        next_split += tl.sum(split_counts, 0)
+        next_single += tl.sum(singles, 0)
+    tl.store(segments, next_single)
+
+
+@triton.jit
+def load_segment(address, ALIGNMENT: tl.constexpr):
+    """Return the fields of a segment. The compiler knows that the begin is a multiple."""
+    return (
+        tl.load(address),
+        tl.load(address + 1),
+        tl.load(address + 2),
+        tl.load(address + 3),
+        tl.load(address + 4) * ALIGNMENT,
+        tl.load(address + 5),
+        tl.load(address + 6),
+        tl.load(address + 7),
+    )
 
 
 @triton.jit
@@ -78,26 +208,63 @@ def kv_offsets(
     return ((blocks * (2 * GROUPS) + kv_head) * BLOCK + tokens % BLOCK) * D
 
 
+@triton.jit
+def is_last_segment(arrivals, index, count):
+    """Count a finished segment; return whether all `count` segments of the work item are finished.
+
+    The program for which it is true then reads what the other programs have stored. The barrier and
+    the atomic addition order all stores of a program before the loads. The counter is 0 again for
+    the next layer.
+    """
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrivals + index, 1, sem="acq_rel", scope="gpu") == count - 1
+    if is_last:
+        tl.store(arrivals + index, 0)
+    return is_last
+
+
+@triton.jit
+def merge_segments(
+    partial_out, softmax_stats, first_row, count, stride,
+    WIDTH: tl.constexpr, SEGMENTS_MAX: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial outputs of a work item's `count` segments, for one row of the output.
+
+    `first_row`: the row of the first segment in `partial_out`. The next segment's row is `stride`
+    rows later. The loads bypass the L1 cache, which does not see the stores of other programs.
+    """
+    segments, channels = tl.arange(0, SEGMENTS_MAX), tl.arange(0, WIDTH)
+    rows, mask = first_row + segments.to(tl.int64) * stride, segments < count
+    segment_max = tl.load(
+        softmax_stats + 2 * rows, mask=mask, other=float("-inf"), cache_modifier=".cg"
+    )
+    total = tl.load(softmax_stats + 2 * rows + 1, mask=mask, other=0.0, cache_modifier=".cg")
+    address = partial_out + rows[:, None] * WIDTH + channels[None, :]
+    y = tl.load(address, mask=mask[:, None], other=0.0, cache_modifier=".cg")
+    segment_scales = tl.exp2(segment_max - finite_max(tl.max(segment_max, 0)))
+    total = tl.sum(total * segment_scales, 0)
+    return tl.sum(y * segment_scales[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+
+
 @triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=STEP_TENSORS)
 def attend_single(
-    q, kv, block_tables, context_lengths, query_starts, work_items,
-    out, partial_out, softmax_stats, scales,
+    q, kv, block_tables, segments, arrivals, out, partial_out, softmax_stats, scales,
     q_row, q_head, table_width, softmax_scale,
     GROUPS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, SCALED: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, SEGMENTS_MAX: tl.constexpr, FIELDS: tl.constexpr,
+    ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute decode attention with one query head per KV head (MHA), on the CUDA cores.
 
     Each lane (key position of a tile) has its own online softmax. The lanes are merged once, after
     the loop.
     """
-    kv_head, segment = tl.program_id(1), tl.program_id(2)
-    sequence = tl.load(work_items + 2 * tl.program_id(0))
-    row = tl.load(query_starts + sequence)
-    high = tl.load(context_lengths + sequence)
-    low = tl.maximum(high - WINDOW, 0) if WINDOW else 0
-    begin, end = segment_range(low, high, segment, TILE, SEGMENTS)
+    kv_head, segment = tl.program_id(0), tl.program_id(1)
+    sequence, row, _, position, begin, end, first, count = load_segment(
+        segments + (1 + segment) * FIELDS, ALIGNMENT
+    )
+    if segment >= tl.load(segments):
+        return
     channels, lanes = tl.arange(0, WIDTH), tl.arange(0, TILE)
     is_channel = channels < D
     softmax_scale *= tl.load(scales) if SCALED else 1.0
@@ -110,7 +277,9 @@ def attend_single(
     y = tl.zeros([TILE, WIDTH], tl.float32)
     for index in tl.range(begin, end, TILE, num_stages=STAGES):
         tokens = index + lanes
-        is_inside = (tokens >= low) & (tokens < end)
+        is_inside = tokens < end
+        if WINDOW:
+            is_inside &= tokens > position - WINDOW
         offsets = kv_offsets(
             block_tables + sequence * table_width, tokens, is_inside, kv_head, GROUPS, BLOCK, D
         )
@@ -129,60 +298,68 @@ def attend_single(
         running_max = new_max
     new_max = tl.max(running_max, 0)
     lane_scales = tl.exp2(running_max - finite_max(new_max))
-    running_sum = tl.sum(running_sum * lane_scales, 0)
-    y = tl.sum(y * lane_scales[:, None], 0)
-    if SEGMENTS > 1:
-        index = (tl.program_id(0).to(tl.int64) * GROUPS + kv_head) * SEGMENTS + segment
-        tl.store(partial_out + index * WIDTH + channels, y)
-        tl.store(softmax_stats + 2 * index, new_max)
-        tl.store(softmax_stats + 2 * index + 1, running_sum)
+    total = tl.sum(running_sum * lane_scales, 0)
+    merged = tl.sum(y * lane_scales[:, None], 0)
+    value_scale = tl.load(scales + 1) if SCALED else 1.0
+    out_address = out + (row.to(tl.int64) * GROUPS + kv_head) * D + channels
+    if count == 1:
+        merged = merged / tl.where(total == 0.0, 1.0, total) * value_scale
+        tl.store(out_address, merged.to(out.dtype.element_ty), mask=is_channel)
     else:
-        y = (
-            y
-            / tl.where(running_sum == 0.0, 1.0, running_sum)
-            * (tl.load(scales + 1) if SCALED else 1.0)
-        )
-        index = row.to(tl.int64) * GROUPS + kv_head
-        tl.store(out + index * D + channels, y.to(out.dtype.element_ty), mask=is_channel)
+        partial_row = segment.to(tl.int64) * GROUPS + kv_head
+        tl.store(partial_out + partial_row * WIDTH + channels, merged)
+        tl.store(softmax_stats + 2 * partial_row, new_max)
+        tl.store(softmax_stats + 2 * partial_row + 1, total)
+        first_row = first * GROUPS + kv_head
+        if is_last_segment(arrivals, first_row, count):
+            merged = value_scale * merge_segments(
+                partial_out, softmax_stats, first_row, count, GROUPS, WIDTH, SEGMENTS_MAX
+            )
+            tl.store(out_address, merged.to(out.dtype.element_ty), mask=is_channel)
 
 
 @triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=STEP_TENSORS)
 def attend_tile(
-    q, kv, block_tables, context_lengths, query_starts, work_items,
-    out, partial_out, softmax_stats, scales,
+    q, kv, block_tables, segments, out, partial_out, softmax_stats, scales,
     q_row, q_head, table_width, softmax_scale,
     GROUPS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, SCALED: tl.constexpr,
-    QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr, SEGMENTS_MAX: tl.constexpr, FIELDS: tl.constexpr,
+    ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of a work item's new tokens, for all query heads of one KV head.
 
-    A row of the output tile (ROWS, WIDTH) is one query head of one new token.
+    A row of the output tile (ROWS, WIDTH) is one query head of one new token. Another kernel merges
+    the partial outputs: with the merge or both kinds of output in this kernel, the loop over the
+    keys has too few registers, and is slower.
     """
-    kv_head, segment = tl.program_id(1), tl.program_id(2)
-    sequence = tl.load(work_items + 2 * tl.program_id(0))
-    first_token = tl.load(work_items + 2 * tl.program_id(0) + 1)
-    start = tl.load(query_starts + sequence)
-    length = tl.load(query_starts + sequence + 1) - start
-    past_length = tl.load(context_lengths + sequence) - length
+    HEADS: tl.constexpr = GROUPS * QUERIES
+    if SEGMENTS_MAX > 1:
+        kv_head, segment = tl.program_id(0), tl.program_id(1)
+    else:
+        # The work items of a sequence read the same keys, at best at the same time.
+        segment, kv_head = tl.program_id(0), tl.program_id(1)
+    sequence, first_row, length, position, begin, end, _, _ = load_segment(
+        segments + (1 + segment) * FIELDS, ALIGNMENT
+    )
+    if segment >= tl.load(segments):
+        return
     rows, channels, lanes = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
-    token_indices = first_token + rows // QUERIES
-    query_mask = ((rows < TOKENS * QUERIES) & (token_indices < length))[:, None] & (channels < D)[
-        None, :
-    ]
-    heads, token_rows = kv_head * QUERIES + rows % QUERIES, (start + token_indices).to(tl.int64)
+    is_row = rows < length * QUERIES
+    query_mask = is_row[:, None] & (channels < D)[None, :]
+    heads, token_rows = (
+        kv_head * QUERIES + rows % QUERIES,
+        (first_row + rows // QUERIES).to(tl.int64),
+    )
     query_address = q + (token_rows * q_row + heads * q_head)[:, None] + channels[None, :]
     query = tl.load(query_address, mask=query_mask, other=0.0)
     softmax_scale *= tl.load(scales) if SCALED else 1.0
-    high = past_length + tl.minimum(first_token + TOKENS, length)
-    low = tl.maximum(past_length + first_token + 1 - WINDOW, 0) if WINDOW else 0
-    begin, end = segment_range(low, high, segment, TILE, SEGMENTS)
     running_max = tl.full([ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
     y = tl.zeros([ROWS, WIDTH], tl.float32)
     for index in range(begin, end, TILE):
         tokens = index + lanes
-        is_inside = (tokens >= low) & (tokens < end)
+        is_inside = tokens < end
         offsets = kv_offsets(
             block_tables + sequence * table_width, tokens, is_inside, kv_head, GROUPS, BLOCK, D
         )
@@ -191,7 +368,7 @@ def attend_tile(
         keys = tl.load(address, mask=kv_mask, other=0.0).to(query.dtype)
         values = tl.load(address + GROUPS * BLOCK * D, mask=kv_mask, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * softmax_scale
-        distance = (past_length + token_indices)[:, None] - tokens[None, :]
+        distance = (position + rows // QUERIES)[:, None] - tokens[None, :]
         is_visible = is_inside[None, :] & (distance >= 0)
         if WINDOW:
             is_visible &= distance < WINDOW
@@ -205,54 +382,42 @@ def attend_tile(
         weights = weights.to(query.dtype)
         y = tl.dot(weights, values, y * rescale[:, None], input_precision="ieee")
         running_max = new_max
-    if SEGMENTS > 1:
-        index = tl.program_id(0).to(tl.int64) * TOKENS + rows // QUERIES
-        index = (index * (GROUPS * QUERIES) + heads) * SEGMENTS + segment
-        row_mask = (rows < TOKENS * QUERIES) & (token_indices < length)
-        tl.store(
-            partial_out + index[:, None] * WIDTH + channels[None, :], y, mask=row_mask[:, None]
-        )
-        tl.store(softmax_stats + 2 * index, running_max, mask=row_mask)
-        tl.store(softmax_stats + 2 * index + 1, running_sum, mask=row_mask)
+    if SEGMENTS_MAX > 1:
+        partial_rows = (segment * TOKENS + rows // QUERIES).to(tl.int64) * HEADS + heads
+        partial_address = partial_out + partial_rows[:, None] * WIDTH + channels[None, :]
+        tl.store(partial_address, y, mask=is_row[:, None])
+        tl.store(softmax_stats + 2 * partial_rows, running_max, mask=is_row)
+        tl.store(softmax_stats + 2 * partial_rows + 1, running_sum, mask=is_row)
     else:
         y = y / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
         y = y * (tl.load(scales + 1) if SCALED else 1.0)
-        index = token_rows * (GROUPS * QUERIES) + heads
-        out_address = out + index[:, None] * D + channels[None, :]
+        out_rows = token_rows * HEADS + heads
+        out_address = out + out_rows[:, None] * D + channels[None, :]
         tl.store(out_address, y.to(out.dtype.element_ty), mask=query_mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["query_starts", "work_items", "scales"])
-def merge_segments(
-    query_starts, work_items, out, partial_out, softmax_stats, scales,
-    HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr, SEGMENTS: tl.constexpr, SCALED: tl.constexpr,
+@triton.jit(do_not_specialize_on_alignment=["scales"])
+def merge_tiles(
+    first_segments, out, partial_out, softmax_stats, scales,
+    HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    SEGMENTS_MAX: tl.constexpr, FIELDS: tl.constexpr, ALIGNMENT: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial outputs of all segments, for one query head of one new token."""
-    work_item, head = tl.program_id(0) // TOKENS, tl.program_id(1)
-    sequence, first_token = (
-        tl.load(work_items + 2 * work_item),
-        tl.load(work_items + 2 * work_item + 1),
+    """Merge the partial outputs of `attend_tile`, for one query head of one new token."""
+    work_item, token, head = tl.program_id(0) // TOKENS, tl.program_id(0) % TOKENS, tl.program_id(1)
+    _, first_row, length, _, _, _, first, count = load_segment(
+        first_segments + work_item * FIELDS, ALIGNMENT
     )
-    row = tl.load(query_starts + sequence) + first_token + tl.program_id(0) % TOKENS
-    is_token = row < tl.load(query_starts + sequence + 1)
-    channels, segments = tl.arange(0, WIDTH), tl.arange(0, SEGMENTS)
-    segment_indices = (tl.program_id(0).to(tl.int64) * HEADS + head) * SEGMENTS + segments
-    segment_mask = segments < tl.where(is_token, SEGMENTS, 0)
-    segment_max = tl.load(softmax_stats + 2 * segment_indices, mask=segment_mask, other=0.0)
-    total = tl.load(softmax_stats + 2 * segment_indices + 1, mask=segment_mask, other=0.0)
-    address = partial_out + segment_indices[:, None] * WIDTH + channels[None, :]
-    y = tl.load(address, mask=segment_mask[:, None], other=0.0)
-    segment_scales = tl.exp2(segment_max - finite_max(tl.max(segment_max, 0)))
-    total = tl.sum(total * segment_scales, 0)
-    y = tl.sum(y * segment_scales[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    if token >= length:
+        return
+    y = merge_segments(
+        partial_out, softmax_stats, (first * TOKENS + token).to(tl.int64) * HEADS + head,
+        count, TOKENS * HEADS, WIDTH, SEGMENTS_MAX,
+    )  # fmt: skip
     y = y * (tl.load(scales + 1) if SCALED else 1.0)
-    index = row.to(tl.int64) * HEADS + head
-    tl.store(
-        out + index * D + channels,
-        y.to(out.dtype.element_ty),
-        mask=channels < tl.where(is_token, D, 0),
-    )
+    channels = tl.arange(0, WIDTH)
+    out_row = (first_row + token).to(tl.int64) * HEADS + head
+    tl.store(out + out_row * D + channels, y.to(out.dtype.element_ty), mask=channels < D)
 
 
 @triton.jit

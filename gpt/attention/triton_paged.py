@@ -1,15 +1,18 @@
 """Triton paged-attention backend: splits a batch into work items and launches the kernels.
 
-A program computes one work item (a decode token, or a run of prefill tokens) for one KV head. If
-there are too few programs to saturate the GPU's memory bandwidth, the keys are split into segments,
-and a second kernel merges the partial outputs. The number of segments depends on the numbers of
-work items and KV heads, not on context lengths, so a CUDA graph captured for a batch size serves
-all context lengths. Another kernel applies qk-norm and the rotary embedding, and stores keys and
-values. The reference implementations are gpt/attention/paged.py and, for fp8 pools,
+A work item is a decode token, or a run of prefill tokens. A program computes one segment of the
+keys of one work item, for one KV head. A kernel lists the segments of a step on the device, from
+the context lengths. It splits long contexts, so that a step with few sequences saturates the GPU's
+memory bandwidth, and a long context does not delay the other sequences. The partial outputs are
+merged by the program that finishes the last segment of a work item, or, with several queries per KV
+head, by another kernel. The grid of a launch depends on the
+numbers of work items and KV heads, not on context lengths, so a CUDA graph captured for a batch
+size serves all context lengths. Another kernel applies qk-norm and the rotary embedding, and stores
+keys and values. The reference implementations are gpt/attention/paged.py and, for fp8 pools,
 gpt/attention/fp8_kv_cache.py; of the rotary embedding, gpt/model/rotary_embedding.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import e, log2
 
 import numpy as np
@@ -25,18 +28,27 @@ from gpt.attention.varlen import padded_sdpa
 from gpt.batch import Batch
 from gpt.device_transfers import to_device
 
-# A launch of fewer programs than this splits the keys into segments. The number is about four for
-# each of the 132 multiprocessors of an H200. All GPUs use the same number, because the segments
-# determine the order of the sums over keys, and a different order gives slightly different results.
-PROGRAMS_MIN = 512
-# The possible numbers of segments. There are few, because each is a kernel variant to compile.
-SEGMENT_COUNTS = (1, 4, 32)
+# A launch has at most this number more programs than work items x KV heads. An H200 runs two to
+# four programs at once on each of its 132 multiprocessors. With several times as many programs,
+# none of them takes much longer than the others together. All GPUs use the same number, because the
+# segments determine the order of the sums over keys, and a different order gives slightly different
+# results.
+EXTRA_PROGRAMS = 512
+# Fewer keys than this are not split: the merge would take longer than it saves.
+SEGMENT_KEYS_MIN = 128
+# The number of keys of a segment is a multiple of this number, which is the size of most tiles.
+SEGMENT_ALIGNMENT = 64
+SEGMENTS_MAX = 32  # Maximum number of segments of a work item.
+SEGMENT_FIELDS = 8  # Numbers per segment in the list (gpt/attention/triton_kernels.py).
+LISTED_ITEMS = 128  # Number of work items that `list_segments` reads at once.
 # Maximum bytes of a tile of keys or values. 2 programs x 3 pipeline stages x 2 tiles (keys and
 # values) x 16 KiB = 192 KiB fit into the 227 KiB of shared memory of a multiprocessor.
 TILE_BYTES_MAX = 16 << 10
 # Maximum keys x channels of a tile. The fp32 accumulator of `attend_single` has as many elements as
-# a tile. At the maximum, it takes 64 registers per thread (a program has 128 threads).
-TILE_ELEMENTS_MAX = 8192
+# a tile. At the maximum, it takes 32 registers per thread (a program has 128 threads), and four
+# programs fit into a multiprocessor.
+SINGLE_ELEMENTS_MAX = 4096
+TILE_ELEMENTS_MAX = 8192  # The same of `attend_tile`, whose accumulator has rows of queries.
 # Maximum number of query rows of a tile, for heads of at most 128 channels; for wider heads, half
 # of this number. A query row is one query head of one token. In bf16 and fp16, each of two warp
 # groups computes 64 rows. fp32 runs on the CUDA cores, with smaller tiles.
@@ -53,6 +65,38 @@ TRANSFORM_ELEMENTS_PER_WARP = 512
 
 
 @dataclass(frozen=True)
+class SegmentList:
+    """A list of key segments on the device, which the kernels of all layers of a step read."""
+
+    segments: Tensor  # (1 + capacity, SEGMENT_FIELDS)
+    first_segments: Tensor  # (work items, SEGMENT_FIELDS)
+    # (capacity x KV heads,) the number of finished segments of each work item; 0 between layers.
+    # Empty if keys are not split.
+    arrivals: Tensor
+    capacity: int  # Maximum number of segments.
+
+
+@dataclass(frozen=True)
+class WorkItems:
+    """Work items of a step, on the device, which one launch per layer computes."""
+
+    # (work items, 2): the index of a sequence, and the index of the work item's first token among
+    # the new tokens of the sequence.
+    indices: Tensor
+    tokens_max: int  # Maximum number of new tokens of a work item.
+    # By window. The first layer with a window makes the list, and the later layers reuse it.
+    segment_lists: dict[int, SegmentList] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the keys of a work item may be split into segments."""
+        return self.tokens_max <= SPLIT_KEYS_TOKENS_MAX
+
+
+@dataclass(frozen=True)
 class TritonMetadata:
     """The batch as int32 device tensors, which the kernels of all layers of a step read.
 
@@ -63,15 +107,11 @@ class TritonMetadata:
     # (B + 1,) the flat row of each sequence's first new token, then the number of rows.
     query_starts: Tensor
     block_tables: Tensor  # (B, blocks)
-    # (work items, 2): the index of a sequence with one new token, and 0 (the index of the token).
-    decode_items: Tensor
-    # (work items, 2): the index of a sequence, and the index of the item's first token among the
-    # new tokens of the sequence. `short_items` are of sequences with 2 to SPLIT_KEYS_TOKENS_MAX new
-    # tokens, such as the verification of draft tokens, and `prefill_items` of longer ones.
-    short_items: Tensor
-    prefill_items: Tensor
-    short_tokens_max: int  # Maximum number of new tokens of a short work item.
-    prefill_tokens_max: int  # Maximum number of new tokens of a prefill work item.
+    # Of sequences with one new token; with 2 to SPLIT_KEYS_TOKENS_MAX new tokens, such as the
+    # verification of draft tokens; with more new tokens.
+    decode_items: WorkItems
+    short_items: WorkItems
+    prefill_items: WorkItems
 
     @classmethod
     def from_batch(cls, batch: Batch, queries_per_kv_head: int, like: Tensor) -> "TritonMetadata":
@@ -91,11 +131,9 @@ class TritonMetadata:
             batch.device_context_lengths,
             query_starts,
             batch.block_tables.int(),
-            decode_items,
-            decode_items[:0],
-            decode_items[:0],
-            1,
-            1,
+            WorkItems(decode_items, 1),
+            WorkItems(decode_items[:0], 1),
+            WorkItems(decode_items[:0], 1),
         )
 
     @classmethod
@@ -130,11 +168,9 @@ class TritonMetadata:
             context_lengths,
             device_starts,
             batch.block_tables.int(),
-            decode_items.view(-1, 2),
-            short_items.view(-1, 2),
-            prefill_items.view(-1, 2),
-            short_tokens,
-            prefill_tokens,
+            WorkItems(decode_items.view(-1, 2), 1),
+            WorkItems(short_items.view(-1, 2), short_tokens),
+            WorkItems(prefill_items.view(-1, 2), prefill_tokens),
         )
 
 
@@ -250,13 +286,13 @@ class TritonAttention(QKTransformBackend):
         q, out = _contiguous_rows(q), torch.empty_like(q, memory_format=torch.contiguous_format)
         launch = _LayerLaunch(q, kv, metadata, window or 0, layer_scales(self._scales, kv), out)
         with torch.cuda.device_of(q):
-            for work_items, tokens in (
-                (metadata.decode_items, 1),
-                (metadata.short_items, metadata.short_tokens_max),
-                (metadata.prefill_items, metadata.prefill_tokens_max),
+            for work_items in (
+                metadata.decode_items,
+                metadata.short_items,
+                metadata.prefill_items,
             ):
                 if len(work_items):
-                    launch.launch(work_items, tokens)
+                    launch.launch(work_items)
         return out
 
     def compile_kernels(self, q: Tensor, kv: KV, window: int | None) -> None:
@@ -274,30 +310,21 @@ class TritonAttention(QKTransformBackend):
             return
         self._compiled.add(signature)
         for tokens in work_item_sizes(q, kv):
-            for segments in SEGMENT_COUNTS if tokens <= SPLIT_KEYS_TOKENS_MAX else (1,):
-                self._compile_variant(q, kv, window, tokens, segments)
+            self._compile_variant(q, kv, window, tokens)
 
-    def _compile_variant(
-        self, q: Tensor, kv: KV, window: int | None, tokens: int, segments: int
-    ) -> None:
-        """Launch the kernels once: `tokens` per work item, its keys split into `segments`."""
-        # This number of work items gives `segments` segments (`segment_count`).
-        is_split = tokens <= SPLIT_KEYS_TOKENS_MAX
-        count = -(-PROGRAMS_MIN // (kv.shape[2] * segments)) if is_split else 1
-        indices = torch.arange(count + 1, dtype=torch.int32, device=q.device)
-        zeros = torch.zeros_like(indices[1:])
-        items = torch.stack([indices[:-1], zeros], dim=1)
-        metadata = TritonMetadata(
-            zeros, indices * tokens, zeros.unsqueeze(1), items, items, items, tokens, tokens
-        )
-        shape = count * tokens, *q.shape[1:]
+    def _compile_variant(self, q: Tensor, kv: KV, window: int | None, tokens: int) -> None:
+        """Launch the kernels once, for a sequence with `tokens` new tokens and no context."""
+        zeros = torch.zeros(1, 2, dtype=torch.int32, device=q.device)
+        items = WorkItems(zeros, tokens)
+        starts = torch.arange(2, dtype=torch.int32, device=q.device) * tokens
+        metadata = TritonMetadata(zeros[0, :1], starts, zeros, items, items, items)
+        shape = tokens, *q.shape[1:]
         rows = q.new_zeros(shape[0], max(q.stride(0), shape[1] * q.stride(1)))
         dummy_q = rows.as_strided(shape, (rows.shape[1], q.stride(1), 1))
         out = torch.empty_like(dummy_q, memory_format=torch.contiguous_format)
         scales = layer_scales(self._scales, kv)
         with torch.cuda.device_of(q):
-            launch = _LayerLaunch(dummy_q, kv, metadata, window or 0, scales, out)
-            launch.launch(items, tokens)
+            _LayerLaunch(dummy_q, kv, metadata, window or 0, scales, out).launch(items)
 
 
 @dataclass(frozen=True)
@@ -311,35 +338,29 @@ class _LayerLaunch:
     scales: Tensor | None
     out: Tensor
 
-    def launch(self, work_items: Tensor, tokens: int) -> None:
-        """Compute the output rows of `work_items`, which have at most `tokens` new tokens each."""
-        q = self.q
-        kv = self.kv
-        metadata = self.metadata
+    def launch(self, work_items: WorkItems) -> None:
+        """Compute the output rows of the work items."""
+        q, kv, metadata = self.q, self.kv, self.metadata
         _, heads, head_dim = q.shape
         kv_heads = kv.shape[2]
         padded_head_dim = max(ROWS_MIN, next_power_of_two(head_dim))
-        is_scaled = self.scales is not None
         queries_per_kv_head = heads // kv_heads
+        tokens, is_split = work_items.tokens_max, work_items.is_split
         rows = work_item_rows(tokens, queries_per_kv_head, q)
-        segments = (
-            segment_count(len(work_items) * kv_heads) if tokens <= SPLIT_KEYS_TOKENS_MAX else 1
-        )
-        partial_rows = len(work_items) * tokens * heads * segments if segments > 1 else 0
-        partial_out = torch.empty(
-            partial_rows * padded_head_dim, dtype=torch.float32, device=q.device
-        )
-        softmax_stats = torch.empty(partial_rows * 2, dtype=torch.float32, device=q.device)
-        inputs = (
-            q,
-            kv,
-            metadata.block_tables,
-            metadata.context_lengths,
-            metadata.query_starts,
-            work_items,
-        )
+        segment_list = work_items.segment_lists.get(self.window)
+        if segment_list is None:
+            segment_list = self._list_segments(work_items)
+            work_items.segment_lists[self.window] = segment_list
+        partial_rows = segment_list.capacity * tokens * heads if is_split else 0
+        partial_out = q.new_empty(partial_rows * padded_head_dim, dtype=torch.float32)
+        softmax_stats = q.new_empty(partial_rows * 2, dtype=torch.float32)
+        inputs = (q, kv, metadata.block_tables, segment_list.segments)
         outputs = (self.out, partial_out, softmax_stats, self.scales)
         strides = (*q.stride()[:2], metadata.block_tables.stride(0))
+        # The programs of the longest segments start first. The work items of a prefill share keys,
+        # so those of one KV head start together.
+        capacity = segment_list.capacity
+        grid = (kv_heads, capacity) if is_split else (capacity, kv_heads)
         # The kernels compute exp(x) as exp2(x * log2(e)); the GPU has an instruction for exp2.
         softmax_scale = log2(e) * head_dim**-0.5
         constants = {
@@ -348,22 +369,25 @@ class _LayerLaunch:
             "BLOCK": kv.shape[3],
             "D": head_dim,
             "WIDTH": padded_head_dim,
-            "SEGMENTS": segments,
-            "SCALED": is_scaled,
+            "SEGMENTS_MAX": SEGMENTS_MAX if is_split else 1,
+            "FIELDS": SEGMENT_FIELDS,
+            "ALIGNMENT": SEGMENT_ALIGNMENT,
+            "SCALED": self.scales is not None,
         }
         if tokens == queries_per_kv_head == 1:
-            kernels.attend_single[len(work_items), kv_heads, segments](
+            kernels.attend_single[grid](
                 *inputs,
+                segment_list.arrivals,
                 *outputs,
                 *strides,
                 softmax_scale,
                 **constants,
-                TILE=tile_keys(padded_head_dim, kv),
+                TILE=tile_keys(padded_head_dim, kv, SINGLE_ELEMENTS_MAX),
                 STAGES=3,
                 num_warps=4,
             )
         else:
-            kernels.attend_tile[len(work_items), kv_heads, segments](
+            kernels.attend_tile[grid](
                 *inputs,
                 *outputs,
                 *strides,
@@ -372,39 +396,55 @@ class _LayerLaunch:
                 QUERIES=queries_per_kv_head,
                 TOKENS=tokens,
                 ROWS=rows,
-                TILE=min(64, tile_keys(padded_head_dim, q)),
+                TILE=min(64, tile_keys(padded_head_dim, q, TILE_ELEMENTS_MAX)),
                 num_warps=8 if rows > 64 or q.dtype == torch.float32 else 4,
                 num_stages=3 if q.dtype in HALF_DTYPES else 2,
             )
-        if segments > 1:
-            kernels.merge_segments[len(work_items) * tokens, heads](
-                metadata.query_starts,
-                work_items,
-                *outputs,
-                HEADS=heads,
-                D=head_dim,
-                WIDTH=padded_head_dim,
-                TOKENS=tokens,
-                SEGMENTS=segments,
-                SCALED=is_scaled,
-                num_warps=4,
-            )
+            if is_split:
+                kernels.merge_tiles[len(work_items) * tokens, heads](
+                    segment_list.first_segments,
+                    *outputs,
+                    HEADS=heads,
+                    D=head_dim,
+                    WIDTH=padded_head_dim,
+                    TOKENS=tokens,
+                    SEGMENTS_MAX=SEGMENTS_MAX,
+                    FIELDS=SEGMENT_FIELDS,
+                    ALIGNMENT=SEGMENT_ALIGNMENT,
+                    SCALED=self.scales is not None,
+                    num_warps=4,
+                )
 
-
-def segment_count(programs: int) -> int:
-    """Return the number of key segments for a launch with `programs` programs per segment.
-
-    This is the smallest of SEGMENT_COUNTS that gives at least PROGRAMS_MIN programs. If none does,
-    it is the largest.
-    """
-    for count in SEGMENT_COUNTS:
-        if programs * count >= PROGRAMS_MIN:
-            return count
-    return SEGMENT_COUNTS[-1]
+    def _list_segments(self, work_items: WorkItems) -> SegmentList:
+        """Launch the kernel that lists the segments of the work items for the layers' window."""
+        indices, is_split, kv_heads = work_items.indices, work_items.is_split, self.kv.shape[2]
+        extra = max(1, EXTRA_PROGRAMS // kv_heads) if is_split else 0
+        capacity = len(indices) + extra
+        segments = indices.new_empty(1 + capacity, SEGMENT_FIELDS)
+        first_segments = indices.new_empty(len(indices), SEGMENT_FIELDS)
+        kernels.list_segments[(1,)](
+            indices,
+            self.metadata.context_lengths,
+            self.metadata.query_starts,
+            segments,
+            first_segments,
+            len(indices),
+            work_items.tokens_max,
+            self.window,
+            max(1, extra),
+            SEGMENT_KEYS_MIN if is_split else torch.iinfo(torch.int32).max // 2,
+            SEGMENTS_MAX=SEGMENTS_MAX,
+            ALIGNMENT=SEGMENT_ALIGNMENT,
+            FIELDS=SEGMENT_FIELDS,
+            ITEMS=LISTED_ITEMS,
+            num_warps=4,
+        )
+        arrivals = indices.new_zeros(capacity * kv_heads if is_split else 0)
+        return SegmentList(segments, first_segments, arrivals, capacity)
 
 
 def work_item_sizes(q: Tensor, kv: KV) -> list[int]:
-    """Return each number that a step may pass to `_LayerLaunch.launch` as `tokens`, ascending."""
+    """Return each number that `WorkItems.tokens_max` of a step may be, ascending."""
     longest_runs = range(SPLIT_KEYS_TOKENS_MAX, max(ROWS_MAX.values()) + 1)
     queries_per_kv_head = q.shape[1] // kv.shape[2]
     return sorted({1, *(work_item_tokens_max(n, queries_per_kv_head, q) for n in longest_runs)})
@@ -433,11 +473,9 @@ def work_item_rows(tokens: int, queries_per_kv_head: int, like: Tensor) -> int:
     return min(rows_max, max(ROWS_MIN, next_power_of_two(tokens * queries_per_kv_head)))
 
 
-def tile_keys(head_dim: int, like: Tensor) -> int:
+def tile_keys(head_dim: int, like: Tensor, elements_max: int) -> int:
     """Return the number of keys (16 to 128) in a tile whose elements have the dtype of `like`."""
-    keys_max = min(
-        TILE_ELEMENTS_MAX // head_dim, TILE_BYTES_MAX // (head_dim * like.element_size())
-    )
+    keys_max = min(elements_max // head_dim, TILE_BYTES_MAX // (head_dim * like.element_size()))
     return max(16, min(128, keys_max))
 
 

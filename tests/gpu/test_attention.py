@@ -17,11 +17,13 @@ from gpt.generation.generate import generate
 from gpt.parallel.mesh import Mesh
 from gpt.sampling_params import SamplingParams
 from tests.support.attention_cases import (
+    UNEVEN_CASES,
     AttentionCase,
     Make,
     check_device_context_lengths,
     check_nan_isolation,
     check_row_without_slot,
+    check_segment_lists,
     check_store_and_attend,
     paged_logits,
 )
@@ -62,6 +64,18 @@ def rotary_attention() -> RotaryMake:
 @pytest.mark.parametrize("seed", range(36))  # Most cases compile kernels of their own.
 def test_triton_attention_equals_the_reference(seed: int) -> None:
     check_store_and_attend(AttentionCase.draw(seed), triton_attention(), CUDA)
+
+
+@pytest.mark.parametrize("attention_case", UNEVEN_CASES)
+def test_triton_attention_over_uneven_contexts_equals_the_reference(
+    attention_case: AttentionCase,
+) -> None:
+    check_store_and_attend(attention_case, triton_attention(), CUDA)
+
+
+def test_the_segments_of_uneven_contexts_contain_each_key_once() -> None:
+    triton_attention()
+    check_segment_lists(CUDA)
 
 
 @pytest.mark.parametrize("seed", range(20))  # Each case compiles a kernel of its own.
@@ -132,15 +146,16 @@ def test_logits_over_an_fp8_kv_pool_are_close_to_those_over_an_fp32_pool() -> No
 
 
 def decode_step(
-    sequences: int, context: int, heads: tuple[int, int, int], *, fp8_kv: bool = False
+    contexts: list[int], heads: tuple[int, int, int], *, fp8_kv: bool = False
 ) -> tuple[Batch, Tensor, Tensor]:
     """The batch of a decode step, its queries, and a KV pool with its blocks in random order."""
     groups, queries, width = heads
-    blocks = -(-context // 16)
-    order = torch.randperm(sequences * blocks, device=CUDA)
-    batch = Batch.paged([1] * sequences, [context - 1] * sequences, order.view(-1, blocks), 16)
-    kv = torch.randn(sequences * blocks, 2, groups, 16, width, device=CUDA).bfloat16()
-    q = torch.randn(sequences, groups * queries, width, device=CUDA).bfloat16()
+    counts = [-(-context // 16) for context in contexts]
+    blocks = torch.randperm(sum(counts), device=CUDA).split(counts)
+    tables = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True)
+    batch = Batch.paged([1] * len(contexts), [context - 1 for context in contexts], tables, 16)
+    kv = torch.randn(sum(counts), 2, groups, 16, width, device=CUDA, dtype=torch.bfloat16)
+    q = torch.randn(len(contexts), groups * queries, width, device=CUDA).bfloat16()
     if fp8_kv:
         kv = quantize_fp8(kv).view(FP8_DTYPE)
     return batch, q, kv
@@ -149,7 +164,7 @@ def decode_step(
 @pytest.mark.parametrize("heads", [(8, 1, 128), (4, 8, 128)])
 def test_a_captured_graph_replays_with_other_context_lengths(heads: tuple[int, int, int]) -> None:
     attention = triton_attention()(None)
-    captured_batch, q, kv = decode_step(3, 700, heads)
+    captured_batch, q, kv = decode_step([5000] * 3, heads)
     assert captured_batch.block_tables is not None
     tables = captured_batch.block_tables.int()
     context_lengths = torch.full((3,), 1, dtype=torch.int32, device=CUDA)
@@ -157,7 +172,7 @@ def test_a_captured_graph_replays_with_other_context_lengths(heads: tuple[int, i
     def attend() -> Tensor:
         batch = Batch(
             (1,) * 3,
-            (2047,) * 3,
+            (5007,) * 3,
             captured_batch.positions,
             captured_batch.slot_mapping,
             tables,
@@ -173,9 +188,12 @@ def test_a_captured_graph_replays_with_other_context_lengths(heads: tuple[int, i
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         replayed = attend()
-    for contexts in ([700, 1, 17], [16, 500, 699]):
+    for contexts in ([700, 1, 17], [16, 500, 699], [1, 5000, 300], [4990, 4000, 2]):
         context_lengths.copy_(torch.tensor(contexts))
         graph.replay()
+        first = replayed.clone()
+        graph.replay()
+        assert torch.equal(replayed, first)
         past = [context - 1 for context in contexts]
         batch = Batch.paged([1] * 3, past, captured_batch.block_tables, 16)
         assert torch.equal(replayed, attention.attend(q, q, q, batch, kv, None))
@@ -198,23 +216,40 @@ def copy_bytes_per_s() -> float:
 
 
 @pytest.mark.parametrize("fp8_kv", [False, True])
+@pytest.mark.parametrize("heads", [(32, 1, 128), (8, 4, 128)])
 @pytest.mark.parametrize(
-    ("sequences", "context"), [(1, 640), (1, 8192), (8, 2048), (32, 640), (64, 2048)]
+    "contexts",
+    [
+        [100],
+        [640],
+        [8192],
+        [100] * 8,
+        [640] * 64,
+        [100_000] + [640] * 63,
+    ],
+    ids=lambda contexts: f"{len(contexts)} x {contexts[0]}-{contexts[-1]}",
 )
 def test_decode_bandwidth(
-    sequences: int, context: int, fp8_kv: bool, copy_bytes_per_s: float
+    contexts: list[int], heads: tuple[int, int, int], fp8_kv: bool, copy_bytes_per_s: float
 ) -> None:
-    """The heads are the target model's (32 x 128). Each decode step reads its own KV pool."""
+    """Each decode step reads its own KV pool."""
     attention = triton_attention()(None)
+    groups, queries, width = heads
+    step_elements = 2 * sum(contexts) * groups * width
     steps = [
-        decode_step(sequences, context, (32, 1, 128), fp8_kv=fp8_kv)
-        for _ in range(max(2, (256 << 20) // (sequences * context * 32 * 128 * 4)))
+        decode_step(contexts, heads, fp8_kv=fp8_kv)
+        for _ in range(max(2, min(64, (256 << 20) // (2 * step_elements))))
     ]
     reference = Fp8KVAttention().attend if fp8_kv else ragged_attention
-    for batch, q, kv in steps:  # The first calls also compile the kernels, before the capture.
-        got = attention.attend(q, q, q, batch, kv, None)
-        want = reference(q, q, q, batch, kv, None)
-        assert (got - want).abs().max() < 0.05 * want.abs().max()
+    # The first calls also compile the kernels and make the metadata, before the capture.
+    outputs = [attention.attend(q, q, q, batch, kv, None) for batch, q, kv in steps]
+    got, (batch, q, kv) = outputs[0], steps[0]
+    for row in {0, len(contexts) - 1}:
+        assert batch.block_tables is not None
+        alone = Batch.paged([1], [contexts[row] - 1], batch.block_tables[row : row + 1], 16)
+        row_q = q[row : row + 1]
+        want = reference(row_q, row_q, row_q, alone, kv, None)
+        assert (got[row] - want[0]).abs().max() < 0.05 * want.abs().max()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for batch, q, kv in steps:
@@ -227,9 +262,10 @@ def test_decode_bandwidth(
     end.record()
     end.synchronize()
     seconds = begin.elapsed_time(end) / 1000 / 5 / len(steps)
-    rate = 2 * sequences * context * 32 * 128 * steps[0][2].element_size() / seconds
+    rate = step_elements * steps[0][2].element_size() / seconds
     print(
-        f"decode of {sequences} x {context} tokens{' with FP8 KV' * fp8_kv}: "
-        f"{seconds * 1e6:.0f} us, {rate / 1e12:.2f} TB/s, {rate / copy_bytes_per_s:.0%} of a copy"
+        f"decode of {len(contexts)} contexts of {contexts[0]} to {contexts[-1]} tokens, {groups} x "
+        f"{queries} heads{', FP8 KV' * fp8_kv}: {seconds * 1e6:.1f} us, {rate / 1e12:.2f} TB/s, "
+        f"{rate / copy_bytes_per_s:.0%} of a copy"
     )
     assert seconds > 0

@@ -30,6 +30,8 @@ SCALES = [[1.0, 1.0], [0.5, 2.0]]
 
 
 Make = Callable[[Tensor | None], AttentionBackend]
+# Contexts of a batch of which one is much longer than the others.
+UNEVEN_CONTEXTS = [640] * 40 + [100_000] + [1, 0, 255, 257] + [640] * 19
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,17 @@ class AttentionCase:
             fp8_kv=draw.random() < 0.4,
             scaled=draw.random() < 0.3,
         )
+
+
+# Steps whose long contexts are split into segments.
+UNEVEN_CASES = (
+    AttentionCase(
+        ((1, 3), (1, 2500), (1, 0), (1, 700)), (2, 1, 64), 16, None, torch.bfloat16, True, True
+    ),
+    AttentionCase(((1, 2500), (1, 30)), (3, 1, 80), 16, 1000, torch.float32),
+    AttentionCase(((1, 3), (1, 2500), (4, 1000), (3, 5)), (2, 4, 64), 32, None, torch.float16),
+    AttentionCase(((2, 2000), (1, 2500), (30, 600)), (1, 9, 16), 16, 1500, torch.bfloat16),
+)
 
 
 def check_store_and_attend(attention_case: AttentionCase, make: Make, device: torch.device) -> None:
@@ -95,20 +108,25 @@ def check_store_and_attend(attention_case: AttentionCase, make: Make, device: to
 
 
 def check_device_context_lengths(make: Make, device: torch.device) -> None:
-    """Check that context lengths on the device give the same output, in longer block tables too."""
+    """Check that context lengths on the device give the same output, in longer block tables too.
+
+    The layers of a step, which share the metadata of the batch, must give the same output too.
+    """
+    past_lengths = [0, 40, 700]
     for heads in ((2, 1, 64), (2, 4, 64)):
-        step = case([1] * 3, [0, 40, 130], heads, 16, torch.float32)
+        step = case([1] * 3, past_lengths, heads, 16, torch.float32)
         assert step.batch.block_tables is not None
         backend = make(None)
         tables = step.batch.block_tables.to(device)
-        host_batch = Batch.paged([1] * 3, [0, 40, 130], tables, 16)
+        host_batch = Batch.paged([1] * 3, past_lengths, tables, 16)
         q, k, v, kv = (x.to(device) for x in (step.q, step.k, step.v, step.kv))
         want = backend.attend(q, k, v, host_batch, kv, None)
+        assert torch.equal(backend.attend(q, k, v, host_batch, kv, None), want)
         ends = torch.tensor(host_batch.context_lengths, dtype=torch.int32, device=device)
         longer = torch.nn.functional.pad(tables.int(), (0, 7))
         recorded = Batch(
             (1,) * 3,
-            (255,) * 3,
+            (815,) * 3,
             host_batch.positions,
             host_batch.slot_mapping,
             longer,
@@ -186,6 +204,45 @@ def check_nan_isolation(make: Make, device: torch.device) -> None:
         finite = output.isfinite().all(-1)[new_tokens:].view(2, new_tokens, 2)
         assert finite[0].tolist() == [[True, False]] * new_tokens
         assert finite[1].tolist() == [[False, True]] * new_tokens
+
+
+def check_segment_lists(device: torch.device) -> None:
+    """Check that segments contain each visible key once, and that a long context is split."""
+    from gpt.attention import triton_paged
+
+    for kv_heads, window in ((32, 0), (8, 0), (8, 3000)):
+        contexts = torch.tensor(UNEVEN_CONTEXTS, dtype=torch.int32, device=device)
+        q, kv = (
+            torch.zeros(shape, device=device)
+            for shape in ((1, kv_heads, 16), (1, 2, kv_heads, 16, 16))
+        )
+        starts = torch.arange(len(contexts) + 1, dtype=torch.int32, device=device)
+        indices = torch.stack([starts[:-1], torch.zeros_like(starts[:-1])], 1)
+        items = triton_paged.WorkItems(indices, 1)
+        metadata = triton_paged.TritonMetadata(contexts, starts, indices, items, items, items)
+        launch = triton_paged._LayerLaunch(q, kv, metadata, window, None, q)
+        segment_list = launch._list_segments(items)
+        count = int(segment_list.segments[0, 0])
+        assert len(contexts) <= count <= segment_list.capacity
+        segments = segment_list.segments[1 : count + 1].tolist()
+        extra = segment_list.capacity - len(contexts)
+        alignment = triton_paged.SEGMENT_ALIGNMENT
+        keys_max = alignment + max(
+            triton_paged.SEGMENT_KEYS_MIN,
+            -(-sum(UNEVEN_CONTEXTS) // extra),
+            -(-max(UNEVEN_CONTEXTS) // triton_paged.SEGMENTS_MAX),
+        )
+        for sequence, context in enumerate(UNEVEN_CONTEXTS):
+            own = [(index, x) for index, x in enumerate(segments) if x[0] == sequence]
+            first = own[0][0]
+            assert [index for index, _ in own] == list(range(first, first + len(own)))
+            ends = [max(0, context - window) // alignment * alignment if window else 0]
+            for _, (_, row, tokens, position, begin, end, first_segment, count) in own:
+                assert [row, tokens, position] == [sequence, 1, context - 1]
+                assert begin * alignment == ends[-1] and end - ends[-1] <= keys_max
+                assert [first_segment, count] == [first, len(own)]
+                ends.append(end)
+            assert ends[-1] == context
 
 
 def check_row_without_slot(make: Make, device: torch.device) -> None:
@@ -282,6 +339,9 @@ def main(first: int, count: int) -> None:
     torch.set_num_threads(1)
     patch_interpreter()
     device = torch.device("cpu")
+    check_segment_lists(device)
+    # An interpreted program is slow, so there are few; short contexts are split too.
+    triton_paged.EXTRA_PROGRAMS, triton_paged.SEGMENT_KEYS_MIN = 40, 64
     for seed in range(first, first + count):
         attention_case = AttentionCase.draw(seed)
         try:
@@ -296,7 +356,8 @@ def main(first: int, count: int) -> None:
         check_row_without_slot,
     ):
         check(backend, device)
-    triton_paged.PROGRAMS_MIN = 8  # An interpreted program is slow.
+    for attention_case in UNEVEN_CASES:
+        check_store_and_attend(attention_case, backend, device)
     check_preparation(backend, device)
 
 

@@ -86,11 +86,7 @@ class Launch:
             self.function.arg_names[position]: value
             for (position,), value in self.specialization["constants"].items()
         }
-        shown = [
-            f"{name}={constants[name]}"
-            for name in ("SEGMENTS", "TOKENS", "ROWS")
-            if name in constants
-        ]
+        shown = [f"{name}={constants[name]}" for name in ("TOKENS", "ROWS") if name in constants]
         return " ".join([self.name, *shown])
 
     def compile(self) -> KernelResources:
@@ -208,7 +204,6 @@ def compile_case(case: str) -> Resources:
                 getattr(torch, kv_dtype),
                 rotary=rotary,
             )
-            layer.run_lengths([1] * 8, [300] * 8)
             layer.run_lengths([1] * 60 + [3, 200], [300] * 62)
     return {launch.label: asdict(launch.compile()) for launch in launches.values()}
 

@@ -62,7 +62,7 @@ def test_short_runs_beside_a_chunk_have_work_items_of_their_own() -> None:
 
     step = case([1, 3, 100, 2], [5, 900, 40, 7], (8, 1, 128), 16, torch.bfloat16)
     metadata = TritonMetadata.from_batch(step.batch, 1, step.q)
-    assert metadata.decode_items.tolist() == [[0, 0]]
-    assert metadata.short_items.tolist() == [[1, 0], [3, 0]]
-    assert metadata.prefill_items.tolist() == [[2, 0]]
-    assert (metadata.short_tokens_max, metadata.prefill_tokens_max) == (4, 128)
+    assert metadata.decode_items.indices.tolist() == [[0, 0]]
+    assert metadata.short_items.indices.tolist() == [[1, 0], [3, 0]]
+    assert metadata.prefill_items.indices.tolist() == [[2, 0]]
+    assert (metadata.short_items.tokens_max, metadata.prefill_items.tokens_max) == (4, 128)
