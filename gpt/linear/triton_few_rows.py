@@ -32,7 +32,7 @@ class Blocks:
 # Chosen for an H100. Its 132 multiprocessors need at least one program each, and together several
 # MB in flight.
 WIDE_BLOCKS = Blocks(columns=64, channels=128, stages=6)
-NARROW_BLOCKS = Blocks(columns=32, channels=256, stages=6)
+NARROW_BLOCKS = Blocks(columns=32, channels=512, stages=3)
 GATED_BLOCKS = Blocks(columns=32, channels=128, stages=6)  # Of each half of the weight.
 WIDE_COLUMNS_MIN = 8192
 
