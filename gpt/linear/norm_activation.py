@@ -24,8 +24,8 @@ FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0  # The largest e4m3 value.
 ABSMAX_MIN = 1e-12  # Lower bound of a row's absolute maximum, so that no scale is 0.
 FP8_ALIGNMENT = 16  # fp8 matmuls need a multiple of this number of channels.
-# cuBLASLt has no fp8 kernel for some shapes with fewer rows, such as 1 row of 16384 channels.
-MATMUL_ROWS_MIN = 16
+# cuBLASLt has no fp8 kernel for some shapes with fewer rows, such as 16 rows of 16384 channels.
+MATMUL_ROWS_MIN = 32
 # The dtypes that the Triton kernels support, and the largest row width of the norm kernel, which
 # holds a whole row in registers. The activation kernel reads rows of any width block by block.
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
