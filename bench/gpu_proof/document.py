@@ -69,23 +69,23 @@ class HardwareLabel:
 LABELS = (
     HardwareLabel(
         "docs/engine.md",
-        "**Not yet run on hardware:** the Triton kernels equal the reference implementation",
+        "**Not all tests have passed on hardware.** The Triton kernels ran on an H100",
         ("compile", "tests"),
     ),
     HardwareLabel(
         "docs/engine.md",
-        "**Not yet run on hardware:** linear backends, accuracy check and all-reduce.",
-        ("tests", "all-reduce", "node-tokens"),
+        "**Not all tests have passed on hardware.** The fused linears, fp8 and its accuracy check",
+        ("tests",),
     ),
     HardwareLabel(
         "docs/engine.md",
-        "**Not yet run on hardware:** the capture of graphs, and the speed of graphs",
-        ("smoke", "tests", "steps"),
+        "**Not yet run on hardware:** the all-reduce of several GPUs,",
+        ("all-reduce", "node-tokens"),
     ),
     HardwareLabel(
         "README.md",
-        "but not yet run on a device:",
-        ("tests", "all-reduce", "node-tokens", "rank-loss"),
+        "but not yet run on a device: NCCL, all-reduce through symmetric memory,",
+        ("all-reduce", "node-tokens", "rank-loss"),
     ),
 )
 

@@ -20,7 +20,7 @@ WARPS = 4
 
 
 @dataclass(frozen=True)
-class Blocks:
+class ExpertBlocks:
     """The sizes of the blocks of a matmul."""
 
     rows: int
@@ -31,8 +31,8 @@ class Blocks:
 
 
 # Of those measured on an H100 the fastest. 16 is the smallest number of rows of tensor cores.
-BLOCKS_FOR_FEW_PAIRS = Blocks(16, 32, 32, 256, 3)
-BLOCKS_FOR_MORE_PAIRS = Blocks(32, 64, 32, 128, 4)
+BLOCKS_FOR_FEW_PAIRS = ExpertBlocks(16, 32, 32, 256, 3)
+BLOCKS_FOR_MORE_PAIRS = ExpertBlocks(32, 64, 32, 128, 4)
 
 
 def choose_experts(
