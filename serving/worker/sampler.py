@@ -43,6 +43,10 @@ _TOPK_SIZES = (256, 4096)
 # copy of its logits in fp32.
 _SCORED_ROWS_MAX = 64
 
+# Maximum number of logits that are processed in fp64 at once. The temporary tensors of all sampling
+# rules together take about 72 bytes for each of these logits; sorting them on a GPU takes more.
+_PROCESSED_LOGITS_MAX = 2 << 20
+
 _NEGATIVE_INFINITY = float("-inf")
 # Draws the tokens of the rows with a temperature above 0: (logits, parameters, tokens).
 RowKernel = Callable[[Tensor, Tensor, Tensor], None]
@@ -199,7 +203,8 @@ class Sampler:
         # Rows whose logits are processed (penalties, bans, guides, temperature) before a token is
         # chosen. The other rows are drawn directly, or need only the argmax.
         processed_rows = np.flatnonzero(~self._is_greedy[slot_ids] & ~is_drawn_directly)
-        if len(processed_rows) == len(slot_ids):
+        rows_max = max(1, _PROCESSED_LOGITS_MAX // logits.shape[-1])
+        if len(processed_rows) == len(slot_ids) <= rows_max:
             tokens = self._process_and_sample(
                 logits.to(torch.float64, copy=True),
                 slot_ids,
@@ -214,12 +219,13 @@ class Sampler:
             if is_drawn_directly.any():
                 parameters = self._step_parameters(slot_ids, position_ids)
                 self._draw_in_kernel(logits, parameters, is_drawn_directly, tokens)
-            if len(processed_rows):
-                rows = to_device(processed_rows, logits.device)
+            for start in range(0, len(processed_rows), rows_max):
+                chunk_rows = processed_rows[start : start + rows_max]
+                rows = to_device(chunk_rows, logits.device)
                 tokens[rows] = self._process_and_sample(
                     logits[rows].to(torch.float64),
-                    slot_ids[processed_rows],
-                    position_ids[processed_rows],
+                    slot_ids[chunk_rows],
+                    position_ids[chunk_rows],
                     uses_kernel=uses_kernel,
                 )
         scored_rows = np.flatnonzero(self._top_counts[slot_ids] >= 0)

@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -119,7 +120,9 @@ def test_tokens_equal_the_reference_sampler_in_any_batch(data: st.DataObject) ->
         if chance.random() < 0.3:
             logits = logits.round()  # Ties.
         before = logits.clone()
-        sampled = sampler.sample(logits, slots, [running[slot].position for slot in slots])
+        rows_at_once = chance.choice([1, 2, 1000])
+        with mock.patch("serving.worker.sampler._PROCESSED_LOGITS_MAX", rows_at_once * V):
+            sampled = sampler.sample(logits, slots, [running[slot].position for slot in slots])
         assert torch.equal(logits, before)
         assert sampled.tokens == [
             running[slot].reference_token(row) for slot, row in zip(slots, logits, strict=True)
