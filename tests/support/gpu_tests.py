@@ -18,6 +18,7 @@ from gpt.host_limits import usable_cores
 # Each process has a CUDA context of about 0.5 GB, and models of a few MB.
 WORKERS_MAX = 16
 SLOW_S = 10.0
+DEVICE_CHECK = "tests.support.gpu_device_check"
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 
@@ -42,7 +43,7 @@ class ImmediateReports:
 
 
 def main(options: list[str]) -> int:
-    arguments = ["-m", "gpu", "-W", "default", *worker_options(), *options]
+    arguments = ["-m", "gpu", "-W", "default", "-p", DEVICE_CHECK, *worker_options(), *options]
     return int(pytest.main(arguments, plugins=[ImmediateReports()]))
 
 
