@@ -75,6 +75,9 @@ def profile_workloads(stage: StageContext) -> None:
         "mixed": ([short] * (sizes.profiled_requests - 1) + [long], GREEDY),
         "sampled": ([short] * sizes.profiled_requests, SAMPLED),
     }
+    if stage.on_gpu:
+        with profile(activities=[ProfilerActivity.CUDA]):  # The first profile starts for a second.
+            torch.zeros(1, device=stage.device)
     compilations = _profile_network(stage, network, workloads)
     compilations += _profile_network(
         stage, sizes.rotary_network, {"rotary, one request": ([short], GREEDY)}
