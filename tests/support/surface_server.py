@@ -219,7 +219,8 @@ def answers(server: Server, adapter: str) -> dict[str, Any]:
     for path, stream_request in streams.items():
         streamed = {**stream_request, "stream": True, "stream_options": {"include_usage": True}}
         _, headers, data = server.ask("POST", path, streamed)
-        events = [line.removeprefix("data: ") for line in data.decode().split("\n\n") if line]
+        blocks = data.decode().split("\n\n")
+        events = [line.removeprefix("data: ") for line in blocks if line.startswith("data: ")]
         lines = keys([json.loads(event) for event in events[:-1]])
         body_keys[f"{path}, streamed"] = {
             # Which field is null in a chunk depends on how tokens are grouped into chunks.

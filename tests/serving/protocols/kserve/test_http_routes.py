@@ -89,7 +89,8 @@ def test_texts_equal_those_of_grpc(
     assert inferred.json()["outputs"][0]["data"] == [expected]
     assert generated.json()["text_output"] == expected
     assert streamed.headers["content-type"].startswith("text/event-stream")
-    chunks = [json.loads(line[6:]) for line in streamed.text.split("\n\n") if line]
+    lines = streamed.text.split("\n\n")
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
     assert len(chunks) > 1 and "".join(chunk["text_output"] for chunk in chunks) == expected
     assert chunks[0]["model_name"] == model.partition("/")[0]
 
