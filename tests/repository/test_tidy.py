@@ -219,13 +219,27 @@ FORBIDDEN_TEXTS = {
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".proto", ".yaml", ".yml", ".sh", ""}
 
 
+@cache  # Each rule needs the tree of each module.
+def parse(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+@cache
+def nodes_of(text: str) -> list[ast.AST]:
+    return list(ast.walk(parse(text)))
+
+
 class Module(NamedTuple):
     path: str  # Relative to the repository root, with slashes.
     text: str
 
     @property
     def tree(self) -> ast.Module:
-        return ast.parse(self.text)
+        return parse(self.text)
+
+    @property
+    def nodes(self) -> list[ast.AST]:
+        return nodes_of(self.text)
 
     @property
     def folder(self) -> str:
@@ -254,7 +268,7 @@ def modules() -> list[Module]:
 
 
 def positional_parameters(module: Module) -> Iterator[Breach]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             names = [argument.arg for argument in node.args.posonlyargs + node.args.args]
             count = len([name for name in names if name not in ("self", "cls")])
@@ -270,7 +284,7 @@ def module_docstring(module: Module) -> Iterator[Breach]:
 
 def imports(module: Module) -> Iterator[tuple[int, str]]:
     """Yield (line, dotted name) of every import, also in functions, and of import_module("...")."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, name.name) for name in node.names)
         elif isinstance(node, ast.ImportFrom):
