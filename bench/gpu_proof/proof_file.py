@@ -104,8 +104,11 @@ def read_proof(path: Path) -> dict[str, Any]:
     """Read a proof file; raise ConfigError if it is none, or of another format version."""
     try:
         document = json.loads(path.read_text("utf-8"))
-        version, _ = document["version"], document["stages"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version = document["version"]
+        if version == FORMAT_VERSION:
+            _ = document["commit"], document["begun"], document["facts"].items()
+            _ = [StageResult(**stage) for stage in document["stages"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not a proof file ({error!r})") from None
     if version != FORMAT_VERSION:
         raise ConfigError(

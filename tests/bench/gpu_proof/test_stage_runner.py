@@ -9,6 +9,7 @@ import pytest
 from bench.gpu_proof import stage_runner
 from bench.gpu_proof.proof_file import ProofFile, StageResult, read_proof
 from bench.gpu_proof.stage_runner import LIMIT_S_MIN, Stage, run_stages
+from gpt.errors import ConfigError
 
 WRITE_FIGURE = """
 import json, sys
@@ -143,3 +144,23 @@ def test_a_run_of_another_commit_or_device_begins_a_new_proof(
     proof = continue_run(tmp_path, commit, device, [stage("second", WRITE_FIGURE)])
     assert [result.name for result in proof.stages] == ["second"]
     assert proof.begun == "2026-01-02T00:00:00"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"version": 1, "stages": []}',
+        '{"version": 1, "commit": "abc", "begun": "x", "facts": [], "stages": []}',
+        '{"version": 1, "commit": "abc", "begun": "x", "facts": {}, "stages": [{"name": "facts"}]}',
+    ],
+)
+def test_a_damaged_proof_is_refused_and_replaced_by_the_next_run(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "gpu_proof.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="is not a proof file"):
+        read_proof(path)
+    proof = continue_run(tmp_path, "abc", "cuda", [stage("second", WRITE_FIGURE)])
+    assert [result.name for result in proof.stages] == ["second"]
+    assert read_proof(path)["commit"] == "abc"
