@@ -15,13 +15,13 @@ import triton.language as tl
 # two numbers per work item: the index of the sequence in the batch, and the index of the work
 # item's first token among the new tokens of the sequence.
 #
-# A segment is a range of the keys that a work item sees. `segments` is a list of segments, with
-# FIELDS numbers per segment. Before them are FIELDS numbers of which only the first is used: the
-# number of segments. The fields of a segment are the index of the sequence in the batch, the row of
-# the work item's first token, its number of tokens, the position of its first token, the begin and
-# the end of the range of keys, the index in the list of the work item's first segment, and the work
-# item's number of segments. The segments of a work item are adjacent. `first_segments` has the same
-# fields of the first segment of each work item.
+# A segment is a range of the keys that a work item sees. `segments` has rows of FIELDS numbers. The
+# first number of row 0 is the number of segments; each further row is a segment. The fields of a
+# segment are the index of the sequence in the batch, the row of the work item's first token, its
+# number of tokens, the position of its first token, the begin and the end of the range of keys, the
+# index in the list of the work item's first segment, and the work item's number of segments. The
+# segments of a work item are adjacent. `first_segments` has the same fields of the first segment of
+# each work item.
 #
 # Compile-time constants of the kernels:
 # D: channels per head.

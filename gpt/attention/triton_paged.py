@@ -48,7 +48,7 @@ TILE_BYTES_MAX = 16 << 10
 # a tile. At the maximum, it takes 32 registers per thread (a program has 128 threads), and four
 # programs fit into a multiprocessor.
 SINGLE_ELEMENTS_MAX = 4096
-TILE_ELEMENTS_MAX = 8192  # The same of `attend_tile`, whose accumulator has rows of queries.
+TILE_ELEMENTS_MAX = 8192  # Of `attend_tile`. Its accumulator does not grow with the tile of keys.
 # Maximum number of query rows of a tile, for heads of at most 128 channels; for wider heads, half
 # of this number. A query row is one query head of one token. In bf16 and fp16, each of two warp
 # groups computes 64 rows. fp32 runs on the CUDA cores, with smaller tiles.

@@ -65,7 +65,7 @@ def choose_experts_row(
 
 @triton.jit(do_not_specialize=["pairs"])
 def group_pairs(ids_ptr, order_ptr, group_ends_ptr, pairs, BLOCK_SIZE: tl.constexpr):
-    """Write the pairs of one expert to its place in the sorted pairs, and the end of the place.
+    """Write the indices of one expert's pairs to the list sorted by expert, and the group's end.
 
     `ids_ptr` has the expert of each pair. The pairs of an expert keep their order.
     """

@@ -25,7 +25,7 @@ class ExpertBlocks:
 
     rows: int
     columns: int
-    gated_columns: int  # Of a gated fc1, whose programs read two columns of weights for each one.
+    gated_columns: int  # Of a gated fc1: each output column needs two columns of weights.
     channels: int
     stages: int
 

@@ -16,8 +16,8 @@ from gpt.triton_runtime.availability import triton_unavailable_reason
 
 # The activation that torch._addmm_activation fuses into a matmul with bias on a GPU.
 EPILOGUE_ACTIVATION = "gelu_tanh"
-# What the Triton kernel computes: its largest number of rows, its dtypes, and the number of which
-# the channels are a multiple, so that each read of the weight has 16 aligned bytes.
+# Limits of the Triton kernel. The number of channels must be a multiple of CHANNEL_ALIGNMENT, so
+# that each load of the weight reads 16 aligned bytes.
 ROWS_MAX = 8
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 CHANNEL_ALIGNMENT = 16

@@ -100,7 +100,7 @@ class Sampler:
         self._seeds = np.zeros(slots, dtype=np.uint64)
         self._top_counts = np.full(slots, -1)  # Alternatives to report; -1: no scores.
         self._is_greedy = np.ones(slots, dtype=np.bool_)
-        # Slots whose tokens can be drawn from unprocessed logits, by the kernel.
+        # Slots for which the Triton kernel can sample from the unprocessed logits.
         self._is_drawn_directly = np.zeros(slots, dtype=np.bool_)
         self._row_kernel = _select_row_kernel(self._device, vocab_size)
         # Slots that need more than the argmax of their logits.

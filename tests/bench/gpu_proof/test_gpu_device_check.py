@@ -1,4 +1,4 @@
-"""A process of the GPU tests whose device fails ends, and only its last test fails."""
+"""GPU tests after an error of the device: the process ends, and a new one runs the later tests."""
 
 import os
 import subprocess

@@ -1,20 +1,15 @@
 """Triton kernels of experts without a GPU: interpreted, and compiled for GPUs."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 from gpt.linear.grouped_experts import TRITON_PAIRS_PER_EXPERT, GroupedExperts
 from tests.support.experts_cases import CONFIGS, make_backend, moe_layer
+from tests.support.interpreted_cases import check_interpreted_cases
 from tests.support.models import EXPERTS, SIGMOID_EXPERTS, build
 from tests.support.triton_compiled import SHARED_BYTES, recorded_launches
-
-ROOT = Path(__file__).resolve().parents[3]
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,18 +18,7 @@ pytestmark = [
 
 
 def test_interpreted_kernels_equal_torch() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    process = subprocess.run(
-        [*command, "tests/support/expert_kernel_cases.py"],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert " passed" in process.stdout
+    check_interpreted_cases("tests/support/expert_kernel_cases.py")
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,18 +1,13 @@
 """Triton row kernels without a GPU: interpreted, and compiled for GPUs."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 from gpt.linear.norm_activation import NormParameters
+from tests.support.interpreted_cases import check_interpreted_cases
 from tests.support.triton_compiled import SHARED_BYTES, recorded_launches
-
-ROOT = Path(__file__).resolve().parents[3]
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,25 +16,7 @@ pytestmark = [
 
 
 def test_interpreted_kernels_equal_the_torch_references() -> None:
-    process = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "tests/support/norm_activation_cases.py",
-        ],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert " passed" in process.stdout
+    check_interpreted_cases("tests/support/norm_activation_cases.py")
 
 
 @pytest.mark.filterwarnings("default:TRITON_DEFAULT_FP_FUSION")

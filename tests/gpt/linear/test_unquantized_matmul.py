@@ -1,11 +1,7 @@
 """Unquantized matmuls: which of them the Triton kernel computes, and the kernel without a GPU."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpt.linear import unquantized_matmul
 from gpt.linear.unquantized_matmul import ROWS_MAX, UnquantizedMatmul
+from tests.support.interpreted_cases import check_interpreted_cases
 from tests.support.triton_compiled import SHARED_BYTES, recorded_launches
 
-ROOT = Path(__file__).resolve().parents[3]
 needs_triton = pytest.mark.skipif(
     find_spec("triton") is None, reason="Triton is not installed: make tools"
 )
@@ -143,22 +139,4 @@ def test_kernels_compile_for_a_gpu_without_spills(dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @needs_triton
 def test_interpreted_kernels_equal_the_torch_reference() -> None:
-    process = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "tests/support/few_rows_cases.py",
-        ],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert " passed" in process.stdout
+    check_interpreted_cases("tests/support/few_rows_cases.py")

@@ -1,40 +1,18 @@
 """The sampler's Triton kernel without a GPU: interpreted, and its variants counted."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.interpreted_cases import check_interpreted_cases
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton: make tools")
 
 
 @pytest.mark.slow
 def test_the_interpreted_kernel_equals_the_reference_sampler() -> None:
-    process = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "tests/support/sampling_cases.py",
-        ],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert " passed" in process.stdout
+    check_interpreted_cases("tests/support/sampling_cases.py")
 
 
 @pytest.mark.parametrize("vocabulary", [50257, 151936])
