@@ -32,10 +32,12 @@ def test_device(number):
 def test_later_tests_run_in_a_new_process(processes: int, tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text(TESTS)
     options = ["-q", "-p", DEVICE_CHECK, "-p", "no:cacheprovider", "-n", str(processes)]
+    # Not the variables of this test's own process, which can be one of pytest-xdist.
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     run = subprocess.run(
         module_command(["pytest", *options, tmp_path / "test_broken.py"]),
         cwd=tmp_path,
-        env=child_environment(os.environ),
+        env=child_environment(inherited),
         capture_output=True,
         text=True,
         timeout=60,
