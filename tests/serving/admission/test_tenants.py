@@ -156,14 +156,12 @@ def describe_error(error: grpc.RpcError) -> tuple[grpc.StatusCode, str, float]:
 
 
 def refusal_reason(channel: grpc.Channel, token: str) -> str:
-    """The reason of a refused call, UNAVAILABLE without a connection; empty if it is not refused."""
+    """The reason of a refused call, or "no connection"; empty if it is not refused."""
     try:
         generate(channel, bearer(token))
     except grpc.RpcError as error:
-        assert isinstance(error, grpc.Call)
-        if not dict(error.trailing_metadata() or ()):  # From the client's own gRPC library.
-            return error.code().name
-        return describe_error(error)[1]
+        has_reached_the_server = isinstance(error, grpc.Call) and error.trailing_metadata()
+        return describe_error(error)[1] if has_reached_the_server else "no connection"
     return ""
 
 
