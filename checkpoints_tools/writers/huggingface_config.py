@@ -236,7 +236,7 @@ TRAITS = (
     _flag_trait("mlp_bias", "biases in the MLP", "an MLP without biases"),
     _flag_trait("parallel_residual", "parallel_residual", "a residual that is not parallel"),
     Trait(lambda c: c.window_size or 0, lambda c: f"window_size {c.window_size}"),
-    Trait(_describe_experts, _describe_experts),
+    Trait(lambda c: c.moe_layers if any(c.moe_layers) else (), _describe_experts),
     _moe_trait("num_experts", "this number of experts"),
     _moe_trait("moe_router_topk", "this number of experts per token"),
     _moe_trait("moe_router_score_function", "this score function of the router"),
@@ -355,6 +355,62 @@ def _mixtral(config: GPTConfig) -> ConfigRecord:
     }
 
 
+def _qwen_expert_fields(config: GPTConfig) -> ConfigRecord:
+    return {
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.moe_router_topk,
+        "moe_intermediate_size": config.moe_ffn_hidden_size,
+        "norm_topk_prob": not config.moe_router_pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [
+            layer for layer, has_experts in enumerate(config.moe_layers) if not has_experts
+        ],
+    }
+
+
+def _qwen2_moe(config: GPTConfig) -> ConfigRecord:
+    return {
+        **_llama_like(config),
+        # Versions of transformers differ in the layers that a window applies to.
+        "use_sliding_window": False,
+        "qkv_bias": config.qkv_bias,
+        "shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+        **_qwen_expert_fields(config),
+    }
+
+
+def _qwen3_moe(config: GPTConfig) -> ConfigRecord:
+    return {
+        **_llama_like(config),
+        "use_sliding_window": config.window_size is not None,
+        "sliding_window": config.window_size,
+        "attention_bias": config.qkv_bias,
+        **_qwen_expert_fields(config),
+    }
+
+
+def _glm4_moe(config: GPTConfig) -> ConfigRecord:
+    shared_width = config.moe_shared_expert_intermediate_size
+    return {
+        **_llama_like(config),
+        **_rotary_fields(config, "rope_theta", "partial_rotary_factor"),
+        "attention_bias": config.qkv_bias,
+        "use_qk_norm": config.qk_layernorm,
+        # transformers has dense layers only before all layers with experts.
+        "first_k_dense_replace": (*config.moe_layers, True).index(True),
+        "n_routed_experts": config.num_experts,
+        "num_experts_per_tok": config.moe_router_topk,
+        "moe_intermediate_size": config.moe_ffn_hidden_size,
+        # transformers always has a shared expert, whose width is a multiple of this width.
+        "n_shared_experts": max(1, shared_width // config.moe_ffn_hidden_size),
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": config.moe_router_topk > 1,
+        "routed_scaling_factor": config.moe_router_topk_scaling_factor,
+        "num_nextn_predict_layers": 0,
+    }
+
+
 def _gpt_neox(config: GPTConfig) -> ConfigRecord:
     return {
         **_size_fields(config),
@@ -396,7 +452,7 @@ class FamilyWriter:
     # The family's code requires that hidden_size is a multiple of the number of heads, even if
     # head_dim is set.
     heads_divide_hidden: bool = False
-    has_experts: bool = False  # True: every layer has experts. False: no layer has experts.
+    has_experts: bool = False  # True: at least one layer has experts. False: none has experts.
 
 
 # In order of preference: the families that most other programs support are first.
@@ -406,6 +462,9 @@ FAMILY_WRITERS: Mapping[str, FamilyWriter] = {
     "qwen2": FamilyWriter(_qwen2, "Qwen2ForCausalLM", "silu"),
     "qwen3": FamilyWriter(_qwen3, "Qwen3ForCausalLM", "silu"),
     "mixtral": FamilyWriter(_mixtral, "MixtralForCausalLM", "silu", has_experts=True),
+    "qwen3_moe": FamilyWriter(_qwen3_moe, "Qwen3MoeForCausalLM", "silu", has_experts=True),
+    "qwen2_moe": FamilyWriter(_qwen2_moe, "Qwen2MoeForCausalLM", "silu", has_experts=True),
+    "glm4_moe": FamilyWriter(_glm4_moe, "Glm4MoeForCausalLM", "silu", has_experts=True),
     "gpt2": FamilyWriter(_gpt2, "GPT2LMHeadModel", "gelu_tanh", heads_divide_hidden=True),
     "gpt_neox": FamilyWriter(_gpt_neox, "GPTNeoXForCausalLM", "gelu", heads_divide_hidden=True),
     "starcoder2": FamilyWriter(_starcoder2, "Starcoder2ForCausalLM", "gelu_tanh"),

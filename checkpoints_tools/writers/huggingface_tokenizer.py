@@ -60,7 +60,7 @@ SLOW_NOTE = (
     "sentencepiece, and decodes unknown tokens to nothing"
 )
 # Families for which AutoTokenizer of transformers 5 does not load the slow class.
-FAST_ONLY_FAMILIES = ("mistral", "mixtral", "nemotron", "qwen2")
+FAST_ONLY_FAMILIES = ("glm4_moe", "mistral", "mixtral", "nemotron", "qwen2")
 # Fields of a source's tokenizer_config.json that do not change ids.
 COPIED_FIELDS = ("chat_template", "padding_side", "truncation_side")
 TEMPLATE_PATTERNS = ("*.jinja", "chat_template.json")

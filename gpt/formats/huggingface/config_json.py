@@ -46,7 +46,9 @@ GPT_FIELD_KEYS: Mapping[str, Sequence[str]] = {
         "norm_eps",
     ),
     "window_size": ("sliding_window",),
-    "num_experts": ("num_local_experts", "num_experts"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "moe_ffn_hidden_size": ("moe_intermediate_size",),
+    "moe_router_topk_scaling_factor": ("routed_scaling_factor",),
     "moe_router_topk": ("num_experts_per_tok",),
     "hidden_dropout": ("resid_pdrop", "hidden_dropout", "residual_dropout"),
     "attention_dropout": ("attn_pdrop", "attention_dropout"),
@@ -136,6 +138,14 @@ class ConfigJson:
             return None
         if not isinstance(value, list) or not all(isinstance(kind, str) for kind in value):
             raise self.invalid_field_error("layer_types", value, "a list of names")
+        return value
+
+    def layer_numbers(self, key: str) -> list[int]:
+        """Return a list of layer numbers; an absent or null list is empty."""
+        value = self.record.get(key)
+        value = [] if value is None else value
+        if not isinstance(value, list) or not all(type(number) is int for number in value):
+            raise self.invalid_field_error(key, value, "a list of layer numbers")
         return value
 
     def refuse(self, key: str, *allowed: object) -> None:

@@ -53,6 +53,14 @@ class Family:
     key_renames: Mapping[str, str] = field(default_factory=dict)
     # Suffix of a key that stacks all experts, and the suffixes of one expert's keys in `key_table`.
     fused_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Keys of config.json for the number of layers for multi-token prediction. Files have these
+    # layers after the model's layers; they are ignored.
+    mtp_layer_keys: tuple[str, ...] = ()
+
+    def mtp_layers(self, fields: ConfigJson) -> int:
+        return max(
+            [fields.count(key) for key in self.mtp_layer_keys if key in fields.record] or [0]
+        )
 
     def tensor_keys(self, name: str) -> TensorKeys | None:
         """Return the keys of a canonical tensor; None if the family does not have this tensor."""
@@ -169,6 +177,80 @@ def _mixtral(fields: ConfigJson) -> GPTConfig:
     )
 
 
+def _qwen2_moe(fields: ConfigJson) -> GPTConfig:
+    return _llama_like(
+        fields,
+        qkv_bias=fields.flag("qkv_bias"),
+        window_size=_qwen2_moe_window(fields),
+        moe_shared_expert_intermediate_size=fields.integer("shared_expert_intermediate_size"),
+        moe_shared_expert_gate=True,
+        **_qwen_expert_fields(fields),
+    )
+
+
+def _qwen3_moe(fields: ConfigJson) -> GPTConfig:
+    bias = fields.flag("attention_bias")
+    has_window = fields.flag("use_sliding_window")
+    return _llama_like(
+        fields,
+        qkv_bias=bias,
+        proj_bias=bias,
+        qk_layernorm=True,
+        window_size=(fields.integer("sliding_window", 0) or None) if has_window else None,
+        **_qwen_expert_fields(fields),
+    )
+
+
+def _qwen_expert_fields(fields: ConfigJson) -> dict[str, Any]:
+    """Return GPTConfig's fields of the experts of Qwen2-MoE and Qwen3-MoE."""
+    step = fields.count("decoder_sparse_step")
+    if step < 1:
+        raise fields.invalid_field_error(
+            "decoder_sparse_step", step, "a whole number of at least 1"
+        )
+    dense_layers = set(fields.layer_numbers("mlp_only_layers"))
+    return {
+        # transformers 5 writes the key `num_local_experts` for some families.
+        "num_experts": fields.count(
+            "num_local_experts" if "num_local_experts" in fields.record else "num_experts"
+        ),
+        "moe_layers": tuple(
+            layer not in dense_layers and (layer + 1) % step == 0
+            for layer in range(fields.count("num_hidden_layers"))
+        ),
+        "moe_router_topk": fields.integer("num_experts_per_tok"),
+        "moe_ffn_hidden_size": fields.integer("moe_intermediate_size"),
+        # A softmax over all experts whose top k are renormalized equals a softmax over the top k.
+        "moe_router_pre_softmax": not fields.flag("norm_topk_prob"),
+    }
+
+
+def _glm4_moe(fields: ConfigJson) -> GPTConfig:
+    top_k = fields.integer("num_experts_per_tok")
+    layers, dense_layers = fields.count("num_hidden_layers"), fields.count("first_k_dense_replace")
+    # GPTConfig has no groups of experts, and normalizes sigmoid scores if more than one is chosen.
+    fields.refuse("n_group", 1)
+    fields.refuse("topk_group", 1)
+    fields.refuse("norm_topk_prob", top_k > 1)
+    expert_width = fields.integer("moe_intermediate_size")
+    return _llama_like(
+        fields,
+        percent_key="partial_rotary_factor",
+        qkv_bias=fields.flag("attention_bias"),
+        qk_layernorm=fields.flag("use_qk_norm"),
+        num_experts=fields.count(
+            "num_local_experts" if "num_local_experts" in fields.record else "n_routed_experts"
+        ),
+        moe_layers=tuple(layer >= dense_layers for layer in range(layers)),
+        moe_router_topk=top_k,
+        moe_ffn_hidden_size=expert_width,
+        moe_router_score_function="sigmoid",
+        moe_router_expert_bias=True,
+        moe_router_topk_scaling_factor=fields.number("routed_scaling_factor"),
+        moe_shared_expert_intermediate_size=expert_width * fields.count("n_shared_experts"),
+    )
+
+
 def _starcoder2(fields: ConfigJson) -> GPTConfig:
     bias = fields.flag("use_bias")
     refuse_mixed_attention(fields)
@@ -245,6 +327,25 @@ def _qwen_window(fields: ConfigJson) -> int | None:
     return window if full_attention_layers == 0 else None
 
 
+def _qwen2_moe_window(fields: ConfigJson) -> int | None:
+    """Return Qwen2-MoE's attention window, which applies to every other layer by default."""
+    if not fields.flag("use_sliding_window"):
+        return None
+    window = fields.integer("sliding_window", 0)
+    types = fields.layer_types()
+    if types is None:
+        window_layers = min(fields.count("num_hidden_layers"), fields.count("max_window_layers"))
+        if not window or not window_layers:
+            return None
+        raise CheckpointError(
+            f"{fields.path}: use_sliding_window is true without layer_types, so every other layer "
+            "has sliding attention, which Preamble does not support; all layers must have the same "
+            "attention"
+        )
+    refuse_mixed_attention(fields)
+    return (window or None) if "sliding_attention" in types else None
+
+
 GPT2_KEYS: Mapping[str, TensorKeys] = {
     "embedding.word_embeddings.weight": "transformer.wte.weight",
     "embedding.position_embeddings.weight": "transformer.wpe.weight",
@@ -307,6 +408,45 @@ MIXTRAL_KEYS: Mapping[str, TensorKeys] = {
 MIXTRAL_FUSED_EXPERTS = {
     "experts.gate_up_proj": ("experts.{expert}.w1.weight", "experts.{expert}.w3.weight"),
     "experts.down_proj": ("experts.{expert}.w2.weight",),
+}
+
+# The experts of Qwen2-MoE, Qwen3-MoE and GLM-4 MoE.
+MOE_KEYS: Mapping[str, TensorKeys] = {
+    **LLAMA_KEYS,
+    "pre_mlp_layernorm.weight": "model.layers.{n}.post_attention_layernorm.weight",
+    "mlp.router.weight": "model.layers.{n}.mlp.gate.weight",
+    "mlp.experts.local_experts.{expert}.linear_fc1.weight": (
+        "model.layers.{n}.mlp.experts.{expert}.gate_proj.weight",
+        "model.layers.{n}.mlp.experts.{expert}.up_proj.weight",
+    ),
+    "mlp.experts.local_experts.{expert}.linear_fc2.weight": (
+        "model.layers.{n}.mlp.experts.{expert}.down_proj.weight"
+    ),
+}
+MOE_FUSED_EXPERTS = {
+    "experts.gate_up_proj": (
+        "experts.{expert}.gate_proj.weight",
+        "experts.{expert}.up_proj.weight",
+    ),
+    "experts.down_proj": ("experts.{expert}.down_proj.weight",),
+}
+QWEN2_MOE_KEYS: Mapping[str, TensorKeys] = {
+    **MOE_KEYS,
+    "mlp.shared_experts.linear_fc1.weight": (
+        "model.layers.{n}.mlp.shared_expert.gate_proj.weight",
+        "model.layers.{n}.mlp.shared_expert.up_proj.weight",
+    ),
+    "mlp.shared_experts.linear_fc2.weight": "model.layers.{n}.mlp.shared_expert.down_proj.weight",
+    "mlp.shared_experts.gate_weight": "model.layers.{n}.mlp.shared_expert_gate.weight",
+}
+GLM4_MOE_KEYS: Mapping[str, TensorKeys] = {
+    **MOE_KEYS,
+    "mlp.router.expert_bias": "model.layers.{n}.mlp.gate.e_score_correction_bias",
+    "mlp.shared_experts.linear_fc1.weight": (
+        "model.layers.{n}.mlp.shared_experts.gate_proj.weight",
+        "model.layers.{n}.mlp.shared_experts.up_proj.weight",
+    ),
+    "mlp.shared_experts.linear_fc2.weight": "model.layers.{n}.mlp.shared_experts.down_proj.weight",
 }
 
 # Llama's keys, with biases of norms and an MLP without a gate.
@@ -385,6 +525,49 @@ MIXTRAL_DEFAULTS = MISTRAL_DEFAULTS | {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+QWEN2_MOE_DEFAULTS = LLAMA_DEFAULTS | {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 16,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "qkv_bias": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": False,
+}
+QWEN3_MOE_DEFAULTS = LLAMA_DEFAULTS | {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 4,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+}
+GLM4_MOE_DEFAULTS = LLAMA_DEFAULTS | {
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": False,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
 STARCODER2_DEFAULTS = LLAMA_DEFAULTS | {
     "hidden_act": "gelu_pytorch_tanh",
     "norm_epsilon": 1e-5,
@@ -426,6 +609,20 @@ FAMILIES: Mapping[str, Family] = {
         "model.",
         key_renames={".mlp.": ".block_sparse_moe."},
         fused_experts=MIXTRAL_FUSED_EXPERTS,
+    ),
+    "qwen2_moe": Family(
+        _qwen2_moe, QWEN2_MOE_KEYS, QWEN2_MOE_DEFAULTS, "model.", fused_experts=MOE_FUSED_EXPERTS
+    ),
+    "qwen3_moe": Family(
+        _qwen3_moe, MOE_KEYS, QWEN3_MOE_DEFAULTS, "model.", fused_experts=MOE_FUSED_EXPERTS
+    ),
+    "glm4_moe": Family(
+        _glm4_moe,
+        GLM4_MOE_KEYS,
+        GLM4_MOE_DEFAULTS,
+        "model.",
+        fused_experts=MOE_FUSED_EXPERTS,
+        mtp_layer_keys=("num_nextn_predict_layers", "num_mtp_layers"),
     ),
     "starcoder2": Family(_starcoder2, STARCODER2_KEYS, STARCODER2_DEFAULTS, "model."),
     "nemotron": Family(_nemotron, UNGATED_KEYS, NEMOTRON_DEFAULTS, "model."),

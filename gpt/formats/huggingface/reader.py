@@ -65,6 +65,7 @@ def open_huggingface(
     fields.check_end_ids()
     stored, files = _read_weights(path)
     stored = _normalize_keys(_add_missing_prefix(stored, family), family)
+    stored, notes = _drop_mtp_layers(stored, family, fields)
     dtype = majority_dtype(stored.values())
     try:
         config = family.to_gpt_config(fields)
@@ -90,7 +91,7 @@ def open_huggingface(
     refuse_unexpected_weights(path, [f"{key} in {file}" for key, file in file_by_key.items()])
     tokenizer = find_tokenizer(path)
     checkpoint = Checkpoint(
-        path, "huggingface", config, tensors, files, tokenizer, copies=replica_pairs
+        path, "huggingface", config, tensors, files, tokenizer, notes=notes, copies=replica_pairs
     )
     checkpoint.check()
     return checkpoint
@@ -245,6 +246,23 @@ def _normalize_keys(stored: dict[str, StoredTensor], family: Family) -> dict[str
                     tensor, expert, (part_index * rows, stop)
                 )
     return normalized_tensors
+
+
+def _drop_mtp_layers(
+    stored: dict[str, StoredTensor], family: Family, fields: ConfigJson
+) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """Drop the layers for multi-token prediction; return the other tensors, and a note."""
+    mtp_layers = family.mtp_layers(fields)
+    if not mtp_layers:
+        return stored, ()
+    first_layer = fields.count("num_hidden_layers")
+    prefixes = tuple(
+        f"{family.prefix}layers.{layer}." for layer in range(first_layer, first_layer + mtp_layers)
+    )
+    model_tensors = {key: tensor for key, tensor in stored.items() if not key.startswith(prefixes)}
+    has_mtp_layers = len(model_tensors) < len(stored)
+    note = "layers for multi-token prediction are ignored; the main head is complete"
+    return model_tensors, (note,) if has_mtp_layers else ()
 
 
 class _TensorFinder:

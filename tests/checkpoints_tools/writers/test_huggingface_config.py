@@ -201,7 +201,7 @@ INEXPRESSIBLE: dict[str, tuple[GPTConfig, str]] = {
         r"mixtral, .* scaled expert weights \(moe_router_topk_scaling_factor 2.5\)",
     ),
     "shared experts": (
-        EXPERTS.with_fields(moe_shared_expert_intermediate_size=16, moe_shared_expert_gate=True),
+        EXPERTS.with_fields(moe_shared_expert_intermediate_size=16),
         r"mixtral, .* shared experts \(moe_shared_expert_intermediate_size 16\)",
     ),
 }

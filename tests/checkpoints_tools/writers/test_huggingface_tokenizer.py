@@ -144,7 +144,10 @@ def test_sentencepiece_models_keep_their_ids(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "mistral", "nemotron", "qwen3"])
+@pytest.mark.parametrize(
+    "family",
+    ["gpt2", "gpt_neox", "mistral", "nemotron", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe"],
+)
 def test_every_family_keeps_the_ids_of_a_sentencepiece_model(family: str, tmp_path: Path) -> None:
     source = sentencepiece_folder(tmp_path / "source", "bpe, bytes")
     check_export(source, tmp_path / "target", family)
@@ -277,15 +280,28 @@ def test_tokenizer_that_transformers_would_misread_is_omitted(name: str, tmp_pat
     assert (planned.bos_id, planned.eos_id) == (ours.bos_id, ours.eos_id)
 
 
-@pytest.mark.parametrize("model_type", ["bpe", pytest.param("unigram", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("model_type", "family"),
+    [
+        ("bpe", "llama"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("unigram", "llama"),
+                ("bpe", "qwen2_moe"),
+                ("bpe", "qwen3_moe"),
+            ]
+        ),
+    ],
+)
 def test_models_with_a_character_map_keep_their_ids_in_the_slow_class(
-    model_type: str, tmp_path: Path
+    model_type: str, family: str, tmp_path: Path
 ) -> None:
     source = tmp_path / "source"
     source.mkdir()
     options = {"model_type": model_type, "user_defined_symbols": ["[INST]"]}
     (source / "tokenizer.model").write_bytes(sentencepiece_model(**options))
-    planned = write_planned(source, tmp_path / "target")
+    planned = write_planned(source, tmp_path / "target", family)
     assert "needs the package sentencepiece" in planned.notes[0]
     assert not (tmp_path / "target" / "tokenizer.json").exists()
     ours = open_tokenizer(source)
@@ -298,8 +314,9 @@ def test_models_with_a_character_map_keep_their_ids_in_the_slow_class(
         if ours.encode("<unk>", allow_special=True)[0] not in ids:
             assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids), text
 
-    planned = write_planned(source, tmp_path / "mistral", "mistral")
-    assert "would not give the ids" in planned.notes[0]
+    for fast_only_family in ("mistral", "glm4_moe"):
+        planned = write_planned(source, tmp_path / fast_only_family, fast_only_family)
+        assert "would not give the ids" in planned.notes[0]
 
 
 def test_wrong_export_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,15 @@ GPT2_SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 NEOX_SIZES = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+QWEN_MOE_SIZES = SIZES | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 56}
+QWEN2_MOE_SIZES = QWEN_MOE_SIZES | {"shared_expert_intermediate_size": 40}
+GLM4_MOE_SIZES = SIZES | {
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 56,
+    "head_dim": 12,
+    "partial_rotary_factor": 0.5,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -97,6 +106,44 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral, one expert of three": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
+    "qwen2_moe, one dense layer": ("qwen2_moe", {"mlp_only_layers": [1]}),
+    "qwen2_moe, renormalized, no bias, tied, every other layer dense": (
+        "qwen2_moe",
+        {
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "tie_word_embeddings": True,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "qwen3_moe, renormalized, wide heads": ("qwen3_moe", {"norm_topk_prob": True, "head_dim": 20}),
+    "qwen3_moe, attention bias, window, one dense layer": (
+        "qwen3_moe",
+        {
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe, query norms, biases, two shared experts, scaled, partly rotary": (
+        "glm4_moe",
+        {
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5,
+            "num_experts_per_tok": 3,
+            "first_k_dense_replace": 2,
+            "head_dim": 24,
+            **partial(0.75),
+        },
+    ),
+    "glm4_moe, one expert, all layers with experts": (
+        "glm4_moe",
+        {"num_experts_per_tok": 1, "norm_topk_prob": False, "first_k_dense_replace": 0},
+    ),
     "starcoder2": ("starcoder2", {}),
     "starcoder2, untied, no biases, window": (
         "starcoder2",
@@ -144,6 +191,9 @@ HEADED = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
     "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM"),
     "nemotron": ("NemotronConfig", "NemotronForCausalLM"),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM"),
@@ -152,7 +202,14 @@ HEADED = {
 
 def sizes_of(family: str) -> dict[str, Any]:
     """The sizes that all cases of a family share."""
-    return {"gpt2": GPT2_SIZES, "gpt_neox": NEOX_SIZES}.get(family, SIZES)
+    sizes = {
+        "gpt2": GPT2_SIZES,
+        "gpt_neox": NEOX_SIZES,
+        "qwen2_moe": QWEN2_MOE_SIZES,
+        "qwen3_moe": QWEN_MOE_SIZES,
+        "glm4_moe": GLM4_MOE_SIZES,
+    }
+    return sizes.get(family, SIZES)
 
 
 def random_model(family: str, fields: dict[str, Any]) -> "PreTrainedModel":
@@ -184,6 +241,9 @@ def model_of(case: str, dtype: torch.dtype = torch.float32) -> "PreTrainedModel"
             value.copy_(random)
         else:
             value.copy_(random * value.shape[-1] ** -0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # Float32 in models of every dtype.
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     for value in model.parameters():
         value.data = value.to(dtype)
     return model
@@ -212,6 +272,11 @@ LLAMA_NAMES = {
     "mlp.linear_fc1.layer_norm_": "model.layers.{n}.post_attention_layernorm",
     "mlp.linear_fc2": "model.layers.{n}.mlp.down_proj",
 }
+MOE_NAMES = {
+    **LLAMA_NAMES,
+    "pre_mlp_layernorm": "model.layers.{n}.post_attention_layernorm",
+    "mlp.router": "model.layers.{n}.mlp.gate",
+}
 NAMES: dict[str, dict[str, str]] = {
     "gpt2": {
         "embedding.word_embeddings": "transformer.wte",
@@ -224,10 +289,15 @@ NAMES: dict[str, dict[str, str]] = {
         "mlp.linear_fc1": "transformer.h.{n}.mlp.c_fc",
         "mlp.linear_fc2": "transformer.h.{n}.mlp.c_proj",
     },
-    "mixtral": {
-        **{name: key for name, key in LLAMA_NAMES.items() if not name.startswith("mlp.")},
-        "pre_mlp_layernorm": "model.layers.{n}.post_attention_layernorm",
-        "mlp.router": "model.layers.{n}.mlp.gate",
+    "mixtral": MOE_NAMES,
+    "qwen2_moe": {
+        **MOE_NAMES,
+        "mlp.shared_experts.linear_fc2": "model.layers.{n}.mlp.shared_expert.down_proj",
+    },
+    "qwen3_moe": MOE_NAMES,
+    "glm4_moe": {
+        **MOE_NAMES,
+        "mlp.shared_experts.linear_fc2": "model.layers.{n}.mlp.shared_experts.down_proj",
     },
     "starcoder2": {
         **LLAMA_NAMES,
@@ -257,6 +327,11 @@ def packed(model: Any, config: GPTConfig) -> dict[str, Tensor]:
     for name, key in NAMES.get(family, LLAMA_NAMES).items():
         layers = range(config.num_layers) if "{n}" in key else (None,)
         for n in layers:
+            # The norm before the MLP has another canonical name in layers with experts.
+            if n is not None and name == (
+                "mlp.linear_fc1.layer_norm_" if config.moe_layers[n] else "pre_mlp_layernorm"
+            ):
+                continue
             canonical = name if n is None else f"decoder.layers.{n}.{name}"
             for kind in ("weight", "bias"):
                 value = weights.get(f"{key.format(n=n)}.{kind}")
@@ -292,7 +367,7 @@ def _joined(weights: dict[str, Tensor], config: GPTConfig, n: int) -> dict[str, 
         if gate is not None:
             gate_and_up = (gate, weights[f"{hf_prefix}mlp.up_proj.{kind}"])
             tensors[f"{canonical_prefix}mlp.linear_fc1.{kind}"] = torch.cat(gate_and_up)
-    for expert in range(config.num_experts):
+    for expert in range(config.num_experts * config.moe_layers[n]):
         expert_prefix = f"{canonical_prefix}mlp.experts.local_experts.{expert}."
         tensors[f"{expert_prefix}linear_fc1.weight"] = weights[
             f"{hf_prefix}mlp.experts.gate_up_proj"
@@ -300,6 +375,22 @@ def _joined(weights: dict[str, Tensor], config: GPTConfig, n: int) -> dict[str, 
         tensors[f"{expert_prefix}linear_fc2.weight"] = weights[f"{hf_prefix}mlp.experts.down_proj"][
             expert
         ]
+    mlp_prefix = f"{canonical_prefix}mlp."
+    for shared in ("shared_expert", "shared_experts"):
+        prefix = f"{hf_prefix}mlp.{shared}"
+        if f"{prefix}.gate_proj.weight" in weights:
+            gate_and_up = (
+                weights[f"{prefix}.gate_proj.weight"],
+                weights[f"{prefix}.up_proj.weight"],
+            )
+            tensors[f"{mlp_prefix}shared_experts.linear_fc1.weight"] = torch.cat(gate_and_up)
+    other_keys = {
+        "shared_experts.gate_weight": "shared_expert_gate.weight",
+        "router.expert_bias": "gate.e_score_correction_bias",
+    }
+    for name, key in other_keys.items():
+        if (value := weights.get(f"{hf_prefix}mlp.{key}")) is not None:
+            tensors[f"{mlp_prefix}{name}"] = value
     return tensors
 
 

@@ -98,4 +98,32 @@ MODELS: dict[str, tuple[str, GPTConfig]] = {
         "mixtral",
         EXPERTS.with_fields(moe_router_topk=1, window_size=9, kv_channels=20),
     ),
+    "experts, qk norms, window, one dense layer": (
+        "qwen3_moe",
+        EXPERTS.with_fields(
+            qk_layernorm=True,
+            window_size=9,
+            moe_layers=(True, False, True),
+            moe_router_pre_softmax=True,
+            kv_channels=20,
+        ),
+    ),
+    "experts, shared experts with a gate": (
+        "qwen2_moe",
+        EXPERTS.with_fields(
+            moe_shared_expert_intermediate_size=16, moe_shared_expert_gate=True, qkv_bias=True
+        ),
+    ),
+    "experts, sigmoid scores, two shared experts": (
+        "glm4_moe",
+        EXPERTS.with_fields(
+            moe_layers=(False, True, True),
+            moe_router_score_function="sigmoid",
+            moe_router_expert_bias=True,
+            moe_router_topk_scaling_factor=2.5,
+            moe_shared_expert_intermediate_size=112,
+            rotary_percent=0.5,
+            kv_channels=12,
+        ),
+    ),
 }

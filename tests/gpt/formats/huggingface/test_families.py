@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown architecture": (
         "llama, multi-head",
         {"model_type": "falcon"},
-        "'falcon' is not supported; it must be one of gpt2, gpt_neox, llama, mistral, mixtral, ",
+        "'falcon' is not supported; it must be one of glm4_moe, gpt2, gpt_neox, llama, mistral, ",
     ),
     "no architecture": ("llama, multi-head", {"model_type": None}, "model_type 'None' is not"),
     "yarn": (
@@ -297,6 +297,36 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "mixtral",
         {"intermediate_size": 96},
         r"experts.0.w1.weight: found \(80, 48\), need \(96, 48\)",
+    ),
+    "no layer with experts": (
+        "qwen3_moe, renormalized, wide heads",
+        {"decoder_sparse_step": 0},
+        "decoder_sparse_step is 0; it must be a whole number of at least 1",
+    ),
+    "a number for dense layers": (
+        "qwen2_moe, one dense layer",
+        {"mlp_only_layers": 1},
+        "mlp_only_layers is 1; it must be a list of layer numbers",
+    ),
+    "another dense layer": (
+        "qwen2_moe, one dense layer",
+        {"mlp_only_layers": [0]},
+        "the weights lack 'model.layers.0.mlp.gate_proj.weight'",
+    ),
+    "windows of every other layer": (
+        "qwen2_moe, one dense layer",
+        {"use_sliding_window": True, "sliding_window": 9, "layer_types": None},
+        "every other layer has sliding attention, which Preamble does not support",
+    ),
+    "groups of experts": (
+        "glm4_moe",
+        {"n_group": 5},
+        "n_group is 5, which Preamble does not support; it must be 1",
+    ),
+    "several experts without normalization": (
+        "glm4_moe",
+        {"norm_topk_prob": False},
+        "norm_topk_prob is false, which Preamble does not support; it must be true",
     ),
     "biases that are not there": (
         "llama, multi-head",

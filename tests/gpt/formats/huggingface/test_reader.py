@@ -126,6 +126,7 @@ def test_half_precision_weights_keep_their_dtype(dtype: str, tmp_path: Path) -> 
         "gpt2",
         "llama, tied, all biases, wide heads",
         "mixtral, tied, window, three experts of four, wide heads",
+        "qwen2_moe, renormalized, no bias, tied, every other layer dense",
         "gpt_neox, tied, no attention bias, linear positions",
     ],
 )
@@ -141,6 +142,7 @@ def test_files_of_models_without_a_head_are_read(
     ("case", "key"),
     [
         ("mixtral", "model.layers.2.mlp.experts.gate_up_proj"),
+        ("qwen2_moe, one dense layer", "model.layers.2.mlp.experts.down_proj"),
         ("gpt_neox, parallel residual", "lm_head.weight"),
     ],
 )
@@ -150,6 +152,29 @@ def test_in_memory_keys_of_transformers_5_are_read(
     model_of(case).save_pretrained(tmp_path, save_original_format=False)
     assert key in load_file(tmp_path / WEIGHTS)
     assert base_digest(open_checkpoint(tmp_path)) == base_digest(open_checkpoint(saved(case)))
+
+
+def set_to_one(key: str, record: dict[str, Any]) -> None:
+    record[key] = 1
+
+
+def test_layers_for_multi_token_prediction_are_ignored(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    expected = base_digest(open_checkpoint(saved("glm4_moe")))
+    folder = single(Path(shutil.copytree(saved("glm4_moe"), tmp_path / "model")))
+    tensors = load_file(folder / WEIGHTS)
+    tensors["model.layers.3.eh_proj.weight"] = torch.ones(48, 96)
+    save_file(tensors, folder / WEIGHTS)
+    keys = ("num_mtp_layers", "num_nextn_predict_layers")
+    for key in keys:
+        edit_json(folder / CONFIG, partial(set_to_one, key))
+        checkpoint = open_checkpoint(folder)
+        assert base_digest(checkpoint) == expected
+        assert "multi-token prediction" in " ".join(checkpoint.notes)
+    edit_json(folder / CONFIG, lambda record: record.update(dict.fromkeys(keys, 0)))
+    with pytest.raises(CheckpointError, match=r"no parameter for 1 of the weights: .*eh_proj"):
+        open_checkpoint(folder)
 
 
 def doubled_head(tensors: dict[str, Tensor]) -> None:
