@@ -13,6 +13,7 @@ from torch import Tensor
 from gpt.attention.paged import KV, ragged_attention, store_kv
 from gpt.batch import Batch
 from gpt.config import GPTConfig
+from gpt.fp8_rows import Fp8Rows
 
 
 class NormWeights(NamedTuple):
@@ -57,6 +58,15 @@ class AttentionBackend(Protocol):
         `kv`: the layer's KV blocks, into which `store` has already written `k` and `v`. None: the
         batch has no KV pool, so `k` and `v` contain every key and value that the queries attend to.
         """
+
+    def attend_and_quantize(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
+    ) -> tuple[Tensor, Fp8Rows | None]:
+        """Return the output of `attend`, and its rows (tokens, query heads * channels) in e4m3.
+
+        The rows are None if the backend does not quantize the output of this step.
+        """
+        return self.attend(q, k, v, batch, kv, window), None
 
     @abstractmethod
     def store(self, k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:

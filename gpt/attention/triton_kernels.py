@@ -11,6 +11,8 @@ The kernels read lengths on the device, without host synchronization.
 import triton
 import triton.language as tl
 
+from gpt.fp8_rows import ABSMAX_MIN, FP8_MAX
+
 # A work item is a decode token, or a run of adjacent new tokens of one sequence. `work_items` has
 # two numbers per work item: the index of the sequence in the batch, and the index of the work
 # item's first token among the new tokens of the sequence.
@@ -42,8 +44,12 @@ import triton.language as tl
 # WINDOW: size of the attention window in tokens; 0: no window.
 # DTYPE_MAX: keys and values are clamped to this number, the largest of the pool's dtype. 0: no
 # clamp, because the keys and values of the step have the dtype of the pool.
+# QUANTIZE: whether the output is also stored in e4m3, in rows of FP8_WIDTH channels.
 # ROTARY: number of rotated channels of a head; they are the first ones.
 #
+FP8_MAX_CONST = tl.constexpr(FP8_MAX)
+ABSMAX_MIN_CONST = tl.constexpr(ABSMAX_MIN)
+
 # Triton compiles a kernel again for each combination of pointers that are multiples of 16 bytes.
 # The index tensors of a step are views of one packed tensor, so their alignment depends on the
 # numbers of sequences and tokens. Therefore the kernels are not specialized on it
@@ -211,6 +217,8 @@ def kv_offsets(
 @triton.jit
 def is_last_segment(arrivals, index, count):
     """Count a finished segment; return whether all `count` segments of the work item are finished.
+
+    (`merge_tiles` counts the heads of a row.)
 
     The program for which it is true then reads what the other programs have stored. The barrier and
     the atomic addition order all stores of a program before the loads. The counter is 0 again for
@@ -396,14 +404,48 @@ def attend_tile(
         tl.store(out_address, y.to(out.dtype.element_ty), mask=query_mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["scales"])
+@triton.jit
+def quantize_finished_row(
+    out, arrivals, row, fp8_values, fp8_scales,
+    HEADS: tl.constexpr, CHANNELS: tl.constexpr, FP8_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Count a finished head of a row of `out`; quantize the row if all heads are finished.
+
+    The numbers are those of `activate_row` in gpt/linear/triton_row_kernels.py. The loads bypass
+    the L1 cache, which does not see the stores of other programs.
+    """
+    if is_last_segment(arrivals, row, HEADS):
+        block_absmax = tl.zeros([BLOCK_SIZE], tl.float32)
+        for start in range(0, CHANNELS, BLOCK_SIZE):
+            channels = start + tl.arange(0, BLOCK_SIZE)
+            address = out + row * CHANNELS + channels
+            x = tl.load(address, mask=channels < CHANNELS, other=0.0, cache_modifier=".cg")
+            block_absmax = tl.maximum(block_absmax, tl.abs(x.to(tl.float32)))
+        absmax = tl.maximum(tl.max(block_absmax, 0), ABSMAX_MIN_CONST)
+        tl.store(fp8_scales + row, tl.div_rn(absmax, FP8_MAX_CONST))
+        inverse_scale = tl.div_rn(FP8_MAX_CONST, absmax)
+        for start in range(0, FP8_WIDTH, BLOCK_SIZE):
+            channels = start + tl.arange(0, BLOCK_SIZE)
+            address = out + row * CHANNELS + channels
+            x = tl.load(address, mask=channels < CHANNELS, other=0.0, cache_modifier=".cg")
+            x = x.to(tl.float32) * inverse_scale
+            values = fp8_values + row * FP8_WIDTH + channels
+            tl.store(values, x.to(fp8_values.dtype.element_ty), mask=channels < FP8_WIDTH)
+
+
+@triton.jit(do_not_specialize_on_alignment=["arrivals", "scales"])
 def merge_tiles(
-    first_segments, out, partial_out, softmax_stats, scales,
+    first_segments, arrivals, out, partial_out, softmax_stats, scales, fp8_values, fp8_scales,
     HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     SEGMENTS_MAX: tl.constexpr, FIELDS: tl.constexpr, ALIGNMENT: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, QUANTIZE: tl.constexpr, FP8_WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial outputs of `attend_tile`, for one query head of one new token."""
+    """Merge the partial outputs of `attend_tile`, for one query head of one new token.
+
+    With QUANTIZE, the program that finishes the last head of a token also quantizes the token's
+    row of FP8_WIDTH channels.
+    """
     work_item, token, head = tl.program_id(0) // TOKENS, tl.program_id(0) % TOKENS, tl.program_id(1)
     _, first_row, length, _, _, _, first, count = load_segment(
         first_segments + work_item * FIELDS, ALIGNMENT
@@ -416,8 +458,13 @@ def merge_tiles(
     )  # fmt: skip
     y = y * (tl.load(scales + 1) if SCALED else 1.0)
     channels = tl.arange(0, WIDTH)
-    out_row = (first_row + token).to(tl.int64) * HEADS + head
+    row = (first_row + token).to(tl.int64)
+    out_row = row * HEADS + head
     tl.store(out + out_row * D + channels, y.to(out.dtype.element_ty), mask=channels < D)
+    if QUANTIZE:
+        quantize_finished_row(
+            out, arrivals, row, fp8_values, fp8_scales, HEADS, HEADS * D, FP8_WIDTH, BLOCK_SIZE
+        )
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from gpt.attention.paged import KV, ragged_attention
 from gpt.attention.varlen import padded_sdpa
 from gpt.batch import Batch
 from gpt.device_transfers import to_device
+from gpt.fp8_rows import Fp8Rows
 
 # A launch has at most this number more programs than work items x KV heads. An H200 runs two to
 # four programs at once on each of its 132 multiprocessors. With several times as many programs,
@@ -62,6 +63,7 @@ SPLIT_KEYS_TOKENS_MAX = 4
 # elements per warp. A thread then computes 16 elements of fp32, with four intermediate tensors.
 TRANSFORM_ELEMENTS_MAX = 2048
 TRANSFORM_ELEMENTS_PER_WARP = 512
+QUANTIZED_BLOCK_SIZE_MAX = 4096  # Channels of an output row that are quantized at once.
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class SegmentList:
 
     segments: Tensor  # (1 + capacity, SEGMENT_FIELDS)
     first_segments: Tensor  # (work items, SEGMENT_FIELDS)
-    # (capacity x KV heads,) the number of finished segments of each work item; 0 between layers.
-    # Empty if keys are not split.
+    # (capacity x KV heads,) the number of finished segments of each work item and KV head, or of
+    # finished heads of each row; 0 between layers. Empty if keys are not split.
     arrivals: Tensor
     capacity: int  # Maximum number of segments.
 
@@ -268,13 +270,35 @@ class TritonAttention(QKTransformBackend):
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
     ) -> Tensor:
         """Compute the same attention as gpt.attention.paged.ragged_attention."""
+        return self._attend(q, k, v, batch, kv, window, quantizes=False)[0]
+
+    def attend_and_quantize(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
+    ) -> tuple[Tensor, Fp8Rows | None]:
+        """Also quantize the output rows of a decode-only step with several queries per KV head.
+
+        The kernel that merges the segments does it. Other steps have no such kernel.
+        """
+        return self._attend(q, k, v, batch, kv, window, quantizes=True)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        kv: KV | None,
+        window: int | None,
+        *,
+        quantizes: bool,
+    ) -> tuple[Tensor, Fp8Rows | None]:
         if kv is None:
-            return ragged_attention(q, k, v, batch, kv, window)
+            return ragged_attention(q, k, v, batch, kv, window), None
         is_first_prefill = not any(batch.past_lengths) and min(batch.query_lengths) > 1
         if is_first_prefill and window is None and q.dtype == kv.dtype in HALF_DTYPES:
             # No sequence has past tokens, so all visible keys are in `k`, and torch's fused kernels
             # are faster than a kernel that reads the pool.
-            return padded_sdpa(q, k, v, batch, window)
+            return padded_sdpa(q, k, v, batch, window), None
         queries_per_kv_head = q.shape[1] // kv.shape[2]
         metadata = batch.attention_metadata.get(TritonMetadata)
         if metadata is None:
@@ -282,9 +306,14 @@ class TritonAttention(QKTransformBackend):
             batch.attention_metadata[TritonMetadata] = metadata
         assert isinstance(metadata, TritonMetadata)
         if q.is_cuda:
-            self.compile_kernels(q, kv, window)
+            self.compile_kernels(q, kv, window, quantizes=quantizes)
         q, out = _contiguous_rows(q), torch.empty_like(q, memory_format=torch.contiguous_format)
-        launch = _LayerLaunch(q, kv, metadata, window or 0, layer_scales(self._scales, kv), out)
+        fp8_rows = None
+        is_decode_only = len(metadata.decode_items) == len(q)
+        if quantizes and is_decode_only and queries_per_kv_head > 1:
+            fp8_rows = Fp8Rows.allocate(len(q), q.shape[1] * q.shape[2], q.device)
+        scales = layer_scales(self._scales, kv)
+        launch = _LayerLaunch(q, kv, metadata, window or 0, scales, out, fp8_rows)
         with torch.cuda.device_of(q):
             for work_items in (
                 metadata.decode_items,
@@ -293,26 +322,33 @@ class TritonAttention(QKTransformBackend):
             ):
                 if len(work_items):
                     launch.launch(work_items)
-        return out
+        return out, fp8_rows
 
-    def compile_kernels(self, q: Tensor, kv: KV, window: int | None) -> None:
+    def compile_kernels(
+        self, q: Tensor, kv: KV, window: int | None, *, quantizes: bool = False
+    ) -> None:
         """Compile all kernel variants that later steps may need.
 
         Compilation takes seconds, too long for a step that serves requests. The method launches
         each variant on dummy sequences with a context length of 0. It does this once for each
-        combination of the layers' shapes, dtypes and window.
+        combination of the layers' shapes, dtypes and window. With `quantizes`, it also launches the
+        variant that quantizes the output.
         """
         q = _contiguous_rows(q)
         # Triton also specializes the kernels on whether the strides are multiples of 16.
         stride_alignment = tuple(stride % 16 == 0 for stride in q.stride()[:2])
         signature = (*q.shape[1:], stride_alignment, q.dtype, *kv.shape[2:], kv.dtype, window)
-        if signature in self._compiled:
-            return
-        self._compiled.add(signature)
-        for tokens in work_item_sizes(q, kv):
-            self._compile_variant(q, kv, window, tokens)
+        if signature not in self._compiled:
+            self._compiled.add(signature)
+            for tokens in work_item_sizes(q, kv):
+                self._compile_variant(q, kv, window, tokens)
+        if quantizes and (signature, "fp8") not in self._compiled:
+            self._compiled.add((signature, "fp8"))
+            self._compile_variant(q, kv, window, 1, quantizes=True)
 
-    def _compile_variant(self, q: Tensor, kv: KV, window: int | None, tokens: int) -> None:
+    def _compile_variant(
+        self, q: Tensor, kv: KV, window: int | None, tokens: int, *, quantizes: bool = False
+    ) -> None:
         """Launch the kernels once, for a sequence with `tokens` new tokens and no context."""
         zeros = torch.zeros(1, 2, dtype=torch.int32, device=q.device)
         items = WorkItems(zeros, tokens)
@@ -322,9 +358,12 @@ class TritonAttention(QKTransformBackend):
         rows = q.new_zeros(shape[0], max(q.stride(0), shape[1] * q.stride(1)))
         dummy_q = rows.as_strided(shape, (rows.shape[1], q.stride(1), 1))
         out = torch.empty_like(dummy_q, memory_format=torch.contiguous_format)
+        fp8_rows = None
+        if quantizes:
+            fp8_rows = Fp8Rows.allocate(tokens, shape[1] * shape[2], q.device)
         scales = layer_scales(self._scales, kv)
         with torch.cuda.device_of(q):
-            _LayerLaunch(dummy_q, kv, metadata, window or 0, scales, out).launch(items)
+            _LayerLaunch(dummy_q, kv, metadata, window or 0, scales, out, fp8_rows).launch(items)
 
 
 @dataclass(frozen=True)
@@ -337,6 +376,8 @@ class _LayerLaunch:
     window: int
     scales: Tensor | None
     out: Tensor
+    # The output in e4m3, in memory for at least one row; None: it is not quantized.
+    fp8_rows: Fp8Rows | None = None
 
     def launch(self, work_items: WorkItems) -> None:
         """Compute the output rows of the work items."""
@@ -401,19 +442,40 @@ class _LayerLaunch:
                 num_stages=3 if q.dtype in HALF_DTYPES else 2,
             )
             if is_split:
-                kernels.merge_tiles[len(work_items) * tokens, heads](
-                    segment_list.first_segments,
-                    *outputs,
-                    HEADS=heads,
-                    D=head_dim,
-                    WIDTH=padded_head_dim,
-                    TOKENS=tokens,
-                    SEGMENTS_MAX=SEGMENTS_MAX,
-                    FIELDS=SEGMENT_FIELDS,
-                    ALIGNMENT=SEGMENT_ALIGNMENT,
-                    SCALED=self.scales is not None,
-                    num_warps=4,
-                )
+                self._merge(work_items, segment_list, outputs, padded_head_dim)
+
+    def _merge(
+        self,
+        work_items: WorkItems,
+        segment_list: SegmentList,
+        outputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        padded_head_dim: int,
+    ) -> None:
+        """Merge the partial outputs of `attend_tile`."""
+        heads, head_dim = self.q.shape[1:]
+        values, row_scales, fp8_width = None, None, 0
+        if self.fp8_rows is not None:
+            values, row_scales = self.fp8_rows.values, self.fp8_rows.scales
+            fp8_width = values.shape[1]
+        kernels.merge_tiles[len(work_items) * work_items.tokens_max, heads](
+            segment_list.first_segments,
+            segment_list.arrivals,
+            *outputs,
+            values,
+            row_scales,
+            HEADS=heads,
+            D=head_dim,
+            WIDTH=padded_head_dim,
+            TOKENS=work_items.tokens_max,
+            SEGMENTS_MAX=SEGMENTS_MAX,
+            FIELDS=SEGMENT_FIELDS,
+            ALIGNMENT=SEGMENT_ALIGNMENT,
+            SCALED=self.scales is not None,
+            QUANTIZE=self.fp8_rows is not None,
+            FP8_WIDTH=fp8_width,
+            BLOCK_SIZE=min(max(next_power_of_two(fp8_width), ROWS_MIN), QUANTIZED_BLOCK_SIZE_MAX),
+            num_warps=4,
+        )
 
     def _list_segments(self, work_items: WorkItems) -> SegmentList:
         """Launch the kernel that lists the segments of the work items for the layers' window."""

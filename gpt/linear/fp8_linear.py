@@ -12,17 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt.linear.norm_activation import (
-    FP8_ALIGNMENT,
-    FP8_DTYPE,
-    MATMUL_ROWS_MIN,
-    Fp8Rows,
-    Rows,
-    quantize_e4m3,
-    quantize_rows,
-)
+from gpt.fp8_rows import FP8_ALIGNMENT, FP8_DTYPE, MATMUL_ROWS_MIN, Fp8Rows
+from gpt.linear.norm_activation import Rows, quantize_e4m3, quantize_rows
 from gpt.model.activation import ACTIVATIONS
 from gpt.model.gpt_model import GPT
+from gpt.model.linear import OutputAllocator
 
 # The smallest hidden size with fp8 layers. In narrower layers, the quantization of the input rows
 # takes longer than fp8 saves.
@@ -74,9 +68,17 @@ class Fp8Matmul:
     def nbytes(self) -> int:
         return self.weight.nbytes
 
-    def __call__(self, x: Rows, bias: Tensor | None, activation: str | None) -> Tensor:
+    def allocate_output(self, rows: int, allocate: OutputAllocator) -> Tensor | None:
+        """Allocate the `out` of a call for a number of rows; None if there is no memory."""
+        if self._columns != len(self.weight.values):
+            return None  # The output has padding columns, which are removed by a copy.
+        return allocate(max(rows, MATMUL_ROWS_MIN), self._columns, self._dtype)
+
+    def __call__(
+        self, x: Rows, bias: Tensor | None, activation: str | None, out: Tensor | None = None
+    ) -> Tensor:
         rows = x if isinstance(x, Fp8Rows) else quantize_rows(x, self._input_activation)
-        y = scaled_matmul(rows, self.weight, bias, self._dtype)
+        y = scaled_matmul(rows, self.weight, bias, self._dtype, out)
         if y.shape[1] != self._columns:
             y = y[:, : self._columns].contiguous()
         if activation is not None and activation != self._deferred_activation:
@@ -97,14 +99,22 @@ def quantize_weight(weight: Tensor) -> Fp8Rows:
 
 
 def scaled_matmul(
-    rows: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype
+    rows: Fp8Rows,
+    weight: Fp8Rows,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return rows @ weight.T + bias in `dtype`; each padding row of `weight` gives a column too."""
+    """Return rows @ weight.T + bias in `dtype`; each padding row of `weight` gives a column too.
+
+    `out`: memory for the output, at least MATMUL_ROWS_MIN rows. The result is its first rows.
+    """
     padding = 0 if bias is None else len(weight.values) - len(bias)
     if bias is not None and padding:
         bias = F.pad(bias, (0, padding))
     if not rows.values.is_cuda:
-        return reference_matmul(rows, weight, bias, dtype)
+        y = reference_matmul(rows, weight, bias, dtype)
+        return y if out is None else out[: len(y)].copy_(y)
     rows_of_matmul = _with_rows_min(rows)
     y = torch._scaled_mm(
         rows_of_matmul.values,
@@ -114,6 +124,7 @@ def scaled_matmul(
         bias=bias,
         out_dtype=dtype,
         use_fast_accum=True,
+        out=out,
     )
     return y[: len(rows.values)]
 

@@ -10,20 +10,24 @@ from collections.abc import Collection
 
 from torch import Tensor
 
+from gpt.fp8_rows import Fp8Rows
 from gpt.linear import grouped_experts, norm_activation
 from gpt.linear.fp8_linear import Fp8Matmul
-from gpt.linear.norm_activation import Fp8Rows, NormParameters, Rows
+from gpt.linear.norm_activation import NormParameters, Rows
 from gpt.linear.unquantized_matmul import UnquantizedMatmul
 from gpt.model.activation import activation_name
 from gpt.model.decoder import DecoderLayer
 from gpt.model.gpt_model import GPT
-from gpt.model.linear import ColumnParallelLinear, Linear, LinearBackend
+from gpt.model.linear import ColumnParallelLinear, Linear, LinearBackend, OutputAllocator
 from gpt.model.mlp import MLP
 from gpt.model.moe import MoELayer
 
 
-class PrenormedRows:
-    """Holds the input rows of the next linear, if the previous linear has already normed them."""
+class PreparedRows:
+    """Holds the input rows of the next linear, if the kernel before it has prepared them.
+
+    It has normed the rows, quantized them, or both.
+    """
 
     def __init__(self) -> None:
         self._source: Tensor | None = None
@@ -47,14 +51,14 @@ class FusedLinear(LinearBackend):
     """A linear with the norm before its matmul, or with the residual sum after its matmul.
 
     One kernel of a row-parallel linear adds the residual, applies `next_norm` to the sum, and with
-    `next_fp8` quantizes the normed rows. The linear stores these rows in `prenormed`, where the
-    next linear reads them. `next_norm` is None if the next operation is not a linear with a norm.
+    `next_fp8` quantizes the normed rows. The linear stores these rows in `prepared`, where the next
+    linear reads them. `next_norm` is None if the next operation is not a linear with a norm.
     """
 
     def __init__(
         self,
         matmul: UnquantizedMatmul | Fp8Matmul,
-        prenormed: PrenormedRows,
+        prepared: PreparedRows,
         norm: NormParameters | None,
         *,
         next_norm: NormParameters | None = None,
@@ -62,7 +66,8 @@ class FusedLinear(LinearBackend):
     ) -> None:
         self.matmul = matmul
         self.includes_norm = norm is not None
-        self._prenormed = prenormed
+        self.accepts_fp8_rows = norm is None and isinstance(matmul, Fp8Matmul)
+        self._prepared = prepared
         self._norm = norm
         self._next_norm = next_norm
         self._next_fp8 = next_fp8
@@ -73,24 +78,42 @@ class FusedLinear(LinearBackend):
         if residual is not None:
             assert activation is None, "a row-parallel linear has no activation"
             assert self._norm is None, "a row-parallel linear has no norm"
-            return self.add_residual(self.matmul(x, None, None), bias, residual)
-        if self._norm is None:
-            return self.matmul(x, bias, activation)
-        is_fp8 = isinstance(self.matmul, Fp8Matmul)
-        rows = self._prenormed.consume(x)
-        if rows is None:
-            rows = norm_activation.norm_rows(x, self._norm, fp8=is_fp8)
+            return self.add_residual(self._multiply(x, None, None), bias, residual)
+        return self._multiply(x, bias, activation)
+
+    def multiply_into(self, x: Tensor, allocate: OutputAllocator) -> Tensor | None:
+        out = self.matmul.allocate_output(len(x), allocate)
+        return None if out is None else self._multiply(x, None, None, out)
+
+    def store_fp8_rows(self, x: Tensor, rows: Fp8Rows) -> None:
+        self._prepared.store(x, rows)
+
+    def _multiply(
+        self, x: Tensor, bias: Tensor | None, activation: str | None, out: Tensor | None = None
+    ) -> Tensor:
+        rows = self._input_rows(x)
         if isinstance(self.matmul, Fp8Matmul):
-            return self.matmul(rows, bias, activation)
+            return self.matmul(rows, bias, activation, out)
         assert not isinstance(rows, Fp8Rows), "fp8 rows were stored for a linear that is not fp8"
-        return self.matmul(rows, bias, activation)
+        return self.matmul(rows, bias, activation, out)
+
+    def _input_rows(self, x: Tensor) -> Rows:
+        """Return the input rows of the matmul: `x` after the norm, if there is one."""
+        if self._norm is None and not self.accepts_fp8_rows:
+            return x
+        rows = self._prepared.consume(x)
+        if rows is not None:
+            return rows
+        if self._norm is None:
+            return x
+        return norm_activation.norm_rows(x, self._norm, fp8=isinstance(self.matmul, Fp8Matmul))
 
     def add_residual(self, y: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         residual_sum, rows = norm_activation.add_norm(
             y, bias, residual, self._next_norm, fp8=self._next_fp8
         )
         if rows is not None:
-            self._prenormed.store(residual_sum, rows)
+            self._prepared.store(residual_sum, rows)
         return residual_sum
 
 
@@ -115,20 +138,20 @@ def fuse_layers(
     of the other layers.
     """
     freed_bytes = 0
-    prenormed = PrenormedRows()
+    prepared = PreparedRows()
     layers = model.decoder_layers
     for index, layer in enumerate(layers):
         is_fp8 = layer.layer in fp8_layers
         next_layer = layers[index + 1] if index + 1 < len(layers) else None
         attention = layer.self_attention
-        freed_bytes += _fuse_linear(attention.linear_qkv, prenormed, fp8=is_fp8)
+        freed_bytes += _fuse_linear(attention.linear_qkv, prepared, fp8=is_fp8)
         # The linear whose norm reads the residual sum after attention. None for an MoE layer, whose
         # norm is a separate module, and with a parallel residual, where no norm reads this sum.
         mlp_input = None
         if isinstance(layer.mlp, MLP) and not layer.config.parallel_residual:
             mlp_input = layer.mlp.linear_fc1
         freed_bytes += _fuse_linear(
-            attention.linear_proj, prenormed, fp8=is_fp8, next_linear=mlp_input, next_fp8=is_fp8
+            attention.linear_proj, prepared, fp8=is_fp8, next_linear=mlp_input, next_fp8=is_fp8
         )
         # The linear whose norm reads the residual sum after the MLP. None for the last layer, and
         # for an MoE layer, which sums the outputs of its experts before it adds the residual.
@@ -141,18 +164,18 @@ def fuse_layers(
         for mlp in layer_mlps(layer):
             activation = activation_name(mlp.config)
             freed_bytes += _fuse_linear(
-                mlp.linear_fc1, prenormed, fp8=is_fp8, deferred_activation=activation
+                mlp.linear_fc1, prepared, fp8=is_fp8, deferred_activation=activation
             )
             freed_bytes += _fuse_linear(
                 mlp.linear_fc2,
-                prenormed,
+                prepared,
                 fp8=is_fp8,
                 input_activation=activation,
                 next_linear=next_qkv,
                 next_fp8=next_fp8,
             )
     if model.is_last_stage:
-        head = FusedLinear(UnquantizedMatmul(model.head_weight), prenormed, None)
+        head = FusedLinear(UnquantizedMatmul(model.head_weight), prepared, None)
         model.use_head_backend(head, keep_weight=True)
     return freed_bytes
 
@@ -164,7 +187,7 @@ def layer_mlps(layer: DecoderLayer) -> list[MLP]:
 
 def _fuse_linear(
     linear: Linear,
-    prenormed: PrenormedRows,
+    prepared: PreparedRows,
     *,
     fp8: bool,
     input_activation: str | None = None,
@@ -192,7 +215,7 @@ def _fuse_linear(
         freed_bytes = 0
     backend = FusedLinear(
         matmul,
-        prenormed,
+        prepared,
         NormParameters.before_linear(linear),
         next_norm=None if next_linear is None else NormParameters.before_linear(next_linear),
         next_fp8=next_fp8,

@@ -16,37 +16,15 @@ from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.cpu.packed_linear import GATED_PREFIX
+from gpt.fp8_rows import ABSMAX_MIN, FP8_ALIGNMENT, FP8_DTYPE, FP8_MAX, Fp8Rows
 from gpt.model.activation import UNGATED_ACTIVATIONS
 from gpt.model.linear import ColumnParallelLinear, Linear
 from gpt.triton_runtime.availability import triton_unavailable_reason
 
-FP8_DTYPE = torch.float8_e4m3fn
-FP8_MAX = 448.0  # The largest e4m3 value.
-ABSMAX_MIN = 1e-12  # Lower bound of a row's absolute maximum, so that no scale is 0.
-FP8_ALIGNMENT = 16  # fp8 matmuls need a multiple of this number of channels.
-# cuBLASLt has no fp8 kernel for some shapes with fewer rows, such as 16 rows of 16384 channels.
-MATMUL_ROWS_MIN = 32
 # The dtypes that the Triton kernels support, and the largest row width of the norm kernel, which
 # holds a whole row in registers. The activation kernel reads rows of any width block by block.
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NORM_WIDTH_MAX = 32768
-
-
-@dataclass(frozen=True)
-class Fp8Rows:
-    """Rows in e4m3, which represent the numbers `values * scales`.
-
-    The kernels of gpt/linear/triton_norm_activation.py allocate memory for at least
-    MATMUL_ROWS_MIN rows, also if there are fewer.
-    """
-
-    # (rows, channels); the channels are padded with zeros to a multiple of FP8_ALIGNMENT.
-    values: Tensor
-    scales: Tensor  # (rows, 1), fp32
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes
 
 
 Rows = Tensor | Fp8Rows

@@ -37,16 +37,24 @@ GATED_BLOCKS = Blocks(columns=32, channels=128, stages=6)  # Of each half of the
 WIDE_COLUMNS_MIN = 8192
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Compute `unquantized_matmul.multiply_in_torch` for 1 to ROWS_MAX rows, in one kernel.
 
-    The number of channels must be a multiple of 16. The output is rounded once.
+    The number of channels must be a multiple of 16. The output is rounded once. `out`: contiguous
+    memory for it.
     """
     x = x.contiguous()
     rows, channels = x.shape
     gated = activation is not None and activation.startswith(GATED_PREFIX)
     columns = len(weight) // (1 + gated)
-    out = x.new_empty(rows, columns)
+    if out is None:
+        out = x.new_empty(rows, columns)
     blocks = _blocks_for(columns, gated=gated)
     with torch.cuda.device_of(x):
         kernels.multiply_few_rows[(triton.cdiv(columns, blocks.columns),)](

@@ -9,15 +9,9 @@ import triton
 from torch import Tensor
 
 from gpt.cpu.packed_linear import ACTIVATIONS, GATED_PREFIX
+from gpt.fp8_rows import Fp8Rows
 from gpt.linear import triton_row_kernels as kernels
-from gpt.linear.norm_activation import (
-    FP8_ALIGNMENT,
-    FP8_DTYPE,
-    MATMUL_ROWS_MIN,
-    Fp8Rows,
-    NormParameters,
-    Rows,
-)
+from gpt.linear.norm_activation import NormParameters, Rows
 
 # Blocks of the activation kernel, in elements. With e4m3 output one program reads a row: in one
 # block up to SINGLE_BLOCK_SIZE_MAX, or else twice, block by block. Otherwise there is one program
@@ -65,13 +59,8 @@ def quantize_rows(x: Tensor, activation: str | None) -> Fp8Rows:
     return out
 
 
-def _allocate_rows(x: Tensor, width: int, fp8: bool, dtype: torch.dtype = FP8_DTYPE) -> Rows:
-    if not fp8:
-        return x.new_empty(len(x), width)
-    rows_allocated = max(len(x), MATMUL_ROWS_MIN)
-    values = x.new_empty(rows_allocated, width + -width % FP8_ALIGNMENT, dtype=dtype)
-    scales = x.new_empty(rows_allocated, 1, dtype=torch.float32)
-    return Fp8Rows(values[: len(x)], scales[: len(x)])
+def _allocate_rows(x: Tensor, width: int, fp8: bool) -> Rows:
+    return Fp8Rows.allocate(len(x), width, x.device) if fp8 else x.new_empty(len(x), width)
 
 
 def _launch_add_norm(

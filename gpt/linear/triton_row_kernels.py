@@ -10,7 +10,7 @@ stay NaN, so that later checks find them.
 import triton
 import triton.language as tl
 
-from gpt.linear.norm_activation import ABSMAX_MIN, FP8_MAX
+from gpt.fp8_rows import ABSMAX_MIN, FP8_MAX
 
 FP8_MAX_CONST = tl.constexpr(FP8_MAX)
 ABSMAX_MIN_CONST = tl.constexpr(ABSMAX_MIN)

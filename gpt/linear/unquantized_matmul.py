@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt.linear import norm_activation
+from gpt.model.linear import OutputAllocator
 from gpt.triton_runtime.availability import triton_unavailable_reason
 
 # The activation that torch._addmm_activation fuses into a matmul with bias on a GPU.
@@ -28,7 +29,7 @@ CAPABILITY = (9, 0)
 WEIGHT_BYTES_MIN = 4 << 20
 
 # The arguments and the output are those of `multiply_in_torch`.
-Multiply = Callable[[Tensor, Tensor, Tensor | None, str | None], Tensor]
+Multiply = Callable[[Tensor, Tensor, Tensor | None, str | None, Tensor | None], Tensor]
 
 
 class UnquantizedMatmul:
@@ -39,23 +40,39 @@ class UnquantizedMatmul:
         self._multiply_few_rows = _few_rows_kernel_for(weight)
         self._is_compiled = False
 
-    def __call__(self, x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, activation: str | None, out: Tensor | None = None
+    ) -> Tensor:
         if self._multiply_few_rows is not None:
             if not self._is_compiled:
                 # The first step of a server has many rows. The kernel is compiled in this step,
                 # because a compilation would stop a later step of few rows for too long.
                 self._is_compiled = True
                 dummy_x = x.new_zeros(1, x.shape[1])
-                self._multiply_few_rows(dummy_x, self._weight, bias, activation)
+                self._multiply_few_rows(dummy_x, self._weight, bias, activation, None)
             if 0 < len(x) <= ROWS_MAX:
-                return self._multiply_few_rows(x, self._weight, bias, activation)
-        return multiply_in_torch(x, self._weight, bias, activation)
+                return self._multiply_few_rows(x, self._weight, bias, activation, out)
+        return multiply_in_torch(x, self._weight, bias, activation, out)
+
+    def allocate_output(self, rows: int, allocate: OutputAllocator) -> Tensor | None:
+        """Allocate the `out` of a call for a number of rows; None if there is no memory."""
+        return allocate(rows, len(self._weight), self._weight.dtype)
 
 
 def multiply_in_torch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return activation(x @ weight.T + bias); without a bias or an activation, it is left out."""
+    """Return activation(x @ weight.T + bias); without a bias or an activation, it is left out.
+
+    `out`: memory for the output of a linear without bias and activation.
+    """
+    if out is not None:
+        assert bias is None and activation is None
+        return torch.mm(x, weight.t(), out=out)
     if activation == EPILOGUE_ACTIVATION and bias is not None and x.is_cuda:
         return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
     y = F.linear(x, weight, bias)

@@ -97,10 +97,18 @@ class Attention(nn.Module):
             q, k, v = self._transform_qkv(qkv, context)
             if kv is not None:
                 self.backend.store(k, v, batch, kv)
-        y = self._core_attention(q, k, v, batch, kv)
+        if self.linear_proj.backend.accepts_fp8_rows:
+            y, fp8_rows = self.backend.attend_and_quantize(
+                q, k, v, batch, kv, self.config.window_size
+            )
+        else:
+            y, fp8_rows = self._core_attention(q, k, v, batch, kv), None
         if context.output_rows is not None:
-            y = y.index_select(0, context.output_rows)
-        return cast(Tensor, self.linear_proj(y.flatten(1), residual))
+            y, fp8_rows = y.index_select(0, context.output_rows), None
+        rows = y.flatten(1)
+        if fp8_rows is not None:
+            self.linear_proj.backend.store_fp8_rows(rows, fp8_rows)
+        return cast(Tensor, self.linear_proj(rows, residual))
 
     def _qk_transform(self, rotary_table: Tensor) -> QKTransform:
         if not self.config.qk_layernorm:

@@ -8,6 +8,7 @@ is loaded.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -15,12 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt.cpu import training_kernels
+from gpt.fp8_rows import Fp8Rows
 from gpt.model.activation import ACTIVATIONS
 from gpt.model.build_context import BuildContext
 from gpt.model.norm import normalize
 from gpt.model.residual_dropout import Residual
 from gpt.parallel.sequence_parallel import all_gather_linear
 from gpt.parallel.tensor_parallel import from_row_parallel, to_column_parallel
+
+# Returns memory for (rows, columns, dtype); None if there is none.
+OutputAllocator = Callable[[int, int, torch.dtype], Tensor | None]
 
 
 class LinearBackend(Protocol):
@@ -29,6 +34,8 @@ class LinearBackend(Protocol):
     # Whether `forward` applies the norm in front of the linear. Such a backend is used only where
     # no communication lies between the norm and the linear.
     includes_norm: bool = False
+    # Whether `store_fp8_rows` may be called. Only backends for inference accept fp8 rows.
+    accepts_fp8_rows: bool = False
 
     @abstractmethod
     def forward(
@@ -42,6 +49,18 @@ class LinearBackend(Protocol):
     def add_residual(self, y: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """Return y + bias + residual; `y` is an all-reduced output of `forward`."""
         return residual + (y if bias is None else y + bias)
+
+    def store_fp8_rows(self, x: Tensor, rows: Fp8Rows) -> None:
+        """Store `x` in e4m3, for the next call of `forward` with the same tensor `x`."""
+        raise AssertionError("the backend does not accept fp8 rows")
+
+    def multiply_into(self, x: Tensor, allocate: OutputAllocator) -> Tensor | None:
+        """Return x @ weight.T in memory from `allocate`; None if that is not supported.
+
+        `allocate` returns memory for an output of a number of rows, a number of columns and a
+        dtype, or None. The result may have fewer rows than were allocated.
+        """
+        return None
 
 
 class TorchLinear(LinearBackend):
@@ -146,7 +165,7 @@ class RowParallelLinear(Linear):
         if self.mesh.tp == 1:
             y = self.backend.forward(x, self.bias, None, fused_residual)
         else:
-            y = from_row_parallel(self.partial_output(x), self.mesh)
+            y = self._summed_output(x, is_temporary=fused_residual is not None)
             if fused_residual is not None:
                 y = self.backend.add_residual(y, self.bias, fused_residual)
             elif self.bias is not None:
@@ -154,6 +173,23 @@ class RowParallelLinear(Linear):
         if residual is not None and residual.dropout is not None:
             y = residual.add_output(y)
         return y
+
+    def _summed_output(self, x: Tensor, *, is_temporary: bool) -> Tensor:
+        """Return the sum of the outputs of the tensor ranks, without the bias.
+
+        A temporary sum may be in memory that the next sum overwrites. The matmul then writes its
+        output to the memory that the other ranks read, without a copy.
+        """
+        all_reduce = self.mesh.symmetric_all_reduce
+        if all_reduce is not None and is_temporary and self._is_inference:
+            y = self.backend.multiply_into(x, all_reduce.allocate)
+            if y is not None:
+                return all_reduce.sum_allocated(y)
+        return from_row_parallel(self.partial_output(x), self.mesh)
+
+    @property
+    def _is_inference(self) -> bool:
+        return not self.mesh.sequence_parallel and not torch.is_grad_enabled()
 
     def partial_output(self, x: Tensor) -> Tensor:
         """Return this rank's output before the sum over tensor ranks, without the bias."""

@@ -14,10 +14,10 @@ other operations need a process group, and are called only if the mesh has sever
 stages.
 """
 
-from collections.abc import Callable
+from abc import abstractmethod
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,31 @@ def join_world(
     )
 
 
+class FastAllReduce(Protocol):
+    """An all-reduce over the tensor ranks, without gradients, that is faster than the group's.
+
+    All tensor ranks must call the same methods with tensors of the same shapes and dtypes.
+    """
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor | None:
+        """Return the sum of `x`; None if the tensor is not supported."""
+
+    @abstractmethod
+    def allocate(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor | None:
+        """Return memory that the other ranks can read; None if such a tensor is not supported.
+
+        Each call, and each sum, returns or overwrites the same memory.
+        """
+
+    @abstractmethod
+    def sum_allocated(self, x: Tensor) -> Tensor:
+        """Return the sum of `x`, which contains the first rows of the last `allocate`.
+
+        The sum may be in the same memory: the next `allocate` or sum overwrites it.
+        """
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The position of this rank in the mesh of tensor x data x pipeline parallel ranks.
@@ -70,9 +95,7 @@ class Mesh:
     tp_group: ProcessGroup | None = None
     dp_group: ProcessGroup | None = None
     pp_group: ProcessGroup | None = None
-    # An optional faster all-reduce over the tensor ranks (gpt/parallel/symmetric_memory.py). It
-    # returns None for a tensor that it does not support.
-    symmetric_all_reduce: Callable[[Tensor], Tensor | None] | None = None
+    symmetric_all_reduce: FastAllReduce | None = None  # gpt/parallel/symmetric_memory.py
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> Self:

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpt.parallel.mesh import Mesh
+from gpt.parallel.mesh import FastAllReduce, Mesh
+from gpt.parallel.rank_agreement import gather_failures
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ ONE_SHOT_BYTES_MAX: Mapping[int, int] = MappingProxyType(
 # The ranks exchange the addresses of their buffers through torch's store. A rank waits this long
 # for the others, not the time-out of collectives, which is as long as the loading of a model.
 RENDEZVOUS_S = 60.0
+# After a phase, a rank waits this long for the others: longer than for the rendezvous.
+AGREEMENT_S = 2 * RENDEZVOUS_S
 
 
 class _UnsupportedError(Exception):
@@ -97,8 +100,12 @@ class SymmetricMemory:
         return SymmetricBuffer(buffer, handle.multicast_ptr != 0, group, torch.ops.symm_mem)
 
 
-class SymmetricAllReduce:
-    """The function `Mesh.symmetric_all_reduce`; it returns None for unsupported tensors."""
+class SymmetricAllReduce(FastAllReduce):
+    """The all-reduce `Mesh.symmetric_all_reduce`, with one buffer for all tensors.
+
+    Each kernel synchronizes all ranks before and after it reads the buffers. Therefore a rank may
+    overwrite its buffer as soon as the kernel has ended.
+    """
 
     def __init__(self, buffer: SymmetricBuffer, world_size: int) -> None:
         self._buffer = buffer
@@ -111,11 +118,33 @@ class SymmetricAllReduce:
         kernel = select_kernel(x.nbytes, self._world_size, multicast=self.has_multicast)
         return None if kernel is None else self.all_reduce(x, kernel)
 
-    def all_reduce(self, x: Tensor, kernel: str) -> Tensor:
-        """Return the sum of `x` over the ranks, computed by `kernel`.
+    def allocate(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor | None:
+        row_bytes = columns * dtype.itemsize
+        if dtype not in DTYPES or row_bytes % ALIGNMENT_BYTES:
+            return None
+        if not 0 < rows * row_bytes <= BUFFER_BYTES:
+            return None
+        return self._buffer.buffer[: rows * row_bytes].view(dtype).view(rows, columns)
 
-        Each kernel synchronizes all ranks before and after it reads the buffers.
-        """
+    def sum_allocated(self, x: Tensor) -> Tensor:
+        kernel = select_kernel(x.nbytes, self._world_size, multicast=self.has_multicast)
+        assert kernel is not None, "`allocate` returns memory only for supported tensors"
+        return self.all_reduce_buffer(x, kernel)
+
+    def all_reduce_buffer(self, x: Tensor, kernel: str) -> Tensor:
+        """Return the sum of `x`, which is in the buffer; `two_shot` and `multimem` overwrite it."""
+        kernels, group = self._buffer.kernels, self._buffer.group
+        if kernel == "one_shot":
+            y: Tensor = kernels.one_shot_all_reduce(x, "sum", group)
+            return y
+        if kernel == "two_shot":
+            kernels.two_shot_all_reduce_(x, "sum", group)
+        else:
+            kernels.multimem_all_reduce_(x, "sum", group)
+        return x
+
+    def all_reduce(self, x: Tensor, kernel: str) -> Tensor:
+        """Return the sum of `x` over the ranks, computed by `kernel`."""
         x = x.contiguous()
         kernels, group = self._buffer.kernels, self._buffer.group
         local = self._buffer.buffer[: x.nbytes].view(x.dtype).view(x.shape)
@@ -174,20 +203,19 @@ def _run_on_all_ranks(mesh: Mesh, phase: Callable[[], T]) -> T:
     Else raise _UnsupportedError on all of them. They must use the kernels together or not at all: a
     kernel waits until every rank has called it.
     """
-    reason = ""
+    failure: str | None = None
     try:
         value = phase()
     except _UnsupportedError as error:
-        reason = str(error)
+        failure = str(error)
     except Exception as error:  # torch and the driver raise many kinds of exceptions.
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    device = "cpu" if mesh.stages_through_host else mesh.device
-    succeeded = torch.tensor([not reason], dtype=torch.int32, device=device)
-    dist.all_reduce(succeeded, dist.ReduceOp.MIN, group=mesh.tp_group)
-    if reason:
-        raise _UnsupportedError(reason)
-    if not succeeded:
-        raise _UnsupportedError("another rank cannot use symmetric memory")
+        failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    failures = gather_failures(mesh, failure, AGREEMENT_S)
+    if failure is not None:
+        raise _UnsupportedError(failure)
+    if failures:
+        rank, text = min(failures.items())
+        raise _UnsupportedError(f"tensor rank {rank} cannot use symmetric memory: {text}")
     return value
 
 
@@ -257,7 +285,11 @@ def _self_test(reducer: SymmetricAllReduce, mesh: Mesh) -> SymmetricAllReduce:
     for kernel in ("one_shot", "multimem" if reducer.has_multicast else "two_shot"):
         for dtype in DTYPES:
             x = torch.full((3, 64), mesh.tp_rank + 1.0, dtype=dtype, device=mesh.device)
-            if not bool((reducer.all_reduce(x, kernel) == expected).all()):
+            allocated = reducer.allocate(x.shape[0], x.shape[1], dtype)
+            assert allocated is not None
+            is_correct = bool((reducer.all_reduce(x, kernel) == expected).all())
+            in_buffer = reducer.all_reduce_buffer(allocated.copy_(x), kernel)
+            if not (bool((in_buffer == expected).all()) and is_correct):
                 failures.append(f"{kernel} sums of {str(dtype).removeprefix('torch.')} are wrong")
     if failures:
         raise _UnsupportedError(failures[0])

@@ -22,6 +22,7 @@ from tests.support.attention_cases import (
     Make,
     check_device_context_lengths,
     check_nan_isolation,
+    check_quantized_rows,
     check_row_without_slot,
     check_segment_lists,
     check_store_and_attend,
@@ -115,7 +116,13 @@ def test_flashinfer_attention_equals_the_reference(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [check_device_context_lengths, check_nan_isolation, check_row_without_slot]
+    "check",
+    [
+        check_device_context_lengths,
+        check_nan_isolation,
+        check_quantized_rows,
+        check_row_without_slot,
+    ],
 )
 def test_triton_attention_isolates_sequences(check: Callable[[Make, torch.device], None]) -> None:
     check(triton_attention(), CUDA)

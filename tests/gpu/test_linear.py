@@ -7,10 +7,11 @@ from torch import Tensor
 from gpt.batch import Batch
 from gpt.config import GPTConfig
 from gpt.cpu.packed_linear import ACTIVATIONS, GATED_PREFIX
+from gpt.fp8_rows import Fp8Rows
 from gpt.generation.generate import generate
 from gpt.linear import fp8_linear, fused_linear, norm_activation, te_linear
 from gpt.linear import selector as linear_selector
-from gpt.linear.norm_activation import Fp8Rows, NormParameters
+from gpt.linear.norm_activation import NormParameters
 from gpt.linear.quantization_check import DivergenceProbe
 from gpt.linear.unquantized_matmul import ROWS_MAX, UnquantizedMatmul, multiply_in_torch
 from gpt.model.pipeline import forward

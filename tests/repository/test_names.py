@@ -27,6 +27,7 @@ from tests.support.glossary import glossary
 EXCEPTIONS = {
     "NOT_FOUND": "a gRPC status code",
     "ONE_SHOT_BYTES_MAX": "PyTorch calls this all-reduce one-shot",
+    "one_shot_all_reduce": "PyTorch's function",
     "one_shot_all_reduce_copy": "PyTorch's function",
     "connection_made": "asyncio.Protocol's method",
     "most_common": "collections.Counter's method",

@@ -19,6 +19,7 @@ from gpt.attention.fp8_kv_cache import Fp8KVAttention, quantize_fp8
 from gpt.attention.kv_cache import FP8_DTYPE, KVPool
 from gpt.attention.paged import reference_attention, store_kv
 from gpt.batch import Batch
+from gpt.linear.norm_activation import quantize_e4m3
 from gpt.parallel.mesh import Mesh
 from tests.support.models import CLASSIC, build
 from tests.support.paged_steps import case
@@ -177,13 +178,41 @@ def check_padded_step(make: Make, device: torch.device) -> None:
         assert not output[3:].any()
 
 
+def check_quantized_rows(make: Make, device: torch.device) -> None:
+    """The merge kernel's rows in e4m3 equal those that are quantized separately, in each layer.
+
+    Steps without a merge kernel for all of their rows have no such rows.
+    """
+    for heads, dtype in (((2, 4, 64), torch.bfloat16), ((1, 9, 6), torch.float32)):
+        step = case([1] * 3, [0, 40, 700], heads, 16, dtype)
+        assert step.batch.block_tables is not None
+        tables = step.batch.block_tables.to(device)
+        q, k, v, kv = (x.to(device) for x in (step.q, step.k, step.v, step.kv))
+        backend = make(None)
+        want = backend.attend(q, k, v, Batch.paged([1] * 3, [0, 40, 700], tables, 16), kv, None)
+        want_rows = quantize_e4m3(want.flatten(1).float())
+        batch = Batch.paged([1] * 3, [0, 40, 700], tables, 16)
+        for _ in range(2):
+            output, rows = backend.attend_and_quantize(q, k, v, batch, kv, None)
+            assert rows is not None and torch.equal(output, want)
+            assert torch.equal(rows.scales, want_rows.scales)
+            assert torch.equal(rows.values.view(torch.uint8), want_rows.values.view(torch.uint8))
+    for lengths, heads in (([1, 2], (2, 4, 16)), ([1, 1], (2, 1, 16))):
+        step = case(lengths, [9, 9], heads, 16, torch.bfloat16)
+        assert step.batch.block_tables is not None
+        batch = Batch.paged(lengths, [9, 9], step.batch.block_tables.to(device), 16)
+        q, k, v, kv = (x.to(device) for x in (step.q, step.k, step.v, step.kv))
+        output, rows = make(None).attend_and_quantize(q, k, v, batch, kv, None)
+        assert rows is None and torch.equal(output, make(None).attend(q, k, v, batch, kv, None))
+
+
 def check_preparation(make: Make, device: torch.device) -> None:
     """Preparing runs every kernel without reading the pool."""
     for heads in ((2, 1, 16), (2, 3, 16)):
         step = case([1], [3], heads, 16, torch.float32)
         prepared: Any = make(None)
         kv = torch.full_like(step.kv, float("nan")).to(device)
-        prepared.compile_kernels(step.q.to(device), kv, None)
+        prepared.compile_kernels(step.q.to(device), kv, None, quantizes=heads[1] > 1)
 
 
 def check_nan_isolation(make: Make, device: torch.device) -> None:
@@ -354,6 +383,7 @@ def main(first: int, count: int) -> None:
         check_padded_step,
         check_nan_isolation,
         check_row_without_slot,
+        check_quantized_rows,
     ):
         check(backend, device)
     for attention_case in UNEVEN_CASES:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from gpt.cpu.packed_linear import ACTIVATIONS, GATED_PREFIX
+from gpt.fp8_rows import ABSMAX_MIN, FP8_ALIGNMENT, FP8_MAX, Fp8Rows
 from gpt.linear import norm_activation, triton_norm_activation
-from gpt.linear.norm_activation import FP8_ALIGNMENT, FP8_MAX, Fp8Rows, NormParameters
+from gpt.linear.norm_activation import NormParameters
 from tests.support.attention_cases import patch_interpreter
 
 patch_interpreter()
@@ -33,17 +34,13 @@ def is_close(got: Tensor, want: Tensor) -> bool:
 
 def allocate_unquantized(x: Tensor, width: int) -> Fp8Rows:
     """An allocation for FP8 rows before the cast."""
-    rows = triton_norm_activation._allocate_rows(x, width, fp8=True, dtype=torch.float32)
-    assert isinstance(rows, Fp8Rows)
-    return rows
+    return Fp8Rows.allocate(len(x), width, x.device, torch.float32)
 
 
 def assert_same_rows(quantized: Fp8Rows, exact: Tensor) -> bool:
     """Compare FP8 values and scales with the rows that were quantized."""
     want = norm_activation.quantize_e4m3(exact)
-    numbers = exact * (
-        FP8_MAX / exact.abs().amax(-1, keepdim=True).clamp_min(norm_activation.ABSMAX_MIN)
-    )
+    numbers = exact * (FP8_MAX / exact.abs().amax(-1, keepdim=True).clamp_min(ABSMAX_MIN))
     width = exact.shape[1]
     return (
         quantized.values.shape == want.values.shape

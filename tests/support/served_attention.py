@@ -24,7 +24,7 @@ TABLES = np.zeros((SLOTS, CONTEXT_TOKENS // BLOCK_TOKENS), np.int64)
 class ServedLayer:
     """An attention layer with a KV pool, which runs steps as a server does.
 
-    `rotary`: the layer has RoPE and qk-norm.
+    `rotary`: the layer has RoPE and qk-norm. `quantizes`: the next linear multiplies in fp8.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class ServedLayer:
         kv_dtype: torch.dtype,
         *,
         rotary: bool = False,
+        quantizes: bool = False,
     ) -> None:
         groups, queries, channels = heads
         self._backend = TritonAttention()
@@ -43,6 +44,7 @@ class ServedLayer:
         )
         self._transform = _qk_transform(heads, dtype) if rotary else None
         self._compiles = False
+        self._quantizes = quantizes
         self._last_tokens = torch.zeros(SLOTS + 1, dtype=torch.long)
 
     def warm_up(self) -> None:
@@ -100,9 +102,12 @@ class ServedLayer:
             q = qkv[:, :, :-2].reshape(len(qkv), -1, qkv.shape[-1])
             k, v = qkv[:, :, -2], qkv[:, :, -1]
             self._backend.store(k, v, batch, self._kv)
-        if self._compiles:
-            self._backend.compile_kernels(q, self._kv, None)  # On a GPU `attend` calls this itself.
-        self._backend.attend(q, k, v, batch, self._kv, None)
+        if self._compiles:  # On a GPU the backend calls this itself.
+            self._backend.compile_kernels(q, self._kv, None, quantizes=self._quantizes)
+        if self._quantizes:
+            self._backend.attend_and_quantize(q, k, v, batch, self._kv, None)
+        else:
+            self._backend.attend(q, k, v, batch, self._kv, None)
 
 
 def _qk_transform(heads: tuple[int, int, int], dtype: torch.dtype) -> QKTransform:

@@ -53,6 +53,7 @@ MATRIX_CASES = tuple(
     if capability > 80 or "float8" not in dtypes
 )
 SAMPLED_VOCABULARY = 51200
+FP8_CAPABILITY_MIN = 89  # Older GPUs have no e4m3.
 # By kernel: the fields of `KernelResources`.
 Resources = dict[str, dict[str, int]]
 # The shared memory limit of a thread block, by compute capability.
@@ -87,6 +88,8 @@ class Launch:
             for (position,), value in self.specialization["constants"].items()
         }
         shown = [f"{name}={constants[name]}" for name in ("TOKENS", "ROWS") if name in constants]
+        if constants.get("QUANTIZE") and self.name == "merge_tiles":
+            shown.append("QUANTIZE")
         return " ".join([self.name, *shown])
 
     def compile(self) -> KernelResources:
@@ -205,6 +208,14 @@ def compile_case(case: str) -> Resources:
                 rotary=rotary,
             )
             layer.run_lengths([1] * 60 + [3, 200], [300] * 62)
+        if capability >= FP8_CAPABILITY_MIN:
+            layer = ServedLayer(
+                (groups, queries, channels),
+                getattr(torch, dtype),
+                getattr(torch, kv_dtype),
+                quantizes=True,
+            )
+            layer.run_lengths([1] * 60, [300] * 60)
     return {launch.label: asdict(launch.compile()) for launch in launches.values()}
 
 

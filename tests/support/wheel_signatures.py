@@ -83,7 +83,9 @@ PACKAGES = (
 IMPLEMENTATIONS = {f"{name}.plan": f"{name}._plan_impl" for name in _WRAPPERS}
 TORCH_OPERATORS = (
     "one_shot_all_reduce_copy",
+    "one_shot_all_reduce",
     "two_shot_all_reduce_out",
+    "two_shot_all_reduce_",
     "multimem_all_reduce_",
 )
 

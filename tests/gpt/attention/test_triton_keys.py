@@ -33,12 +33,28 @@ def test_steps_after_the_warm_up_compile_no_kernel(
     rotary: bool,
     steps: int,
 ) -> None:
+    assert_no_new_kernel(heads, dtype, kv_dtype, steps, rotary=rotary)
+
+
+@pytest.mark.parametrize("heads", HEADS[:2])
+def test_steps_with_quantized_outputs_compile_no_kernel(heads: tuple[int, int, int]) -> None:
+    assert_no_new_kernel(heads, torch.bfloat16, torch.bfloat16, 40, quantizes=True)
+
+
+def assert_no_new_kernel(
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    steps: int,
+    **options: bool,
+) -> None:
+    """Run random steps after the warm-up. `options`: of `ServedLayer`."""
     from tests.support.served_attention import ServedLayer
     from tests.support.triton_compiled import recorded_launches
 
     draw = random.Random(1)
     with recorded_launches() as launches:
-        layer = ServedLayer(heads, dtype, kv_dtype, rotary=rotary)
+        layer = ServedLayer(heads, dtype, kv_dtype, **options)
         layer.warm_up()
         prepared = set(launches)
         assert 0 < len(prepared) <= KERNELS_MAX

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from gpt.config import GPTConfig
+from gpt.fp8_rows import Fp8Rows
 from gpt.generation.generate import generate
 from gpt.linear import fused_linear, norm_activation
 from gpt.linear.fp8_linear import Fp8Matmul, quantize_weight
-from gpt.linear.fused_linear import PrenormedRows, fuse_layers, unsupported_reason
+from gpt.linear.fused_linear import PreparedRows, fuse_layers, unsupported_reason
 from gpt.linear.norm_activation import NormParameters, add_norm, quantize_e4m3, quantize_rows
 from gpt.model.linear import Linear
 from gpt.parallel.mesh import Mesh
@@ -69,14 +70,14 @@ def test_the_residual_epilogue_norms_rows_for_the_next_linear(
     config: GPTConfig, separate_norms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_prenormed_rows: list[bool] = []
-    consume = PrenormedRows.consume
+    consume = PreparedRows.consume
 
-    def recording_consume(self: PrenormedRows, x: Any) -> Any:
+    def recording_consume(self: PreparedRows, x: Any) -> Any:
         rows = consume(self, x)
         has_prenormed_rows.append(rows is not None)
         return rows
 
-    monkeypatch.setattr(PrenormedRows, "consume", recording_consume)
+    monkeypatch.setattr(PreparedRows, "consume", recording_consume)
     model = build(config)
     fuse_layers(model)
     model.logits(IDS)
@@ -123,7 +124,7 @@ def test_a_fused_layer_launches_the_minimum_of_passes(
 
 
 def test_prenormed_rows_are_consumed_once_by_their_own_rows() -> None:
-    prenormed, x, rows = PrenormedRows(), torch.ones(2, 3), torch.zeros(2, 3)
+    prenormed, x, rows = PreparedRows(), torch.ones(2, 3), torch.zeros(2, 3)
     prenormed.store(x, rows)
     assert prenormed.consume(x.clone()) is None
     assert prenormed.consume(x) is None, "a call with other rows must discard the stored rows"
@@ -187,7 +188,7 @@ def test_unsupported_models_have_a_reason() -> None:
 # ----------------------------------------------------------------------------------- fp8 matmul
 
 
-def dequantized(x: norm_activation.Fp8Rows) -> torch.Tensor:
+def dequantized(x: Fp8Rows) -> torch.Tensor:
     """The dequantized rows in fp64."""
     return x.values.double() * x.scales.double()
 

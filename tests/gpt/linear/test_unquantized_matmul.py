@@ -87,9 +87,15 @@ def test_torch_multiplies_without_a_working_triton(monkeypatch: pytest.MonkeyPat
 def test_the_first_call_compiles_the_kernel_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     launched_rows: list[int] = []
 
-    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    def multiply(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        out: Tensor | None,
+    ) -> Tensor:
         launched_rows.append(len(x))
-        return unquantized_matmul.multiply_in_torch(x, weight, bias, activation)
+        return unquantized_matmul.multiply_in_torch(x, weight, bias, activation, out)
 
     monkeypatch.setattr(unquantized_matmul, "_few_rows_kernel_for", lambda _: multiply)
     weight, bias = torch.randn(6, 4), torch.randn(6)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpt.linear.fused_linear import fuse_layers
 from gpt.parallel import symmetric_memory
 from gpt.parallel.collectives import all_reduce_no_grad
 from gpt.parallel.mesh import Mesh
@@ -92,7 +93,10 @@ def run_all_reduces(rank: int) -> list[str]:
 
 def test_a_model_uses_symmetric_memory() -> None:
     for called in ranks(2, run_all_reduces):
-        assert called == ["one_shot", "one_shot", "two_shot", "two_shot"]
+        assert called == [
+            *["one_shot", "one_shot in the buffer"] * 2,
+            *["two_shot", "two_shot in the buffer"] * 2,
+        ]
 
 
 def run_large_all_reduces(rank: int) -> list[str]:
@@ -115,6 +119,41 @@ def run_large_all_reduces(rank: int) -> list[str]:
 
 def test_larger_sums_use_two_shot_or_multimem() -> None:
     assert ranks(2, run_large_all_reduces) == [["two_shot", "multimem"]] * 2
+
+
+def run_fused_model(rank: int, fp8: bool) -> list[list[str]]:
+    """Logits of fused layers, whose matmuls write to the buffer; returns the called kernels."""
+    config = MODERN.with_fields(ffn_hidden_size=64)
+    layers = range(1, config.num_layers - 1) if fp8 else ()
+    ids, called = torch.arange(2, 26).view(2, 12), []
+
+    def logits_of(mesh: Mesh) -> Tensor:
+        model = build(config, mesh, dtype=torch.bfloat16)
+        fuse_layers(model, layers)
+        return model.logits(ids)
+
+    with torch.inference_mode():
+        want = logits_of(Mesh.create(2, 1))
+        for bytes_max, multicast in ((1 << 20, False), (0, False), (0, True)):
+            symmetric_memory.ONE_SHOT_BYTES_MAX = {2: bytes_max}
+            kernels = Kernels()
+            memory = FakeMemory(kernels, multicast=multicast)
+            mesh = use_symmetric_memory(Mesh.create(2, 1), memory)
+            kernels.called.clear()
+            assert torch.equal(logits_of(mesh), want)
+            called.append(sorted(set(kernels.called)))
+    return called
+
+
+@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_matmuls_write_to_the_buffer(fp8: bool) -> None:
+    for called in ranks(2, run_fused_model, fp8):
+        # The embedding is summed from other memory.
+        assert called == [
+            ["one_shot", "one_shot in the buffer"],
+            ["two_shot", "two_shot in the buffer"],
+            ["multimem"],
+        ]
 
 
 class MessageHandler(logging.Handler):
@@ -167,10 +206,11 @@ def test_a_failure_on_one_rank_disables_it_on_all() -> None:
         [line.partition(" reason=")[2] for line in messages]
         for messages in ranks(2, run_with_failures)
     ]
-    other = "'another rank cannot use symmetric memory'"
+    other = "tensor rank 1 cannot use symmetric memory: "
     wrong = "'one_shot sums of bfloat16 are wrong'"
     on_cpu = "'the device is cpu'"
-    assert reasons[0][0] == other and reasons[0][2:] == [other, on_cpu]
+    assert reasons[0][0] == f"'{other}RuntimeError: no peer access'"
+    assert reasons[0][2:] == [f"'{other}one_shot sums of bfloat16 are wrong'", on_cpu]
     # The rendezvous had a deadline. The type of the error depends on torch's version.
     assert re.search("Error: .*the address of rank 1 after 200 ?ms", reasons[0][1])
     allocation, rendezvous = "'RuntimeError: no peer access'", "'RuntimeError: no handle'"
