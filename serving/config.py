@@ -188,7 +188,7 @@ class SchedulerConfig:
     cuda_graphs: CudaGraphMode = "auto"
     cuda_graph_rows_max: int = 256  # Maximum number of sequences of a CUDA graph.
     # Asynchronous scheduling: launch a step before the tokens of the previous step are known.
-    # auto: only on a CUDA device.
+    # auto: only on a CUDA device. It needs a single pipeline stage.
     step_ahead: StepAheadMode = "auto"
     priority_age_s: float = 10.0  # A waiting request gains one priority level per this time.
     # Minimum interval between two messages of a stream; first tokens and ends are sent at once.
@@ -425,11 +425,12 @@ class ServerConfig(ComposedSettings):
     def uses_async_scheduling(self, device: str) -> bool:
         """Return whether a step may be launched before the previous step's tokens are known.
 
-        False with several ranks, and with speculative decoding, which needs the previous tokens.
+        False with several pipeline stages, of which only the last one has the sampled tokens, and
+        with speculative decoding, which needs the previous tokens.
         """
         config = self.scheduler_config
         is_enabled = config.step_ahead == "on" or (config.step_ahead == "auto" and device == "cuda")
-        return is_enabled and self.parallel_config.ranks == 1 and config.speculate_tokens_max == 0
+        return is_enabled and self.parallel_config.pp == 1 and config.speculate_tokens_max == 0
 
     @classmethod
     def read(
@@ -461,12 +462,11 @@ class ServerConfig(ComposedSettings):
         check_step_tokens(config.running_requests_max, config.step_tokens_max)
 
     def _check_async_scheduling(self) -> None:
-        parallel = self.parallel_config
-        if self.scheduler_config.step_ahead == "on" and parallel.ranks > 1:
+        stages = self.parallel_config.pp
+        if self.scheduler_config.step_ahead == "on" and stages > 1:
             raise ConfigError(
-                f"step_ahead is on with {parallel.ranks} ranks (tp {parallel.tp}, pp "
-                f"{parallel.pp}), but asynchronous scheduling needs a single rank; set "
-                "step_ahead: auto"
+                f"step_ahead is on with {stages} pipeline stages (pp), but asynchronous scheduling "
+                "needs a single stage; set step_ahead: auto"
             )
 
     def _check_exposure(self) -> None:

@@ -24,6 +24,7 @@ from gpt.model.embedding import Embedding
 from gpt.model.linear import LinearBackend, TorchLinear
 from gpt.model.norm import Norm
 from gpt.model.rotary_embedding import build_rotary_table
+from gpt.parallel.collectives import gather_columns_on_first_rank
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.tensor_parallel import gather_columns, to_column_parallel
 from gpt.parallel.weight_sharding import check_split
@@ -181,6 +182,14 @@ class GPT(nn.Module):
         # Gathered in the model's dtype, because logits in fp32 have twice the bytes of bf16 ones.
         logits = gather_columns(self._compute_head(x, batch), self.mesh)
         return _promote(logits[..., : self.config.vocab_size])
+
+    def compute_logits_on_first_rank(self, x: Tensor, batch: Batch) -> Tensor | None:
+        """Return `compute_logits` on the first tensor rank, and None on the others.
+
+        All tensor ranks must call this together. It has no backward pass.
+        """
+        logits = gather_columns_on_first_rank(self._compute_head(x, batch), self.mesh)
+        return None if logits is None else _promote(logits[..., : self.config.vocab_size])
 
     def compute_logits_shard(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the logits of the batch's `logit_rows` over this rank's shard of the vocabulary.

@@ -1,9 +1,9 @@
 """Collectives over the tensor parallel ranks, without gradients, and the barrier of all ranks.
 
-The collectives are all-reduce, all-gather of rows or columns, and reduce-scatter of rows, for which
-`pad_rows` pads the rows. `warm_up_groups` uses each process group once. The operations with a
-backward pass are in `tensor_parallel` and `sequence_parallel`. The gloo backend reads only host
-memory, so for gloo `to_backend_memory` copies GPU tensors to the host.
+The collectives are all-reduce, all-gather of rows or columns, gather of columns, broadcast, and
+reduce-scatter of rows, for which `pad_rows` pads the rows. `warm_up_groups` uses each process group
+once. The operations with a backward pass are in `tensor_parallel` and `sequence_parallel`. The gloo
+backend reads only host memory, so for gloo `to_backend_memory` copies GPU tensors to the host.
 """
 
 import torch
@@ -52,10 +52,37 @@ def all_gather_rows(x: Tensor, mesh: Mesh) -> Tensor:
 
 def all_gather_columns(x: Tensor, mesh: Mesh) -> Tensor:
     """Return the columns of all tensor ranks, in the order of the ranks."""
+    return _concatenate_columns(all_gather_rows(x, mesh).view(mesh.tp, *x.shape))
+
+
+def gather_columns_on_first_rank(x: Tensor, mesh: Mesh) -> Tensor | None:
+    """Return the columns of all tensor ranks on the first of them, and None on the others.
+
+    Unlike an all-gather, it sends nothing to the other ranks. It has no backward pass.
+    """
+    if mesh.tp == 1:
+        return x
     local = to_backend_memory(x, mesh)
-    shards = [torch.empty_like(local) for _ in range(mesh.tp)]
-    dist.all_gather(shards, local, group=mesh.tp_group)
-    return torch.cat(shards, dim=-1).to(x.device)
+    if mesh.tp_rank > 0:
+        dist.gather(local, None, group=mesh.tp_group, group_dst=0)
+        return None
+    shards = local.new_empty(mesh.tp, *x.shape)
+    dist.gather(local, list(shards.unbind()), group=mesh.tp_group, group_dst=0)
+    return _concatenate_columns(shards).to(x.device)
+
+
+def broadcast_from_first_rank(x: Tensor, mesh: Mesh) -> Tensor:
+    """Return the `x` of the first tensor rank on all of them; `x` may be overwritten."""
+    if mesh.tp == 1:
+        return x
+    buffer = to_backend_memory(x, mesh)
+    dist.broadcast(buffer, group=mesh.tp_group, group_src=0)
+    return buffer.to(x.device)
+
+
+def _concatenate_columns(shards: Tensor) -> Tensor:
+    """Return the shards (ranks, ..., columns) side by side: (..., ranks * columns)."""
+    return shards.movedim(0, -2).flatten(-2)
 
 
 def reduce_scatter_rows(x: Tensor, mesh: Mesh) -> Tensor:

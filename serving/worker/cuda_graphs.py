@@ -5,7 +5,12 @@ are packed into one array, padded to one of a few batch sizes, and copied into a
 CUDA graph replays the kernels on that buffer. The block tables are also on the device, and only
 their changes are copied. Each sequence is one row of the batch; padding rows write to a scratch
 block. The graph computes the logits and the greedy token of each row; the sampler does all other
-sampling. All graphs write their logits to one buffer.
+sampling. All graphs use the same input buffers, and write their logits to one buffer.
+
+The graphs of tensor parallel ranks contain the collectives. All ranks capture the same sizes in the
+same order, and agree after each capture: they replay a graph together, or none of them uses graphs.
+Only the first tensor rank has logits and samples. With asynchronous scheduling, the graph begins
+with a broadcast of the token ids from this rank.
 """
 
 import logging
@@ -24,6 +29,8 @@ from gpt.cpu.packed_linear import argmax_rows
 from gpt.device_transfers import PendingHostCopy, to_device
 from gpt.model.gpt_model import GPT
 from gpt.model.moe import MoELayer
+from gpt.parallel.collectives import broadcast_from_first_rank
+from gpt.parallel.rank_agreement import gather_failures
 from serving.config import SchedulerConfig
 from serving.messages import Step
 
@@ -38,6 +45,8 @@ GRAPH_BYTES = 32 << 20
 # The logits of the largest size in fp32: the buffer that all graphs write, and in the graph memory
 # pool the logits before the copy and their intermediate results.
 LOGITS_COPIES = 3
+# With several tensor ranks, also the shards before and after they are put side by side, in 16 bits.
+GATHERED_LOGITS_COPIES = 1
 # CUDA's errors for work that cannot be captured, cudaErrorStreamCaptureUnsupported and the numbers
 # after it. The device remains usable after them.
 CAPTURE_ERROR_CODES = range(900, 909)
@@ -47,6 +56,8 @@ GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 4096,
 # two list the changed cells of these sequences' block tables, as flat indices into the array of all
 # block tables, and the new block number of each cell.
 IDS, POSITIONS, SLOTS, TABLE_CELLS, BLOCKS = FIELDS = range(5)
+# After a capture, a tensor rank waits this long for the others. They may compile other kernels.
+AGREEMENT_S = 120.0
 # Bits that say which values of a row are not finite.
 BAD_LOGITS, BAD_HIDDEN = 1, 2
 
@@ -55,7 +66,8 @@ BAD_LOGITS, BAD_HIDDEN = 1, 2
 class GraphOutput:
     """The outputs of a step on the device, one row for each sequence.
 
-    `x`: the hidden states. Only the last pipeline stage has `logits` and `argmax_and_faults`.
+    `x`: the hidden states. Only the first tensor rank of the last pipeline stage has `logits` and
+    `argmax_and_faults`.
     """
 
     x: Tensor
@@ -66,7 +78,7 @@ class GraphOutput:
 
 @dataclass
 class _GraphBuffers:
-    """The fixed input and output buffers of the graph of one size."""
+    """The inputs and outputs of the graph of one size, at fixed addresses."""
 
     packed_inputs: Tensor  # (fields, rows), int32
     hidden: Tensor | None  # Hidden states from the previous pipeline stage; None on the first one.
@@ -75,7 +87,18 @@ class _GraphBuffers:
 
 
 class GraphCaptureError(Exception):
-    """A step cannot be captured as a CUDA graph. Steps without graphs still run on the device."""
+    """A step cannot be captured as a CUDA graph. Steps without graphs still run on the device.
+
+    All tensor ranks raise it together.
+    """
+
+
+class WarmUpError(RuntimeError):
+    """The work failed before its capture, when it was run without a graph.
+
+    With several tensor ranks, the other ranks may then wait for this rank in a collective. The
+    ranks must be started again.
+    """
 
 
 def unsupported_reason(model: GPT, config: SchedulerConfig) -> str | None:
@@ -84,8 +107,8 @@ def unsupported_reason(model: GPT, config: SchedulerConfig) -> str | None:
         return "cuda_graphs is off"
     if model.mesh.device.type != "cuda":
         return "the device is not a CUDA device"
-    if model.mesh.tp > 1:
-        return "all-reduce over several tensor ranks is not captured"
+    if model.mesh.stages_through_host:
+        return "the ranks share a device, and communicate through host memory"
     if not all(layer.experts_backend.is_capturable for layer in _moe_layers(model)):
         return "MoE routing reads the number of rows of each expert on the host"
     if not model.attention_backend.is_capturable:
@@ -112,7 +135,8 @@ def graph_bytes_max(model: GPT, config: SchedulerConfig) -> int:
     capture_sizes = graph_sizes(config)
     logits_bytes = capture_sizes[-1] * model.config.vocab_size * 4
     hidden_bytes = sum(capture_sizes) * model.config.hidden_size * model.dtype.itemsize
-    return len(capture_sizes) * GRAPH_BYTES + LOGITS_COPIES * logits_bytes + hidden_bytes
+    copies = LOGITS_COPIES + (GATHERED_LOGITS_COPIES if model.mesh.tp > 1 else 0)
+    return len(capture_sizes) * GRAPH_BYTES + copies * logits_bytes + hidden_bytes
 
 
 class CudaGraphRunner:
@@ -121,8 +145,9 @@ class CudaGraphRunner:
     After a `GraphCaptureError` the object must not be used any more.
 
     `block_tables`: the block tables on the host, one for each slot. `last_tokens`: each slot's last
-    sampled token, on the device, and a last entry for padding rows. Padding rows write their keys
-    and values to block `scratch_block` of the pool.
+    sampled token, on the device, and a last entry for padding rows. With `broadcasts_ids`, only the
+    `last_tokens` of the first tensor rank are used. Padding rows write their keys and values to
+    block `scratch_block` of the pool.
     """
 
     def __init__(
@@ -135,6 +160,7 @@ class CudaGraphRunner:
         last_tokens: Tensor,
         scratch_block: int,
         sizes: Sequence[int],
+        broadcasts_ids: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
         device = model.mesh.device
@@ -143,6 +169,7 @@ class CudaGraphRunner:
         self._adapter_rows = adapter_rows
         self._host_tables = block_tables
         self._last_tokens = last_tokens
+        self._broadcasts_ids = broadcasts_ids
         slots, self._width = block_tables.shape
         # There are two more block tables than slots. Padding rows have table `slots`. Table
         # `slots + 1` is a discard area: unused entries of the list of changed cells write there.
@@ -157,10 +184,17 @@ class CudaGraphRunner:
         self._changed_entries: dict[int, tuple[int, int]] = {}
         self.sizes = tuple(sizes)
         self._captured_graphs: dict[int, tuple[_GraphBuffers, Work]] = {}
-        self._logits: Tensor | None = None  # Only the last pipeline stage computes logits.
-        if model.is_last_stage:
+        rows = self.sizes[-1]
+        self._packed_inputs = torch.zeros(len(FIELDS) * rows, dtype=torch.int32, device=device)
+        self._hidden: Tensor | None = None
+        if not model.is_first_stage:
+            shape = rows, model.config.hidden_size
+            self._hidden = torch.zeros(shape, dtype=model.dtype, device=device)
+        # Only the first tensor rank of the last pipeline stage has logits.
+        self._logits: Tensor | None = None
+        if model.is_last_stage and model.mesh.tp_rank == 0:
             self._logits = torch.empty(
-                (self.sizes[-1], model.config.vocab_size),
+                (rows, model.config.vocab_size),
                 dtype=torch.promote_types(model.dtype, torch.float32),
                 device=device,
             )
@@ -264,27 +298,37 @@ class CudaGraphRunner:
     def _capture(self, size: int) -> None:
         """Capture the graph of one size, with padding rows only: they write to scratch memory."""
         started_at, bytes_before = time.perf_counter(), _device_reserved_bytes()
-        model = self._model
-        device = model.mesh.device
-        packed = torch.zeros(len(FIELDS), size, dtype=torch.int32, device=device)
-        hidden = None
-        if not model.is_first_stage:
-            shape = size, model.config.hidden_size
-            hidden = torch.zeros(shape, dtype=model.dtype, device=device)
-        buffers = _GraphBuffers(packed, hidden)
+        buffers = _GraphBuffers(
+            self._packed_inputs[: len(FIELDS) * size].view(len(FIELDS), size),
+            None if self._hidden is None else self._hidden[:size],
+        )
         self._copy_inputs(self._pack_inputs(None, size), buffers)
-
-        def work() -> None:
-            self._forward(buffers)
-
-        try:
-            replay = self._recorder(work)
-        except RuntimeError as error:
-            raise GraphCaptureError(f"{size} rows: {_capture_failure(error)}") from error
+        replay = self._record_on_all_ranks(lambda: self._forward(buffers), size)
         seconds = time.perf_counter() - started_at
         bytes_added = _device_reserved_bytes() - bytes_before
         log.info("event=graph_recorded rows=%d seconds=%.2f bytes=%d", size, seconds, bytes_added)
         self._captured_graphs[size] = buffers, replay
+
+    def _record_on_all_ranks(self, work: Work, size: int) -> Work:
+        """Capture the work, and return its replay if all tensor ranks have captured it."""
+        replay: Work | None = None
+        failure: str | None = None
+        cause: RuntimeError | None = None
+        mesh = self._model.mesh
+        try:
+            replay = self._recorder(work)
+        except RuntimeError as error:
+            if mesh.tp > 1 and isinstance(error, WarmUpError):
+                raise
+            cause = error
+            failure = str(_capture_failure(error, allows_memory=mesh.tp > 1))
+        failures = gather_failures(mesh, failure, AGREEMENT_S)
+        if replay is not None and not failures:
+            return replay
+        rank, text = min(failures.items())
+        # The message of a single rank does not contain its number.
+        rank_text = f"tensor rank {rank}: " if mesh.tp > 1 else ""
+        raise GraphCaptureError(f"{rank_text}{size} rows: {text}") from cause
 
     # ----------------------------------------------------------------------------- on the device
 
@@ -311,10 +355,15 @@ class CudaGraphRunner:
         if x is None:
             ids = fields[IDS]
             x = torch.where(ids < 0, self._last_tokens.index_select(0, slots), ids)
+            if self._broadcasts_ids:
+                x = broadcast_from_first_rank(x, model.mesh)
         buffers.x = x = model.forward_hidden(x, batch, self._pool, self._adapter_rows)
-        if self._logits is None:
+        if not model.is_last_stage:
             return
-        logits = self._logits[:count].copy_(model.compute_logits(x, batch))
+        step_logits = model.compute_logits_on_first_rank(x, batch)
+        if step_logits is None or self._logits is None:
+            return
+        logits = self._logits[:count].copy_(step_logits)
         tokens = argmax_rows(logits)
         self._last_tokens.index_copy_(0, slots, tokens)
         nonfinite = [tensor.isfinite().all(-1).logical_not().long() for tensor in (logits, x)]
@@ -343,9 +392,12 @@ class _CudaGraphRecorder:
         # allowed: they come from the graph's memory pool.)
         main_stream = torch.cuda.current_stream()
         self._stream.wait_stream(main_stream)
-        with torch.cuda.stream(self._stream):
-            for _ in range(2):
-                work()
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(2):
+                    work()
+        except RuntimeError as error:
+            raise WarmUpError(str(error)) from error
         main_stream.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # If the work cannot be captured, `torch.cuda.graph` raises an error before it restores the
@@ -364,12 +416,13 @@ class _CudaGraphRecorder:
         return graph.replay
 
 
-def _capture_failure(error: BaseException) -> BaseException:
+def _capture_failure(error: BaseException, *, allows_memory: bool) -> BaseException:
     """Return the first error of a failed capture.
 
     Raise it again if a step without a graph would fail too, because the memory is exhausted or the
-    device is unusable. The error of the work itself comes first in a chain of errors: the end of
-    the capture raises a further one.
+    device is unusable. With `allows_memory`, exhausted memory is a failure of the capture alone.
+    The error of the work itself comes first in a chain of errors: the end of the capture raises a
+    further one.
     """
     errors = [error]
     while errors[-1].__context__ is not None:
@@ -379,7 +432,8 @@ def _capture_failure(error: BaseException) -> BaseException:
             isinstance(cause, torch.AcceleratorError)
             and getattr(cause, "error_code", None) not in CAPTURE_ERROR_CODES
         )
-        if is_device_error or isinstance(cause, torch.OutOfMemoryError):
+        is_memory_error = isinstance(cause, torch.OutOfMemoryError)
+        if is_device_error or (is_memory_error and not allows_memory):
             raise cause
     return errors[-1]
 

@@ -27,7 +27,7 @@ from gpt.device_transfers import PendingHostCopy, to_device
 from gpt.host_limits import available_memory_bytes
 from gpt.model import pipeline
 from gpt.model.gpt_model import GPT
-from gpt.parallel.collectives import barrier
+from gpt.parallel.collectives import barrier, broadcast_from_first_rank
 from gpt.parallel.pipeline_communication import AsyncSender
 from gpt.tokenizers.tokenizer import Tokenizer
 from serving.config import CacheConfig, SchedulerConfig
@@ -111,6 +111,7 @@ class ModelRunner:
                 last_tokens=self._last_tokens,
                 scratch_block=blocks,
                 sizes=graph_sizes(scheduler_config),
+                broadcasts_ids=async_scheduling and mesh.tp > 1,
                 recorder=recorder,
             )
         self.failed_captures = 0  # CUDA graph captures that failed; graphs are off after the first.
@@ -276,7 +277,9 @@ class ModelRunner:
         if self._stage_sender is not None:
             self._stage_sender.send(graph_output.x)
             return partial(Outcome, step.step_id)
-        assert self._sampler is not None and graph_output.logits is not None
+        if self._sampler is None:  # Only the first tensor rank samples.
+            return partial(Outcome, step.step_id)
+        assert graph_output.logits is not None
         indices = np.flatnonzero(np.array(step.draws))
         slots = [step.slots[index] for index in indices]
         sampled_tokens = None
@@ -330,6 +333,10 @@ class ModelRunner:
         """Run the forward pass without a graph; the rank with a sampler also samples the tokens."""
         model = self.model
         inputs = build_input_batch(step, self._block_tables, self._block_tokens, self._last_tokens)
+        if self.async_scheduling and min(step.token_ids) < 0:
+            # Only the first tensor rank has the last sampled tokens.
+            token_ids = broadcast_from_first_rank(inputs.token_ids, model.mesh)
+            inputs = replace(inputs, token_ids=token_ids)
         batch = inputs.batch
         if not inputs.samples_every_row and len(inputs.logits_rows) < batch.tokens:
             batch = replace(
@@ -407,7 +414,7 @@ class ModelRunner:
                 self._store_last_tokens(slots, argmax_ids)
             return argmax_ids.tolist(), []
         logits = self._compute_logits(inputs, x, 0, count)
-        if self._sampler is None:
+        if self._sampler is None or logits is None:
             return [], []
         checks.append(_FiniteCheck(logits, inputs.sampled_sequences))
         sampled_tokens = self._sampler.launch_sampling(logits, slots, inputs.positions.tolist())
@@ -441,7 +448,7 @@ class ModelRunner:
         for start in range(0, len(inputs.scored_rows), rows_max):
             rows = inputs.scored_rows[start : start + rows_max]
             logits = self._compute_logits(inputs, x, first_row + start, len(rows))
-            if self._sampler is None:
+            if self._sampler is None or logits is None:
                 continue
             indices = inputs.row_sequences[rows]
             fault_indices |= _FiniteCheck(logits, indices).fault_indices()
@@ -462,9 +469,15 @@ class ModelRunner:
                 )
         return list(scores_by_index.values())
 
-    def _compute_logits(self, inputs: InputBatch, x: Tensor, start: int, count: int) -> Tensor:
-        """Return the logits of `count` rows of `inputs.logits_rows`, from entry `start` on."""
-        return self.model.compute_logits(_select_logits_rows(x, inputs, start, count), inputs.batch)
+    def _compute_logits(
+        self, inputs: InputBatch, x: Tensor, start: int, count: int
+    ) -> Tensor | None:
+        """Return the logits of `count` rows of `inputs.logits_rows`, from entry `start` on.
+
+        Only the first tensor rank has them; the others return None.
+        """
+        rows = _select_logits_rows(x, inputs, start, count)
+        return self.model.compute_logits_on_first_rank(rows, inputs.batch)
 
 
 def _select_logits_rows(x: Tensor, inputs: InputBatch, start: int, count: int) -> Tensor:

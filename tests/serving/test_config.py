@@ -33,9 +33,9 @@ def test_settings_survive_the_way_to_a_rank_process() -> None:
 
 
 def test_changed_settings_are_checked_across_the_parts() -> None:
-    config = ServerConfig("m", tp=2)
-    assert config.with_fields(pp=3).parallel_config.ranks == 6
-    with pytest.raises(ConfigError, match="step_ahead is on with 2 ranks"):
+    config = ServerConfig("m", pp=2)
+    assert config.with_fields(tp=3).parallel_config.ranks == 6
+    with pytest.raises(ConfigError, match="step_ahead is on with 2 pipeline stages"):
         config.with_fields(step_ahead="on")
     with pytest.raises(ConfigError, match="step_tokens_max is 8, less than a block of 16"):
         config.with_fields(step_tokens_max=8)

@@ -46,6 +46,8 @@ WITHOUT_LAUNCH = frozenset(
 # has the shape of the first input.
 ATTENTION = aten.scaled_dot_product_attention.default
 RMS_NORM = aten._fused_rms_norm.default
+# A matmul that writes to memory of its caller, which FakeTensors do not support.
+SCALED_MATMUL_OUT = aten._scaled_mm.out
 
 
 class CaptureForbids(Exception):
@@ -150,6 +152,9 @@ class FakeDevice(TorchDispatchMode):
             with self:
                 y = torch.empty_like(tensors[0])
             return y if func is ATTENTION else (y, torch.empty_like(y[..., :1]))
+        if func is SCALED_MATMUL_OUT:
+            self.launch(str(func))
+            return kwargs["out"]
         with self:
             composite = func.decompose(*args, **kwargs)
             if composite is not NotImplemented:

@@ -16,13 +16,19 @@ from gpt.parallel.mesh import Mesh
 from serving.config import ServerConfig
 from serving.worker.cuda_graphs import Recorder, Work
 from serving.worker.model_runner import ModelRunner
-from tests.support.fake_device import DEVICE, FakeDevice
+from tests.support.fake_device import DEVICE, Counts, FakeDevice
 from tests.support.models import CLASSIC, EXPERTS, MODERN, ODD, SIGMOID_EXPERTS
 
 BLOCK_TOKENS, BLOCKS, SLOTS = 16, 64, 8
-# The shape of Llama: rotary positions, grouped queries, RMSNorm, SwiGLU, no biases.
+# The shape of Llama: rotary positions, grouped queries, RMSNorm, SwiGLU, no biases, and widths that
+# are multiples of 16 on each of two tensor ranks.
 LLAMA = MODERN.with_fields(
-    kv_channels=8, rotary_percent=1.0, qk_layernorm=False, window_size=None, qkv_bias=False
+    kv_channels=8,
+    ffn_hidden_size=64,
+    rotary_percent=1.0,
+    qk_layernorm=False,
+    window_size=None,
+    qkv_bias=False,
 )
 # Every config of tests/support/models.py, and Llama's shape.
 FAMILIES = {
@@ -39,11 +45,15 @@ def make_runner(
     config: GPTConfig,
     dtype: torch.dtype,
     *,
+    mesh: Mesh | None = None,
     fp8_linears: bool = False,
     fp8_kv: bool = False,
     recorder: Recorder | None = None,
 ) -> ModelRunner:
-    """Return a runner, inside of `fake_device`. Without a recorder it captures no CUDA graphs."""
+    """Return a runner, inside of `fake_device`. Without a recorder it captures no CUDA graphs.
+
+    A `mesh` of several tensor ranks needs `stub_collectives`.
+    """
     from gpt.attention.triton_paged import TritonAttention
 
     server_config = ServerConfig(
@@ -56,8 +66,9 @@ def make_runner(
         adapter_rows_max=8,
         cuda_graphs="auto" if recorder else "off",
     )
-    mesh = Mesh.single(DEVICE)
-    model = GPT(config, mesh, dtype=dtype, attention_backend=TritonAttention())
+    model = GPT(
+        config, mesh or Mesh.single(DEVICE), dtype=dtype, attention_backend=TritonAttention()
+    )
     model.requires_grad_(False)
     # The first and the last layer are never fp8 (gpt/linear/fp8_linear.py).
     fuse_layers(
@@ -77,25 +88,29 @@ def make_runner(
 
 
 def capture_graph(
-    device: FakeDevice, config: GPTConfig, dtype: torch.dtype, **options: bool
-) -> int:
-    """Capture the CUDA graph of a new model runner; return the maximum launches of a middle layer.
+    device: FakeDevice, config: GPTConfig, dtype: torch.dtype, mesh: Mesh | None = None, **fp8: bool
+) -> list[str]:
+    """Capture the CUDA graph of a new model runner; return the launches of a middle layer.
 
-    An operation that a graph cannot capture raises an error.
+    It is the middle layer with the most launches. An operation that a graph cannot capture raises
+    an error. `fp8`: options of `make_runner`.
     """
+    captured: list[Counts] = []
     marks: list[int] = []  # By layer of the captured pass: the number of launches before it.
 
     def record(work: Work) -> Work:
         work()  # The first pass also compiles kernels.
-        with device.captures():
+        with device.captures() as counts:
             marks.clear()
             work()
+        captured.append(counts)
         return work
 
-    runner = make_runner(config, dtype, recorder=record, **options)
+    runner = make_runner(config, dtype, mesh=mesh, recorder=record, **fp8)
     for layer in runner.model.decoder_layers:
         layer.register_forward_pre_hook(lambda *_: marks.append(len(device.counts.launches)))
     assert runner._graphs is not None
     runner._graphs.capture_missing()
     assert len(marks) == config.num_layers
-    return max(end - start for start, end in pairwise(marks[1:]))
+    launches = captured[0].launches
+    return max((launches[start:end] for start, end in pairwise(marks[1:])), key=len)

@@ -7,7 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpt.parallel.collectives import all_reduce_no_grad, barrier, warm_up_groups
+from gpt.parallel.collectives import (
+    all_gather_columns,
+    all_reduce_no_grad,
+    barrier,
+    broadcast_from_first_rank,
+    gather_columns_on_first_rank,
+    warm_up_groups,
+)
 from gpt.parallel.mesh import Mesh, join_world
 from gpt.parallel.tensor_parallel import all_reduce, from_row_parallel
 from tests.support.ranks import ranks
@@ -106,3 +113,27 @@ def check_overwritten_inputs(rank: int) -> None:
 
 def test_sums_without_gradients_overwrite_their_input() -> None:
     ranks(2, check_overwritten_inputs)
+
+
+def gather_and_broadcast(rank: int) -> None:
+    mesh = Mesh.create(2, 2)
+    shards = torch.arange(12.0).view(2, 3, 2) + 100 * mesh.pp_rank  # (ranks, rows, columns)
+    local = shards[mesh.tp_rank].clone()
+    columns = torch.cat(list(shards), dim=1)
+    assert torch.equal(all_gather_columns(local, mesh), columns)
+    gathered = gather_columns_on_first_rank(local, mesh)
+    assert (gathered is None) == (mesh.tp_rank > 0)
+    assert gathered is None or torch.equal(gathered, columns)
+    # Also a tensor that is not contiguous.
+    received = broadcast_from_first_rank(local.t(), mesh)
+    assert torch.equal(received, shards[0].t())
+
+
+def test_columns_are_gathered_and_tokens_broadcast_in_each_group() -> None:
+    ranks(4, gather_and_broadcast)
+
+
+def test_one_rank_gathers_and_broadcasts_nothing() -> None:
+    x = torch.ones(2, 3)
+    assert gather_columns_on_first_rank(x, Mesh.single()) is x
+    assert broadcast_from_first_rank(x, Mesh.single()) is x

@@ -6,6 +6,7 @@ CUDA graphs are tested in tests/gpu/test_cuda_graphs.py.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ import torch
 from gpt.errors import ConfigError
 from gpt.linear.grouped_experts import group_experts
 from gpt.model.moe import MoELayer
+from gpt.parallel.mesh import ProcessGroup
 from gpt.sampling_params import SamplingParams
 from serving.messages import AdapterRowsWrite, BlockTableUpdate, SlotInit, Step
 from serving.worker import cuda_graphs
@@ -29,6 +31,7 @@ from tests.support.engine_scenarios import (
 from tests.support.graph_runners import CONFIG, eager_recorder, make_runner, run_step, sampled_token
 from tests.support.graph_steps import PROMPT, RULES, V, next_step, prefill_step
 from tests.support.models import CLASSIC, CONFIGS, EXPERTS, MODERN, build
+from tests.support.stub_collectives import StubGroup, stub_mesh
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +202,21 @@ def test_pipeline_stages_replay_their_layers(adapter_files: AdapterFiles, tmp_pa
     assert run_and_check([scenario], (1, 2), tmp_path, adapter_files).replayed > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tensor_ranks_replay_steps_with_the_tokens_of_single_requests(
+    name: str, adapter_files: AdapterFiles, tmp_path: Path
+) -> None:
+    """Steps are planned early: the input tokens of a step are only on the first rank."""
+    scenarios = [
+        with_graphs(draw_scenario(name, 0, adapter_files)),
+        with_graphs(preemption_scenario(name, adapter_files)),
+    ]
+    coverage = run_and_check(scenarios, (2, 1), tmp_path, adapter_files)
+    assert coverage.replayed > coverage.early > 0
+    assert coverage.preemptions > 0
+
+
 def test_graph_sizes_are_few_and_reach_the_largest_batch() -> None:
     def sizes(running_requests: int, graph_rows_max: int = 256) -> tuple[int, ...]:
         config = CONFIG.with_fields(
@@ -240,6 +258,21 @@ def test_the_reason_without_graphs_is_reported() -> None:
     assert cuda_graphs.graph_bytes_max(model, CONFIG.scheduler_config) == 0
 
 
+def test_ranks_that_communicate_through_the_host_have_no_graphs() -> None:
+    class Gloo(StubGroup):
+        def name(self) -> str:
+            return "gloo"
+
+    model = build(MODERN, attention_backend=CapturableAttention())
+    mesh = stub_mesh(torch.device("cuda"), 2)
+    for group, reason in (
+        (Gloo(), "the ranks share a device, and communicate through host memory"),
+        (StubGroup(), None),
+    ):
+        model.mesh = replace(mesh, tp_group=cast(ProcessGroup, group))
+        assert cuda_graphs.unsupported_reason(model, CONFIG.scheduler_config) == reason
+
+
 def test_experts_are_captured_only_if_no_layer_reads_values_on_the_host() -> None:
     model = build(EXPERTS, dtype=torch.bfloat16)
     model.mesh = replace(model.mesh, device=torch.device("cuda"))
@@ -258,9 +291,10 @@ def test_an_unknown_word_in_a_setting_is_refused(name: str, word: str) -> None:
         CONFIG.with_fields(**{name: word})
 
 
-def test_async_scheduling_needs_one_rank() -> None:
-    with pytest.raises(ConfigError, match=r"2 ranks \(tp 2, pp 1\).*set step_ahead: auto"):
-        CONFIG.with_fields(step_ahead="on", tp=2)
+def test_async_scheduling_needs_one_stage() -> None:
+    with pytest.raises(ConfigError, match=r"2 pipeline stages.*set step_ahead: auto"):
+        CONFIG.with_fields(step_ahead="on", pp=2)
+    assert CONFIG.with_fields(step_ahead="on", tp=2).uses_async_scheduling("cpu")
     assert CONFIG.with_fields(step_ahead="auto").uses_async_scheduling("cuda")
     assert not CONFIG.with_fields(step_ahead="auto").uses_async_scheduling("cpu")
     assert not CONFIG.with_fields(step_ahead="auto", pp=2).uses_async_scheduling("cuda")

@@ -15,7 +15,7 @@ import torch
 
 from serving.messages import Step
 from serving.worker import cuda_graphs
-from serving.worker.cuda_graphs import GraphCaptureError, _CudaGraphRecorder
+from serving.worker.cuda_graphs import GraphCaptureError, WarmUpError, _CudaGraphRecorder
 from tests.support.graph_runners import eager_recorder, make_runner, run_step, sampled_token
 from tests.support.graph_steps import RULES, next_step, prefill_step
 
@@ -136,6 +136,18 @@ def test_a_successful_capture_returns_to_the_stream(monkeypatch: pytest.MonkeyPa
     replay = _CudaGraphRecorder(torch.device("cuda"))(lambda: streams.append(cuda.stream))
     assert streams[2:] == [CAPTURE] and cuda.stream == MAIN
     assert replay == cuda.replay
+
+
+def test_a_failure_before_the_capture_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tensor ranks may wait for the work of a warm-up, but never for that of a capture."""
+
+    def work() -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    cuda = SimulatedCuda(monkeypatch)
+    with pytest.raises(WarmUpError, match="no memory"):
+        _CudaGraphRecorder(torch.device("cuda"))(work)
+    assert cuda.stream == MAIN and not cuda.is_capturing
 
 
 def test_after_a_failed_capture_all_steps_run_without_graphs(
