@@ -39,6 +39,7 @@ from serving.ranks.watchdog import (
 
 log = logging.getLogger(__name__)
 
+RANK_MODULE = "serving.ranks.rank_process"  # The program of a rank.
 # The waits in seconds before a restart, after 1, 2, 3, ... consecutive losses. After more losses
 # than waits, the last wait applies.
 BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
@@ -324,7 +325,7 @@ def _start_rank(spec: WorkerSpec) -> ChildProcess:
         if spec.frontend_fd is not None:
             inherited.append(spec.frontend_fd)
         process = ChildProcess(
-            [sys.executable, "-m", "serving.ranks.rank_process"],
+            [sys.executable, "-m", RANK_MODULE],
             stdin=peer_socket.fileno(),
             stdout=2,  # Libraries may print to stdout, which is reserved for the server's results.
             pass_fds=inherited,
