@@ -31,6 +31,7 @@ STAGES = (
     ("sanitizer", "memory checks of kernels and graphs", 60),
     ("steps", "kernels, gaps and waits of a step", 60),
     ("rows", "performance targets", 200),
+    ("mixed-load", "prompts that arrive beside decodes, by chunk size", 90),
     ("compiled", "a plain GPT under torch.compile", 60),
     ("transformers", "comparison with transformers", 100),
     ("figures", "attention, rotary positions, sampling", 40),

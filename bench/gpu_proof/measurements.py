@@ -75,6 +75,12 @@ def _rows(stage: StageContext) -> None:
     model_checks.measure_rows(stage)
 
 
+def _mixed_load(stage: StageContext) -> None:
+    from bench.gpu_proof import mixed_load
+
+    mixed_load.measure_mixed_load(stage)
+
+
 def _compiled(stage: StageContext) -> None:
     from bench.gpu_proof import peer_models
 
@@ -126,6 +132,7 @@ MEASUREMENTS: Mapping[str, Callable[[StageContext], None]] = {
     "sanitizer": _sanitizer,
     "steps": _steps,
     "rows": _rows,
+    "mixed-load": _mixed_load,
     "compiled": _compiled,
     "transformers": _transformers,
     "figures": _figures,

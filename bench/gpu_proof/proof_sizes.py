@@ -59,6 +59,42 @@ def _node_network(hidden_size: int, vocab_size: int) -> GPTConfig:
 
 
 @dataclass(frozen=True)
+class MixedLoad:
+    """Requests that arrive at fixed times, so that prompts run beside decodes."""
+
+    seconds: float  # Of arrivals. The last requests end later.
+    arrivals_per_s: float
+    prompt_tokens: tuple[int, ...]  # Of the requests, in turn.
+    new_tokens: int
+    chunk_tokens: tuple[int, ...]  # Token budgets of a step; the load runs with each of them.
+    running_requests_max: int
+
+    @property
+    def requests(self) -> int:
+        return round(self.seconds * self.arrivals_per_s)
+
+    @property
+    def arrivals(self) -> list[tuple[float, int]]:
+        """The second of each arrival, and the tokens of its prompt."""
+        return [
+            (index / self.arrivals_per_s, self.prompt_tokens[index % len(self.prompt_tokens)])
+            for index in range(self.requests)
+        ]
+
+
+# A GPU of 3 TB/s and 800 TFLOP/s has about ten of these requests at a time, and computes prompts
+# in a fifth of the time.
+MIXED_LOAD = MixedLoad(
+    seconds=15.0,
+    arrivals_per_s=10.0,
+    prompt_tokens=(256, 1024, 512, 2048),
+    new_tokens=128,
+    chunk_tokens=(512, 2048),
+    running_requests_max=32,
+)
+
+
+@dataclass(frozen=True)
 class ProofSizes:
     """Models and workloads of the stages."""
 
@@ -66,6 +102,7 @@ class ProofSizes:
     suite: GpuSizes  # Of `bench.suites.gpu`: the rows of the targets.
     checked_network: GPTConfig  # Its tokens are compared with the CPU's.
     rotary_network: GPTConfig  # Its decode time is measured.
+    mixed_load: MixedLoad = MIXED_LOAD  # With the model of `suite`.
     rounds: int = 3
     # Attention: many sequences of one context length, and the same with one long context.
     attention_sequences: int = 64
@@ -112,6 +149,14 @@ class ProofSizes:
             suite,
             TINY,
             rotary,
+            MixedLoad(
+                seconds=0.5,
+                arrivals_per_s=16.0,
+                prompt_tokens=(8, 40, 24),
+                new_tokens=4,
+                chunk_tokens=(16, 64),
+                running_requests_max=4,
+            ),
             rounds=1,
             attention_sequences=4,
             context_tokens=40,

@@ -137,6 +137,18 @@ def test_the_tables_of_stages_follow_the_stages() -> None:
     ]
 
 
+def test_the_section_has_the_table_of_the_mixed_load_if_the_proof_has_the_stage() -> None:
+    document_of_proof = proof()
+    (stage,) = [x for x in document_of_proof["stages"] if x["name"] == "mixed-load"]
+    stage["figures"]["table"] = {"columns": ["chunk", "new tokens/s"], "lines": [["512", "900"]]}
+    table = f"{stage['title']}:\n\n| chunk | new tokens/s |\n|---|---|\n| 512 | 900 |\n"
+    section = document.render_section(SINGLE_GPU, document_of_proof)
+    assert table in section
+    # A proof of an earlier commit has no such stage.
+    document_of_proof["stages"].remove(stage)
+    assert stage["title"] not in document.render_section(SINGLE_GPU, document_of_proof)
+
+
 def test_every_stage_has_a_measurement() -> None:
     # Both proofs have the same stage for the facts.
     assert [name for name, *_ in STAGES + NODE_STAGES[1:]] == list(MEASUREMENTS)
