@@ -58,6 +58,7 @@ gpu-proof: $(if $(PYTHON),,setup)  ## proves the GPU path within ten minutes: OU
 gpu-proof-node: RANKS ?= 0
 gpu-proof-node: gpu-proof  ## proves a node of 2 to 8 GPUs: RANKS=N, and the variables of gpu-proof
 soak: setup clients-tools $(SOAK_CLIENTS)  ## runs the soak tests, each of which takes longer than the test suite
+	@tests/install_debootstrap.sh
 	$(VENV)/bin/python -m pytest -m soak
 bench: setup  ## runs the benchmarks of speed and memory, and compares other engines
 	$(VENV)/bin/python -m bench

@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.containerfile import CONTAINERFILE, FinalStage
+from tests.support.containerfile import (
+    CONTAINERFILE,
+    ContainerfileError,
+    final_stage,
+    parse_stages,
+)
 
 BASE = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
 # The variables that move the caches of libraries out of the home folder.
@@ -23,13 +28,13 @@ COMPILER = {"gcc", "libc6-dev"}  # On Debian, gcc provides `cc`, and libc6-dev t
 def test_an_image_for_a_gpu_contains_a_c_compiler(
     device: str, needs_compiler: bool, tmp_path: Path
 ) -> None:
-    packages = FinalStage.read().packages(device, tmp_path)
+    packages = final_stage().packages(device, tmp_path)
     assert "libgomp1" in packages
     assert packages & COMPILER == (COMPILER if needs_compiler else set())
 
 
 def test_the_caches_are_on_a_volume_that_belongs_to_the_user(tmp_path: Path) -> None:
-    stage = FinalStage.read()
+    stage = final_stage()
     environment = stage.environment("cuda", BASE)
     (volume,) = stage.arguments("VOLUME")
     for name in CACHE_VARIABLES:
@@ -47,7 +52,7 @@ def test_the_caches_are_on_a_volume_that_belongs_to_the_user(tmp_path: Path) -> 
 
 
 def test_the_pod_mounts_a_writable_volume_for_each_cache() -> None:
-    environment = FinalStage.read().environment("cuda", BASE)
+    environment = final_stage().environment("cuda", BASE)
     manifest = CONTAINERFILE.parent / "kubernetes/preamble.yaml"
     (deployment,) = [
         document
@@ -68,6 +73,31 @@ def test_the_pod_mounts_a_writable_volume_for_each_cache() -> None:
 
 
 def test_the_environment_expands_variables_of_earlier_instructions() -> None:
-    environment = FinalStage.read().environment("cuda", BASE)
+    environment = final_stage().environment("cuda", BASE)
     assert environment["PATH"] == f"/preamble/bin:{BASE['PATH']}"
     assert environment["PREAMBLE_DEVICE"] == "cuda"
+
+
+def test_stages_have_the_images_and_names_of_their_from_instructions() -> None:
+    stages = parse_stages(CONTAINERFILE.read_text(), {"PYTHON": "3.11"})
+    assert [(stage.image.rpartition("/")[2], stage.name) for stage in stages] == [
+        ("python:3.11-slim", "build"),
+        ("python:3.11-slim", ""),
+    ]
+    assert stages[-1].arguments("COPY") == ["--from=build /preamble /preamble"]
+    assert stages[-1].arguments("RUN") == final_stage().arguments("RUN")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "FROM debian\nHEALTHCHECK NONE",
+        "FROM debian\nRUN true\nSHELL",
+        "FROM --platform=linux/arm64 debian",
+        "RUN true\nFROM debian",
+        "FROM debian\nRUN apt-get install \\\n  gcc\n    libc6-dev",
+    ],
+)
+def test_an_instruction_that_the_parser_does_not_know_is_an_error(text: str) -> None:
+    with pytest.raises(ContainerfileError):
+        parse_stages(text, {})

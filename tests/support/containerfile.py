@@ -1,33 +1,47 @@
-"""The final stage of deploy/Containerfile: its instructions, and the commands that they run."""
+"""deploy/Containerfile: its stages, their instructions, and the commands that they run.
+
+An instruction or an option that this module does not know is an error, so that no test passes
+without it.
+"""
 
 import os
 import re
 import shlex
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
+from typing import NamedTuple
 
 CONTAINERFILE = Path(__file__).resolve().parents[2] / "deploy/Containerfile"
 # Commands of the final stage that need root or a network.
 PRIVILEGED_COMMANDS = ("apt-get", "install", "rm", "useradd")
+# Instructions of a stage; FROM begins a stage.
+INSTRUCTIONS = frozenset(
+    {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "RUN", "STOPSIGNAL", "USER", "VOLUME"}
+    | {"WORKDIR"}
+)
+
+
+class ContainerfileError(Exception):
+    """An instruction that the module does not know."""
+
+
+class Instruction(NamedTuple):
+    """An instruction, with one space between its arguments."""
+
+    name: str
+    arguments: str
 
 
 @dataclass(frozen=True)
-class FinalStage:
-    """The instructions of the final stage, in order."""
+class Stage:
+    """A stage of the file: its base image and its instructions, in order."""
 
-    instructions: tuple[tuple[str, str], ...]  # Name and arguments.
-
-    @classmethod
-    def read(cls) -> "FinalStage":
-        """Read the instructions after the last FROM."""
-        lines = [
-            line for line in CONTAINERFILE.read_text().splitlines() if not line.startswith("#")
-        ]
-        text = "\n".join(lines).replace("\\\n", " ")
-        instructions = re.findall(r"^([A-Z]+) +(.+)$", text.rsplit("\nFROM ", 1)[1], flags=re.M)
-        return cls(tuple((name, " ".join(arguments.split())) for name, arguments in instructions))
+    image: str
+    name: str  # Empty if the stage has none.
+    instructions: tuple[Instruction, ...]
 
     def arguments(self, instruction: str) -> list[str]:
         """Return the arguments of each instruction with this name."""
@@ -40,10 +54,7 @@ class FinalStage:
         """
         environment = dict(base)
         for arguments in self.arguments("ENV"):
-            for assignment in shlex.split(arguments):
-                name, value = assignment.split("=", 1)
-                variables = environment | {"DEVICE": device}
-                environment[name] = Template(value).substitute(variables)
+            environment |= assignments(arguments, environment | {"DEVICE": device})
         return environment
 
     def commands(self, device: str, folder: Path) -> list[list[str]]:
@@ -68,3 +79,66 @@ class FinalStage:
             words for words in self.commands(device, folder) if words[:2] == ["apt-get", "install"]
         ]
         return {word for words in installs for word in words[2:] if not word.startswith("-")}
+
+
+def final_stage() -> Stage:
+    return parse_stages(CONTAINERFILE.read_text(), {})[-1]
+
+
+def parse_stages(text: str, build_arguments: Mapping[str, str]) -> list[Stage]:
+    """Return the stages of a file.
+
+    `build_arguments`: values of ARG instructions, by name, in place of their defaults.
+    """
+    variables: dict[str, str] = {}  # Arguments before the first FROM.
+    stages: list[Stage] = []
+    for name, arguments in _parse_instructions(text):
+        if name == "FROM":
+            words = expand(arguments, variables).split()
+            if not (len(words) == 1 or (len(words) == 3 and words[1].upper() == "AS")):
+                raise ContainerfileError(
+                    f"FROM {arguments}: write FROM IMAGE or FROM IMAGE AS NAME"
+                )
+            stages.append(Stage(words[0], words[2] if len(words) == 3 else "", ()))
+        elif stages:
+            stage = stages[-1]
+            instructions = (*stage.instructions, Instruction(name, arguments))
+            stages[-1] = Stage(stage.image, stage.name, instructions)
+        elif name == "ARG":
+            variables |= argument_value(arguments, build_arguments)
+        else:
+            raise ContainerfileError(f"{name} before the first FROM")
+    return stages
+
+
+def _parse_instructions(text: str) -> list[Instruction]:
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    instructions = []
+    for line in "\n".join(lines).replace("\\\n", " ").splitlines():
+        if not line.strip():
+            continue
+        match = re.fullmatch(r"([A-Za-z]+) +(.+)", line)
+        name = match[1].upper() if match else ""
+        if match is None or name not in INSTRUCTIONS | {"FROM"}:
+            raise ContainerfileError(f"unknown instruction: {line}")
+        instructions.append(Instruction(name, " ".join(match[2].split())))
+    return instructions
+
+
+def argument_value(arguments: str, build_arguments: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that an ARG instruction sets; without a value, it sets none."""
+    name, separator, default = arguments.partition("=")
+    if name in build_arguments:
+        return {name: build_arguments[name]}
+    return {name: default} if separator else {}
+
+
+def assignments(arguments: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of an ENV instruction. It expands only variables that are set before."""
+    pairs = [word.partition("=") for word in shlex.split(arguments)]
+    return {name: expand(value, variables) for name, _, value in pairs}
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Replace $NAME and ${NAME}; an unknown name, or ${NAME:-OTHER}, is an error."""
+    return Template(text).substitute(variables)
