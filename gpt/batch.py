@@ -121,6 +121,11 @@ class Batch:
         )
 
     @cached_property
+    def is_first_prefill(self) -> bool:
+        """Whether no sequence has earlier tokens, and each has several new tokens."""
+        return not any(self.past_lengths) and min(self.query_lengths) > 1
+
+    @cached_property
     def query_starts(self) -> tuple[int, ...]:
         """The flat index of each sequence's first new token."""
         return (0, *accumulate(self.query_lengths[:-1]))

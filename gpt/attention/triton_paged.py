@@ -13,7 +13,9 @@ gpt/attention/fp8_kv_cache.py; of the rotary embedding, gpt/model/rotary_embeddi
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import e, log2
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +30,8 @@ from gpt.attention.varlen import padded_sdpa
 from gpt.batch import Batch
 from gpt.device_transfers import to_device
 from gpt.fp8_rows import Fp8Rows
+from gpt.triton_runtime import launcher
+from gpt.triton_runtime.block_sizes import next_power_of_two
 
 # A launch has at most this number more programs than work items x KV heads. An H200 runs two to
 # four programs at once on each of its 132 multiprocessors. With several times as many programs,
@@ -86,8 +90,8 @@ class WorkItems:
     # the new tokens of the sequence.
     indices: Tensor
     tokens_max: int  # Maximum number of new tokens of a work item.
-    # By window. The first layer with a window makes the list, and the later layers reuse it.
-    segment_lists: dict[int, SegmentList] = field(default_factory=dict)
+    # By window. The first layer with a window prepares the launch, and the later layers reuse it.
+    launches: dict[int, "PreparedLaunch"] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -114,6 +118,12 @@ class TritonMetadata:
     decode_items: WorkItems
     short_items: WorkItems
     prefill_items: WorkItems
+
+    @cached_property
+    def work_items(self) -> tuple[WorkItems, ...]:
+        """The work items that need a launch."""
+        all_items = (self.decode_items, self.short_items, self.prefill_items)
+        return tuple(items for items in all_items if len(items))
 
     @classmethod
     def from_batch(cls, batch: Batch, queries_per_kv_head: int, like: Tensor) -> "TritonMetadata":
@@ -196,24 +206,25 @@ class TritonAttention(QKTransformBackend):
         blocks, offsets = batch.slot_mapping
         tokens, kv_heads, head_dim = k.shape
         k, v = _contiguous_rows(k), _contiguous_rows(v)
-        with torch.cuda.device_of(k):
-            kernels.append_kv[(tokens, kv_heads)](
-                k,
-                v,
-                kv,
-                blocks,
-                offsets,
-                layer_scales(self._scales, kv),
-                *k.stride()[:2],
-                *v.stride()[:2],
-                GROUPS=kv_heads,
-                D=head_dim,
-                WIDTH=next_power_of_two(head_dim),
-                BLOCK=kv.shape[3],
-                DTYPE_MAX=_dtype_max(k, kv),
-                SCALED=self._scales is not None,
-                num_warps=1,
-            )
+        launcher.launch(
+            kernels.append_kv,
+            (tokens, kv_heads),
+            k,
+            v,
+            kv,
+            blocks,
+            offsets,
+            layer_scales(self._scales, kv),
+            *k.stride()[:2],
+            *v.stride()[:2],
+            GROUPS=kv_heads,
+            D=head_dim,
+            WIDTH=next_power_of_two(head_dim),
+            BLOCK=kv.shape[3],
+            DTYPE_MAX=_dtype_max(k, kv),
+            SCALED=self._scales is not None,
+            num_warps=1,
+        )
 
     def transform_and_store(
         self, qkv: Tensor, transform: QKTransform, batch: Batch, kv: KV
@@ -233,37 +244,38 @@ class TritonAttention(QKTransformBackend):
         q_norm, k_norm = transform.norms or (NormWeights(qkv, None),) * 2
         width = next_power_of_two(head_dim)
         rows = min(next_power_of_two(members), max(1, TRANSFORM_ELEMENTS_MAX // width))
-        with torch.cuda.device_of(qkv):
-            kernels.transform_and_append[(tokens, kv_heads, -(-members // rows))](
-                qkv,
-                transform.rotary_table,
-                q_norm.weight,
-                k_norm.weight,
-                q_norm.bias,
-                k_norm.bias,
-                out,
-                kv,
-                batch.positions,
-                blocks,
-                offsets,
-                layer_scales(self._scales, kv),
-                config.layernorm_epsilon,
-                GROUPS=kv_heads,
-                QUERIES=queries,
-                BLOCK=kv.shape[3],
-                D=head_dim,
-                WIDTH=width,
-                ROWS=rows,
-                ROTARY=config.rotary_dim,
-                INTERLEAVED=config.rotary_interleaved,
-                NORMED=transform.norms is not None,
-                CENTERED=config.normalization == "LayerNorm",
-                GAMMA_OFFSET=float(config.layernorm_zero_centered_gamma),
-                BIASED=q_norm.bias is not None,
-                DTYPE_MAX=_dtype_max(qkv, kv),
-                SCALED=self._scales is not None,
-                num_warps=max(1, rows * width // TRANSFORM_ELEMENTS_PER_WARP),
-            )
+        launcher.launch(
+            kernels.transform_and_append,
+            (tokens, kv_heads, -(-members // rows)),
+            qkv,
+            transform.rotary_table,
+            q_norm.weight,
+            k_norm.weight,
+            q_norm.bias,
+            k_norm.bias,
+            out,
+            kv,
+            batch.positions,
+            blocks,
+            offsets,
+            layer_scales(self._scales, kv),
+            config.layernorm_epsilon,
+            GROUPS=kv_heads,
+            QUERIES=queries,
+            BLOCK=kv.shape[3],
+            D=head_dim,
+            WIDTH=width,
+            ROWS=rows,
+            ROTARY=config.rotary_dim,
+            INTERLEAVED=config.rotary_interleaved,
+            NORMED=transform.norms is not None,
+            CENTERED=config.normalization == "LayerNorm",
+            GAMMA_OFFSET=float(config.layernorm_zero_centered_gamma),
+            BIASED=q_norm.bias is not None,
+            DTYPE_MAX=_dtype_max(qkv, kv),
+            SCALED=self._scales is not None,
+            num_warps=max(1, rows * width // TRANSFORM_ELEMENTS_PER_WARP),
+        )
         return out[:, :heads], out[:, heads:], qkv[:, :, -1]
 
     def attend(
@@ -294,8 +306,7 @@ class TritonAttention(QKTransformBackend):
     ) -> tuple[Tensor, Fp8Rows | None]:
         if kv is None:
             return ragged_attention(q, k, v, batch, kv, window), None
-        is_first_prefill = not any(batch.past_lengths) and min(batch.query_lengths) > 1
-        if is_first_prefill and window is None and q.dtype == kv.dtype in HALF_DTYPES:
+        if batch.is_first_prefill and window is None and q.dtype == kv.dtype in HALF_DTYPES:
             # No sequence has past tokens, so all visible keys are in `k`, and torch's fused kernels
             # are faster than a kernel that reads the pool.
             return padded_sdpa(q, k, v, batch, window), None
@@ -305,23 +316,20 @@ class TritonAttention(QKTransformBackend):
             metadata = TritonMetadata.from_batch(batch, queries_per_kv_head, q)
             batch.attention_metadata[TritonMetadata] = metadata
         assert isinstance(metadata, TritonMetadata)
-        if q.is_cuda:
-            self.compile_kernels(q, kv, window, quantizes=quantizes)
         q, out = _contiguous_rows(q), torch.empty_like(q, memory_format=torch.contiguous_format)
         fp8_rows = None
-        is_decode_only = len(metadata.decode_items) == len(q)
+        is_decode_only = len(metadata.decode_items) == q.shape[0]
         if quantizes and is_decode_only and queries_per_kv_head > 1:
-            fp8_rows = Fp8Rows.allocate(len(q), q.shape[1] * q.shape[2], q.device)
+            fp8_rows = Fp8Rows.allocate(q.shape[0], q.shape[1] * q.shape[2], q.device)
         scales = layer_scales(self._scales, kv)
-        launch = _LayerLaunch(q, kv, metadata, window or 0, scales, out, fp8_rows)
-        with torch.cuda.device_of(q):
-            for work_items in (
-                metadata.decode_items,
-                metadata.short_items,
-                metadata.prefill_items,
-            ):
-                if len(work_items):
-                    launch.launch(work_items)
+        for work_items in metadata.work_items:
+            launch = work_items.launches.get(window or 0)
+            if launch is None:
+                if q.is_cuda:
+                    self.compile_kernels(q, kv, window, quantizes=quantizes)
+                launch = PreparedLaunch.make(work_items, metadata, q, kv, window or 0)
+                work_items.launches[window or 0] = launch
+            launch.run(q, kv, metadata.block_tables, scales, out, fp8_rows)
         return out, fp8_rows
 
     def compile_kernels(
@@ -361,148 +369,171 @@ class TritonAttention(QKTransformBackend):
         fp8_rows = None
         if quantizes:
             fp8_rows = Fp8Rows.allocate(tokens, shape[1] * shape[2], q.device)
+        launch = PreparedLaunch.make(items, metadata, dummy_q, kv, window or 0)
         scales = layer_scales(self._scales, kv)
-        with torch.cuda.device_of(q):
-            _LayerLaunch(dummy_q, kv, metadata, window or 0, scales, out, fp8_rows).launch(items)
+        launch.run(dummy_q, kv, metadata.block_tables, scales, out, fp8_rows)
 
 
 @dataclass(frozen=True)
-class _LayerLaunch:
-    """The inputs and the output of one layer's kernel launches."""
+class PreparedLaunch:
+    """What the launches of all layers with the same window have in common, in a step."""
 
-    q: Tensor
-    kv: KV
-    metadata: TritonMetadata
-    window: int
-    scales: Tensor | None
-    out: Tensor
-    # The output in e4m3, in memory for at least one row; None: it is not quantized.
-    fp8_rows: Fp8Rows | None = None
+    kernel: Any  # `attend_single` or `attend_tile`.
+    grid: tuple[int, int]
+    softmax_scale: float
+    constants: dict[str, object]
+    merge_grid: tuple[int, int] | None  # Of `merge_tiles`; None: it is not launched.
+    merge_constants: dict[str, object]
+    segment_list: SegmentList
+    # Partial outputs of the segments and their softmax statistics. The layers use the memory one
+    # after another.
+    partial_out: Tensor
+    softmax_stats: Tensor
 
-    def launch(self, work_items: WorkItems) -> None:
-        """Compute the output rows of the work items."""
-        q, kv, metadata = self.q, self.kv, self.metadata
-        _, heads, head_dim = q.shape
+    @classmethod
+    def make(
+        cls, work_items: WorkItems, metadata: TritonMetadata, q: Tensor, kv: KV, window: int
+    ) -> "PreparedLaunch":
+        """Prepare the launches for layers with the shapes and dtypes of `q` and `kv`."""
+        heads, head_dim = q.shape[1:]
         kv_heads = kv.shape[2]
         padded_head_dim = max(ROWS_MIN, next_power_of_two(head_dim))
         queries_per_kv_head = heads // kv_heads
         tokens, is_split = work_items.tokens_max, work_items.is_split
-        rows = work_item_rows(tokens, queries_per_kv_head, q)
-        segment_list = work_items.segment_lists.get(self.window)
-        if segment_list is None:
-            segment_list = self._list_segments(work_items)
-            work_items.segment_lists[self.window] = segment_list
+        segment_list = list_segments(work_items, metadata, window, kv_heads)
         partial_rows = segment_list.capacity * tokens * heads if is_split else 0
-        partial_out = q.new_empty(partial_rows * padded_head_dim, dtype=torch.float32)
-        softmax_stats = q.new_empty(partial_rows * 2, dtype=torch.float32)
-        inputs = (q, kv, metadata.block_tables, segment_list.segments)
-        outputs = (self.out, partial_out, softmax_stats, self.scales)
-        strides = (*q.stride()[:2], metadata.block_tables.stride(0))
         # The programs of the longest segments start first. The work items of a prefill share keys,
         # so those of one KV head start together.
         capacity = segment_list.capacity
-        grid = (kv_heads, capacity) if is_split else (capacity, kv_heads)
-        # The kernels compute exp(x) as exp2(x * log2(e)); the GPU has an instruction for exp2.
-        softmax_scale = log2(e) * head_dim**-0.5
-        constants = {
-            "GROUPS": kv_heads,
-            "WINDOW": self.window,
-            "BLOCK": kv.shape[3],
+        constants: dict[str, object] = {
             "D": head_dim,
             "WIDTH": padded_head_dim,
             "SEGMENTS_MAX": SEGMENTS_MAX if is_split else 1,
             "FIELDS": SEGMENT_FIELDS,
             "ALIGNMENT": SEGMENT_ALIGNMENT,
-            "SCALED": self.scales is not None,
         }
-        if tokens == queries_per_kv_head == 1:
-            kernels.attend_single[grid](
-                *inputs,
-                segment_list.arrivals,
-                *outputs,
-                *strides,
-                softmax_scale,
-                **constants,
-                TILE=tile_keys(padded_head_dim, kv, SINGLE_ELEMENTS_MAX),
-                STAGES=3,
-                num_warps=4,
-            )
-        else:
-            kernels.attend_tile[grid](
-                *inputs,
-                *outputs,
-                *strides,
-                softmax_scale,
-                **constants,
-                QUERIES=queries_per_kv_head,
-                TOKENS=tokens,
-                ROWS=rows,
-                TILE=min(64, tile_keys(padded_head_dim, q, TILE_ELEMENTS_MAX)),
-                num_warps=8 if rows > 64 or q.dtype == torch.float32 else 4,
-                num_stages=3 if q.dtype in HALF_DTYPES else 2,
-            )
-            if is_split:
-                self._merge(work_items, segment_list, outputs, padded_head_dim)
+        has_single_query = tokens == queries_per_kv_head == 1
+        return cls(
+            kernels.attend_single if has_single_query else kernels.attend_tile,
+            (kv_heads, capacity) if is_split else (capacity, kv_heads),
+            # The kernels compute exp(x) as exp2(x * log2(e)); the GPU has an instruction for exp2.
+            log2(e) * head_dim**-0.5,
+            constants
+            | {"GROUPS": kv_heads, "WINDOW": window, "BLOCK": kv.shape[3]}
+            | (
+                _single_constants(padded_head_dim, kv)
+                if has_single_query
+                else _tile_constants(queries_per_kv_head, tokens, padded_head_dim, q)
+            ),
+            (len(work_items) * tokens, heads) if is_split and not has_single_query else None,
+            constants | {"HEADS": heads, "TOKENS": tokens, "num_warps": 4},
+            segment_list,
+            q.new_empty(partial_rows * padded_head_dim, dtype=torch.float32),
+            q.new_empty(partial_rows * 2, dtype=torch.float32),
+        )
 
-    def _merge(
+    def run(
         self,
-        work_items: WorkItems,
-        segment_list: SegmentList,
-        outputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        padded_head_dim: int,
+        q: Tensor,
+        kv: KV,
+        block_tables: Tensor,
+        scales: Tensor | None,
+        out: Tensor,
+        fp8_rows: Fp8Rows | None,
     ) -> None:
-        """Merge the partial outputs of `attend_tile`."""
-        heads, head_dim = self.q.shape[1:]
-        values, row_scales, fp8_width = None, None, 0
-        if self.fp8_rows is not None:
-            values, row_scales = self.fp8_rows.values, self.fp8_rows.scales
-            fp8_width = values.shape[1]
-        kernels.merge_tiles[len(work_items) * work_items.tokens_max, heads](
+        """Compute the output rows of the work items in one layer.
+
+        `fp8_rows`: the output in e4m3, in memory for at least one row; None: it is not quantized.
+        """
+        segment_list = self.segment_list
+        inputs = [q, kv, block_tables, segment_list.segments]
+        if self.kernel is kernels.attend_single:
+            inputs.append(segment_list.arrivals)
+        outputs = (out, self.partial_out, self.softmax_stats, scales)
+        launcher.launch(
+            self.kernel,
+            self.grid,
+            *inputs,
+            *outputs,
+            *q.stride()[:2],
+            block_tables.stride(0),
+            self.softmax_scale,
+            **self.constants,
+            SCALED=scales is not None,
+        )
+        if self.merge_grid is None:
+            return
+        fp8_width = 0 if fp8_rows is None else fp8_rows.values.shape[1]
+        launcher.launch(
+            kernels.merge_tiles,
+            self.merge_grid,
             segment_list.first_segments,
             segment_list.arrivals,
             *outputs,
-            values,
-            row_scales,
-            HEADS=heads,
-            D=head_dim,
-            WIDTH=padded_head_dim,
-            TOKENS=work_items.tokens_max,
-            SEGMENTS_MAX=SEGMENTS_MAX,
-            FIELDS=SEGMENT_FIELDS,
-            ALIGNMENT=SEGMENT_ALIGNMENT,
-            SCALED=self.scales is not None,
-            QUANTIZE=self.fp8_rows is not None,
+            None if fp8_rows is None else fp8_rows.values,
+            None if fp8_rows is None else fp8_rows.scales,
+            **self.merge_constants,
+            SCALED=scales is not None,
+            QUANTIZE=fp8_rows is not None,
             FP8_WIDTH=fp8_width,
             BLOCK_SIZE=min(max(next_power_of_two(fp8_width), ROWS_MIN), QUANTIZED_BLOCK_SIZE_MAX),
-            num_warps=4,
         )
 
-    def _list_segments(self, work_items: WorkItems) -> SegmentList:
-        """Launch the kernel that lists the segments of the work items for the layers' window."""
-        indices, is_split, kv_heads = work_items.indices, work_items.is_split, self.kv.shape[2]
-        extra = max(1, EXTRA_PROGRAMS // kv_heads) if is_split else 0
-        capacity = len(indices) + extra
-        segments = indices.new_empty(1 + capacity, SEGMENT_FIELDS)
-        first_segments = indices.new_empty(len(indices), SEGMENT_FIELDS)
-        kernels.list_segments[(1,)](
-            indices,
-            self.metadata.context_lengths,
-            self.metadata.query_starts,
-            segments,
-            first_segments,
-            len(indices),
-            work_items.tokens_max,
-            self.window,
-            max(1, extra),
-            SEGMENT_KEYS_MIN if is_split else torch.iinfo(torch.int32).max // 2,
-            SEGMENTS_MAX=SEGMENTS_MAX,
-            ALIGNMENT=SEGMENT_ALIGNMENT,
-            FIELDS=SEGMENT_FIELDS,
-            ITEMS=LISTED_ITEMS,
-            num_warps=4,
-        )
-        arrivals = indices.new_zeros(capacity * kv_heads if is_split else 0)
-        return SegmentList(segments, first_segments, arrivals, capacity)
+
+def _single_constants(padded_head_dim: int, kv: KV) -> dict[str, object]:
+    """Return the constants and options of `attend_single` only."""
+    return {
+        "TILE": tile_keys(padded_head_dim, kv, SINGLE_ELEMENTS_MAX),
+        "STAGES": 3,
+        "num_warps": 4,
+    }
+
+
+def _tile_constants(
+    queries_per_kv_head: int, tokens: int, padded_head_dim: int, q: Tensor
+) -> dict[str, object]:
+    """Return the constants and options of `attend_tile` only."""
+    rows = work_item_rows(tokens, queries_per_kv_head, q)
+    return {
+        "QUERIES": queries_per_kv_head,
+        "TOKENS": tokens,
+        "ROWS": rows,
+        "TILE": min(64, tile_keys(padded_head_dim, q, TILE_ELEMENTS_MAX)),
+        "num_warps": 8 if rows > 64 or q.dtype == torch.float32 else 4,
+        "num_stages": 3 if q.dtype in HALF_DTYPES else 2,
+    }
+
+
+def list_segments(
+    work_items: WorkItems, metadata: TritonMetadata, window: int, kv_heads: int
+) -> SegmentList:
+    """Launch the kernel that lists the segments of the work items for a window."""
+    indices, is_split = work_items.indices, work_items.is_split
+    extra = max(1, EXTRA_PROGRAMS // kv_heads) if is_split else 0
+    capacity = len(indices) + extra
+    segments = indices.new_empty(1 + capacity, SEGMENT_FIELDS)
+    first_segments = indices.new_empty(len(indices), SEGMENT_FIELDS)
+    launcher.launch(
+        kernels.list_segments,
+        (1,),
+        indices,
+        metadata.context_lengths,
+        metadata.query_starts,
+        segments,
+        first_segments,
+        len(indices),
+        work_items.tokens_max,
+        window,
+        max(1, extra),
+        SEGMENT_KEYS_MIN if is_split else torch.iinfo(torch.int32).max // 2,
+        SEGMENTS_MAX=SEGMENTS_MAX,
+        ALIGNMENT=SEGMENT_ALIGNMENT,
+        FIELDS=SEGMENT_FIELDS,
+        ITEMS=LISTED_ITEMS,
+        num_warps=4,
+    )
+    arrivals = indices.new_zeros(capacity * kv_heads if is_split else 0)
+    return SegmentList(segments, first_segments, arrivals, capacity)
 
 
 def work_item_sizes(q: Tensor, kv: KV) -> list[int]:
@@ -539,11 +570,6 @@ def tile_keys(head_dim: int, like: Tensor, elements_max: int) -> int:
     """Return the number of keys (16 to 128) in a tile whose elements have the dtype of `like`."""
     keys_max = min(elements_max // head_dim, TILE_BYTES_MAX // (head_dim * like.element_size()))
     return max(16, min(128, keys_max))
-
-
-def next_power_of_two(count: int) -> int:
-    """Return the smallest power of two that is at least `count`."""
-    return 1 << (count - 1).bit_length()
 
 
 def _build_work_items(

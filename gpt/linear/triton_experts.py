@@ -7,12 +7,13 @@ launch waits for the device.
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.cpu.packed_linear import ACTIVATIONS, GATED_PREFIX
 from gpt.linear import triton_expert_kernels as kernels
+from gpt.triton_runtime import launcher
+from gpt.triton_runtime.block_sizes import next_power_of_two
 
 PAIRS_BLOCK_SIZE = 256  # Pairs that a program of `group_pairs` reads at once.
 FEW_PAIRS_PER_EXPERT = 8  # The mean number of pairs up to which most experts fit into 16 rows.
@@ -44,22 +45,23 @@ def choose_experts(
     topk = config.moe_router_topk
     ids = logits.new_empty(tokens, topk, dtype=torch.int32)
     weights = logits.new_empty(tokens, topk)
-    with torch.cuda.device_of(logits):
-        kernels.choose_experts_row[(tokens,)](
-            logits,
-            logits if bias is None else bias,
-            ids,
-            weights,
-            experts,
-            float(config.moe_router_topk_scaling_factor),
-            EXPERTS_PER_TOKEN=topk,
-            SIGMOID=config.moe_router_score_function == "sigmoid",
-            PRE_SOFTMAX=config.moe_router_pre_softmax,
-            HAS_BIAS=bias is not None,
-            BLOCK_CHOICES=triton.next_power_of_2(topk),
-            BLOCK_SIZE=triton.next_power_of_2(experts),
-            num_warps=1,
-        )
+    launcher.launch(
+        kernels.choose_experts_row,
+        (tokens,),
+        logits,
+        logits if bias is None else bias,
+        ids,
+        weights,
+        experts,
+        float(config.moe_router_topk_scaling_factor),
+        EXPERTS_PER_TOKEN=topk,
+        SIGMOID=config.moe_router_score_function == "sigmoid",
+        PRE_SOFTMAX=config.moe_router_pre_softmax,
+        HAS_BIAS=bias is not None,
+        BLOCK_CHOICES=next_power_of_two(topk),
+        BLOCK_SIZE=next_power_of_two(experts),
+        num_warps=1,
+    )
     return ids, weights
 
 
@@ -71,15 +73,16 @@ def sort_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     pairs = ids.numel()
     order = ids.new_empty(pairs)
     group_ends = ids.new_empty(experts)
-    with torch.cuda.device_of(ids):
-        kernels.group_pairs[(experts,)](
-            ids,
-            order,
-            group_ends,
-            pairs,
-            BLOCK_SIZE=PAIRS_BLOCK_SIZE,
-            num_warps=1,
-        )
+    launcher.launch(
+        kernels.group_pairs,
+        (experts,),
+        ids,
+        order,
+        group_ends,
+        pairs,
+        BLOCK_SIZE=PAIRS_BLOCK_SIZE,
+        num_warps=1,
+    )
     return order, group_ends
 
 
@@ -127,24 +130,25 @@ def _launch(
     blocks = BLOCKS_FOR_FEW_PAIRS if has_few_pairs else BLOCKS_FOR_MORE_PAIRS
     block_columns = blocks.gated_columns if is_gated else blocks.columns
     width = out.shape[1]
-    with torch.cuda.device_of(x):
-        kernels.expert_matmul[(triton.cdiv(width, block_columns), len(weight))](
-            x,
-            weight,
-            x if bias is None else bias,
-            out,
-            order,
-            group_ends,
-            width,
-            weight.shape[2],
-            len(order) // len(x),
-            FIRST=first,
-            HAS_BIAS=bias is not None,
-            ACTIVATION=ACTIVATIONS.index((activation or "").removeprefix(GATED_PREFIX) or None),
-            GATED=is_gated,
-            BLOCK_ROWS=blocks.rows,
-            BLOCK_COLUMNS=block_columns,
-            BLOCK_CHANNELS=blocks.channels,
-            num_warps=WARPS,
-            num_stages=blocks.stages,
-        )
+    launcher.launch(
+        kernels.expert_matmul,
+        (-(-width // block_columns), len(weight)),
+        x,
+        weight,
+        x if bias is None else bias,
+        out,
+        order,
+        group_ends,
+        width,
+        weight.shape[2],
+        len(order) // len(x),
+        FIRST=first,
+        HAS_BIAS=bias is not None,
+        ACTIVATION=ACTIVATIONS.index((activation or "").removeprefix(GATED_PREFIX) or None),
+        GATED=is_gated,
+        BLOCK_ROWS=blocks.rows,
+        BLOCK_COLUMNS=block_columns,
+        BLOCK_CHANNELS=blocks.channels,
+        num_warps=WARPS,
+        num_stages=blocks.stages,
+    )

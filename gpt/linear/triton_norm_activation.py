@@ -5,13 +5,14 @@ rows, so a row's result does not depend on the other rows. No launch synchronize
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from gpt.cpu.packed_linear import ACTIVATIONS, GATED_PREFIX
 from gpt.fp8_rows import Fp8Rows
 from gpt.linear import triton_row_kernels as kernels
 from gpt.linear.norm_activation import NormParameters, Rows
+from gpt.triton_runtime import launcher
+from gpt.triton_runtime.block_sizes import next_power_of_two
 
 # Blocks of the activation kernel, in elements. With e4m3 output one program reads a row: in one
 # block up to SINGLE_BLOCK_SIZE_MAX, or else twice, block by block. Otherwise there is one program
@@ -79,29 +80,30 @@ def _launch_add_norm(
     scale = x if norm is None else norm.scale
     shift = None if norm is None else norm.shift
     values, scales = _output_pointers(out, x)
-    block_size = max(triton.next_power_of_2(values.shape[1]), 16)
-    with torch.cuda.device_of(x):
-        kernels.add_norm_row[(len(x),)](
-            x,
-            y,
-            x if bias is None else bias,
-            residual_sum,
-            scale,
-            x if shift is None else shift,
-            values,
-            scales,
-            x.shape[1],
-            values.shape[1],
-            0.0 if norm is None else norm.epsilon,
-            ADD_RESIDUAL=addition is not None,
-            HAS_BIAS=bias is not None,
-            HAS_NORM=norm is not None,
-            IS_RMS=norm is not None and norm.is_rms,
-            HAS_SHIFT=shift is not None,
-            QUANTIZE=isinstance(out, Fp8Rows),
-            BLOCK_SIZE=block_size,
-            num_warps=_warp_count(block_size),
-        )
+    block_size = max(next_power_of_two(values.shape[1]), 16)
+    launcher.launch(
+        kernels.add_norm_row,
+        (x.shape[0],),
+        x,
+        y,
+        x if bias is None else bias,
+        residual_sum,
+        scale,
+        x if shift is None else shift,
+        values,
+        scales,
+        x.shape[1],
+        values.shape[1],
+        0.0 if norm is None else norm.epsilon,
+        ADD_RESIDUAL=addition is not None,
+        HAS_BIAS=bias is not None,
+        HAS_NORM=norm is not None,
+        IS_RMS=norm is not None and norm.is_rms,
+        HAS_SHIFT=shift is not None,
+        QUANTIZE=isinstance(out, Fp8Rows),
+        BLOCK_SIZE=block_size,
+        num_warps=_warp_count(block_size),
+    )
 
 
 def _launch_activation(x: Tensor, activation: str | None, out: Rows) -> None:
@@ -111,25 +113,26 @@ def _launch_activation(x: Tensor, activation: str | None, out: Rows) -> None:
     values, scales = _output_pointers(out, x)
     is_fp8 = isinstance(out, Fp8Rows)
     width = x.shape[1] // (1 + gated)
-    block_size = max(triton.next_power_of_2(values.shape[1]), 16)
+    block_size = max(next_power_of_two(values.shape[1]), 16)
     has_single_block = is_fp8 and block_size <= SINGLE_BLOCK_SIZE_MAX
     if not has_single_block:
         block_size = min(block_size, BLOCK_SIZE if is_fp8 else SPLIT_BLOCK_SIZE_MAX)
-    blocks = 1 if is_fp8 else triton.cdiv(width, block_size)
-    with torch.cuda.device_of(x):
-        kernels.activate_row[(len(x), blocks)](
-            x,
-            values,
-            scales,
-            width,
-            values.shape[1],
-            ACTIVATION=activation_id,
-            GATED=gated,
-            QUANTIZE=is_fp8,
-            SINGLE_BLOCK=has_single_block,
-            BLOCK_SIZE=block_size,
-            num_warps=min(_warp_count(block_size), ACTIVATION_WARPS_MAX),
-        )
+    blocks = 1 if is_fp8 else -(-width // block_size)
+    launcher.launch(
+        kernels.activate_row,
+        (x.shape[0], blocks),
+        x,
+        values,
+        scales,
+        width,
+        values.shape[1],
+        ACTIVATION=activation_id,
+        GATED=gated,
+        QUANTIZE=is_fp8,
+        SINGLE_BLOCK=has_single_block,
+        BLOCK_SIZE=block_size,
+        num_warps=min(_warp_count(block_size), ACTIVATION_WARPS_MAX),
+    )
 
 
 def _output_pointers(out: Rows | None, placeholder: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,10 @@ The launch does not synchronize the device. The module does not know slots and l
 """
 
 import torch
-import triton
 from torch import Tensor
 
+from gpt.triton_runtime import launcher
+from gpt.triton_runtime.block_sizes import next_power_of_two
 from serving.worker import triton_sampling_kernels as kernels
 
 BLOCK_SIZE = 8192  # Logits that a program reads at once.
@@ -26,16 +27,17 @@ def sample_rows(logits: Tensor, parameters: Tensor, tokens: Tensor) -> None:
         logits = logits.contiguous()
     scratch = torch.empty(rows, vocabulary, dtype=torch.int32, device=logits.device)
     # Small vocabularies need fewer threads.
-    block_size = min(max(triton.next_power_of_2(vocabulary), kernels.BINS.value), BLOCK_SIZE)
-    with torch.cuda.device_of(logits):
-        kernels.sample_row[(rows,)](
-            logits,
-            parameters,
-            scratch,
-            tokens,
-            vocabulary,
-            logits.stride(0),
-            BLOCK_SIZE=block_size,
-            SCRATCH_BLOCK_SIZE=min(block_size, SCRATCH_BLOCK_SIZE),
-            num_warps=max(block_size * WARPS // BLOCK_SIZE, 1),
-        )
+    block_size = min(max(next_power_of_two(vocabulary), kernels.BINS.value), BLOCK_SIZE)
+    launcher.launch(
+        kernels.sample_row,
+        (rows,),
+        logits,
+        parameters,
+        scratch,
+        tokens,
+        vocabulary,
+        logits.stride(0),
+        BLOCK_SIZE=block_size,
+        SCRATCH_BLOCK_SIZE=min(block_size, SCRATCH_BLOCK_SIZE),
+        num_warps=max(block_size * WARPS // BLOCK_SIZE, 1),
+    )

@@ -241,16 +241,11 @@ def check_segment_lists(device: torch.device) -> None:
 
     for kv_heads, window in ((32, 0), (8, 0), (8, 3000)):
         contexts = torch.tensor(UNEVEN_CONTEXTS, dtype=torch.int32, device=device)
-        q, kv = (
-            torch.zeros(shape, device=device)
-            for shape in ((1, kv_heads, 16), (1, 2, kv_heads, 16, 16))
-        )
         starts = torch.arange(len(contexts) + 1, dtype=torch.int32, device=device)
         indices = torch.stack([starts[:-1], torch.zeros_like(starts[:-1])], 1)
         items = triton_paged.WorkItems(indices, 1)
         metadata = triton_paged.TritonMetadata(contexts, starts, indices, items, items, items)
-        launch = triton_paged._LayerLaunch(q, kv, metadata, window, None, q)
-        segment_list = launch._list_segments(items)
+        segment_list = triton_paged.list_segments(items, metadata, window, kv_heads)
         count = int(segment_list.segments[0, 0])
         assert len(contexts) <= count <= segment_list.capacity
         segments = segment_list.segments[1 : count + 1].tolist()

@@ -2,9 +2,9 @@
 
 Tensors on the device are FakeTensors: they have a shape, a dtype and the device cuda:0, but no
 values. Tensors on the host are real. `FakeDevice` sees each operation of torch, and each launch of
-a Triton kernel through Triton's launcher. An operation whose shape depends on values raises an
-error. A host read of device values, and a copy from host memory that waits for the device, are
-counted; `captures` makes them errors, as they are during the capture of a CUDA graph.
+a Triton kernel. An operation whose shape depends on values raises an error. A host read of device
+values, and a copy from host memory that waits for the device, are counted; `captures` makes them
+errors, as they are during the capture of a CUDA graph.
 """
 
 import ctypes
@@ -261,6 +261,8 @@ def fake_device() -> Iterator[FakeDevice]:
     """Let torch and Triton use a device `DEVICE` that does not exist."""
     from triton import JITFunction
 
+    from gpt.triton_runtime import launcher
+
     device = FakeDevice()
 
     def launch(function: Any, *args: object, **kwargs: object) -> None:
@@ -271,6 +273,7 @@ def fake_device() -> Iterator[FakeDevice]:
 
     patches: list[tuple[Any, str, Callable[..., Any]]] = [
         (JITFunction, "run", launch),
+        (launcher, "launch", launch),
         (torch.cuda, "device_of", no_context),
         (torch.cuda, "current_stream", lambda *_: None),
         (torch.cuda, "get_device_capability", lambda *_: CAPABILITY),

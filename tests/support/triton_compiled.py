@@ -7,7 +7,8 @@ and stops it, so nothing runs. `Launch.compile` compiles what a GPU would have r
 As a program it compiles the kernels of some attention steps and prints their resources as JSON:
 python -m tests.support.triton_compiled CASE, such as "90 8 1 128 bfloat16 float8_e4m3fn": compute
 capability, KV heads, queries per KV head, channels, dtype of the model, dtype of the KV pool. The
-case "90 sampler bfloat16" is the kernel of the sampler, for logits in this dtype.
+case "90 sampler bfloat16" is the kernel of the sampler, for logits in this dtype, and "90 linear
+bfloat16" are the kernels of linears with few rows.
 With --write instead of a case it writes the resources of all core cases to the golden file.
 """
 
@@ -26,6 +27,8 @@ from typing import Any
 
 import torch
 
+from gpt.linear.unquantized_matmul import COMPILED_ROWS
+
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/golden/triton_kernels.json"
 # Where the versions of Triton are: of the torch on a GPU machine, and of constraints.txt.
@@ -37,6 +40,8 @@ CORE_CASES = (
     "100 4 8 128 bfloat16 float8_e4m3fn",
     "90 sampler bfloat16",
     "90 sampler float64",
+    "90 linear bfloat16",
+    "90 linear float16",
 )
 # All cases: GQA of wide heads, MQA, and heads of an odd width. An fp8 pool needs compute capability
 # 8.9.
@@ -53,6 +58,8 @@ MATRIX_CASES = tuple(
     if capability > 80 or "float8" not in dtypes
 )
 SAMPLED_VOCABULARY = 51200
+# Weight (rows, columns) and activation of the linears of Llama: the projection, and fc1.
+LINEARS = ((4096, 4096, None), (28672, 4096, "gated_silu"))
 FP8_CAPABILITY_MIN = 89  # Older GPUs have no e4m3.
 # By kernel: the fields of `KernelResources`.
 Resources = dict[str, dict[str, int]]
@@ -90,6 +97,8 @@ class Launch:
         shown = [f"{name}={constants[name]}" for name in ("TOKENS", "ROWS") if name in constants]
         if constants.get("QUANTIZE") and self.name == "merge_tiles":
             shown.append("QUANTIZE")
+        if constants.get("GATED"):
+            shown.append("GATED")
         return " ".join([self.name, *shown])
 
     def compile(self) -> KernelResources:
@@ -109,7 +118,7 @@ class Launch:
         return KernelResources(registers, stack_bytes, kernel.metadata.shared, products)
 
 
-class _FakeDriver:
+class FakeDriver:
     """A CUDA driver of one GPU that launches nothing."""
 
     def __init__(self, capability: int) -> None:
@@ -128,21 +137,23 @@ class _FakeDriver:
 
 
 @contextmanager
-def fake_gpu(capability: int = 90) -> Iterator[None]:
+def fake_gpu(capability: int = 90, driver: FakeDriver | None = None) -> Iterator[None]:
     """Let Triton compile for a GPU of this compute capability that does not exist."""
-    from triton import JITFunction
-    from triton.runtime import driver
+    from triton import JITFunction, runtime
 
     from gpt.attention import triton_kernels
     from gpt.linear import triton_expert_kernels, triton_matmul_kernels, triton_row_kernels
+    from gpt.triton_runtime import launcher
     from serving.worker import triton_sampling_kernels
 
-    driver_before: Any = driver._active  # None: Triton looks for a GPU when it needs one.
-    driver.set_active(_FakeDriver(capability))
+    # None: Triton looks for a GPU when it needs one.
+    driver_before: Any = runtime.driver._active
+    runtime.driver.set_active(driver or FakeDriver(capability))
     try:
         yield
     finally:
-        driver.set_active(driver_before)
+        runtime.driver.set_active(driver_before)
+        launcher._compiled_kernels.clear()
         for module in (
             triton_kernels,
             triton_expert_kernels,
@@ -195,6 +206,8 @@ def compile_case(case: str) -> Resources:
     """Compile the kernels of a case, in this process."""
     if "sampler" in case:
         return _compile_sampler(case)
+    if "linear" in case:
+        return _compile_linears(case)
     from tests.support.served_attention import ServedLayer
 
     *numbers, dtype, kv_dtype = case.split()
@@ -230,6 +243,19 @@ def _compile_sampler(case: str) -> Resources:
             torch.zeros(2, 5, dtype=torch.float64),
             torch.zeros(2, dtype=torch.int64),
         )
+    return {launch.label: asdict(launch.compile()) for launch in launches.values()}
+
+
+def _compile_linears(case: str) -> Resources:
+    """Compile the kernels of LINEARS with few rows, for a dtype."""
+    from gpt.linear import triton_few_rows
+
+    capability, _, dtype = case.split()
+    with recorded_launches(int(capability)) as launches:
+        for rows, columns, activation in LINEARS:
+            weight = torch.zeros(rows, columns, dtype=getattr(torch, dtype))
+            for row_count in COMPILED_ROWS:
+                triton_few_rows.multiply(weight[:row_count], weight, None, activation)
     return {launch.label: asdict(launch.compile()) for launch in launches.values()}
 
 
