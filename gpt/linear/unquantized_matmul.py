@@ -1,8 +1,8 @@
 """Unquantized matmul of a fused linear, with bias and activation; few rows in one Triton kernel.
 
-On a GPU, the matmul of up to ROWS_MAX rows reads its weight once and computes little. The Triton
+On a GPU, the matmul of up to ROWS_MAX rows reads its weight once and computes little. A Triton
 kernel (gpt/linear/triton_few_rows.py) computes it without the second kernel that cuBLAS needs for a
-sum of partial products. Elsewhere torch computes the matmul; this is also the kernel's reference.
+sum of partial products. Elsewhere torch computes the matmul; this is also the kernels' reference.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,16 @@ from gpt.triton_runtime.availability import triton_unavailable_reason
 
 # The activation that torch._addmm_activation fuses into a matmul with bias on a GPU.
 EPILOGUE_ACTIVATION = "gelu_tanh"
-# Limits of the Triton kernel. The number of channels must be a multiple of CHANNEL_ALIGNMENT, so
+# Limits of the Triton kernels. The number of channels must be a multiple of CHANNEL_ALIGNMENT, so
 # that each load of the weight reads 16 aligned bytes.
 ROWS_MAX = 8
+# Numbers of rows that launch all kernels: one row has a kernel of its own.
+COMPILED_ROWS = (1, 2)
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 CHANNEL_ALIGNMENT = 16
-# The compute capability for which the kernel's block sizes are chosen.
+# The compute capability for which the kernels' block sizes are chosen.
 CAPABILITY = (9, 0)
-# The smallest weight that the kernel reads. The time of a smaller one is that of its launch, which
+# The smallest weight that the kernels read. The time of a smaller one is that of its launch, which
 # takes the host longer in Triton than in torch.
 WEIGHT_BYTES_MIN = 4 << 20
 
@@ -45,12 +47,13 @@ class UnquantizedMatmul:
     ) -> Tensor:
         if self._multiply_few_rows is not None:
             if not self._is_compiled:
-                # The first step of a server has many rows. The kernel is compiled in this step,
+                # The first step of a server has many rows. The kernels are compiled in this step,
                 # because a compilation would stop a later step of few rows for too long.
                 self._is_compiled = True
-                dummy_x = x.new_zeros(1, x.shape[1])
-                self._multiply_few_rows(dummy_x, self._weight, bias, activation, None)
-            if 0 < len(x) <= ROWS_MAX:
+                for rows in COMPILED_ROWS:
+                    dummy_x = x.new_zeros(rows, x.shape[1])
+                    self._multiply_few_rows(dummy_x, self._weight, bias, activation, None)
+            if 0 < x.shape[0] <= ROWS_MAX:
                 return self._multiply_few_rows(x, self._weight, bias, activation, out)
         return multiply_in_torch(x, self._weight, bias, activation, out)
 
@@ -80,7 +83,7 @@ def multiply_in_torch(
 
 
 def _few_rows_kernel_for(weight: Tensor) -> Multiply | None:
-    """Return the function that launches the Triton kernel; None if it is not for this weight."""
+    """Return the function that launches the Triton kernels; None: they are not for this weight."""
     if not weight.is_cuda or weight.dtype not in KERNEL_DTYPES or not weight.is_contiguous():
         return None
     has_aligned_rows = weight.shape[1] % CHANNEL_ALIGNMENT == 0

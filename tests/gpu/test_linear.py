@@ -175,10 +175,12 @@ def test_a_matmul_of_few_rows_equals_the_torch_reference(
     x, weight = draw(ROWS_MAX, shape[1]), draw(*shape) / 16
     bias = draw(shape[0]) if has_bias else None
     y = triton_few_rows.multiply(x, weight, bias, activation)
+    single_row = triton_few_rows.multiply(x[:1], weight, bias, activation)
     wide_bias = None if bias is None else bias.cpu().double()
     want = multiply_in_torch(x.cpu().double(), weight.cpu().double(), wide_bias, activation)
     assert torch.allclose(y.cpu().double(), want, rtol=2**-7, atol=4e-3)
-    for rows in (1, 5):  # A row does not depend on the other rows.
+    assert torch.allclose(single_row.cpu().double(), want[:1], rtol=2**-7, atol=4e-3)
+    for rows in (2, 5):  # A row does not depend on the other rows.
         assert torch.equal(triton_few_rows.multiply(x[:rows], weight, bias, activation), y[:rows])
 
 

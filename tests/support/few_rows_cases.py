@@ -1,4 +1,4 @@
-"""The kernel of a linear with few rows against its torch reference, in Triton's interpreter.
+"""The kernels of a linear with few rows against their torch reference, in Triton's interpreter.
 
 tests/gpt/linear/test_unquantized_matmul.py runs it in a process of its own.
 """
@@ -35,12 +35,15 @@ def check(rows: int, columns: int, channels: int, activation: str | None, bias: 
 
 @pytest.mark.parametrize("activation", [None, *NAMES])
 @pytest.mark.parametrize("bias", [False, True])
-def test_activations_agree_with_torch(activation: str | None, bias: bool) -> None:
-    check(3, 44, 272, activation, bias)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_activations_agree_with_torch(rows: int, activation: str | None, bias: bool) -> None:
+    check(rows, 44, 272, activation, bias)
 
 
 @pytest.mark.parametrize("rows", [1, 3, ROWS_MAX])
-@pytest.mark.parametrize(("columns", "channels"), [(1, 16), (70, 512), (33, 1040)])
+@pytest.mark.parametrize(
+    ("columns", "channels"), [(1, 16), (70, 512), (33, 1040), (6, 4096), (7, 2064)]
+)
 def test_shapes_agree_with_torch(rows: int, columns: int, channels: int) -> None:
     check(rows, columns, channels, None, bias=True)
 
@@ -49,6 +52,12 @@ def test_a_row_does_not_depend_on_the_other_rows() -> None:
     x, weight = torch.randn(ROWS_MAX, 64).bfloat16(), torch.randn(40, 64).bfloat16()
     x[1] = float("nan")
     together = triton_few_rows.multiply(x, weight, None, None)
-    alone = triton_few_rows.multiply(x[2:3], weight, None, None)
-    assert torch.equal(together[2:3], alone)
+    two_rows = triton_few_rows.multiply(x[2:4], weight, None, None)
+    assert torch.equal(together[2:4], two_rows)
     assert together[1].isnan().all() and together[[0, 2]].isfinite().all()
+
+
+def test_nan_in_one_row_stays() -> None:
+    x = torch.randn(1, 2064).bfloat16()
+    x[0, -1] = float("nan")
+    assert triton_few_rows.multiply(x, torch.randn(7, 2064).bfloat16(), None, None).isnan().all()

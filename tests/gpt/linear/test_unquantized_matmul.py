@@ -1,6 +1,6 @@
-"""Unquantized matmuls: which of them the Triton kernel computes, and the kernel without a GPU."""
+"""Unquantized matmuls: which of them the Triton kernel computes, and the kernels without a GPU."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpt.linear import unquantized_matmul
-from gpt.linear.unquantized_matmul import ROWS_MAX, UnquantizedMatmul
+from gpt.linear.unquantized_matmul import COMPILED_ROWS, ROWS_MAX, UnquantizedMatmul
 from tests.support.interpreted_cases import check_interpreted_cases
 from tests.support.triton_compiled import SHARED_BYTES, recorded_launches
 
@@ -84,7 +84,7 @@ def test_torch_multiplies_without_a_working_triton(monkeypatch: pytest.MonkeyPat
     assert not uses_kernel(weight_on_gpu())
 
 
-def test_the_first_call_compiles_the_kernel_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_call_compiles_the_kernels_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     launched_rows: list[int] = []
 
     def multiply(
@@ -106,35 +106,38 @@ def test_the_first_call_compiles_the_kernel_of_few_rows(monkeypatch: pytest.Monk
             matmul(x, bias, "gated_silu"),
             unquantized_matmul.multiply_in_torch(x, weight, bias, "gated_silu"),
         )
-    assert launched_rows == [1, 1, ROWS_MAX]
+    assert launched_rows == [*COMPILED_ROWS, 1, ROWS_MAX]
+
+
+def launch_matmuls(dtype: torch.dtype, row_counts: Iterable[int]) -> None:
+    """Launch the kernels of all LINEARS, with each number of rows."""
+    from gpt.linear import triton_few_rows
+
+    for columns, channels, has_bias, activation in LINEARS:
+        weight = torch.empty(columns, channels, dtype=dtype)
+        bias = torch.empty(columns, dtype=dtype) if has_bias else None
+        for rows in row_counts:
+            triton_few_rows.multiply(weight[:rows], weight, bias, activation)
 
 
 @needs_triton
-def test_one_kernel_computes_every_number_of_rows() -> None:
-    from gpt.linear import triton_few_rows
-
+def test_two_kernels_compute_every_number_of_rows() -> None:
     with recorded_launches() as launches:
-        for columns, channels, has_bias, activation in LINEARS:
-            weight = torch.empty(columns, channels, dtype=torch.bfloat16)
-            bias = torch.empty(columns, dtype=torch.bfloat16) if has_bias else None
-            before = len(launches)
-            for rows in range(1, ROWS_MAX + 1):
-                x = torch.empty(rows, channels, dtype=torch.bfloat16)
-                triton_few_rows.multiply(x, weight, bias, activation)
-            assert len(launches) - before <= 1
+        launch_matmuls(torch.bfloat16, COMPILED_ROWS)
+        compiled = set(launches)
+        names = [launch.name for launch in launches.values()]
+        # The two linears without a bias and an activation differ in the number of columns only.
+        assert names.count("multiply_single_row") == len(LINEARS) - 1
+        launch_matmuls(torch.bfloat16, range(1, ROWS_MAX + 1))
+        assert set(launches) == compiled
 
 
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kernels_compile_for_a_gpu_without_spills(dtype: torch.dtype) -> None:
-    from gpt.linear import triton_few_rows
-
     with recorded_launches() as launches:
-        for columns, channels, has_bias, activation in LINEARS:
-            weight = torch.empty(columns, channels, dtype=dtype)
-            bias = torch.empty(columns, dtype=dtype) if has_bias else None
-            triton_few_rows.multiply(weight[:1], weight, bias, activation)
+        launch_matmuls(dtype, COMPILED_ROWS)
     for launch in launches.values():
         resources = launch.compile()
         assert resources.spilled_bytes == 0
