@@ -43,6 +43,10 @@ MODEL_NAME_PATTERN = re.compile(r"[!-~]{1,200}")
 HOST_PATTERN = re.compile(r"[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:.]+\]?")
 ORIGIN_PATTERN = re.compile(rf"[a-z][a-z0-9+.-]*://({HOST_PATTERN.pattern})(:\d{{1,5}})?")
 POLL_S_MIN = 0.01  # Minimum of settings that are intervals of polls, which access files.
+# Default of `step_tokens_max` on a CUDA device. A step without a CUDA graph is launched kernel by
+# kernel, which takes the host as long for 512 tokens as for 2048; 512 tokens may take the GPU less
+# time than that. `prefill_stall_ms_max` limits what a prefill adds to the time of a decode step.
+CUDA_STEP_TOKENS_MAX = 2048
 # Upper bounds of settings. Larger values are mistakes: they overflow the integers of the network
 # library, or the server would allocate tables of this size.
 SECONDS_MAX = 1_000_000_000
@@ -173,7 +177,9 @@ class SchedulerConfig:
 
     running_requests_max: int = 64  # Maximum number of running sequences.
     queue_requests_max: int = 1024  # Maximum number of waiting sequences.
-    step_tokens_max: int = 512  # Token budget of a step; longer prompts are prefilled in chunks.
+    # Token budget of a step; longer prompts are prefilled in chunks. `ServerConfig` has another
+    # default for a CUDA device.
+    step_tokens_max: int = 512
     # Limit of the time that prefill adds to a step in which sequences of the service class
     # "latency" decode. If n sequences of this class wait for their first token, the limit is
     # max(1, n) times this value.
@@ -417,6 +423,8 @@ class ServerConfig(ComposedSettings):
 
     def __init__(self, model: str, **settings: Any) -> None:
         """`settings`: the keys of the configuration file; a missing key has its default."""
+        if str(settings.get("device")).startswith("cuda"):
+            settings.setdefault("step_tokens_max", CUDA_STEP_TOKENS_MAX)
         super().__init__(model=model, **settings)
         self._check_step_sizes()
         self._check_async_scheduling()

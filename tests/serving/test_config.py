@@ -1,7 +1,7 @@
 """The parts of ServerConfig are built from flat keys, and each key belongs to one part."""
 
 from dataclasses import fields
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 import pytest
@@ -24,6 +24,29 @@ def test_the_parts_have_the_values_and_the_defaults_of_the_keys() -> None:
     assert config.model_config.model == "m"
     assert config.cache_config == CacheConfig(kv_block_tokens=8)
     assert config.scheduler_config == SchedulerConfig(step_tokens_max=99)
+
+
+@pytest.mark.parametrize(
+    ("settings", "step_tokens_max"),
+    [
+        ({}, 512),
+        ({"device": "cpu"}, 512),
+        ({"device": "cuda"}, 2048),
+        ({"device": "cuda:1"}, 2048),
+        ({"device": "cuda", "step_tokens_max": 512}, 512),
+    ],
+)
+def test_steps_on_a_cuda_device_have_more_tokens(
+    settings: dict[str, Any], step_tokens_max: int
+) -> None:
+    assert ServerConfig("m", **settings).scheduler_config.step_tokens_max == step_tokens_max
+    read = ServerConfig.read(None, {"model": "m", **settings})
+    assert read.scheduler_config.step_tokens_max == step_tokens_max
+
+
+def test_a_profile_sets_the_tokens_of_a_step_on_a_cuda_device() -> None:
+    config = ServerConfig.read(None, {"model": "m", "device": "cuda"}, profile="latency")
+    assert config.scheduler_config.step_tokens_max == 256
 
 
 def test_settings_survive_the_way_to_a_rank_process() -> None:
