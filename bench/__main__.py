@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only",
         choices=list(catalog.SUITES),
-        help="run one suite (default: all suites of the device, except engine and planning)",
+        help="run one suite (default: all suites of the device, except engine, host and planning)",
     )
     parts_help = "; ".join(
         f"{name}: {', '.join(suite.parts)}" for name, suite in catalog.SUITES.items() if suite.parts

@@ -93,6 +93,12 @@ def _offline_engine_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     yield from offline_engine.run_from_flags(flags)
 
 
+def _host_time_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
+    from bench.suites import host_time
+
+    return host_time.run_suite(flags.rounds)
+
+
 def _plan_accuracy_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     from bench.suites import plan_accuracy
 
@@ -122,6 +128,7 @@ SUITES: Mapping[str, Suite] = {
     "contention": Suite(_contention_suite, ("serving", "tuning")),
     "gpu": Suite(_gpu_suite),
     "engine": Suite(_offline_engine_suite, on_request=True),
+    "host": Suite(_host_time_suite, on_request=True),
     "planning": Suite(_plan_accuracy_suite, ("gpt2-small", "modern", "choice"), on_request=True),
 }
 # Suites that need a CUDA device; all others run on the CPU.
