@@ -99,8 +99,8 @@ FAULTS = (
     PlantedFault(
         title="a kernel needs too much shared memory",
         file=LAUNCHES,
-        text="num_stages=3 if",
-        replacement="num_stages=12 if",
+        text='"num_stages": 3 if',
+        replacement='"num_stages": 12 if',
         tests=(KERNEL_LIMITS,),
         message='resources["shared_bytes"] <=',
     ),
@@ -275,7 +275,7 @@ FAULTS = (
     PlantedFault(
         title="exhausted memory counts as work that cannot be captured",
         file=GRAPHS,
-        text="if is_device_error or isinstance(cause, torch.OutOfMemoryError):",
+        text="if is_device_error or (is_memory_error and not allows_memory):",
         replacement="if is_device_error:",
         tests=(CAPTURE_FAILURE,),
         message="no memory",

@@ -17,6 +17,8 @@ SPILLED_BYTES_MAX = {
     (80, 256, "bfloat16"): 8,
     (80, 256, "float16"): 8,
     (80, 64, "float32"): 8,  # With 48 queries per KV head.
+    (90, 80, "float32"): 8,  # With 12 queries per KV head.
+    (100, 80, "float32"): 8,
 }
 
 

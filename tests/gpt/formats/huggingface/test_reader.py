@@ -154,7 +154,7 @@ def test_in_memory_keys_of_transformers_5_are_read(
     assert base_digest(open_checkpoint(tmp_path)) == base_digest(open_checkpoint(saved(case)))
 
 
-def set_to_one(key: str, record: dict[str, Any]) -> None:
+def add_mtp_layer(key: str, record: dict[str, Any]) -> None:
     record[key] = 1
 
 
@@ -168,7 +168,7 @@ def test_layers_for_multi_token_prediction_are_ignored(
     save_file(tensors, folder / WEIGHTS)
     keys = ("num_mtp_layers", "num_nextn_predict_layers")
     for key in keys:
-        edit_json(folder / CONFIG, partial(set_to_one, key))
+        edit_json(folder / CONFIG, partial(add_mtp_layer, key))
         checkpoint = open_checkpoint(folder)
         assert base_digest(checkpoint) == expected
         assert "multi-token prediction" in " ".join(checkpoint.notes)
