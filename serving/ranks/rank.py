@@ -259,6 +259,12 @@ class Rank:
 
     def _on_notice(self, frame: bytes) -> None:
         message = decode_from_engine_loop(frame)
+        if isinstance(message, Failed):
+            # The sender has failed in the start-up, and the main thread of this rank is blocked,
+            # probably in a collective with the sender.
+            self._send_to_frontend(message)
+            log.error("event=ending reason=%r", message.reason)
+            exit_now(1)
         assert isinstance(message, KernelCompilation), "ranks send no other notice"
         if self._engine_loop is not None:
             self._engine_loop.record_compilation(message.kernel, message.seconds)

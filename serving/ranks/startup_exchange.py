@@ -5,16 +5,20 @@ Therefore each rank reports the end of a phase to rank 0. If all ranks have succ
 releases them. Otherwise rank 0 reports the error to the front end and exits; the other ranks then
 exit, too. The exchange uses the control channels, not collectives, because the first phases run
 before the mesh exists.
+
+A rank that fails in a phase with collectives can leave other ranks blocked in a collective, and
+these do not end the phase. Therefore a failed rank waits for them only for a short time.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
 from gpt.errors import PreambleError
-from serving.messages import Failed
+from serving.messages import Failed, encode
 from serving.ranks.rank_channels import RankChannels
 from serving.ranks.rank_position import RankPosition
 
@@ -22,6 +26,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# A rank whose phase has failed waits this long for the others to end the phase.
+FAILURE_GRACE_S = 5.0
 PHASE_RELEASE = b"{}"  # From rank 0 to the other ranks: the phase succeeded on all ranks.
 
 
@@ -41,7 +47,8 @@ class StartupExchange:
 
     `report_failure` is called on rank 0 with the error that ends the start-up. Rank 0 then raises
     `StartupFailedError` and exits. The other ranks wait for rank 0, and end when the exit of rank 0
-    closes their channels.
+    closes their channels. If rank 0 does not answer a failed rank within FAILURE_GRACE_S, the
+    failed rank sends rank 0 a notice with the `Failed` message (`RankChannels.send_notice`).
     """
 
     def __init__(
@@ -87,17 +94,38 @@ class StartupExchange:
     def _end_phase(self, result: PhaseResult) -> None:
         if self._position.rank > 0:
             self._channels.broadcast(msgspec.json.encode(result))
-            self._channels.receive(0)
+            self._wait_for_release(result)
             return
-        failures = [
-            rank_result for rank_result in self._receive_from_all(result) if rank_result.error
-        ]
+        results = self._receive_failures(result) if result.error else self._receive_from_all(result)
+        failures = [rank_result for rank_result in results if rank_result.error]
         if failures:
             # The first permanent failure, or the first failure if no failure is permanent.
             failure = min(failures, key=lambda failure: not failure.is_permanent)
             self._report_failure(Failed(failure.error, failure.is_permanent))
             raise StartupFailedError
         self._channels.broadcast(PHASE_RELEASE)
+
+    def _wait_for_release(self, result: PhaseResult) -> None:
+        """On another rank than rank 0: wait until rank 0 ends the phase."""
+        if result.error:
+            try:
+                self._channels.receive(0, FAILURE_GRACE_S)
+                return
+            except TimeoutError:
+                failed = Failed(result.error, result.is_permanent)
+                self._channels.send_notice(encode(failed))
+        self._channels.receive(0)
+
+    def _receive_failures(self, own_result: PhaseResult) -> list[PhaseResult]:
+        """On rank 0, after a failure: return the results that arrive within the grace time."""
+        results, deadline = [own_result], time.monotonic() + FAILURE_GRACE_S
+        for rank in range(1, self._position.world_size):
+            try:
+                frame = self._channels.receive(rank, max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                continue
+            results.append(msgspec.json.decode(frame, type=PhaseResult))
+        return results
 
     def _receive_from_all(self, own_value: T) -> list[T]:
         """On rank 0: return the values of all ranks, in rank order."""

@@ -10,8 +10,9 @@ from typing import TypeVar
 import pytest
 import torch.distributed as dist
 
-from gpt.errors import CheckpointError
-from serving.messages import Failed
+from gpt.errors import CheckpointError, ConfigError
+from serving.messages import Failed, decode_from_engine_loop
+from serving.ranks import startup_exchange
 from serving.ranks.rank_channels import RankChannels, Store
 from serving.ranks.rank_position import RankPosition
 from serving.ranks.startup_exchange import StartupExchange, StartupFailedError
@@ -42,6 +43,7 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         self.failures: queue.SimpleQueue[Failed] = queue.SimpleQueue()
+        self.notices: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._store: Store = dist.HashStore()  # type: ignore[attr-defined]
         connections = [start(partial(self._connect, rank, count)) for rank in range(count)]
         self.channels = [connection.result(WAIT_S) for connection in connections]
@@ -58,7 +60,7 @@ class Ranks:
             WAIT_S,
             on_ended=lambda rank: None,
             on_drain_requested=lambda: None,
-            on_notice=lambda frame: None,
+            on_notice=self.notices.put,
         )
 
     def run(self, method: Callable[[StartupExchange, int], T]) -> "list[Future[T]]":
@@ -130,6 +132,44 @@ def test_a_permanent_error_is_reported_before_the_error_of_a_lower_rank(
     for future in futures[1:]:
         with pytest.raises(AssertionError, match="no rank may continue"):
             future.result(WAIT_S)
+
+
+def test_a_failed_rank_reports_its_error_although_rank_0_does_not_end_the_phase(
+    all_ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a collective, rank 0 and rank 2 wait for the failed rank."""
+    monkeypatch.setattr(startup_exchange, "FAILURE_GRACE_S", 0.01)
+    unblocked = threading.Event()
+
+    def phase(rank: int) -> None:
+        if rank == 1:
+            raise ConfigError("lower step_tokens_max")
+        assert unblocked.wait(WAIT_S)
+
+    all_ranks.run(lambda exchange, rank: exchange.run_phase(lambda: phase(rank)))
+    notice = decode_from_engine_loop(all_ranks.notices.get(timeout=WAIT_S))
+    assert notice == Failed("lower step_tokens_max", is_permanent=True)
+    assert all_ranks.failures.empty()
+    unblocked.set()
+
+
+def test_rank_0_reports_its_error_although_the_others_do_not_end_the_phase(
+    all_ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup_exchange, "FAILURE_GRACE_S", 0.01)
+    unblocked = threading.Event()
+
+    def phase(rank: int) -> None:
+        if rank == 0:
+            raise ConfigError("lower step_tokens_max")
+        assert unblocked.wait(WAIT_S)
+
+    futures = all_ranks.run(lambda exchange, rank: exchange.run_phase(lambda: phase(rank)))
+    with pytest.raises(StartupFailedError):
+        futures[0].result(WAIT_S)
+    failed = all_ranks.failures.get(timeout=WAIT_S)
+    assert failed == Failed("lower step_tokens_max", is_permanent=True)
+    unblocked.set()
 
 
 def test_a_single_rank_names_itself_and_the_kind_of_its_error() -> None:
