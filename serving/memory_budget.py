@@ -2,8 +2,8 @@
 
 A rank sizes its KV pool (`serving.worker.kv_cache_size`) with these functions from the memory that
 is free after loading. The planner predicts the size with the same functions from the memory size of
-a device. If the two pass different arguments, a comment at the call gives the reason. The module
-does not import torch.
+a device. A rank on a device measures the memory of a step (`serving.worker.memory_profile`); the
+planner estimates it (`workspace_bytes`). The module does not import torch.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,9 @@ LOGITS_COPIES_MAX = 4
 # Fraction of a host's free memory for the KV pools of all its ranks. The remaining memory is for
 # the workspace, the page cache and other processes.
 HOST_MEMORY_FRACTION = 0.25
-# Fraction of a device's free memory for the KV pools, the workspaces and the CUDA graphs of its
-# ranks together (`kv_cache_bytes`).
+# Fraction of a device's free memory for the KV pools, the steps and the CUDA graphs of its ranks
+# together (`kv_cache_bytes`). The remaining memory is for fragmentation of torch's allocator, and
+# for what libraries allocate later.
 DEVICE_MEMORY_FRACTION = 0.9
 
 
@@ -60,8 +61,8 @@ def kv_cache_bytes(memory_bytes: int, reserved_bytes: int, *, on_cpu: bool) -> i
 
     `memory_bytes`: the rank's free memory after loading; in the planner, its total memory.
     `reserved_bytes`: what must fit beside the KV cache. For a server on a device, this is the
-    workspace and the CUDA graphs; on a CPU, it is 0. In the planner, it is the weights and the
-    workspace.
+    measured memory of the largest step and the CUDA graphs; on a CPU, it is 0. In the planner, it
+    is the weights and the workspace.
     """
     if on_cpu:
         return int(HOST_MEMORY_FRACTION * max(0, memory_bytes - reserved_bytes))
@@ -86,7 +87,7 @@ def workspace_bytes(
     logits_rows: int,
     adapter_rows: int = 0,
 ) -> int:
-    """Return the bytes of a step's temporary tensors and of `adapter_rows` adapter rows.
+    """Estimate the bytes of a step's temporary tensors and of `adapter_rows` adapter rows.
 
     The temporary tensors are the hidden states of `step_tokens_max` tokens, the logits of
     `logits_rows` rows and the logits of scored prompts. Attention scores need no bytes of their

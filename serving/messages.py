@@ -212,6 +212,9 @@ class Ready(_Message, frozen=True):
     # Effect of quantized weights: mean KL divergence in nats, fraction of positions with the same
     # best token, number of all positions.
     divergence: list[float] | None = None
+    # The memory that the largest step needs beside the weights and the KV cache, on the rank that
+    # needs the most; 0 on a CPU, where it is not measured.
+    step_bytes: int = 0
 
 
 class StepSize(_Part, frozen=True):

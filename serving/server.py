@@ -578,6 +578,12 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
             "Memory of the weights on all ranks, in bytes.",
             lambda: service.memory_report.weight_bytes,
         ),
+        (
+            "step_memory_bytes",
+            "Memory that the largest step needs beside weights and KV cache, on the rank that "
+            "needs the most, in bytes; 0 on a CPU, where it is not measured.",
+            lambda: service.memory_report.step_bytes,
+        ),
     ):
         metrics.watch_gauge(name, help_text, read)
     for name, help_text, read_count in (

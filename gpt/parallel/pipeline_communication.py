@@ -49,6 +49,14 @@ class AsyncSender:
         while len(self._in_flight) > self._in_flight_max:
             self._in_flight.popleft()[0].wait()
 
+    def wait(self) -> None:
+        """Wait for all sends.
+
+        A sender must not be freed before: with gloo, later messages would never arrive.
+        """
+        while self._in_flight:
+            self._in_flight.popleft()[0].wait()
+
 
 def receive_from_stage(
     shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh, stage: int

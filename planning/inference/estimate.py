@@ -297,8 +297,8 @@ def kv_token_capacity(
         # (`_workspace_bytes` describes an exception):
         # - GPU: 0.9 * total memory - weights - workspace, because a plan fits if all parts together
         #   need at most 0.9 of the memory. The server's KV cache is larger by 0.1 * (weights + CUDA
-        #   context + communication buffers). With 20B parameters on 80 GB, the server has 35,920
-        #   tokens, and the plan 32,432.
+        #   context + communication buffers), and by the difference between the estimated workspace
+        #   and the memory of a step that the server measures.
         # - CPU: 0.25 * (total memory - weights - workspace). The server's KV cache is larger by
         #   0.25 * workspace. With 1.3B parameters on 64 GiB, the server has 84,000 tokens, and the
         #   plan 83,472.
@@ -320,12 +320,12 @@ def _workspace_bytes(model: GPTConfig, dtype: str, split: ServingSplit, *, on_cp
     """Return a rank's bytes other than weights and KV cache, as the memory ledger counts them.
 
     They differ from the bytes that a server reserves:
-    - They include the adapter rows.
+    - They are an estimate; a server on a GPU measures the memory of its largest steps.
     - On a GPU they include the CUDA context and communication buffers. The free memory that a
       server measures already excludes these.
-    - They exclude CUDA graphs and the rows of speculative decoding, which the planner does not
-      model. With a small model, the server's KV cache is therefore smaller than the planned one:
-      with 1.3B parameters on 80 GB, the server has 371,968 tokens, and the plan 372,176.
+    - They exclude CUDA graphs, the rows of speculative decoding and the history of penalties, which
+      the planner does not model. With a small model, the server's KV cache may therefore be smaller
+      than the planned one.
     """
     total_bytes = workspace_bytes(
         model,

@@ -468,6 +468,7 @@ class EngineLoop:
         return Ready(
             kv_tokens=(self._runner.blocks - 1) * self._block_tokens,
             weight_bytes=report.weight_bytes,
+            step_bytes=report.step_bytes,
             dtype=FLOAT_DTYPE_NAMES[self._runner.model.dtype],
             proof=report.proof,
             divergence=report.divergence,

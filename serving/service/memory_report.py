@@ -19,6 +19,7 @@ class MemoryReport:
     # Number of adapter rows (one row for each virtual token) that fit on the device at once.
     adapter_rows: int
     binding_limit: str  # The setting that limits concurrent full-context requests.
+    step_bytes: int = 0  # `Ready.step_bytes`.
 
     @classmethod
     def build(
@@ -28,6 +29,7 @@ class MemoryReport:
         weight_bytes: int,
         kv_tokens: int,
         context_tokens: int,
+        step_bytes: int = 0,
     ) -> "MemoryReport":
         full_context_requests = kv_tokens // context_tokens
         return cls(
@@ -38,6 +40,7 @@ class MemoryReport:
             "kv_tokens_max"
             if full_context_requests < scheduler_config.running_requests_max
             else "running_requests_max",
+            step_bytes,
         )
 
     def log_line(self) -> str:

@@ -283,6 +283,7 @@ class Service:
             ready_message.weight_bytes,
             ready_message.kv_tokens,
             context_tokens,
+            ready_message.step_bytes,
         )
 
     @property

@@ -66,6 +66,9 @@ class ModelRunner:
         slots: int,
         tokenizer: Tokenizer | None = None,
         recorder: Recorder | None = None,  # Replaces CUDA graph capture, for tests on a CPU.
+        # For `serving.worker.memory_profile`: sequences may be longer than the KV pool, no step is
+        # captured, and a step that exhausts the memory fails.
+        is_profile: bool = False,
     ) -> None:
         self.model = model
         self.blocks = blocks
@@ -73,13 +76,15 @@ class ModelRunner:
         mesh, model_config = model.mesh, model.config
         self._block_tokens = cache_config.kv_block_tokens
         self.async_scheduling = async_scheduling
+        self._is_profile = is_profile
         reason = None if recorder else unsupported_reason(model, scheduler_config)
-        if reason is not None and mesh.device.type == "cuda":
+        if reason is not None and mesh.device.type == "cuda" and not is_profile:
             log.info("event=no_graphs reason=%r", reason)
+        has_graphs = reason is None and not is_profile
         self.pool = KVPool(
             model_config,
             model.layers,
-            blocks + (reason is None),  # One scratch block for the padding rows of CUDA graphs.
+            blocks + has_graphs,  # One scratch block for the padding rows of CUDA graphs.
             tp=mesh.tp,
             block_tokens=cache_config.kv_block_tokens,
             dtype=KV_DTYPES.get(cache_config.kv_dtype, model.dtype),
@@ -87,7 +92,7 @@ class ModelRunner:
         )
         # A sequence has no more blocks than the KV pool, however long the model's context is.
         context_blocks = -(-model_config.max_position_embeddings // cache_config.kv_block_tokens)
-        table_width = min(context_blocks, blocks)
+        table_width = context_blocks if is_profile else min(context_blocks, blocks)
         self._block_tables = np.zeros((slots, table_width), np.int64)
         self._adapter_rows: Tensor | None = None
         if model.is_first_stage:
@@ -102,7 +107,7 @@ class ModelRunner:
         # Each slot's last sampled token, and an unused entry for the padding rows of CUDA graphs.
         self._last_tokens = torch.zeros(slots + 1, dtype=torch.int64, device=mesh.device)
         self._graphs: CudaGraphRunner | None = None
-        if reason is None:
+        if has_graphs:
             self._graphs = CudaGraphRunner(
                 model,
                 self.pool,
@@ -139,6 +144,11 @@ class ModelRunner:
         """Run a step and wait for it; return None except on the last stage's first tensor rank."""
         pending = self.launch(step)
         return None if pending is None else pending()
+
+    def wait_for_sends(self) -> None:
+        """Wait until the next pipeline stage has received the hidden states of all steps."""
+        if self._stage_sender is not None:
+            self._stage_sender.wait()
 
     @torch.inference_mode()
     def launch(self, step: Step) -> PendingOutcome | None:
@@ -239,7 +249,7 @@ class ModelRunner:
         If the device's memory is exhausted on the only rank, the step is run in halves. On several
         ranks it fails, because the other ranks run the whole step.
         """
-        self._can_rerun = self.model.mesh.tp == self.model.mesh.pp == 1
+        self._can_rerun = self.model.mesh.tp == self.model.mesh.pp == 1 and not self._is_profile
         try:
             return self._replay_graph(step) or self._run_model(step)
         except torch.OutOfMemoryError as error:

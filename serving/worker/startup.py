@@ -6,7 +6,7 @@ The order is the same for every worker, whether it is the only rank or one of ma
 2. Load the weights. Pack them unless they are to be quantized.
 3. Compare the logits with the reference logits in the checkpoint's proof file.
 4. Quantize the weights if configured.
-5. Count the KV blocks that fit into the remaining memory.
+5. Count the KV blocks that fit into the remaining memory, on a device after the largest steps.
 
 This module is independent of how a worker's process is started, and plans no steps.
 """
@@ -40,7 +40,7 @@ from gpt.reference_logits.proof_file import Proof, find_proof
 from gpt.reference_logits.replay import replay_proof
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, open_tokenizer
 from serving.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
-from serving.worker.kv_cache_size import available_kv_blocks
+from serving.worker.kv_cache_size import size_kv_cache
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,9 @@ class WorkerReport(msgspec.Struct, frozen=True):
     # None if no weights were quantized.
     proof: list[float] | None = None
     divergence: list[float] | None = None
+    # The memory that the largest step needs beside the weights and the KV cache; 0 on a CPU, where
+    # it is not measured.
+    step_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,8 +127,9 @@ def build_worker(
 
     All ranks must call this together. The first phase loads the weights, and packs them if they are
     not to be quantized. The second phase begins after all ranks have loaded, because it runs
-    collectives: it compares the logits with the proof, quantizes the weights if configured, and
-    measures the effect of the quantization. `ranks_sharing_memory`: the number of ranks that share
+    collectives: it compares the logits with the proof, quantizes the weights if configured,
+    measures the effect of the quantization, and on a device runs the largest steps, to measure
+    their memory. `ranks_sharing_memory`: the number of ranks that share
     the memory of this rank's host or device, this rank included.
     """
     model, loaded_bytes = run_phase(lambda: _load_and_pack(opened.checkpoint, mesh, config))
@@ -137,16 +141,18 @@ def build_worker(
         prepared_weights = PreparedWeights()
         if config.model_config.quantizes_weights:
             prepared_weights = prepare_weights(model, config.model_config)
+        size = size_kv_cache(
+            model,
+            config.scheduler_config,
+            config.cache_config,
+            ranks_sharing_memory=ranks_sharing_memory,
+        )
         return WorkerReport(
-            kv_blocks=available_kv_blocks(
-                model,
-                config.scheduler_config,
-                config.cache_config,
-                ranks_sharing_memory=ranks_sharing_memory,
-            ),
+            kv_blocks=size.blocks,
             weight_bytes=loaded_bytes - prepared_weights.freed_bytes,
             proof=proof,
             divergence=prepared_weights.divergence_numbers,
+            step_bytes=size.step_bytes,
         )
 
     return Worker(model, run_phase(prove_and_measure))
@@ -156,9 +162,8 @@ def measure_model(
     model: GPT, scheduler_config: SchedulerConfig, cache_config: CacheConfig
 ) -> WorkerReport:
     """Count the KV blocks and the weight bytes of a model that is already loaded on one rank."""
-    return WorkerReport(
-        available_kv_blocks(model, scheduler_config, cache_config), _parameter_bytes(model)
-    )
+    size = size_kv_cache(model, scheduler_config, cache_config)
+    return WorkerReport(size.blocks, _parameter_bytes(model), step_bytes=size.step_bytes)
 
 
 def combine_reports(reports: Sequence[WorkerReport]) -> WorkerReport:
@@ -173,6 +178,7 @@ def combine_reports(reports: Sequence[WorkerReport]) -> WorkerReport:
         weight_bytes=sum(report.weight_bytes for report in reports),
         proof=proofs[-1] if proofs else None,
         divergence=divergences[-1] if divergences else None,
+        step_bytes=max(report.step_bytes for report in reports),
     )
 
 

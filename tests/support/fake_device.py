@@ -65,9 +65,15 @@ class Counts:
 
 
 class MemoryLedger:
-    """The bytes of the tensors on the device, and their peak."""
+    """The bytes of the tensors on the device, and their peak.
+
+    A tensor that does not fit into `capacity_bytes` raises torch's error. `other_bytes` are in use
+    outside of torch.
+    """
 
     def __init__(self) -> None:
+        self.capacity_bytes = 80 << 30
+        self.other_bytes = 0
         self.used_bytes = 0
         self.peak_bytes = 0
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -78,6 +84,10 @@ class MemoryLedger:
         key, storage_bytes = storage._cdata, storage.nbytes()
         if key in self._storages:
             return
+        if storage_bytes > self.free_bytes:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory: {storage_bytes} of {self.free_bytes} bytes"
+            )
 
         def free(_: object) -> None:
             del self._storages[key]
@@ -87,10 +97,18 @@ class MemoryLedger:
         self.used_bytes += storage_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self.other_bytes - self.used_bytes
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = self.used_bytes
+
     @contextmanager
     def peak(self) -> Iterator[Callable[[], int]]:
         """Yield a function that returns the largest growth of the bytes since the beginning."""
-        bytes_before = self.peak_bytes = self.used_bytes
+        self.reset_peak()
+        bytes_before = self.used_bytes
         yield lambda: self.peak_bytes - bytes_before
 
 
@@ -274,10 +292,12 @@ def fake_device() -> Iterator[FakeDevice]:
     patches: list[tuple[Any, str, Callable[..., Any]]] = [
         (JITFunction, "run", launch),
         (launcher, "launch", launch),
+        (torch.cuda, "device", no_context),
         (torch.cuda, "device_of", no_context),
         (torch.cuda, "current_stream", lambda *_: None),
         (torch.cuda, "get_device_capability", lambda *_: CAPABILITY),
         (torch.cuda, "Event", lambda: _FakeEvent(device)),
+        *_memory_patches(device),
     ]
     with ExitStack() as stack:
         for owner, name, replacement in patches:
@@ -290,6 +310,20 @@ def fake_device() -> Iterator[FakeDevice]:
         triton_unavailable_reason.cache_clear()
         assert triton_unavailable_reason(DEVICE) is None  # It waits for the device once.
         yield device
+
+
+def _memory_patches(device: FakeDevice) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """The functions of torch.cuda that read and free memory. The allocator caches nothing."""
+    memory = device.memory
+    return [
+        (torch.cuda, "mem_get_info", lambda *_: (memory.free_bytes, memory.capacity_bytes)),
+        (torch.cuda, "memory_allocated", lambda *_: memory.used_bytes),
+        (torch.cuda, "memory_reserved", lambda *_: memory.used_bytes),
+        (torch.cuda, "max_memory_allocated", lambda *_: memory.peak_bytes),
+        (torch.cuda, "reset_peak_memory_stats", lambda *_: memory.reset_peak()),
+        (torch.cuda, "empty_cache", lambda: None),
+        (torch.cuda, "synchronize", lambda *_: device.wait(device.queue_position(), "sync")),
+    ]
 
 
 def _is_non_blocking(func: Any, args: Any, kwargs: Any) -> bool:

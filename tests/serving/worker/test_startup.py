@@ -170,9 +170,9 @@ def test_kv_blocks_must_fit_into_this_ranks_share_of_memory(folder: Path) -> Non
 
 
 def test_a_report_of_all_ranks_has_the_smallest_pool_and_the_last_stages_numbers() -> None:
-    first_stage = WorkerReport(kv_blocks=70, weight_bytes=100)
+    first_stage = WorkerReport(kv_blocks=70, weight_bytes=100, step_bytes=7)
     last_stage = WorkerReport(50, 20, proof=[0.1, 1.0, 8.0, 9.0], divergence=[0.2, 0.9, 9.0])
     assert combine_reports([first_stage, last_stage]) == WorkerReport(
-        50, 120, last_stage.proof, last_stage.divergence
+        50, 120, last_stage.proof, last_stage.divergence, step_bytes=7
     )
     assert combine_reports([first_stage]) == first_stage
