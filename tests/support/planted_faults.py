@@ -294,15 +294,26 @@ FAULTS = (
         error="Failed",  # pytest's: the expected error was not raised.
     ),
     PlantedFault(
-        title="a step needs more memory than a rank reserves",
+        title="a step needs more memory than is estimated",
         file="serving/memory_budget.py",
         text="LOGITS_COPIES_MAX = 4",
         replacement="LOGITS_COPIES_MAX = 1",
         tests=(
             "tests/serving/worker/test_step_memory.py::"
-            "test_the_largest_step_fits_into_the_reserved_memory",
+            "test_the_largest_step_fits_into_the_estimated_workspace",
         ),
-        message="<= reserved_bytes",
+        message="<= estimated_bytes",
+    ),
+    PlantedFault(
+        title="the KV pool takes the memory of the largest step",
+        file="serving/worker/kv_cache_size.py",
+        text="        reserved_bytes = memory.step_bytes + graph_bytes\n",
+        replacement="        reserved_bytes = graph_bytes\n",
+        tests=(
+            "tests/serving/worker/test_memory_profile.py::"
+            "test_the_pool_gets_what_the_largest_step_leaves",
+        ),
+        message="assert size.blocks == pool_bytes // BLOCK_BYTES",
     ),
     PlantedFault(
         title="a padding row of a step has NaN in its output",

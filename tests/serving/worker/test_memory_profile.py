@@ -192,6 +192,7 @@ def test_no_step_within_the_limits_needs_more_memory_than_the_profile(limits: st
 
 
 @needs_fake_device
+@pytest.mark.slow
 def test_the_pool_gets_what_the_largest_step_leaves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
