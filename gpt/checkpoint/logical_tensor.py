@@ -338,6 +338,8 @@ class Checkpoint:
     identity: ModelIdentity | None = None  # From the manifest; None if there is no manifest.
     split: Mapping[str, int] = field(default_factory=dict)  # tp, pp, vpp, ep of the training run.
     copies: tuple[ReplicaPair, ...] = ()  # Each stored duplicate with the tensor that is read.
+    # Megatron's pattern of the layers (`*-*E`) if the files store a HybridModel, else empty.
+    hybrid_layers: str = ""
 
     def read(self, name: str, shard: ShardSpec | None = None, out: Tensor | None = None) -> Tensor:
         return self.tensors[name].read(shard, out)

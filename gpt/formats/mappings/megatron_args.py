@@ -1,9 +1,10 @@
-"""Megatron args mapping: converts the `args` of any Megatron version to GPTConfig fields.
+"""Megatron args mapping: converts the `args` of a GPT of any Megatron version to config fields.
 
 The args record the properties that shapes do not determine: heads, activation, positions, norm.
 Names and defaults changed between versions, and some versions ignored some args. An arg whose
 effect Preamble does not compute is refused, and the error names it. For a file without args, the
 sizes are inferred from the tensor shapes, and an error asks the user for the other fields.
+`hybrid_args` converts the args of a HybridModel to those of a GPT first.
 """
 
 import ast
@@ -22,6 +23,16 @@ from gpt.settings import short_repr
 CONFIG_HINT = "(config= in Python, --config-json FILE on the command line)"
 FIELDS_HINT = f"as fields of config {CONFIG_HINT}"
 UNTIED_HINT = f"give untie_embeddings_and_output_weights in config {CONFIG_HINT}"
+
+# Args of a HybridModel, which `hybrid_args` converts: the pattern of its layers, and former names.
+HYBRID_ARGS: tuple[str, ...] = (
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "hybrid_attention_ratio",
+    "hybrid_mlp_ratio",
+    "mtp_hybrid_override_pattern",
+    "mtp_num_layers",
+)
 
 # Args that describe the network or its parallel sizes. `open_rank_files` in `rank_files` refuses a
 # checkpoint whose ranks have different values of these args.
@@ -77,6 +88,7 @@ ARCHITECTURE_ARGS: tuple[str, ...] = (
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
+    *HYBRID_ARGS,
 )
 
 # Args of unsupported features, and the values that switch the feature off. The feature is also off
@@ -88,8 +100,6 @@ UNSUPPORTED_ARGS: Mapping[str, tuple[object, ...]] = {
     "experimental_attention_variant": (),
     "linear_attention_freq": (),
     "linear_attention_type": (),
-    "hybrid_layer_pattern": (),
-    "hybrid_override_pattern": (),
     "heterogeneous_layers_config_path": (),
     "heterogeneous_layers_config_encoded_json": (),
     "use_mup": (False,),
@@ -219,6 +229,9 @@ class WeightShapes:
     rank_shapes: Mapping[str, Sequence[tuple[int, ...]]]
     num_layers: int
     legacy: bool  # Saved by Megatron-LM's model classes from before Megatron-Core.
+    # The pattern of the layers in the files if they are a HybridModel's, else empty. The names and
+    # `num_layers` are always those of a GPT.
+    hybrid_layers: str = ""
 
     def rows(self, name: str) -> int:
         """Return the rows of a row-sharded tensor, summed over all ranks; 0 if absent."""
@@ -261,8 +274,8 @@ class PartialConfig:
     notes: dict[str, str] = field(default_factory=dict)
 
 
-def config_from_args(args: MegatronArgs, weights: WeightShapes) -> PartialConfig:
-    """Convert the args of any Megatron version to config fields."""
+def config_from_gpt_args(args: MegatronArgs, weights: WeightShapes) -> PartialConfig:
+    """Convert the args of a GPT of any Megatron version to config fields."""
     for name, accepted_values in UNSUPPORTED_ARGS.items():
         value = args.get(name)
         is_plain = isinstance(value, bool | int | float | str | list | tuple)

@@ -33,6 +33,7 @@ UP_SUFFIX = "_v"  # Marks the up half of a gated fc1 that is stored as two matri
 # FP8 states of Transformer Engine, which are pickles, and computed rotary tables.
 IGNORED_KEYS = re.compile(r"(.+\.)?(_extra_state\d*|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq)")
 MTP_PREFIX = "mtp."
+MTP_NOTE = "heads for multi-token prediction are ignored; the main head is complete"
 
 # Patterns of the part of a name after `layers.N.`, and their replacements.
 LAYER_RENAMES: tuple[tuple[str, str], ...] = (
@@ -72,6 +73,7 @@ UNSUPPORTED_PARTS: tuple[tuple[str, str], ...] = (
     (r"binary_head|pooler|tokentype_embeddings|lm_head", "BERT"),
     (r"encoder\.layers\.\d+\.self_attention\.linear_qkv", "BERT or T5 of Megatron-Core"),
     (r"mixer\.", "Mamba or another hybrid"),
+    (r"self_attention\.(in_proj|conv1d|dt_bias|A_log|out_norm|out_proj)", "gated delta net layers"),
     (r"vision_|image_|projector", "a multimodal model"),
     (r"linear_(q|kv)_(down|up)_proj|linear_q_proj", "multi-latent or cross attention"),
     (r"softmax_offset", "attention with sinks"),

@@ -15,13 +15,14 @@ from dataclasses import replace
 from typing import Any
 
 from gpt.errors import CheckpointError
+from gpt.formats.mappings.hybrid_args import config_from_args
 from gpt.formats.mappings.megatron_args import (
     ARCHITECTURE_ARGS,
+    HYBRID_ARGS,
     UNSUPPORTED_ARGS,
     MegatronArgs,
     PartialConfig,
     WeightShapes,
-    config_from_args,
     config_from_shapes,
 )
 from gpt.formats.mappings.megatron_names import HEAD
@@ -137,6 +138,9 @@ IGNORED_FIELDS = {
     "moe_router_load_balancing_type",
 }
 
+# The key of the activation's name in Megatron-Bridge's `extra_checkpoint_metadata`.
+BRIDGE_ACTIVATION_KEY = "megatron_bridge.activation_func"
+
 # NeMo 1's norms: (Megatron's name, whether gamma - 1 is stored).
 NORM_TYPES: Mapping[str, tuple[str, bool]] = {
     "layernorm": ("LayerNorm", False),
@@ -176,6 +180,13 @@ POSITION_TYPES: Mapping[str, str] = {
 UNSUPPORTED_MODELS = re.compile(
     r"(?i)gemma|mamba|hyena|ssm|griffin|falcon|retro|bert|t5|vision|llava|llama4|gpt_?oss|diffusion"
     r"|embedding|rerank|olmoe|ministral"
+)
+# Classes of Megatron-Core's HybridModel under its current and its former names. They are supported
+# if the config has the pattern of the layers, because the pattern tells whether a layer is Mamba.
+HYBRID_CLASSES = re.compile(r"(Hybrid|Mamba)Model(Provider|Config)?|SSMConfig")
+# Specs of HybridModel's layers, from Megatron-Core and Megatron-Bridge.
+SUPPORTED_STACK_SPECS = re.compile(
+    r"ModuleSpec|(get_default_|transformer_engine_)?(hybrid|mamba)_(inference_)?stack_spec"
 )
 # Layer specs that compute the same function as Megatron-Core's layers; only the kernels differ.
 SUPPORTED_LAYER_SPECS = re.compile(
@@ -238,6 +249,24 @@ def config_from_nemo1(
     return partial_config
 
 
+def bridge_model_fields(root_fields: NemoConfig) -> NemoConfig:
+    """Return the model's fields in a `run_config.yaml`.
+
+    Newer versions of Megatron-Bridge nest the fields of TransformerConfig in `transformer`, and
+    record the activation by name, because a function cannot be written to the file.
+    """
+    model_fields = root_fields.section("model")
+    transformer = model_fields.get("transformer")
+    if not isinstance(transformer, Mapping):
+        return model_fields
+    record = {**transformer, **model_fields.record}
+    metadata = model_fields.get("extra_checkpoint_metadata")
+    activation = metadata.get(BRIDGE_ACTIVATION_KEY) if isinstance(metadata, Mapping) else None
+    if record.get("activation_func") is None and activation is not None:
+        record["activation_func"] = activation
+    return NemoConfig(record, model_fields.location, root_fields.scopes)
+
+
 def config_from_transformer(fields: NemoConfig, weights: WeightShapes) -> PartialConfig:
     """Convert a TransformerConfig and model fields of NeMo 2 or Megatron-Bridge.
 
@@ -245,18 +274,26 @@ def config_from_transformer(fields: NemoConfig, weights: WeightShapes) -> Partia
     the default of the class is not used.
     """
     target_class = fields.text("_target_")
-    if UNSUPPORTED_MODELS.search(target_class.rpartition(".")[2]):
+    class_name = target_class.rpartition(".")[2]
+    has_pattern = any(fields.get(name) is not None for name in HYBRID_ARGS[:2])
+    is_hybrid = has_pattern and HYBRID_CLASSES.fullmatch(class_name) is not None
+    if UNSUPPORTED_MODELS.search(class_name) and not is_hybrid:
         raise CheckpointError(
             f"{fields.location}: _target_ is {target_class[-60:]}, which Preamble does not "
             "support; give a GPT model such as Llama, Mistral, Mixtral, Nemotron or Qwen"
         )
-    layer_spec = _function_name(fields.get("transformer_layer_spec"))
-    if layer_spec is not None and not SUPPORTED_LAYER_SPECS.fullmatch(str(layer_spec)):
-        raise CheckpointError(
-            f"{fields.location}: transformer_layer_spec is {short_repr(layer_spec)}, whose layers "
-            "may differ from Megatron-Core's; if they compute the same function, give a complete "
-            "config with --config-json"
-        )
+    for name, supported_specs in (
+        ("transformer_layer_spec", SUPPORTED_LAYER_SPECS),
+        ("hybrid_stack_spec", SUPPORTED_STACK_SPECS),
+        ("mamba_stack_spec", SUPPORTED_STACK_SPECS),
+    ):
+        spec = _function_name(fields.get(name))
+        if spec is not None and not supported_specs.fullmatch(str(spec)):
+            raise CheckpointError(
+                f"{fields.location}: {name} is {short_repr(spec)}, whose layers may differ from "
+                "Megatron-Core's; if they compute the same function, give a complete config with "
+                "--config-json"
+            )
     share_embeddings = fields.get("share_embeddings_and_output_weights")
     values = {name: fields.get(name) for name in SHARED_FIELDS if name in fields}
     values |= {

@@ -31,12 +31,13 @@ from gpt.checkpoint.logical_tensor import (
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError
+from gpt.formats.mappings.hybrid_args import config_from_args
+from gpt.formats.mappings.hybrid_layers import gpt_name, refuse_unpaired_layers, stored_layers
 from gpt.formats.mappings.megatron_args import (
     UNTIED_HINT,
     MegatronArgs,
     PartialConfig,
     WeightShapes,
-    config_from_args,
     config_from_shapes,
     resolve_config,
 )
@@ -44,6 +45,7 @@ from gpt.formats.mappings.megatron_names import (
     EMBEDDING,
     HEAD,
     LOCAL_EXPERT,
+    MTP_NOTE,
     UP_SUFFIX,
     ChunkTensors,
     rename_tensors,
@@ -79,6 +81,8 @@ class GatheredTensors:
     num_layers: int = 0
     legacy: bool = False  # Saved by Megatron-LM's model classes from before Megatron-Core.
     has_mtp_heads: bool = False  # Multi-token prediction heads, which are ignored.
+    # The pattern of the layers in the files if they are a HybridModel's, else empty.
+    hybrid_layers: str = ""
 
 
 def open_megatron(path: Path, overrides: GPTConfig | Mapping[str, Any] | None = None) -> Checkpoint:
@@ -116,6 +120,7 @@ def join_ranks(
     have the same tensor names and sharding, so NeMo's readers call this function too.
     """
     gathered = gather_tensors(ranks)
+    _pair_hybrid_layers(gathered, path)
     config, notes = _resolve_config(gathered, path, overrides, infer_config)
     if not config.untie_embeddings_and_output_weights and HEAD in gathered.parts:
         # With a tied embedding, the head is the last stage's copy of the embedding.
@@ -152,6 +157,7 @@ def join_ranks(
         notes=tuple(notes),
         split={**asdict(ranks.parallel_sizes), "vpp": ranks.chunks},
         copies=_replica_pairs(gathered, table),
+        hybrid_layers=gathered.hybrid_layers,
     )
     checkpoint.check()
     return checkpoint
@@ -182,6 +188,24 @@ def gather_tensors(ranks: RankFiles) -> GatheredTensors:
             gates += gathered.parts.pop(name)
             gathered.separate_gate_up.add(name.removesuffix(UP_SUFFIX))
     return gathered
+
+
+def _pair_hybrid_layers(gathered: GatheredTensors, path: Path) -> None:
+    """Give the tensors of a HybridModel the names and the number of layers of a GPT."""
+    layers = stored_layers(gathered.parts, gathered.num_layers)
+    if not layers:
+        return
+    refuse_unpaired_layers(layers, f"{path}: the pattern of its layers")
+    gathered.parts = {gpt_name(name): parts for name, parts in gathered.parts.items()}
+    gathered.stage_duplicates = [
+        (gpt_name(name), parts) for name, parts in gathered.stage_duplicates
+    ]
+    gathered.expert_replicas = [
+        replace(pair, name=gpt_name(pair.name)) for pair in gathered.expert_replicas
+    ]
+    gathered.separate_gate_up = {gpt_name(name) for name in gathered.separate_gate_up}
+    gathered.num_layers //= 2
+    gathered.hybrid_layers = layers
 
 
 def _add_stage(
@@ -269,13 +293,13 @@ def _resolve_config(
             f"{path}: no rank has {EMBEDDING} as a matrix; the model is not a GPT, or the files of "
             "the first stage are missing: take all ranks from the same checkpoint"
         )
-    weights = WeightShapes(shapes, gathered.num_layers, gathered.legacy)
+    weights = WeightShapes(shapes, gathered.num_layers, gathered.legacy, gathered.hybrid_layers)
     dtype = majority_dtype(part for rank_parts in parts.values() for part in rank_parts)
     config, notes = resolve_config(
         path, weights, FLOAT_DTYPE_NAMES[dtype or torch.float32], overrides, infer_config
     )
     if gathered.has_mtp_heads:
-        notes["mtp"] = "heads for multi-token prediction are ignored; the main head is complete"
+        notes["mtp"] = MTP_NOTE
     return config, list(notes.values())
 
 

@@ -36,6 +36,7 @@ from gpt.checkpoint.logical_tensor import (
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError
+from gpt.formats.mappings.hybrid_layers import gpt_name, refuse_unpaired_layers, stored_layers
 from gpt.formats.mappings.megatron_args import (
     UNTIED_HINT,
     PartialConfig,
@@ -46,6 +47,7 @@ from gpt.formats.mappings.megatron_names import (
     EMBEDDING,
     HEAD,
     IGNORED_KEYS,
+    MTP_NOTE,
     MTP_PREFIX,
     WRAPPER_PREFIX,
     canonical_key,
@@ -153,6 +155,8 @@ class DistCheckpoint:
     tensors: dict[str, ShardedTensor] = field(default_factory=dict)
     num_layers: int = 0
     has_mtp_heads: bool = False
+    # The pattern of the layers in the files if they are a HybridModel's, else empty.
+    hybrid_layers: str = ""
 
 
 def find_torch_dist(path: Path) -> Path | None:
@@ -228,6 +232,7 @@ def join_chunks(
     _refuse_missing_files(tree)
     index = read_index(tree, _is_model_key)
     dist_checkpoint = gather_tensors(index)
+    _pair_hybrid_layers(dist_checkpoint, tree.path)
     config, notes = _resolve_config(dist_checkpoint, index, overrides, infer_config)
     if config.gated:
         _refuse_interleaved_gates(dist_checkpoint)
@@ -249,7 +254,15 @@ def join_chunks(
             shape = parameter.shape if has_vocab_rows else sharded_tensor.shape
             tensors[name] = _logical_tensor(sharded_tensor, shape)
     files = tuple(sorted({span.file.path for span in index.file_spans.values()}))
-    checkpoint = Checkpoint(tree.path, "torch_dist", config, tensors, files, notes=tuple(notes))
+    checkpoint = Checkpoint(
+        tree.path,
+        "torch_dist",
+        config,
+        tensors,
+        files,
+        notes=tuple(notes),
+        hybrid_layers=dist_checkpoint.hybrid_layers,
+    )
     checkpoint.check()
     return checkpoint
 
@@ -446,6 +459,19 @@ def _move_norms(dist_checkpoint: DistCheckpoint) -> None:
                 dist_checkpoint.tensors[target] = dist_checkpoint.tensors.pop(source)
 
 
+def _pair_hybrid_layers(dist_checkpoint: DistCheckpoint, folder: Path) -> None:
+    """Give the tensors of a HybridModel the names and the number of layers of a GPT."""
+    layers = stored_layers(dist_checkpoint.tensors, dist_checkpoint.num_layers)
+    if not layers:
+        return
+    refuse_unpaired_layers(layers, f"{folder}: the pattern of its layers")
+    dist_checkpoint.tensors = {
+        gpt_name(name): tensor for name, tensor in dist_checkpoint.tensors.items()
+    }
+    dist_checkpoint.num_layers //= 2
+    dist_checkpoint.hybrid_layers = layers
+
+
 def _logical_tensor(sharded_tensor: ShardedTensor, shape: tuple[int, ...]) -> LogicalTensor:
     """Map a tensor to its chunk slices; omit vocabulary padding, the rows from `shape[0]` on."""
     slices = []
@@ -500,7 +526,12 @@ def _resolve_config(
     shapes = {
         name: [sharded_tensor.shape] for name, sharded_tensor in dist_checkpoint.tensors.items()
     }
-    weights = WeightShapes(shapes, dist_checkpoint.num_layers, legacy=False)
+    weights = WeightShapes(
+        shapes,
+        dist_checkpoint.num_layers,
+        legacy=False,
+        hybrid_layers=dist_checkpoint.hybrid_layers,
+    )
     chunk_slices = (
         chunk_slice
         for sharded_tensor in dist_checkpoint.tensors.values()
@@ -512,7 +543,7 @@ def _resolve_config(
         folder, weights, dtype, overrides, lambda weights: infer_config(index, weights)
     )
     if dist_checkpoint.has_mtp_heads:
-        notes["mtp"] = "heads for multi-token prediction are ignored; the main head is complete"
+        notes["mtp"] = MTP_NOTE
     return config, list(notes.values())
 
 

@@ -18,17 +18,18 @@ from gpt.checkpoint.files.torch_file import read_torch_file, read_torch_span
 from gpt.checkpoint.logical_tensor import find_tokenizer
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
+from gpt.formats.mappings.hybrid_args import config_from_args
 from gpt.formats.mappings.megatron_args import (
     FIELDS_HINT,
     MegatronArgs,
     PartialConfig,
     WeightShapes,
-    config_from_args,
     config_from_shapes,
     list_fields_with_hints,
 )
 from gpt.formats.mappings.megatron_names import EMBEDDING, HEAD
 from gpt.formats.mappings.nemo_args import (
+    bridge_model_fields,
     config_from_nemo1,
     config_from_transformer,
     matching_vocab_size,
@@ -71,7 +72,7 @@ def infer_dist_config(
         return partial_config
     if bridge_config.is_file():
         root_fields = NemoConfig(read_config(file_span(bridge_config)), str(bridge_config))
-        return config_from_transformer(root_fields.section("model"), weights)
+        return config_from_transformer(bridge_model_fields(root_fields), weights)
     args = None if context_folder.is_dir() else read_common_args(index)
     if args is not None:
         return config_from_args(MegatronArgs(args, str(folder)), weights)
