@@ -9,7 +9,8 @@ import json
 import re
 import warnings
 from argparse import Namespace
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
-from tests.support.checkpoints.megatron_writer import Layout, args_of
+from tests.support.checkpoints.megatron_writer import Layout, args_of, hybrid_tensors
 from tests.support.models import lively
 
 
@@ -49,6 +50,8 @@ class Form:
     local: bool = False  # An expert layer's norm is named as a dense one's.
     folded: bool = False  # Arguments inside the checkpoint, as since 0.19.
     args: bool = True
+    hybrid: bool = False  # As a HybridModel, whose layers all have keys of their own.
+    changes: Mapping[str, Any] = field(default_factory=dict)  # Of args.
 
 
 def saved(config: GPTConfig, form: Form, root: Path, dtype: str = "float32") -> Checkpoint:
@@ -62,7 +65,10 @@ def saved(config: GPTConfig, form: Form, root: Path, dtype: str = "float32") -> 
             tensors[table] = torch.cat([tensors[table], filler.to(tensors[table])])
     folder = root / "iter_0000100"
     folder.mkdir(parents=True)
-    args = Namespace(**args_of(config, tensors, Layout(tp=form.tp)))
+    args = Namespace(**args_of(config, tensors, Layout(tp=form.tp, hybrid=form.hybrid)))
+    args = Namespace(**{**vars(args), **form.changes})
+    if form.hybrid:
+        tensors = hybrid_tensors(tensors)
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 100}
     record: dict[str, Any] = dict(_keyed(config, tensors, form))
     name = f"{form.prefix}decoder.layers.mlp.linear_fc1._extra_state/shard_0_4"
@@ -91,7 +97,7 @@ def _keyed(config: GPTConfig, tensors: dict[str, Tensor], form: Form) -> dict[st
         tensors = _singletons(config, tensors)
     else:
         tensors = _stacked(tensors, r"\.local_experts\.\d+\.", ".experts.")
-    if form.stacked:
+    if form.stacked and not form.hybrid:
         tensors = _stacked(tensors, r"^decoder\.layers\.\d+\.", "decoder.layers.")
     return {f"{form.prefix}{name}": value for name, value in tensors.items()}
 

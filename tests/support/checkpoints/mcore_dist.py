@@ -72,7 +72,10 @@ def _write_in_threads() -> None:
     cuda: Any = torch.cuda
     cuda.synchronize = lambda: None
     writer: Any = import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    context = SimpleNamespace(Queue=Queue, JoinableQueue=Queue, Process=Thread)
+    manager = SimpleNamespace(Queue=Queue)  # Of Megatron-Core 0.19.
+    context = SimpleNamespace(
+        Queue=Queue, JoinableQueue=Queue, Process=Thread, Manager=lambda: manager
+    )
     writer.mp = SimpleNamespace(get_context=lambda _kind: context, Queue=Queue)
     writer._get_write_results_queue = Queue
 

@@ -59,6 +59,7 @@ class Layout:
     prefix: str = ""  # Data-parallel wrappers put one before all names.
     iteration: int | None = 100  # None: a release.
     zipped: bool = True
+    hybrid: bool = False  # As a HybridModel; `stages` then counts its layers.
     changes: Mapping[str, Any] = field(default_factory=dict)  # Of args.
 
 
@@ -83,8 +84,8 @@ def edit(root: Path, folders: str, change: Callable[[dict[str, Any]], object]) -
 def write(config: GPTConfig, tensors: Tensors, root: Path, layout: Layout) -> Path:
     """All rank files and the tracker under `root`; returns the iteration's directory."""
     name = "release" if layout.iteration is None else f"iter_{layout.iteration:07d}"
-    plan = layout.stages or even_stages(config.num_layers, layout)
-    padded = dict(tensors)
+    plan = layout.stages or even_stages(config.num_layers * (1 + layout.hybrid), layout)
+    padded = hybrid_tensors(tensors) if layout.hybrid else dict(tensors)
     multiple = 8 * layout.tp
     rows = -(-config.vocab_size // multiple) * multiple
     for table in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -104,6 +105,21 @@ def write(config: GPTConfig, tensors: Tensors, root: Path, layout: Layout) -> Pa
     tracker = "release" if layout.iteration is None else str(layout.iteration)
     (root / "latest_checkpointed_iteration.txt").write_text(tracker)
     return root / name
+
+
+def hybrid_tensors(tensors: Tensors) -> dict[str, Tensor]:
+    """Attention and MLPs as layers of their own, under the names of Megatron's HybridModel."""
+    renamed = {}
+    for name, value in tensors.items():
+        parts = name.replace("final_layernorm", "final_norm").split(".")
+        if parts[1] == "layers":
+            parts[2] = str(2 * int(parts[2]) + (parts[3] != "self_attention"))
+        renamed[".".join(parts)] = value
+    return renamed
+
+
+def hybrid_pattern(config: GPTConfig) -> str:
+    return "".join("*E" if has_experts else "*-" for has_experts in config.moe_layers)
 
 
 def even_stages(layers: int, layout: Layout) -> list[list[int]]:
@@ -155,7 +171,8 @@ def _chunk(
         parts = name.split(".")
         if name.startswith("embedding.") and not is_first:
             continue
-        if name.startswith(("output_layer.", "decoder.final_layernorm.")) and not is_last:
+        last_stage = ("output_layer.", "decoder.final_layernorm.", "decoder.final_norm.")
+        if name.startswith(last_stage) and not is_last:
             continue
         if parts[1] == "layers":
             if int(parts[2]) not in layers:
@@ -335,4 +352,13 @@ def args_of(config: GPTConfig, tensors: Tensors, layout: Layout) -> dict[str, An
         "tokenizer_type": "GPT2BPETokenizer",
         "params_dtype": torch.float32,
         "spec": None,
+        **(_hybrid_args(config) if layout.hybrid else {}),
+    }
+
+
+def _hybrid_args(config: GPTConfig) -> dict[str, Any]:
+    return {
+        "num_layers": 2 * config.num_layers,
+        "hybrid_layer_pattern": hybrid_pattern(config),
+        "spec": ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
     }
