@@ -84,6 +84,7 @@ def _convert(argv: list[str]) -> int:
         split=ParallelSplit(flags.tp, flags.pp, flags.vpp, flags.ep),
         vocabulary_multiple=flags.make_vocab_size_divisible_by,
         spec=flags.megatron_spec,
+        model=flags.model,
         family=flags.family,
         shard_bytes_max=int(flags.shard_gb * 1e9) if flags.shard_gb is not None else None,
     )

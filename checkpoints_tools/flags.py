@@ -53,6 +53,12 @@ def convert_parser() -> argparse.ArgumentParser:
         help="target format; nemo was tested only with Preamble's reader, not with NeMo",
     )
     add(
+        "--model",
+        choices=("gpt", "hybrid"),
+        help="Megatron-Core's model class for --to megatron or megatron-dist: gpt (GPTModel) or "
+        "hybrid (HybridModel) (default: gpt)",
+    )
+    add(
         "--tp",
         metavar="N",
         type=positive_int,

@@ -34,6 +34,7 @@ from gpt.costs.inference import parameter_count, rank_costs
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError, ConfigError
 from gpt.formats.manifest import MANIFEST
+from gpt.formats.mappings.hybrid_layers import show_layers
 from gpt.formats.mappings.megatron_names import EMBEDDING, HEAD, LOCAL_EXPERT
 from gpt.formats.megatron.rank_files import TRACKER_FILE, newer_iteration_notes
 from gpt.formats.megatron.torch_dist_config import COMMON_KEY, read_common_args
@@ -94,6 +95,9 @@ class InspectReport:
     given: str  # The path on the command line, e.g. the parent of the iteration directory.
     format: str  # The format's name in `gpt.formats.registry`.
     evidence: list[str]  # Files that identify the format.
+    # "HybridModel" if the files store the layers of Megatron-Core's HybridModel, else null.
+    model_class: str | None
+    hybrid_layer_pattern: str | None  # The layers of a HybridModel, one symbol per layer.
     config: dict[str, Any]  # All fields of the GPTConfig.
     split: dict[str, int]  # tp, pp, vpp, ep of the training run; empty if not recorded.
     files: int  # Number of weight files.
@@ -151,6 +155,8 @@ def build_report(checkpoint: Checkpoint, source: str, *, deep: bool = False) -> 
         given=source,
         format=checkpoint.format,
         evidence=_find_markers(checkpoint, Path(source)),
+        model_class="HybridModel" if checkpoint.hybrid_layers else None,
+        hybrid_layer_pattern=checkpoint.hybrid_layers or None,
         config=config.to_dict(),
         split=_writer_split(checkpoint),
         files=len(checkpoint.files),
@@ -378,7 +384,9 @@ def _format_report(report: InspectReport) -> Iterator[str]:
     """Yield the lines of the report: description, serving table, notes, remarks and faults."""
     config = GPTConfig.from_dict(report.config)
     yield f"{report.path}"
-    yield f"format       {report.format}, by {', '.join(report.evidence)}"
+    layers = show_layers(report.hybrid_layer_pattern or "")
+    model_class = f", {report.model_class} of layers {layers}" if report.model_class else ""
+    yield f"format       {report.format}{model_class}, by {', '.join(report.evidence)}"
     if report.split:
         shown_split = {
             name: size for name, size in report.split.items() if size > 1 or name in ALWAYS_SHOWN

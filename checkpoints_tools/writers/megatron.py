@@ -23,13 +23,16 @@ from checkpoints_tools.layout.layout import (
 from checkpoints_tools.layout.torch_save import TensorPlaceholder, plan_archive
 from checkpoints_tools.writers.megatron_args import (
     LayerSpec,
+    ModelClass,
     build_args,
+    check_layer_spec,
     check_supported,
     load_notes,
     plan_stages,
 )
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
+from gpt.formats.mappings.hybrid_layers import hybrid_name
 from gpt.formats.mappings.megatron_names import EMBEDDING, HEAD, LOCAL_EXPERT, renumber
 from gpt.formats.megatron.rank_files import (
     TRACKER_FILE,
@@ -85,21 +88,24 @@ def plan_layout(
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
     spec: LayerSpec = "te",
+    model: ModelClass = "gpt",
 ) -> Layout:
     """Plan the target's files; `checkpoint` already has the target's dtype."""
     config = checkpoint.config
-    check_supported(config, split)
+    check_supported(config, split, model)
+    check_layer_spec(spec, model)
     vocab_rows = stored_vocab_rows(config, split.tp, vocabulary_multiple)
     args = build_args(
         config,
         split,
         vocabulary_multiple=vocabulary_multiple,
         spec=spec,
+        model=model,
         tokenizer=checkpoint.tokenizer,
     )
     sizes = ParallelSizes(split.tp, split.pp, split.ep)
     files = []
-    for rank, state_dicts in rank_state_dicts(checkpoint, split, vocab_rows, spec):
+    for rank, state_dicts in rank_state_dicts(checkpoint, split, vocab_rows, spec, model):
         record: dict[str, Any] = {
             "args": args,
             "checkpoint_version": CHECKPOINT_VERSION,
@@ -113,7 +119,7 @@ def plan_layout(
             TargetFile(path, archive.size, archive.literals, archive.placements, archive.patches)
         )
     last_files = (literal_file(TRACKER_FILE, ITERATION_FOLDER.encode()),)
-    layout_notes = tuple(load_notes(config, split, spec))
+    layout_notes = tuple(load_notes(config, split, spec, model))
     return Layout(
         "megatron",
         tuple(files),
@@ -125,7 +131,11 @@ def plan_layout(
 
 
 def rank_state_dicts(
-    checkpoint: Checkpoint, split: ParallelSplit, vocab_rows: int, spec: LayerSpec = "te"
+    checkpoint: Checkpoint,
+    split: ParallelSplit,
+    vocab_rows: int,
+    spec: LayerSpec = "te",
+    model: ModelClass = "gpt",
 ) -> Iterator[tuple[RankCoordinates, list[dict[str, TensorPlaceholder | None]]]]:
     """Yield every rank with its state dicts, one per pipeline chunk.
 
@@ -135,7 +145,7 @@ def rank_state_dicts(
     plan = _SplitPlan(config, split, vocab_rows, spec)
     table = _parameter_dtypes(checkpoint)
     chunks = [
-        [_chunk_parameters(table, layers, config, spec) for layers in stage]
+        [_chunk_parameters(table, layers, config, spec, model) for layers in stage]
         for stage in plan_stages(config, split).layers
     ]
     for rank in ParallelSizes(split.tp, split.pp, split.ep).ranks():
@@ -159,6 +169,7 @@ def _chunk_parameters(
     layers: range,
     config: GPTConfig,
     spec: LayerSpec,
+    model: ModelClass,
 ) -> list[_ChunkParameter]:
     """Return the parameters of a pipeline chunk; layers are numbered from 0 within the chunk."""
     selected_parameters = []
@@ -174,6 +185,8 @@ def _chunk_parameters(
         if spec == "local" and layer_number(name) is not None:
             for fused, separate in LOCAL_SPEC_NAMES.items():
                 local_name = local_name.replace(fused, separate)
+        if model == "hybrid":
+            local_name = hybrid_name(local_name)
         if name != EMBEDDING or is_first:
             selected_parameters.append(
                 _ChunkParameter(parameter, dtype, local_name, int(match[1]) if match else None)

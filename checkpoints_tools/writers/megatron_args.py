@@ -3,7 +3,8 @@
 The module is the inverse of `gpt/formats/mappings/megatron_args.py`, for both Megatron formats. If
 Megatron's GPT does not support a property of the model, an error names the property before anything
 is written: a checkpoint that loads but computes another function is worse than no checkpoint. The
-module uses no tensors and opens no files.
+module uses no tensors and opens no files. The args of a HybridModel are those of the GPT with the
+pattern of its layers.
 """
 
 from argparse import Namespace
@@ -17,6 +18,7 @@ import torch
 from checkpoints_tools.layout.layout import ParallelSplit, check_expert_parallel, stored_vocab_rows
 from gpt.config import GPTConfig, RopeScaling
 from gpt.errors import ConfigError
+from gpt.formats.mappings.hybrid_layers import hybrid_pattern
 from gpt.parallel.pipeline_stages import stage_layers
 from gpt.parallel.vocabulary_padding import VOCABULARY_MULTIPLE
 from gpt.parallel.weight_sharding import check_split
@@ -24,10 +26,21 @@ from gpt.parallel.weight_sharding import check_split
 # Megatron-Core's layer spec. "te" (the default): Transformer Engine modules, with norms fused into
 # the next linear. "local": Megatron-Core's own modules.
 LayerSpec = Literal["te", "local"]
+# Megatron-Core's model class: GPTModel, or HybridModel, whose layers are attention or an MLP.
+ModelClass = Literal["gpt", "hybrid"]
 CkptFormat = Literal["torch", "torch_dist"]  # Values of Megatron's `--ckpt-format`.
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GPT2_TOKENS = 50257
+# Args that define pipeline stages by layer counts. A HybridModel's pattern replaces them.
+UNEVEN_STAGE_ARGS = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+)
+HYBRID_STACK_SPEC = ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec")
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,7 @@ def build_args(
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
     spec: LayerSpec = "te",
+    model: ModelClass = "gpt",
     ckpt_format: CkptFormat = "torch",
     tokenizer: Path | None = None,
 ) -> Namespace:
@@ -55,7 +69,8 @@ def build_args(
     tp = split.tp
     pp = split.pp
     ep = split.ep
-    return Namespace(
+    hybrid_args = _hybrid_args(config, split) if model == "hybrid" else {}
+    args = Namespace(
         **_size_args(config),
         **_layer_args(config),
         **_position_args(config),
@@ -88,12 +103,17 @@ def build_args(
         fp16=config.dtype == "float16",
         bf16=config.dtype == "bfloat16",
     )
+    vars(args).update(hybrid_args)
+    return args
 
 
-def check_supported(config: GPTConfig, split: ParallelSplit) -> None:
+def check_supported(config: GPTConfig, split: ParallelSplit, model: ModelClass = "gpt") -> None:
     """Refuse a config that Megatron's arguments cannot express, or an impossible split."""
     for missing_trait in _unsupported_traits(config):
         raise ConfigError(f"Megatron's GPT has {missing_trait}; choose another format with --to")
+    if model == "hybrid":
+        for missing_trait in _unsupported_hybrid_traits(config):
+            raise ConfigError(f"Megatron's HybridModel has {missing_trait}; choose --model gpt")
     if config.dtype not in DTYPES:
         raise ConfigError(
             f"Megatron has no dtype {config.dtype}; choose one of {', '.join(DTYPES)} with --dtype"
@@ -117,9 +137,26 @@ def check_supported(config: GPTConfig, split: ParallelSplit) -> None:
         )
 
 
-def load_notes(config: GPTConfig, split: ParallelSplit, spec: LayerSpec = "te") -> list[str]:
+def check_layer_spec(spec: LayerSpec, model: ModelClass) -> None:
+    """Refuse a HybridModel of local layers: Megatron has only Transformer Engine's for it."""
+    if model == "hybrid" and spec == "local":
+        raise ConfigError(
+            "Megatron's HybridModel has no local layer spec; remove --megatron-spec local, or "
+            "choose --model gpt"
+        )
+
+
+def load_notes(
+    config: GPTConfig, split: ParallelSplit, spec: LayerSpec = "te", model: ModelClass = "gpt"
+) -> list[str]:
     """Return hints for loading the target in Megatron, such as the flags to give."""
     notes = list(plan_stages(config, split).notes)
+    if model == "hybrid":
+        notes = [
+            "the target is a HybridModel: start Megatron with --hybrid-layer-pattern "
+            f"'{_hybrid_args(config, split)['hybrid_layer_pattern']}', or with "
+            "--use-checkpoint-args"
+        ]
     if config.num_query_groups % split.tp:
         notes.append(
             f"{config.num_query_groups} query groups on {split.tp} tensor ranks: this needs "
@@ -297,6 +334,34 @@ def _unsupported_moe_traits(config: GPTConfig) -> Iterator[str]:
         )
     if softmax and config.moe_router_expert_bias:
         yield "no moe_router_expert_bias with softmax: it needs sigmoid scores"
+
+
+def _unsupported_hybrid_traits(config: GPTConfig) -> Iterator[str]:
+    """Yield the properties that GPTModel supports but HybridModel ignores or computes wrongly."""
+    if config.uses_rope and config.rotary_interleaved:
+        yield "no rotary_interleaved: it rotates pairs of channels by the angles of halves"
+    if config.uses_rope and config.rope_scaling and config.rope_scaling.kind == "llama3":
+        yield "no llama3 rope_scaling: it ignores Megatron's argument"
+
+
+def _hybrid_args(config: GPTConfig, split: ParallelSplit) -> dict[str, Any]:
+    """Return the args of a HybridModel that replace or complement those of the GPT.
+
+    The pattern has segments only if Megatron would otherwise distribute the layers differently: a
+    pattern with segments can be loaded only at this number of stages. Megatron refuses other args
+    for stages beside segments.
+    """
+    stages = plan_stages(config, split).layers
+    segments = [chunks[chunk] for chunk in range(split.vpp) for chunks in stages]
+    if split.vpp == 1 and len({len(segment) for segment in segments}) == 1:
+        segments = [range(config.num_layers)]
+    return {
+        **dict.fromkeys(UNEVEN_STAGE_ARGS),
+        "num_layers": 2 * config.num_layers,
+        "hybrid_layer_pattern": hybrid_pattern(config.moe_layers, segments),
+        "moe_layer_freq": 1,
+        "spec": list(HYBRID_STACK_SPEC),
+    }
 
 
 def _size_args(config: GPTConfig) -> dict[str, Any]:

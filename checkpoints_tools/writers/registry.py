@@ -28,6 +28,7 @@ class ConversionOptions:
     split: ParallelSplit = UNSPLIT
     vocabulary_multiple: int | None = None
     spec: str | None = None
+    model: str | None = None
     family: str | None = None
     shard_bytes_max: int | None = None
 
@@ -39,6 +40,7 @@ def plan_target(checkpoint: Checkpoint, conversion: ConversionOptions) -> Layout
         "split": None if conversion.split == UNSPLIT else conversion.split,
         "vocabulary_multiple": conversion.vocabulary_multiple,
         "spec": conversion.spec,
+        "model": conversion.model,
         "family": conversion.family,
         "shard_bytes_max": conversion.shard_bytes_max,
     }
@@ -62,6 +64,7 @@ OPTION_FLAGS = {
     "split": "parallel split (--tp, --pp, --vpp, --ep): its tensors are unsharded",
     "vocabulary_multiple": "vocabulary padding (--make-vocab-size-divisible-by)",
     "spec": "layer specs (--megatron-spec)",
+    "model": "model classes (--model)",
     "family": "model families (--family)",
     "shard_bytes_max": "limit of file sizes (--shard-gb)",
 }
@@ -99,7 +102,7 @@ def _plan_huggingface(checkpoint: Checkpoint, options: WriterOptions) -> Layout:
     return plan_layout(checkpoint, **options)
 
 
-MEGATRON_OPTIONS = ("split", "vocabulary_multiple", "spec")
+MEGATRON_OPTIONS = ("split", "vocabulary_multiple", "spec", "model")
 WRITERS: Mapping[str, tuple[Callable[[Checkpoint, WriterOptions], Layout], tuple[str, ...]]] = {
     "native": (_plan_native, ("shard_bytes_max",)),
     "megatron": (_plan_megatron, MEGATRON_OPTIONS),

@@ -44,13 +44,16 @@ from checkpoints_tools.layout.torch_save import (
 )
 from checkpoints_tools.writers.megatron_args import (
     LayerSpec,
+    ModelClass,
     build_args,
+    check_layer_spec,
     check_supported,
     load_notes,
 )
 from gpt.checkpoint.files.torch_dcp import METADATA_FILE
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
+from gpt.formats.mappings.hybrid_layers import hybrid_name
 from gpt.formats.megatron.rank_files import TRACKER_FILE
 from gpt.formats.megatron.torch_dist import BACKEND_FILE
 from gpt.formats.megatron.torch_dist_config import COMMON_FILE, COMMON_KEY
@@ -88,20 +91,23 @@ def plan_layout(
     *,
     vocabulary_multiple: int = VOCABULARY_MULTIPLE,
     spec: LayerSpec = "te",
+    model: ModelClass = "gpt",
     file_bytes_max: int = FILE_BYTES_MAX,
 ) -> Layout:
     """Plan the target's files; `checkpoint` already has the target's dtype."""
     config = checkpoint.config
-    check_supported(config, split)
+    check_supported(config, split, model)
+    check_layer_spec(spec, model)
     args = build_args(
         config,
         split,
         vocabulary_multiple=vocabulary_multiple,
         spec=spec,
+        model=model,
         ckpt_format="torch_dist",
         tokenizer=checkpoint.tokenizer,
     )
-    keys = KeyNaming(config, spec, per_layer_keys=_has_per_layer_keys(args))
+    keys = KeyNaming(config, spec, model, model == "hybrid" or _has_per_layer_keys(args))
     common = {
         "args": args,
         "checkpoint_version": 3.0,
@@ -119,7 +125,8 @@ def plan_layout(
     # Megatron loads the extra state of each module in `_modules_with_extra_state`, but only FP8
     # modules use its value. Therefore all these keys refer to one stored object, the list [None].
     index.add_objects(
-        (keys.extra_state_key(module) for module in _modules_with_extra_state(table, spec)), [None]
+        (keys.extra_state_key(module) for module in _modules_with_extra_state(table, spec, model)),
+        [None],
     )
     vocab_rows = stored_vocab_rows(config, split.tp, vocabulary_multiple)
     placeholders = {
@@ -140,7 +147,9 @@ def plan_layout(
         literal_file(f"{ITERATION_FOLDER}/{BACKEND_FILE}", json.dumps(BACKEND_METADATA).encode()),
         literal_file(TRACKER_FILE, b"release"),
     )
-    layout_notes = [*load_notes(config, split, spec), *_spec_notes(config, spec)]
+    layout_notes = [*load_notes(config, split, spec, model)]
+    if model == "gpt":
+        layout_notes += _spec_notes(config, spec)
     return Layout(
         "torch_dist",
         tuple(files),
@@ -170,11 +179,14 @@ class KeyNaming:
 
     config: GPTConfig
     spec: LayerSpec
+    model: ModelClass
     # True: each layer has its own keys, because the layers differ. False: one key is the stored
     # tensor of all layers, which has a layer axis.
     per_layer_keys: bool
 
     def position(self, name: str) -> KeyPosition:
+        if self.model == "hybrid":
+            name = hybrid_name(name)
         match = LAYER_TENSOR_NAME.fullmatch(name)
         if not match:
             return KeyPosition(name, (), ())
@@ -342,8 +354,12 @@ def _key_dtypes(
     return dtypes
 
 
-def _modules_with_extra_state(names: Iterable[str], spec: LayerSpec) -> Iterator[str]:
+def _modules_with_extra_state(
+    names: Iterable[str], spec: LayerSpec, model: ModelClass
+) -> Iterator[str]:
     """Yield the modules for which Megatron loads an extra state."""
+    if model == "hybrid":
+        yield "output_layer"  # Also if the embedding is tied; GPTModel loads none.
     for name in names:
         module, _, leaf = name.rpartition(".")
         leaf_module = module.rpartition(".")[2]

@@ -18,12 +18,13 @@ from checkpoints_tools.writers.megatron_args import (
 )
 from gpt.config import GPTConfig, RopeScaling
 from gpt.errors import ConfigError
+from gpt.formats.mappings.hybrid_args import config_from_args
 from gpt.formats.mappings.megatron_args import (
     ARCHITECTURE_ARGS,
+    HYBRID_ARGS,
     MegatronArgs,
     WeightShapes,
     complete_fields,
-    config_from_args,
 )
 from gpt.formats.mappings.megatron_names import EMBEDDING
 from gpt.parallel.weight_sharding import parameter_specs
@@ -35,9 +36,9 @@ def config_of_args(config: GPTConfig, args: Namespace) -> GPTConfig:
     """The reader's config for given args and weight shapes."""
     shapes = {name: [parameter.shape] for name, parameter in parameter_specs(config).items()}
     shapes[EMBEDDING] = [(args.padded_vocab_size, config.hidden_size)]
-    parsed = config_from_args(
-        MegatronArgs(vars(args), "args"), WeightShapes(shapes, config.num_layers, legacy=False)
-    )
+    layers = getattr(args, "hybrid_layer_pattern", "").replace("|", "")
+    weights = WeightShapes(shapes, config.num_layers, False, layers)
+    parsed = config_from_args(MegatronArgs(vars(args), "args"), weights)
     assert set(parsed.notes) <= {"rope_scaling"}  # It is applied, with a note.
     return GPTConfig.from_dict({**complete_fields(parsed, {}, "args"), "dtype": config.dtype})
 
@@ -57,9 +58,24 @@ def test_args_of_every_split_describe_the_same_model(config: GPTConfig, pp: int,
     check_supported(config, split)
     args = build_args(config, split)
     assert config_of_args(config, args) == config
-    assert _counts(args) == [
-        [len(chunk) for chunk in stage] for stage in plan_stages(config, split).layers
-    ]
+    layers = plan_stages(config, split).layers
+    assert _counts(args) == [[len(chunk) for chunk in stage] for stage in layers]
+    scaling = config.rope_scaling
+    if config.rotary_interleaved or (scaling and scaling.kind == "llama3"):
+        return  # Refused for a HybridModel.
+    check_supported(config, split, "hybrid")
+    args = build_args(config, split, model="hybrid")
+    assert config_of_args(config, args) == config
+    segments = args.hybrid_layer_pattern.split("|")
+    if len(segments) == 1:  # Megatron divides the layers equally.
+        assert [[len(chunk) for chunk in stage] for stage in layers] == [
+            [config.num_layers // split.pp]
+        ] * split.pp
+        return
+    for stage in range(split.pp):
+        assert [len(segment) // 2 for segment in segments[stage :: split.pp]] == [
+            len(chunk) for chunk in layers[stage]
+        ]
 
 
 def _counts(args: Namespace) -> list[list[int]]:
@@ -86,7 +102,7 @@ def _counts(args: Namespace) -> list[list[int]]:
 
 def test_args_are_complete_and_named_for_every_megatron_version() -> None:
     args = vars(build_args(SPARSE, ParallelSplit(2, 2, 1, 2), vocabulary_multiple=8))
-    removed_fields = {"model_parallel_size", "onnx_safe"}
+    removed_fields = {"model_parallel_size", "onnx_safe", *HYBRID_ARGS} - {"mtp_num_layers"}
     assert set(ARCHITECTURE_ARGS) - set(args) == removed_fields
     assert args["norm_epsilon"] == args["layernorm_epsilon"] == SPARSE.layernorm_epsilon
     assert args["apply_layernorm_1p"] is args["layernorm_zero_centered_gamma"] is False

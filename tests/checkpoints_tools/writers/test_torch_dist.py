@@ -5,15 +5,11 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from checkpoints_tools.layout.layout import Layout, ParallelSplit, unplaced_tensors
 from checkpoints_tools.writers.megatron_args import LayerSpec
@@ -25,6 +21,7 @@ from gpt.formats.registry import open_checkpoint
 from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.weight_sharding import parameter_specs
+from tests.support.checkpoints.distcp_reader import load_with_torch
 from tests.support.checkpoints.mcore_dist import Loaded, Split, load_and_run
 from tests.support.checkpoints.megatron_writer import DENSE, GATED, GROUPED, MIXED
 from tests.support.checkpoints.plain_writer import write_plainly
@@ -100,21 +97,6 @@ def test_layers_of_mixed_dtypes_share_the_widest(tmp_path: Path) -> None:
         name = f"decoder.layers.{layer}.mlp.linear_fc2.weight"
         assert checkpoint.tensors[name].dtype == torch.float32
         assert torch.equal(checkpoint.read(name), source.read(name).float())
-
-
-def load_with_torch(folder: Path) -> tuple[Metadata, dict[str, Any]]:
-    """Everything that torch's own reader loads from a directory, in one process."""
-    reader = FileSystemReader(folder)
-    index = reader.read_metadata()
-    record: dict[str, Any] = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        if isinstance(entry, TensorStorageMetadata)
-        else [None]
-        for key, entry in index.state_dict_metadata.items()
-    }
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    load(record, storage_reader=reader, planner=planner, no_dist=True)
-    return index, record
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
