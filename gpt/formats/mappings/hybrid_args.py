@@ -7,7 +7,7 @@ refused.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 from gpt.errors import CheckpointError
@@ -46,7 +46,8 @@ def config_from_args(args: MegatronArgs, weights: WeightShapes) -> PartialConfig
     )
     if pattern.has_mtp_heads:
         partial_config.notes["mtp"] = MTP_NOTE
-    if args.flag("use_rope_scaling"):
+    uses_rotary = partial_config.fields["position_embedding_type"] == "rope"
+    if uses_rotary and args.flag("use_rope_scaling"):
         # HybridModel of Megatron-Core 0.19 ignores this arg.
         partial_config.fields.pop("rope_scaling", None)
         partial_config.notes.pop("rope_scaling", None)
@@ -78,8 +79,10 @@ def _read_pattern(args: MegatronArgs) -> HybridPattern | None:
             "run again"
         )
     # The former args of multi-token prediction: the pattern of one head, and the number of heads.
-    former_heads = args.get("mtp_hybrid_override_pattern")
-    has_former_heads = bool(former_heads) and args.integer("mtp_num_layers") > 0
+    former_heads = args.get("mtp_hybrid_override_pattern", "")
+    if not isinstance(former_heads, str):
+        raise args.invalid_arg_error("mtp_hybrid_override_pattern", "a text of layer symbols")
+    has_former_heads = former_heads != "" and args.integer("mtp_num_layers") > 0
     return HybridPattern(
         patterns[0].layers,
         has_former_heads or any(pattern.has_mtp_heads for pattern in patterns),
@@ -128,44 +131,33 @@ def _custom_spec(args: MegatronArgs) -> object:
     """Return `spec`; None if it names Megatron-Core's own layers."""
     spec = args.get("spec")
     names = spec if isinstance(spec, list | tuple) else [spec]
-    text = " ".join(str(name) for name in names)
-    return None if HYBRID_STACK_SPEC.fullmatch(text) else spec
+    if not all(isinstance(name, str) for name in names):
+        return spec
+    return None if HYBRID_STACK_SPEC.fullmatch(" ".join(names)) else spec
 
 
 def _convert_windows(args: MegatronArgs, layers: str, values: dict[str, Any]) -> None:
     """Set the window args of the GPT: a list if only some attention layers have a window."""
     name = "window_attn_skip_freq"
-    frequency = args.literal(name)
-    if frequency is None or args.literal("window_size") is None:
-        values[name] = None
+    values[name] = None
+    if args.get(name) is None or args.get("window_size") is None:
         return
-    if type(frequency) is int and frequency > 0:
-        # Megatron counts layers from 1; the attention of a layer has no window if its number is a
-        # multiple of the arg.
-        has_window = [number % frequency != 0 for number in range(1, len(layers) + 1)]
-    else:
-        has_window = [bool(flag) for flag in _flags_per_layer(args, name, frequency, layers)]
-    attention_windows = [
-        flag for flag, layer in zip(has_window, layers, strict=True) if layer == ATTENTION
-    ]
-    values[name] = None if len(set(attention_windows)) == 1 else [int(x) for x in attention_windows]
-    if not any(attention_windows):
+    has_window = _attention_flags(args, name, layers, lambda number, period: number % period != 0)
+    if not any(has_window):
         values["window_size"] = None
+    elif not all(has_window):
+        values[name] = has_window
 
 
 def _convert_rotary(args: MegatronArgs, layers: str, values: dict[str, Any]) -> None:
+    """Set `no_rope_freq` of the GPT: a list if some attention layers have no rotary embedding."""
     name = "no_rope_freq"
-    frequency = args.literal(name)
-    if type(frequency) is int and frequency > 0:
-        without_rotary = [number % frequency == 0 for number in range(1, len(layers) + 1)]
-    elif frequency in (None, 0):
-        without_rotary = [False] * len(layers)
-    else:
-        without_rotary = [bool(flag) for flag in _flags_per_layer(args, name, frequency, layers)]
-    attention_flags = [
-        int(flag) for flag, layer in zip(without_rotary, layers, strict=True) if layer == ATTENTION
-    ]
-    values[name] = attention_flags if any(attention_flags) else None
+    values[name] = None
+    if args.get(name) is not None:
+        without_rotary = _attention_flags(
+            args, name, layers, lambda number, period: number % period == 0
+        )
+        values[name] = without_rotary if any(without_rotary) else None
     uses_rotary = args.get("position_embedding_type") == "rope" or args.flag(
         "use_rotary_position_embeddings"
     )
@@ -174,10 +166,25 @@ def _convert_rotary(args: MegatronArgs, layers: str, values: dict[str, Any]) -> 
         raise args.unsupported_arg_error("rotary_interleaved")
 
 
-def _flags_per_layer(args: MegatronArgs, name: str, value: object, layers: str) -> Sequence[object]:
-    flags: Sequence[object] = value if isinstance(value, list | tuple) else ()
-    if len(flags) != len(layers) or not all(flag in (0, 1) for flag in flags):
+def _attention_flags(
+    args: MegatronArgs, name: str, layers: str, periodic_flag: Callable[[int, int], bool]
+) -> list[int]:
+    """Return the flags, 0 or 1, of the attention layers.
+
+    The arg is a list of all layers' flags, or a period, from which `periodic_flag` derives a
+    layer's flag. Megatron counts layers from 1. The period 0 sets no flag.
+    """
+    value = args.literal(name)
+    if type(value) is int and value >= 0:
+        flags = [
+            int(value and periodic_flag(number, value)) for number in range(1, len(layers) + 1)
+        ]
+    elif isinstance(value, list | tuple) and len(value) == len(layers):
+        flags = [int(flag) if isinstance(flag, int) else -1 for flag in value]
+    else:
+        flags = []
+    if not flags or not set(flags) <= {0, 1}:
         raise args.invalid_arg_error(
             name, f"a whole number, or a list of 0 and 1 for the {len(layers)} layers"
         )
-    return flags
+    return [flag for flag, layer in zip(flags, layers, strict=True) if layer == ATTENTION]

@@ -77,6 +77,10 @@ GOOD: Mapping[str, Plant] = {
         DENSE, Layout(tp=2, names="2021", zipped=False), root
     ),
     "experts": lambda root: megatron_writer.saved(MIXED, Layout(tp=2, ep=2), root),
+    # The second stage begins with an MLP.
+    "hybrid": lambda root: megatron_writer.saved(
+        DENSE, Layout(pp=2, hybrid=True, stages=[[3, 5]]), root
+    ),
     "torch_dist": lambda root: distcp_writer.saved(GATED, Form(tp=2), root),
     "huggingface": _huggingface,
     "bin": _bin,

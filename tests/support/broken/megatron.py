@@ -229,6 +229,44 @@ def _in_itself() -> dict[str, Any]:
 
 
 MEGATRON_ARGS: Mapping[str, Kind] = {
+    "a pattern with Mamba layers": kind(
+        "hybrid", argument("hybrid_layer_pattern", "M-*-*-*-"), "args.hybrid_layer_pattern", "Mamba"
+    ),
+    "a pattern of other layers": kind(
+        "hybrid", argument("hybrid_layer_pattern", "*E*-*-*-"), "the layers of the weights are"
+    ),
+    "a pattern of a hundred thousand layers": kind(
+        "hybrid", argument("hybrid_layer_pattern", "*-" * 50_000), "more than the limit of 65536"
+    ),
+    "a pattern that is a tensor": kind(
+        "hybrid",
+        argument("hybrid_layer_pattern", torch.ones(3)),
+        "args.hybrid_layer_pattern is tensor",
+    ),
+    "nested layers for a spec of a hybrid model": kind(
+        "hybrid", argument("spec", [laughs()]), "args.spec"
+    ),
+    "a tensor for prediction heads": kind(
+        "hybrid",
+        argument("mtp_hybrid_override_pattern", torch.ones(3)),
+        "args.mtp_hybrid_override_pattern is tensor",
+    ),
+    "tensors for windows of a hybrid model": kind(
+        "hybrid",
+        ranks(
+            "mp_rank_*",
+            lambda r: vars(r["args"]).update(
+                window_size=(3, 0), window_attn_skip_freq=[torch.ones(3)] * 8
+            ),
+        ),
+        "args.window_attn_skip_freq",
+    ),
+    "swapped stages of a hybrid model": kind(
+        "hybrid", swapped(FIRST, "mp_rank_00_001"), "two stages are swapped"
+    ),
+    "no last layer of a hybrid model": kind(
+        "hybrid", ranks("mp_rank_00_001", lambda r: dropped(r, 4)), "layer 6 has no MLP after it"
+    ),
     "args that are a list": kind(
         "megatron", ranks(FIRST, lambda r: r.update(args=[1])), FIRST_FILE, "args"
     ),
