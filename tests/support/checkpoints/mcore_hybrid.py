@@ -10,7 +10,7 @@ because the tests of GPTs use another one. Its layers are those without Transfor
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -34,6 +34,8 @@ SHARED = {
     "moe_router_topk_scaling_factor": 2.5,
     "moe_shared_expert_intermediate_size": 20,
 }
+# In a GPT, layers 2 and 4 would have no window, and layer 4 no rotary positions.
+PERIODS = {**MODERN, "window_size": (6, 0), "window_attn_skip_freq": 2, "no_rope_freq": 4}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 
 
@@ -68,7 +70,7 @@ SAVED = {
     "classic, tied": Hybrid("*-*-"),
     "classic, untied, TP 2 x PP 2": Hybrid("*-*-|*-*-", Case(2, 2, args=UNTIED)),
     "modern, a segment of one layer, PP 4": Hybrid("*-*|-|*-|*-", Case(1, 4, args=MODERN)),
-    "modern, window": Hybrid("*-*-", Case(args={**MODERN, "window_size": (6, 0)})),
+    "modern, windows and rotary positions by even periods": Hybrid("*-*-", Case(args=PERIODS)),
     "modern, singletons, TP 2": Hybrid(
         "*-*-", Case(2, args=MODERN), metadata={"singleton_local_shards": True}
     ),
@@ -204,7 +206,11 @@ _save_rank_files = mcore_models._save
 def _build(case: Case, chunk: int, pattern: str) -> Any:
     parallel = mcore_models._core("parallel_state")
     args = mcore_models.arguments(case)
-    config = mcore_models._config({**args, "moe_layer_freq": 1})
+    config = replace(
+        mcore_models._config({**args, "moe_layer_freq": 1}),
+        window_attn_skip_freq=args.get("window_attn_skip_freq"),
+        no_rope_freq=args.get("no_rope_freq"),
+    )
     stage = parallel.get_pipeline_model_parallel_rank()
     is_last_chunk = chunk == (case.vpp or 1) - 1
     model = mcore_models._core("models.hybrid.hybrid_model").HybridModel(
