@@ -253,11 +253,9 @@ MEGATRON_ARGS: Mapping[str, Kind] = {
     ),
     "tensors for windows of a hybrid model": kind(
         "hybrid",
-        ranks(
-            "mp_rank_*",
-            lambda r: vars(r["args"]).update(
-                window_size=(3, 0), window_attn_skip_freq=[torch.ones(3)] * 8
-            ),
+        many(
+            argument("window_size", (3, 0)),
+            argument("window_attn_skip_freq", [torch.ones(3)] * 8),
         ),
         "args.window_attn_skip_freq",
     ),
