@@ -24,9 +24,9 @@ from gpt.attention import triton_paged
 from gpt.attention.kv_cache import KVPool
 from gpt.batch import Batch
 from gpt.config import GPTConfig
+from gpt.fp8_rows import Fp8Rows
 from gpt.linear import fp8_linear, norm_activation, triton_norm_activation, unquantized_matmul
 from gpt.linear.fused_linear import fuse_layers
-from gpt.linear.norm_activation import Fp8Rows
 from gpt.model.gpt_model import GPT
 from gpt.parallel.mesh import Mesh
 from gpt.triton_runtime import launcher

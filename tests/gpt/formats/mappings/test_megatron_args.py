@@ -153,6 +153,15 @@ def test_unsupported_field_is_refused_by_name(name: str, value: object, tmp_path
         open_megatron(tmp_path)
 
 
+@pytest.mark.parametrize(("period", "window"), [(None, 7), (1, None)])
+def test_a_period_of_one_layer_leaves_no_layer_with_a_window(
+    period: int | None, window: int | None, tmp_path: Path
+) -> None:
+    changes = {"window_size": (6, 0), "window_attn_skip_freq": period}
+    saved(DENSE, Layout(changes=changes), tmp_path)
+    assert open_megatron(tmp_path).config.window_size == window
+
+
 def test_limited_routing_groups_are_refused(tmp_path: Path) -> None:
     changes = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
     saved(MIXED, Layout(changes=changes), tmp_path)
