@@ -52,6 +52,14 @@ class CallFailure(Exception):
         self.field = field
         self.retry_s = reason.retry_s if retry_s is None else retry_s
 
+    def release_frames(self) -> None:
+        """Delete the references to the frames of the call, which can hold a message of many MiB.
+
+        Where a frame also refers to the failure, only the garbage collector would find them, and it
+        rarely looks at old objects.
+        """
+        self.__context__ = self.__traceback__ = None
+
 
 class Call:
     """A call in progress. `deadline` is on the monotonic clock."""
@@ -355,9 +363,10 @@ class Frontend:
                 call.tenant_usage = TenantUsage(quota)
             yield call
         except PreambleError as error:
-            call_failure = to_call_failure(error)
-            reason = call_failure.reason
-            raise call_failure from None
+            # A variable of a raised exception would be a reference cycle, which keeps the frames of
+            # `error`, with a message of many MiB, until the garbage collector finds it.
+            reason = reason_of(error)
+            raise to_call_failure(error) from None
         except CallFailure as protocol_failure:  # Raised by the protocol.
             reason = protocol_failure.reason
             raise
@@ -365,9 +374,8 @@ class Frontend:
             if call.client_stalled:
                 assert call.task is not None
                 call.task.uncancel()
-                stall_failure = _slow_reader_error(self.slow_reader_s)
-                reason = stall_failure.reason
-                raise stall_failure from None
+                reason = REASONS["SLOW_READER"]
+                raise _slow_reader_error(self.slow_reader_s) from None
             deadline_passed = deadline is not None and time.monotonic() >= deadline
             reason = REASONS["DEADLINE_PASSED" if deadline_passed else "CANCELLED"]
             raise

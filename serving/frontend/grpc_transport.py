@@ -267,6 +267,8 @@ def _headers_of(context: Context) -> dict[str, str]:
 
 async def abort(context: Context, error: CallFailure) -> None:
     """End a call with an error status; cancel it instead if the status cannot be sent."""
+    # The context and the error of `context.abort` refer to each other, and the latter to `error`.
+    error.release_frames()
     is_slow_reader = error.reason.name == "SLOW_READER"
     try:
         # The status is sent after the messages that a slow reader has not read yet. Without a time

@@ -172,12 +172,8 @@ async def read_body(request: web.BaseRequest, bytes_max: int, timeout_s: float) 
 
     `bytes_max` limits both Content-Length and the size after decompression.
     """
-    too_large = CallFailure(
-        REASONS["BODY_TOO_LARGE"],
-        f"the body is over {bytes_max} bytes, the limit of this server (message_bytes_max)",
-    )
     if (request.content_length or 0) > bytes_max:
-        raise too_large
+        raise _body_too_large(bytes_max)
     if request.headers.get("Expect", "").lower() == "100-continue":
         try:
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -191,7 +187,7 @@ async def read_body(request: web.BaseRequest, bytes_max: int, timeout_s: float) 
             async for part in request.content.iter_any():
                 size += len(part)
                 if size > bytes_max:
-                    raise too_large
+                    raise _body_too_large(bytes_max)
                 parts.append(part)
     except TimeoutError:
         message = f"the body did not arrive within {timeout_s:g} s (slow_reader_s)"
@@ -202,6 +198,11 @@ async def read_body(request: web.BaseRequest, bytes_max: int, timeout_s: float) 
             "the body does not match its headers; check Content-Length and Content-Encoding",
         ) from None
     return b"".join(parts)
+
+
+def _body_too_large(bytes_max: int) -> CallFailure:
+    message = f"the body is over {bytes_max} bytes, the limit of this server (message_bytes_max)"
+    return CallFailure(REASONS["BODY_TOO_LARGE"], message)
 
 
 def credential(request: web.BaseRequest) -> str | None:
@@ -307,6 +308,7 @@ class EventStream:
         connection is aborted. If the headers are not sent yet, raise `error`: the caller's error
         response has its status.
         """
+        error.release_frames()
         await self._stop_opening()
         if self._response is None:
             raise error
@@ -586,6 +588,7 @@ class HttpServer:
             request.response_headers |= self._origin_policy.response_headers(request)
             response = await self._find_handler(request)(request)
         except CallFailure as error:
+            error.release_frames()
             response = error_response(error, self._find_error_format(request))
             if not request.content.is_eof():
                 response.force_close()  # Otherwise aiohttp would read the rest of the body.

@@ -119,6 +119,17 @@ def test_message_that_decompresses_to_much_costs_little(
     assert anonymous_bytes(server.process.pid) - before < GROWTH_MAX
 
 
+def test_memory_does_not_grow_with_the_number_of_refused_messages(
+    server: Server, channel: grpc.Channel
+) -> None:
+    """A refused message of 16 MiB must not wait for the garbage collector."""
+    before = anonymous_bytes(server.process.pid)
+    for _ in range(40):
+        with pytest.raises(grpc.RpcError, match="message_bytes_max"):
+            call(channel, GENERATE, bomb())
+    assert anonymous_bytes(server.process.pid) - before < GROWTH_MAX
+
+
 @pytest.mark.parametrize("method", [name for name in UNARY if name not in OPEN])
 def test_unknown_callers_are_refused_before_their_message(
     channel: grpc.Channel, method: str
