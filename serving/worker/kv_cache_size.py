@@ -21,6 +21,9 @@ from serving.worker.memory_profile import profile_step_memory
 
 log = logging.getLogger(__name__)
 
+# The settings that can be lowered to reduce the memory of a step.
+STEP_SETTINGS = "step_tokens_max, running_requests_max, speculate_rows_max, adapter_rows_max"
+
 
 @dataclass(frozen=True)
 class KVCacheSize:
@@ -67,12 +70,12 @@ def size_kv_cache(
         graph_bytes += layout.block_bytes  # The scratch block of padding rows.
     if cache_config.kv_tokens_max is not None:
         blocks = _blocks_of_setting(
-            layout, cache_config.kv_tokens_max, free_bytes - memory.step_bytes
+            layout, cache_config.kv_tokens_max, free_bytes - memory.step_bytes - graph_bytes
         )
     else:
         reserved_bytes = memory.step_bytes + graph_bytes
         kv_bytes = kv_cache_bytes(free_bytes, reserved_bytes, on_cpu=False)
-        blocks = _default_blocks(layout, kv_bytes, "step_tokens_max, running_requests_max")
+        blocks = _default_blocks(layout, kv_bytes, STEP_SETTINGS)
     log.info(
         "event=device_memory weights_mib=%.1f step_mib=%.1f other_mib=%.1f graphs_mib=%.1f "
         "kv_mib=%.1f free_mib=%.1f",
@@ -130,8 +133,8 @@ def _blocks_of_setting(layout: KVBlockLayout, kv_tokens_max: int, free_bytes: in
     if blocks * layout.block_bytes > free_bytes:
         raise ConfigError(
             f"kv_tokens_max is {kv_tokens_max}, for which each rank needs "
-            f"{blocks * layout.block_bytes} bytes, but {max(0, free_bytes)} are free; set it to at "
-            f"most {layout.token_capacity(layout.blocks_within(free_bytes))}, or remove it"
+            f"{blocks * layout.block_bytes} bytes, but {max(0, free_bytes)} are available; set it "
+            f"to at most {layout.token_capacity(layout.blocks_within(free_bytes))}, or remove it"
         )
     return blocks
 
@@ -148,6 +151,6 @@ def _default_blocks(layout: KVBlockLayout, kv_bytes: int, step_settings: str = "
             f"the KV cache needs at least 2 blocks of {layout.block_tokens} tokens "
             f"({layout.block_bytes} bytes per block), but the part of the free memory that it gets "
             f"by default holds only {blocks}; stop other processes, use more ranks (tp, pp)"
-            f"{lower}, or set kv_tokens_max, with which it can get all free memory"
+            f"{lower}, or set kv_tokens_max, with which it can also get the part that is kept back"
         )
     return blocks

@@ -5,7 +5,8 @@ The steps also make the libraries allocate what they keep: workspaces of cuBLAS,
 The model runner of the profile has a KV pool of two blocks, and all sequences of a step use the
 same block: the memory of a step depends on the lengths of the sequences, not on the contents of the
 blocks. Afterwards the model runner is freed. All ranks run the same steps, because the steps run
-collectives. A CPU is not profiled: its memory has no limit that a step could reach unnoticed.
+collectives. A CPU is not profiled: the KV cache takes only a part of the host's free memory by
+default, and a step fits into the rest.
 """
 
 import gc
@@ -119,7 +120,8 @@ def _exhausting_setting(
     If the memory does not suffice for a step, return the setting that limits the step's size, and
     the text of the error. The error itself is deleted, because it refers to the step's tensors.
     """
-    setting = "adapter_rows_max"
+    # Only the first stage has an adapter pool.
+    setting = "adapter_rows_max" if model.is_first_stage else "running_requests_max"
     try:
         # The adapter pool and the slots have the sizes that they will have in the server.
         runner = ModelRunner(

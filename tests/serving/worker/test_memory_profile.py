@@ -316,6 +316,9 @@ def test_kv_tokens_max_must_fit_beside_the_largest_step() -> None:
         size = size_kv_cache(model, SHORT.scheduler_config, cache_config)
         left_bytes = device.memory.free_bytes - size.step_bytes - size.blocks * BLOCK_BYTES
         assert 0 <= left_bytes < BLOCK_BYTES
+        with_graphs = replace(SHORT.scheduler_config, cuda_graphs="auto")
+        with pytest.raises(ConfigError, match=r"set it to at most \d+"):
+            size_kv_cache(model, with_graphs, cache_config)
 
 
 @needs_fake_device

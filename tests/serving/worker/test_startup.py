@@ -165,7 +165,7 @@ def test_kv_blocks_must_fit_into_this_ranks_share_of_memory(folder: Path) -> Non
     config = config_of(folder, prove=False)
     opened = open_for_serving(config, CPU)
     assert build_worker(opened, Mesh.single(), config).report.kv_blocks > 1
-    with pytest.raises(ConfigError, match="but 0 are free"):
+    with pytest.raises(ConfigError, match="but 0 are available"):
         build_worker(opened, Mesh.single(), config, ranks_sharing_memory=1 << 60)
 
 
