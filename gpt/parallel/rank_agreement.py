@@ -13,6 +13,9 @@ from gpt.parallel.mesh import Mesh
 
 # Before the text of a rank: whether it has failed. A value of the store must not be empty.
 _SUCCESS, _FAILURE = "+", "-"
+# The result of an agreement, which the first rank that knows it writes: the last rank to arrive, or
+# a rank whose time has passed.
+_COMPLETE, _ABANDONED = b"complete", b"abandoned"
 
 
 class AgreementTimeoutError(RuntimeError):
@@ -33,14 +36,20 @@ def gather_failures(mesh: Mesh, failure: str | None, timeout_s: float) -> dict[i
     # Each rank counts its calls in the store, so the calls of all objects have different keys.
     number = store.add(f"{prefix}/calls/{mesh.tp_rank}", 1)
     keys = [f"{prefix}/{number}/{rank}" for rank in range(mesh.tp)]
+    arrivals_key, result_key = f"{prefix}/{number}/arrivals", f"{prefix}/{number}/result"
     store.set(keys[mesh.tp_rank], _SUCCESS if failure is None else _FAILURE + failure)
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError as error:
+    if store.add(arrivals_key, 1) == mesh.tp:
+        result = store.compare_set(result_key, "", _COMPLETE.decode())
+    else:
+        try:
+            store.wait([result_key], timedelta(seconds=timeout_s))
+            result = store.get(result_key)
+        except RuntimeError:  # The time limit; without the store, the next call raises again.
+            result = store.compare_set(result_key, "", _ABANDONED.decode())
+    if result != _COMPLETE:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise AgreementTimeoutError(
-            f"tensor ranks {missing} did not reach an agreement within {timeout_s:g} s"
-        ) from error
+        late = f"tensor ranks {missing} did not reach" if missing else "a tensor rank was late for"
+        raise AgreementTimeoutError(f"{late} an agreement within {timeout_s:g} s")
     texts = [store.get(key).decode() for key in keys]
     return {
         rank: text.removeprefix(_FAILURE)

@@ -1,6 +1,9 @@
 """Agreement of tensor ranks: all of them learn of a failure, and a missing rank is reported."""
 
+from datetime import timedelta
+
 import pytest
+import torch.distributed as dist
 
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.rank_agreement import AgreementTimeoutError, gather_failures
@@ -8,24 +11,27 @@ from tests.support.ranks import ranks
 
 
 def run_agreements(rank: int) -> tuple[list[dict[int, str]], str]:
-    """Four agreements of two ranks, and on rank 0 one that rank 1 does not reach.
+    """Four agreements of two ranks, and one that rank 1 reaches after the time limit of rank 0.
 
-    They are on success, on a failure of rank 1, on failures of both, and on success again.
+    The four are on success, on a failure of rank 1, on failures of both, and on success again.
     """
     mesh = Mesh.create(2, 1)
     failures = [None, "no memory" if rank == 1 else None, f"rank {rank}", None]
     agreed = [gather_failures(mesh, failure, 60.0) for failure in failures]
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        return agreed, ""
+        store.wait(["rank 0 has given up"], timedelta(seconds=60))
     with pytest.raises(AgreementTimeoutError) as raised:
-        gather_failures(mesh, None, 0.2)
+        gather_failures(mesh, None, 0.2 if rank == 0 else 60.0)
+    store.set("rank 0 has given up", "yes")
     return agreed, str(raised.value)
 
 
 def test_all_ranks_learn_of_each_failure_and_a_missing_rank_is_named() -> None:
     expected = [{}, {1: "no memory"}, {0: "rank 0", 1: "rank 1"}, {}]
-    message = "tensor ranks [1] did not reach an agreement within 0.2 s"
-    assert ranks(2, run_agreements) == [(expected, message), (expected, "")]
+    missing = "tensor ranks [1] did not reach an agreement within 0.2 s"
+    late = "a tensor rank was late for an agreement within 60 s"
+    assert ranks(2, run_agreements) == [(expected, missing), (expected, late)]
 
 
 def run_groups(rank: int) -> dict[int, str]:
