@@ -329,13 +329,15 @@ def _qwen_window(fields: ConfigJson) -> int | None:
 
 def _qwen2_moe_window(fields: ConfigJson) -> int | None:
     """Return Qwen2-MoE's attention window, which applies to every other layer by default."""
-    if not fields.flag("use_sliding_window"):
-        return None
-    window = fields.integer("sliding_window", 0)
+    window = fields.integer("sliding_window", 0) if fields.flag("use_sliding_window") else 0
     types = fields.layer_types()
+    if not window:
+        # Without a window, full and sliding attention are equal, so layers may mix these two types.
+        if set(types or ()) - ATTENTION_TYPES:
+            refuse_mixed_attention(fields)
+        return None
     if types is None:
-        window_layers = min(fields.count("num_hidden_layers"), fields.count("max_window_layers"))
-        if not window or not window_layers:
+        if min(fields.count("num_hidden_layers"), fields.count("max_window_layers")) == 0:
             return None
         raise CheckpointError(
             f"{fields.path}: use_sliding_window is true without layer_types, so every other layer "
@@ -343,7 +345,7 @@ def _qwen2_moe_window(fields: ConfigJson) -> int | None:
             "attention"
         )
     refuse_mixed_attention(fields)
-    return (window or None) if "sliding_attention" in types else None
+    return window if "sliding_attention" in types else None
 
 
 GPT2_KEYS: Mapping[str, TensorKeys] = {

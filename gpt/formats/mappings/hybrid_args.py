@@ -142,6 +142,8 @@ def _convert_windows(args: MegatronArgs, layers: str, values: dict[str, Any]) ->
     values[name] = None
     if args.get(name) is None or args.get("window_size") is None:
         return
+    if args.literal(name) == 0:  # Megatron-Core cannot run such a model.
+        raise args.unsupported_arg_error(name)
     has_window = _attention_flags(args, name, layers, lambda number, period: number % period != 0)
     if not any(has_window):
         values["window_size"] = None

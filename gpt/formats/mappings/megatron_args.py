@@ -394,8 +394,10 @@ def _set_window(args: MegatronArgs, weights: WeightShapes, partial_config: Parti
         or (weights.legacy and tokens_before >= 0)
     ):
         raise args.unsupported_arg_error("window_size")
+    if args.get("window_attn_skip_freq") == 0:  # Megatron-Core cannot run such a model.
+        raise args.unsupported_arg_error("window_attn_skip_freq")
     if args.get("window_attn_skip_freq") == 1:
-        return  # Of each group of this number of layers, Megatron's last layer has no window.
+        return  # Megatron gives every n-th layer full attention; with n = 1 that is every layer.
     if tokens_before >= 0:
         # Megatron's size excludes the current token; GPTConfig.window_size includes it.
         partial_config.fields["window_size"] = tokens_before + 1
