@@ -103,8 +103,11 @@ def _measure_chunk_size(
         step_tokens_max=chunk_tokens,
         logits_rows=load.running_requests_max,
     )
+    answered = [x for x in times if x.pieces]
+    if not answered:
+        raise StageFailure(f"chunks of {chunk_tokens}: no request got a token")
     peak = "not measured" if peak_bytes is None else f"{peak_bytes / 1e6:.0f}"
-    line = [str(chunk_tokens), *describe_times(times), str(steps)]
+    line = [str(chunk_tokens), *describe_times(answered), str(steps)]
     missing_tokens = load.requests * load.new_tokens - sum(x.new_tokens for x in times)
     return [*line, f"{peak} / {reserved_bytes / 1e6:.0f}"], missing_tokens
 
