@@ -20,12 +20,18 @@ import torch
 from torch import Tensor
 
 from bench.harness.record import SuiteOutput
-from gpt.attention import triton_paged
+from gpt.attention import triton_kernels, triton_paged
 from gpt.attention.kv_cache import KVPool
 from gpt.batch import Batch
 from gpt.config import GPTConfig
 from gpt.fp8_rows import Fp8Rows
-from gpt.linear import fp8_linear, norm_activation, triton_norm_activation, unquantized_matmul
+from gpt.linear import (
+    fp8_linear,
+    norm_activation,
+    triton_norm_activation,
+    triton_row_kernels,
+    unquantized_matmul,
+)
 from gpt.linear.fused_linear import fuse_layers
 from gpt.model.gpt_model import GPT
 from gpt.parallel.mesh import Mesh
@@ -35,7 +41,8 @@ CAPABILITY = 90
 CHUNK_TOKENS, PAST_TOKENS, BLOCK_TOKENS = 512, 512, 16
 DECODES = 16  # Sequences that decode beside the chunk.
 LAYERS = 8
-STEPS_BEFORE, STEPS = 2, 20  # Before the measurement, to compile kernels; in a round.
+WARM_UP_STEPS = 2  # They compile the kernels.
+STEPS_PER_ROUND = 20
 # Small widths: the time of the host does not depend on them.
 GPT_LAYERS = GPTConfig(
     num_layers=LAYERS,
@@ -58,13 +65,14 @@ LLAMA_LAYERS = GPT_LAYERS.with_fields(
 SHAPES = {"GPT": GPT_LAYERS, "Llama": LLAMA_LAYERS}
 
 
-class _Launches:
+class _CountingDriver:
     """A CUDA driver of one GPU, which counts the launches that reach it."""
 
     def __init__(self) -> None:
         self.count = 0
         self.utils = SimpleNamespace(
-            load_binary=lambda *_: (None, 0, 0, 0, 1024),
+            # Triton loads a kernel again in every launch if its module is None.
+            load_binary=lambda *_: (object(), 0, 0, 0, 1024),
             get_device_properties=lambda _: {"max_shared_mem": 227 << 10},
         )
 
@@ -88,7 +96,7 @@ class _Launches:
 
 @dataclass(frozen=True)
 class HostTime:
-    """Of one layer."""
+    """The host time and the launches of one layer."""
 
     microseconds: float
     launches: float  # Of Triton's kernels; products and torch's attention are not counted.
@@ -97,22 +105,22 @@ class HostTime:
 def run_suite(rounds: int) -> Iterator[SuiteOutput]:
     """Yield a line for each shape, dtype of the linears and kind of step."""
     for (shape, config), fp8, first in product(SHAPES.items(), (False, True), (True, False)):
-        ours, tritons = (
+        direct, through_triton = (
             measure_layer(config, rounds, fp8=fp8, first=first, triton=triton)
             for triton in (False, True)
         )
         yield (
             f"{shape}, {'fp8' if fp8 else 'bf16'}, "
             f"{'first chunk' if first else 'later chunk and decodes'}: "
-            f"{ours.microseconds:.1f} us a layer with {ours.launches:.1f} launches of Triton "
-            f"kernels; {tritons.microseconds:.1f} us if Triton launches them"
+            f"{direct.microseconds:.1f} us a layer with {direct.launches:.1f} launches of Triton "
+            f"kernels; {through_triton.microseconds:.1f} us if Triton launches them"
         )
 
 
 def measure_layer(
     config: GPTConfig, rounds: int, *, fp8: bool, first: bool, triton: bool
 ) -> HostTime:
-    """Measure the host time of a layer: the least CPU time of a step, by the number of layers.
+    """Measure the host time of a layer: the least CPU time of a step, divided by its layers.
 
     `first`: the step is the first chunk of a prompt, whose attention is torch's; else a later chunk
     beside decodes. `triton`: every launch is Triton's own.
@@ -132,13 +140,13 @@ def measure_layer(
         x = torch.zeros(_step(first).tokens, config.hidden_size, dtype=torch.bfloat16)
         seconds = []
         with mock.patch.object(launcher, "IS_VERSION_SUPPORTED", not triton):
-            for _ in range(STEPS_BEFORE + rounds * STEPS):
+            for _ in range(WARM_UP_STEPS + rounds * STEPS_PER_ROUND):
                 batch, count_before = _step(first), launches.count
                 start = time.thread_time()
                 model.decoder_backend.forward(x, batch, pool, None)
                 seconds.append(time.thread_time() - start)
         count = launches.count - count_before
-    return HostTime(1e6 * min(seconds[STEPS_BEFORE:]) / LAYERS, count / LAYERS)
+    return HostTime(1e6 * min(seconds[WARM_UP_STEPS:]) / LAYERS, count / LAYERS)
 
 
 def _step(first: bool) -> Batch:
@@ -152,14 +160,31 @@ def _step(first: bool) -> Batch:
     )
 
 
+def _forget_compiled_kernels() -> None:
+    """Delete all compiled kernels, which refer to the fake driver."""
+    from triton.runtime import JITFunction
+
+    launcher._compiled_kernels.clear()
+    for module in (triton_kernels, triton_row_kernels):
+        for kernel in vars(module).values():
+            if isinstance(kernel, JITFunction):
+                kernel.device_caches.clear()
+
+
 @contextmanager
-def _without_gpu() -> Iterator[_Launches]:
+def _without_gpu() -> Iterator[_CountingDriver]:
     """Let the model use its Triton kernels on tensors in host memory."""
     from triton.runtime import driver
 
-    launches = _Launches()
+    launches = _CountingDriver()
 
-    def multiply(matmul: Any, x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    def multiply(
+        matmul: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         y = x.new_empty(x.shape[0], matmul._weight.shape[0])
         # As torch computes it on a GPU: GELU (tanh) is part of the product.
         if activation is None or activation == unquantized_matmul.EPILOGUE_ACTIVATION:
@@ -167,7 +192,11 @@ def _without_gpu() -> Iterator[_Launches]:
         return norm_activation.activate_rows(y, activation)
 
     def multiply_fp8(
-        rows: Fp8Rows, weight: Fp8Rows, bias: Tensor | None, dtype: torch.dtype
+        rows: Fp8Rows,
+        weight: Fp8Rows,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        out: Tensor | None = None,
     ) -> Tensor:
         shape = rows.values.shape[0], weight.values.shape[0]
         return rows.scales.new_empty(shape, dtype=dtype)
@@ -184,7 +213,7 @@ def _without_gpu() -> Iterator[_Launches]:
     driver_before: Any = driver._active
     driver.set_active(launches)
     with ExitStack() as stack:
-        stack.callback(launcher._compiled_kernels.clear)
+        stack.callback(_forget_compiled_kernels)
         stack.callback(setattr, driver, "_active", driver_before)
         for owner, name, replacement in replacements:
             stack.enter_context(mock.patch.object(owner, name, replacement))

@@ -66,7 +66,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     full_key = (kernel.fn, device, *constants, *constants.values(), *key)
     compiled = _compiled_kernels.get(full_key)
     # Only Triton's own launch calls the hooks of a profiler.
-    if compiled is not None and not knobs.runtime.launch_enter_hook.calls:
+    has_hooks = knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
+    if compiled is not None and not has_hooks:
         compiled.launch(grid, driver.active.get_current_stream(device), values)
         return
     triton_kernel = kernel[grid](*arguments, **constants)
