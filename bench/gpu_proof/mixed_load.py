@@ -2,8 +2,8 @@
 
 The requests of `MixedLoad` arrive at fixed times, whether the earlier ones have ended or not. A
 large chunk ends a prompt in fewer steps, and each of these steps delays the tokens of all running
-sequences for longer. The stage measures both, and the memory of the steps beside the bytes that a
-rank reserves for them.
+sequences for longer. The stage measures both, and the memory of the steps beside the planner's
+estimate of it.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ COLUMNS = (
     "time to first token, ms: p50 / p95",
     "between tokens, ms: p50 / p95",
     "steps",
-    "peak of a step, MB / reserved, MB",
+    "peak of a step, MB / estimated by the planner, MB",
 )
 
 
@@ -51,8 +51,8 @@ class RequestTimes:
         return sum(count for _, count in self.pieces)
 
     @property
-    def first_token_s(self) -> float:
-        """The time to the first token."""
+    def time_to_first_token_s(self) -> float:
+        """The time from the arrival to the first token."""
         return self.pieces[0][0] - self.arrival_s
 
     @property
@@ -97,7 +97,7 @@ def _measure_chunk_size(
         times = run_load(engine, load, network.vocab_size)
         steps = engine.stats.steps - steps_before
         peak_bytes = torch.cuda.max_memory_allocated() - bytes_before if stage.on_gpu else None
-    reserved_bytes = workspace_bytes(
+    estimated_bytes = workspace_bytes(
         network,
         FLOAT_DTYPES[network.dtype].itemsize,
         step_tokens_max=chunk_tokens,
@@ -109,7 +109,7 @@ def _measure_chunk_size(
     peak = "not measured" if peak_bytes is None else f"{peak_bytes / 1e6:.0f}"
     line = [str(chunk_tokens), *describe_times(answered), str(steps)]
     missing_tokens = load.requests * load.new_tokens - sum(x.new_tokens for x in times)
-    return [*line, f"{peak} / {reserved_bytes / 1e6:.0f}"], missing_tokens
+    return [*line, f"{peak} / {estimated_bytes / 1e6:.0f}"], missing_tokens
 
 
 def _allocated_bytes(stage: StageContext) -> int:
@@ -153,7 +153,7 @@ async def _run_requests(
 def describe_times(times: Sequence[RequestTimes]) -> list[str]:
     """Return the cells of the table that the times of the requests give."""
     end_s = max(x.pieces[-1][0] for x in times)
-    first_ms = [1e3 * x.first_token_s for x in times]
+    first_ms = [1e3 * x.time_to_first_token_s for x in times]
     gaps_ms = [1e3 * gap_s for x in times for gap_s in x.token_gaps_s]
     return [
         str(len(times)),

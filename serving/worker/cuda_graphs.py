@@ -37,10 +37,10 @@ from serving.messages import Step
 log = logging.getLogger(__name__)
 
 Work = Callable[[], object]
-Recorder = Callable[[Work], Work]  # Captures the work; returns a function that replays it.
+Capturer = Callable[[Work], Work]  # Captures the work; returns a function that replays it.
 
 # Bytes reserved for each graph in addition to its outputs: its part of the graph memory pool, and
-# the recorded kernel launches.
+# the captured kernel launches.
 GRAPH_BYTES = 32 << 20
 # The logits of the largest size in fp32: the buffer that all graphs write, and in the graph memory
 # pool the logits before the copy and their intermediate results.
@@ -56,7 +56,8 @@ GRAPH_SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 4096,
 # two list the changed cells of these sequences' block tables, as flat indices into the array of all
 # block tables, and the new block number of each cell.
 IDS, POSITIONS, SLOTS, TABLE_CELLS, BLOCKS = FIELDS = range(5)
-# After a capture, a tensor rank waits this long for the others. They may compile other kernels.
+# After a capture, a tensor rank waits this long for the others. Another rank may still be compiling
+# its kernels.
 AGREEMENT_S = 120.0
 # Bits that say which values of a row are not finite.
 BAD_LOGITS, BAD_HIDDEN = 1, 2
@@ -161,7 +162,7 @@ class CudaGraphRunner:
         scratch_block: int,
         sizes: Sequence[int],
         broadcasts_ids: bool = False,
-        recorder: Recorder | None = None,
+        capturer: Capturer | None = None,
     ) -> None:
         device = model.mesh.device
         self._model = model
@@ -198,7 +199,7 @@ class CudaGraphRunner:
                 dtype=torch.promote_types(model.dtype, torch.float32),
                 device=device,
             )
-        self._recorder = recorder or _CudaGraphRecorder(device)
+        self._capturer = capturer or _CudaGraphCapturer(device)
 
     def supports(self, step: Step) -> bool:
         """Whether the step is decode-only, scores no prompt, and has 1 to `sizes[-1]` sequences."""
@@ -218,7 +219,7 @@ class CudaGraphRunner:
         if size not in self._captured_graphs:
             self._capture(size)
 
-    def capture_missing(self) -> None:
+    def capture_next(self) -> None:
         """Capture the largest missing graph, if any.
 
         The largest is first, because the graphs of smaller sizes reuse its memory.
@@ -303,25 +304,25 @@ class CudaGraphRunner:
             None if self._hidden is None else self._hidden[:size],
         )
         self._copy_inputs(self._pack_inputs(None, size), buffers)
-        replay = self._record_on_all_ranks(lambda: self._forward(buffers), size)
+        replay = self._capture_on_all_ranks(lambda: self._forward(buffers), size)
         seconds = time.perf_counter() - started_at
         bytes_added = _device_reserved_bytes() - bytes_before
         log.info("event=graph_recorded rows=%d seconds=%.2f bytes=%d", size, seconds, bytes_added)
         self._captured_graphs[size] = buffers, replay
 
-    def _record_on_all_ranks(self, work: Work, size: int) -> Work:
+    def _capture_on_all_ranks(self, work: Work, size: int) -> Work:
         """Capture the work, and return its replay if all tensor ranks have captured it."""
         replay: Work | None = None
         failure: str | None = None
         cause: RuntimeError | None = None
         mesh = self._model.mesh
         try:
-            replay = self._recorder(work)
+            replay = self._capturer(work)
         except RuntimeError as error:
             if mesh.tp > 1 and isinstance(error, WarmUpError):
                 raise
             cause = error
-            failure = str(_capture_failure(error, allows_memory=mesh.tp > 1))
+            failure = str(_first_error_or_raise(error, allows_memory=mesh.tp > 1))
         failures = gather_failures(mesh, failure, AGREEMENT_S)
         if replay is not None and not failures:
             return replay
@@ -372,7 +373,7 @@ class CudaGraphRunner:
         )
 
 
-class _CudaGraphRecorder:
+class _CudaGraphCapturer:
     """Captures CUDA graphs. They can share one memory pool, because only one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
@@ -384,9 +385,9 @@ class _CudaGraphRecorder:
 
     def __call__(self, work: Work) -> Work:
         with torch.cuda.device(self._device):
-            return self._record(work)
+            return self._capture(work)
 
-    def _record(self, work: Work) -> Work:
+    def _capture(self, work: Work) -> Work:
         # The first calls compile and tune kernels and initialize libraries. This may synchronize
         # with the device or call cudaMalloc, which is not allowed during capture. (New tensors are
         # allowed: they come from the graph's memory pool.)
@@ -416,7 +417,7 @@ class _CudaGraphRecorder:
         return graph.replay
 
 
-def _capture_failure(error: BaseException, *, allows_memory: bool) -> BaseException:
+def _first_error_or_raise(error: BaseException, *, allows_memory: bool) -> BaseException:
     """Return the first error of a failed capture.
 
     Raise it again if a step without a graph would fail too, because the memory is exhausted or the

@@ -35,10 +35,10 @@ from serving.memory_budget import SCORED_BYTES_MAX
 from serving.messages import AdapterRowsWrite, Outcome, SlotInit, Step, TokenScore
 from serving.worker.cuda_graphs import (
     BAD_HIDDEN,
+    Capturer,
     CudaGraphRunner,
     GraphCaptureError,
     GraphOutput,
-    Recorder,
     graph_sizes,
     unsupported_reason,
 )
@@ -65,7 +65,7 @@ class ModelRunner:
         blocks: int,
         slots: int,
         tokenizer: Tokenizer | None = None,
-        recorder: Recorder | None = None,  # Replaces CUDA graph capture, for tests on a CPU.
+        capturer: Capturer | None = None,  # Replaces CUDA graph capture, for tests on a CPU.
         # For `serving.worker.memory_profile`: sequences may be longer than the KV pool, no step is
         # captured, and a step that exhausts the memory fails.
         is_profile: bool = False,
@@ -77,7 +77,7 @@ class ModelRunner:
         self._block_tokens = cache_config.kv_block_tokens
         self.async_scheduling = async_scheduling
         self._is_profile = is_profile
-        reason = None if recorder else unsupported_reason(model, scheduler_config)
+        reason = None if capturer else unsupported_reason(model, scheduler_config)
         if reason is not None and mesh.device.type == "cuda" and not is_profile:
             log.info("event=no_graphs reason=%r", reason)
         has_graphs = reason is None and not is_profile
@@ -117,7 +117,7 @@ class ModelRunner:
                 scratch_block=blocks,
                 sizes=graph_sizes(scheduler_config),
                 broadcasts_ids=async_scheduling and mesh.tp > 1,
-                recorder=recorder,
+                capturer=capturer,
             )
         self.failed_captures = 0  # CUDA graph captures that failed; graphs are off after the first.
         # Whether the step may be run again after an error: no state has changed but KV blocks.
@@ -162,7 +162,7 @@ class ModelRunner:
         if not step.slots:
             barrier(self.model.mesh)  # A heartbeat must show that all ranks are alive.
             if step.may_capture_graph:
-                self._capture_missing_graph()
+                self._capture_next_graph()
         pending: PendingOutcome = partial(Outcome, step.step_id)
         if step.slots:
             pending = self._launch_sequences(step)
@@ -229,12 +229,12 @@ class ModelRunner:
             self._failed_guide_slots.add(slot_init.slot)
             sampler.init_slot(msgspec.structs.replace(slot_init, guide=None))
 
-    def _capture_missing_graph(self) -> None:
+    def _capture_next_graph(self) -> None:
         """Capture the largest missing graph; without memory for it, steps run without graphs."""
         if self._graphs is None:
             return
         try:
-            self._graphs.capture_missing()
+            self._graphs.capture_next()
         except (GraphCaptureError, torch.OutOfMemoryError) as error:
             self._turn_graphs_off(error)
 

@@ -25,7 +25,7 @@ from tests.support.container_image import (
     Image,
     ImageBuilder,
     create_container,
-    mount_free_folder,
+    folder_without_mounts,
     unbuildable_reason,
 )
 from tests.support.containerfile import CONTAINERFILE
@@ -79,7 +79,7 @@ LOAD_KERNELS = "from gpt.cpu.kernels import library; print(library() is not None
 def folder() -> Iterator[Path]:
     if reason := unbuildable_reason():
         pytest.skip(f"no image can be built here: {reason}")
-    with mount_free_folder() as folder:
+    with folder_without_mounts() as folder:
         yield folder
 
 

@@ -1,10 +1,18 @@
 """The image contains what Triton and FlashInfer need at run time: a C compiler and a cache."""
 
+import os
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.support.chroot_process import (
+    ChrootProcess,
+    mounts_below,
+    run_checked,
+    unsupported_reason,
+    user_ids,
+)
 from tests.support.containerfile import (
     CONTAINERFILE,
     ContainerfileError,
@@ -12,6 +20,7 @@ from tests.support.containerfile import (
     parse_stages,
 )
 
+TEMPORARY = "/tmp"
 BASE = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
 # The variables that move the caches of libraries out of the home folder.
 CACHE_VARIABLES = (
@@ -101,3 +110,41 @@ def test_stages_have_the_images_and_names_of_their_from_instructions() -> None:
 def test_an_instruction_that_the_parser_does_not_know_is_an_error(text: str) -> None:
     with pytest.raises(ContainerfileError):
         parse_stages(text, {})
+
+
+@pytest.fixture
+def chroot_folder(tmp_path: Path) -> Path:
+    """A root without programs."""
+    root = tmp_path / "root"
+    for name in ("dev", "etc", "proc", "sys", "tmp"):
+        (root / name).mkdir(parents=True)
+    (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
+    return root
+
+
+def test_a_user_without_an_id_is_an_error(chroot_folder: Path) -> None:
+    assert user_ids(chroot_folder, "root") == (0, 0, "/root")
+    assert user_ids(chroot_folder, "10001") == (10001, 0, "/")
+    for user in ("10001:0", "nobody"):
+        with pytest.raises(ContainerfileError, match=f"^USER {user}: .*; a group .* not supported"):
+            user_ids(chroot_folder, user)
+
+
+def test_a_temporary_file_system_hides_no_volume(chroot_folder: Path, tmp_path: Path) -> None:
+    if reason := unsupported_reason():
+        pytest.skip(reason)
+    for name in ("bin", "lib", "lib64"):
+        (chroot_folder / name).symlink_to(f"usr/{name}")
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    process = ChrootProcess(
+        str(chroot_folder),
+        ["touch", f"{TEMPORARY}/volume/file", f"{TEMPORARY}/other"],
+        {"PATH": "/usr/bin"},
+        volumes={f"{TEMPORARY}/volume": str(volume)},
+        read_only_volumes={"/usr": "/usr"},
+    )
+    run_checked(process, 60.0, os.environ)
+    assert [path.name for path in volume.iterdir()] == ["file"]
+    assert list((chroot_folder / "tmp").iterdir()) == []
+    assert mounts_below(tmp_path) == []

@@ -2,18 +2,21 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.support import planted_faults
 from tests.support.planted_faults import (
     FAULTS,
     ROOT,
     FaultChecker,
     FaultCheckError,
     PlantedFault,
+    UndetectedFaultError,
     copied_source,
 )
 
@@ -42,6 +45,44 @@ def test_a_text_that_the_file_lacks_or_repeats_is_an_error() -> None:
     for source, count in (("a * b", 0), ("a + b + (a + b)", 2)):
         with pytest.raises(FaultCheckError, match=rf"'a \+ b' {count} times.*adapt the table"):
             WRONG_SUM.plant(source)
+
+
+@pytest.mark.parametrize(
+    ("errors", "line", "counts"),
+    [
+        ([], "detected", "2 of 2 faults are detected, 0 are not detected, 0 are not checked"),
+        (
+            [UndetectedFaultError("passes")],
+            "NOT DETECTED  passes",
+            "1 of 2 faults are detected, 1 are not detected, 0 are not checked",
+        ),
+        (
+            [FaultCheckError("skipped")],
+            "NOT CHECKED  skipped",
+            "1 of 2 faults are detected, 0 are not detected, 1 are not checked",
+        ),
+    ],
+)
+def test_the_report_counts_unchecked_faults_apart(
+    errors: list[FaultCheckError],
+    line: str,
+    counts: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    def check(_: FaultChecker, fault: PlantedFault) -> None:
+        if errors and fault.title == "another sum":
+            raise errors[0]
+
+    monkeypatch.setattr(
+        planted_faults, "FAULTS", (WRONG_SUM, replace(WRONG_SUM, title="another sum"))
+    )
+    monkeypatch.setattr(planted_faults, "copied_source", lambda: nullcontext(tmp_path))
+    monkeypatch.setattr(FaultChecker, "check", check)
+    assert planted_faults.main([]) == (1 if errors else 0)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith(line) and lines[-1] == counts
 
 
 @pytest.fixture(scope="module")
@@ -79,21 +120,22 @@ def test_a_detected_fault_leaves_the_source_unchanged(small_checker: FaultChecke
 
 @needs_pytest_runs
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "reason", "is_checked"),
     [
-        ({"replacement": "b + a"}, "does not fail; its outcome is passed"),
-        ({"replacement": "a +"}, "no result of this test\n(.*\n)*.*SyntaxError"),
-        ({"replacement": "int('x')"}, "fails with ValueError, but not with AssertionError"),
-        ({"message": "add(2, 2)"}, "fails with AssertionError, but not with"),
-        ({"tests": ("test_sum.py::test_none",)}, "no result of this test"),
+        ({"replacement": "b + a"}, "does not fail; its outcome is passed", True),
+        ({"replacement": "a +"}, "no result of this test\n(.*\n)*.*SyntaxError", False),
+        ({"replacement": "int('x')"}, "fails with ValueError, but not with AssertionError", True),
+        ({"message": "add(2, 2)"}, "fails with AssertionError, but not with", True),
+        ({"tests": ("test_sum.py::test_none",)}, "no result of this test", False),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_fault_that_is_not_detected_as_stated_is_an_error(
-    changes: dict[str, str], reason: str, small_checker: FaultChecker
+    changes: dict[str, str], reason: str, is_checked: bool, small_checker: FaultChecker
 ) -> None:
-    with pytest.raises(FaultCheckError, match=reason):
+    with pytest.raises(FaultCheckError, match=reason) as raised:
         small_checker.check(replace(WRONG_SUM, **changes))  # type: ignore[arg-type]
+    assert isinstance(raised.value, UndetectedFaultError) == is_checked
 
 
 @needs_pytest_runs

@@ -18,10 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tests.support.containerfile import ContainerfileError
+
 PR_SET_PDEATHSIG = 1
 # Devices of the host that a container has.
 DEVICES = ("full", "null", "random", "urandom", "zero")
-# Files of the host that a container engine mounts, so that names of hosts are found.
+# Files of the host that a container engine mounts, so that host names resolve.
 NETWORK_FILES = ("/etc/hosts", "/etc/resolv.conf")
 NAMESPACES = ("--mount", "--propagation", "private", "--pid", "--fork", "--kill-child")
 
@@ -35,7 +37,7 @@ class ChrootProcess:
     environment: dict[str, str]
     user: str = "root"  # A name or a number.
     folder: str = "/"
-    # By path in the root: a file or a folder of the host. Its place in the root must exist.
+    # By path in the root: a file or a folder of the host.
     volumes: dict[str, str] = field(default_factory=dict)
     read_only_volumes: dict[str, str] = field(default_factory=dict)
     has_read_only_root: bool = True
@@ -79,11 +81,19 @@ def mounts_below(folder: Path) -> list[str]:
 
 
 def user_ids(root: Path, user: str) -> tuple[int, int, str]:
-    """Return the user id, the group id and the home folder of a user in the root's passwd file."""
+    """Return the user id, the group id and the home folder of a user.
+
+    `user`: a name in the root's passwd file, or a number.
+    """
     for line in (root / "etc/passwd").read_text().splitlines():
         name, _, uid, gid, _, home, _ = line.split(":")
         if user in (name, uid):
             return int(uid), int(gid), home
+    if not user.isdecimal():
+        raise ContainerfileError(
+            f"USER {user}: neither a name in the image's /etc/passwd nor a number; a group after "
+            "the user is not supported"
+        )
     return int(user), 0, "/"
 
 
@@ -94,14 +104,16 @@ def run(process: ChrootProcess) -> None:
     _mount("--bind", root, root)
     for target in NETWORK_FILES:
         _bind(Path(target), root / target.lstrip("/"), is_read_only=True)
-    for volumes, is_read_only in ((process.volumes, False), (process.read_only_volumes, True)):
-        for target, source in volumes.items():
-            _bind(Path(source), root / target.lstrip("/"), is_read_only=is_read_only)
     _mount("-t", "proc", "proc", root / "proc")
     _mount("-t", "sysfs", "-o", "ro", "sysfs", root / "sys")
     _mount_devices(root / "dev")
     if process.has_read_only_root:
         _mount("-t", "tmpfs", "-o", "mode=1777", "tmpfs", root / "tmp")
+    # A volume can be in one of the mounts above, and none of them may hide it.
+    for volumes, is_read_only in ((process.volumes, False), (process.read_only_volumes, True)):
+        for target, source in volumes.items():
+            _bind(Path(source), root / target.lstrip("/"), is_read_only=is_read_only)
+    if process.has_read_only_root:
         _mount("-o", "remount,bind,ro", root)
     os.chroot(root)
     os.chdir(process.folder)
@@ -125,6 +137,12 @@ def _mount_devices(folder: Path) -> None:
 
 
 def _bind(source: Path, target: Path, *, is_read_only: bool) -> None:
+    """Mount a file or a folder of the host. A missing mount point is created, as by an engine."""
+    if source.is_dir():
+        target.mkdir(parents=True, exist_ok=True)
+    elif not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch()
     _mount("--bind", source, target)
     if is_read_only:
         _mount("-o", "remount,bind,ro", target)

@@ -23,7 +23,6 @@ from pathlib import Path
 
 from tests.support.chroot_process import (
     NAMESPACES,
-    NETWORK_FILES,
     ChrootProcess,
     chroot_command,
     mounts_below,
@@ -71,7 +70,7 @@ def _debootstrap() -> list[str]:
 
 
 @contextmanager
-def mount_free_folder() -> Iterator[Path]:
+def folder_without_mounts() -> Iterator[Path]:
     """Yield a temporary folder, and check at the end that nothing is mounted in it.
 
     A folder with a mount is not deleted, because that could delete files of the host.
@@ -140,8 +139,6 @@ def create_container(image: Image, folder: Path, read_only: Mapping[str, Path]) 
         volume = folder / target.strip("/").replace("/", "-")
         subprocess.run(["cp", "-a", _inside(image.root, target), volume], check=True)
         volumes[target] = str(volume)
-    for target, source in read_only.items():
-        _make_mount_point(_inside(image.root, target), is_folder=source.is_dir())
     return Container(image, volumes, {target: str(source) for target, source in read_only.items()})
 
 
@@ -160,7 +157,8 @@ class ImageBuilder:
         image = None
         for number, stage in enumerate(parse_stages(text, self._build_arguments)):
             image = self._build_stage(stage, self._folder / f"stage-{number}")
-            self._images[stage.name] = image
+            if stage.name:
+                self._images[stage.name] = image
         assert image is not None, "the file has no stage"
         return image
 
@@ -209,8 +207,6 @@ class ImageBuilder:
 
     def _run(self, image: Image, program: list[str], variables: Mapping[str, str]) -> str:
         """Run a program in the image's root, which it may change, with pip's settings."""
-        for path in (*NETWORK_FILES, *self._pip.paths):
-            _make_mount_point(_inside(image.root, path), is_folder=Path(path).is_dir())
         process = ChrootProcess(
             str(image.root),
             program,
@@ -236,7 +232,9 @@ class ImageBuilder:
         if source.is_dir():  # Its content is copied.
             destination.mkdir(parents=True, exist_ok=True)
         content = f"{source}/." if source.is_dir() else str(source)
-        subprocess.run(["cp", "-a", content, destination], check=True)
+        # An engine gives the copies to root.
+        copy = ["cp", "-a", "--no-preserve=ownership"]
+        subprocess.run([*copy, content, destination], check=True)
 
     def _base_root(self, image: str) -> Path:
         """Return a folder with the content that stands for a base image."""
@@ -322,14 +320,6 @@ def _ignore_pattern(line: str) -> re.Pattern[str]:
 
 def _inside(root: Path, path: str) -> Path:
     return root / path.lstrip("/")
-
-
-def _make_mount_point(path: Path, *, is_folder: bool) -> None:
-    if is_folder:
-        path.mkdir(parents=True, exist_ok=True)
-    elif not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
 
 
 def _host_environment() -> dict[str, str]:

@@ -59,7 +59,7 @@ class Scenario:
     submissions: list[tuple[int, Submission]]
     cancels: list[tuple[int, int]] = field(default_factory=list)
     prefix_write_tokens_max: int = 256  # Limit of prefix tokens that are computed before a step.
-    recorded: bool = False  # Decode steps are captured, and replayed by running them again.
+    captured: bool = False  # Decode steps are captured, and replayed by running them again.
 
     @property
     def config(self) -> ServerConfig:
@@ -391,7 +391,7 @@ def lead(model: GPT, scenario: Scenario, address: str = "") -> ScenarioRun:
     """Rank 0: run the engine loop until every request has ended."""
     config = scenario.config
     mesh = model.mesh
-    runner = build_runner(model, config, scenario.recorded)
+    runner = build_runner(model, config, scenario.captured)
     scheduler = Scheduler(
         vocab_size=model.config.vocab_size,
         blocks=runner.blocks,
@@ -424,7 +424,7 @@ def lead(model: GPT, scenario: Scenario, address: str = "") -> ScenarioRun:
 
 def follow(model: GPT, scenario: Scenario, address: str) -> None:
     """Another rank: execute steps until the end."""
-    runner = build_runner(model, scenario.config, scenario.recorded)
+    runner = build_runner(model, scenario.config, scenario.captured)
     mesh = model.mesh
     channel = Channel(_connect(address))
     channel.send(b"last" if model.is_last_stage and mesh.tp_rank == 0 else b"other")
@@ -439,7 +439,7 @@ def follow(model: GPT, scenario: Scenario, address: str) -> None:
             channel.send(encode(outcome))
 
 
-def build_runner(model: GPT, config: ServerConfig, recorded: bool = False) -> ModelRunner:
+def build_runner(model: GPT, config: ServerConfig, captured: bool = False) -> ModelRunner:
     return ModelRunner(
         model,
         config.scheduler_config,
@@ -447,7 +447,7 @@ def build_runner(model: GPT, config: ServerConfig, recorded: bool = False) -> Mo
         async_scheduling=config.uses_async_scheduling("cpu"),
         blocks=available_kv_blocks(model, config.scheduler_config, config.cache_config),
         slots=config.scheduler_config.running_requests_max,
-        recorder=(lambda work: work) if recorded else None,
+        capturer=(lambda work: work) if captured else None,
     )
 
 

@@ -14,7 +14,7 @@ from gpt.linear.fused_linear import fuse_layers
 from gpt.model.gpt_model import GPT
 from gpt.parallel.mesh import Mesh
 from serving.config import ServerConfig
-from serving.worker.cuda_graphs import Recorder, Work
+from serving.worker.cuda_graphs import Capturer, Work
 from serving.worker.model_runner import ModelRunner
 from tests.support.fake_device import DEVICE, Counts, FakeDevice
 from tests.support.models import CLASSIC, EXPERTS, MODERN, ODD, SIGMOID_EXPERTS
@@ -48,9 +48,9 @@ def make_runner(
     mesh: Mesh | None = None,
     fp8_linears: bool = False,
     fp8_kv: bool = False,
-    recorder: Recorder | None = None,
+    capturer: Capturer | None = None,
 ) -> ModelRunner:
-    """Return a runner, inside of `fake_device`. Without a recorder it captures no CUDA graphs.
+    """Return a runner, inside of `fake_device`. Without a capturer it captures no CUDA graphs.
 
     A `mesh` of several tensor ranks needs `stub_collectives`.
     """
@@ -64,7 +64,7 @@ def make_runner(
         cuda_graph_rows_max=SLOTS,
         step_tokens_max=256,
         adapter_rows_max=8,
-        cuda_graphs="auto" if recorder else "off",
+        cuda_graphs="auto" if capturer else "off",
     )
     model = GPT(
         config, mesh or Mesh.single(DEVICE), dtype=dtype, attention_backend=TritonAttention()
@@ -83,7 +83,7 @@ def make_runner(
         async_scheduling=True,
         blocks=BLOCKS,
         slots=SLOTS,
-        recorder=recorder,
+        capturer=capturer,
     )
 
 
@@ -98,7 +98,7 @@ def capture_graph(
     captured: list[Counts] = []
     marks: list[int] = []  # By layer of the captured pass: the number of launches before it.
 
-    def record(work: Work) -> Work:
+    def capture(work: Work) -> Work:
         work()  # The first pass also compiles kernels.
         with device.captures() as counts:
             marks.clear()
@@ -106,11 +106,11 @@ def capture_graph(
         captured.append(counts)
         return work
 
-    runner = make_runner(config, dtype, mesh=mesh, recorder=record, **fp8)
+    runner = make_runner(config, dtype, mesh=mesh, capturer=capture, **fp8)
     for layer in runner.model.decoder_layers:
         layer.register_forward_pre_hook(lambda *_: marks.append(len(device.counts.launches)))
     assert runner._graphs is not None
-    runner._graphs.capture_missing()
+    runner._graphs.capture_next()
     assert len(marks) == config.num_layers
     launches = captured[0].launches
     return max((launches[start:end] for start, end in pairwise(marks[1:])), key=len)

@@ -21,12 +21,12 @@ CONFIG = ServerConfig(
 )
 
 
-def eager_recorder(work: cuda_graphs.Work) -> cuda_graphs.Work:
+def eager_capturer(work: cuda_graphs.Work) -> cuda_graphs.Work:
     return work
 
 
 def make_runner(
-    name: str, recorder: cuda_graphs.Recorder | None, config: ServerConfig = CONFIG
+    name: str, capturer: cuda_graphs.Capturer | None, config: ServerConfig = CONFIG
 ) -> ModelRunner:
     model = build(CONFIGS[name], attention_backend=CapturableAttention())
     return ModelRunner(
@@ -36,7 +36,7 @@ def make_runner(
         async_scheduling=config.uses_async_scheduling("cpu"),
         blocks=available_kv_blocks(model, config.scheduler_config, config.cache_config),
         slots=SLOTS,
-        recorder=recorder,
+        capturer=capturer,
     )
 
 

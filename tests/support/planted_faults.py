@@ -1,4 +1,4 @@
-"""Planted faults: each check of the GPU path that needs no GPU fails if its fault is planted.
+"""Planted faults: the checks in this table, of the GPU path without a GPU, detect their faults.
 
 A check that cannot fail proves nothing. `FAULTS` is a table of small changes of the source, each
 with the tests that must then fail. The program copies the tracked files to a temporary folder, runs
@@ -62,7 +62,15 @@ CAPTURE_FAILURE = (
 
 
 class FaultCheckError(Exception):
-    """A fault that its tests do not detect, or that cannot be planted."""
+    """A fault that is not detected, or that could not be checked.
+
+    It could not be checked if it cannot be planted, if a test is skipped or fails without it, or if
+    a run has no result.
+    """
+
+
+class UndetectedFaultError(FaultCheckError):
+    """The tests ran with the fault, and did not fail with the stated error."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class PlantedFault:
     file: str
     text: str  # Occurs once in the file.
     replacement: str
-    tests: tuple[str, ...]  # Node ids. Without a parameter: at least one parameter must fail.
+    tests: tuple[str, ...]  # Node ids. Without parameters: one set of them must fail.
     message: str  # A part of the report of each test that must fail.
     error: str = "AssertionError"  # The name of the exception with which the tests end.
 
@@ -442,11 +450,11 @@ def _check_detected(fault: PlantedFault, test: str, results: Sequence[CaseResult
     if not failed:
         outcomes = ", ".join(sorted({result.outcome for result in results}))
         reports = "\n".join(result.report for result in results if result.report)
-        raise FaultCheckError(
+        raise UndetectedFaultError(
             f"{fault.title}: {test} does not fail; its outcome is {outcomes}\n{reports}"
         )
     if not any(x.error_name == fault.error and fault.message in x.report for x in failed):
-        raise FaultCheckError(
+        raise UndetectedFaultError(
             f"{fault.title}: {test} fails with {failed[0].error_name}, but not with "
             f"{fault.error} and {fault.message!r}\n{failed[0].report}"
         )
@@ -503,20 +511,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults = [fault for fault in FAULTS if flags.k in fault.title]
     if not faults:
         parser.error(f"-k {flags.k}: no fault has this text in its title")
-    undetected = 0
+    undetected = unchecked = 0
     with copied_source() as folder:
         checker = FaultChecker(folder)
         for fault in faults:
             start = time.monotonic()
             try:
                 checker.check(fault)
-            except FaultCheckError as error:
+            except UndetectedFaultError as error:
                 undetected += 1
                 print(f"NOT DETECTED  {error}", flush=True)
+            except FaultCheckError as error:
+                unchecked += 1
+                print(f"NOT CHECKED  {error}", flush=True)
             else:
                 print(f"detected  {time.monotonic() - start:5.1f} s  {fault.title}", flush=True)
-    print(f"{len(faults) - undetected} of {len(faults)} faults are detected")
-    return 1 if undetected else 0
+    detected = len(faults) - undetected - unchecked
+    print(
+        f"{detected} of {len(faults)} faults are detected, {undetected} are not detected, "
+        f"{unchecked} are not checked"
+    )
+    return 0 if detected == len(faults) else 1
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ EXIT, HANG, EXIT_CODE = "exit", "hang", 7
 MODULE = "tests.support.replaying_rank_process"
 
 
-def record(work: Work) -> Work:
+def capture(work: Work) -> Work:
     work()
     path = Path(os.environ[FAULT_FILE])
 
@@ -41,7 +41,7 @@ def record(work: Work) -> Work:
 
 
 def main() -> int:
-    vars(rank)["ModelRunner"] = partial(ModelRunner, recorder=record)
+    vars(rank)["ModelRunner"] = partial(ModelRunner, capturer=capture)
     vars(startup)["select_backend"] = lambda *_, **__: CapturableAttention()
     return rank_process.main()
 

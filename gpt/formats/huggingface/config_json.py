@@ -148,7 +148,7 @@ class ConfigJson:
             raise self.invalid_field_error(key, value, "a list of layer numbers")
         return value
 
-    def refuse(self, key: str, *allowed: object) -> None:
+    def require(self, key: str, *allowed: object) -> None:
         """Refuse a value that is not in `allowed`; an absent or null field is accepted."""
         value = self.record.get(key)
         if value is not None and value not in allowed:
@@ -199,8 +199,8 @@ def rotary_fields(
     rope_fields = ConfigJson(legacy_fields | rope, fields.path, f"{section}.")
     gpt_fields: dict[str, Any] = {"rotary_base": rope_fields.number("rope_theta")}
     if percent_key is None:
-        fields.refuse("partial_rotary_factor", 1.0)
-        rope_fields.refuse("partial_rotary_factor", 1.0)
+        fields.require("partial_rotary_factor", 1.0)
+        rope_fields.require("partial_rotary_factor", 1.0)
     else:
         gpt_fields["rotary_percent"] = rope_fields.number("partial_rotary_factor")
     rope_type = rope.get("rope_type") or rope.get("type") or "default"

@@ -91,9 +91,9 @@ class Family:
 
 
 def _gpt2(fields: ConfigJson) -> GPTConfig:
-    fields.refuse("scale_attn_by_inverse_layer_idx", False)
-    fields.refuse("scale_attn_weights", True)
-    fields.refuse("add_cross_attention", False)
+    fields.require("scale_attn_by_inverse_layer_idx", False)
+    fields.require("scale_attn_weights", True)
+    fields.require("add_cross_attention", False)
     return GPTConfig(
         num_layers=fields.count("n_layer"),
         hidden_size=fields.integer("n_embd"),
@@ -229,9 +229,9 @@ def _glm4_moe(fields: ConfigJson) -> GPTConfig:
     top_k = fields.integer("num_experts_per_tok")
     layers, dense_layers = fields.count("num_hidden_layers"), fields.count("first_k_dense_replace")
     # GPTConfig has no groups of experts, and normalizes sigmoid scores if more than one is chosen.
-    fields.refuse("n_group", 1)
-    fields.refuse("topk_group", 1)
-    fields.refuse("norm_topk_prob", top_k > 1)
+    fields.require("n_group", 1)
+    fields.require("topk_group", 1)
+    fields.require("norm_topk_prob", top_k > 1)
     expert_width = fields.integer("moe_intermediate_size")
     return _llama_like(
         fields,
@@ -286,7 +286,7 @@ def _gpt_neox(fields: ConfigJson) -> GPTConfig:
     heads, bias = fields.integer("num_attention_heads"), fields.flag("attention_bias")
     # GPT-NeoX always has hidden_size // heads channels per head. A different head_dim is refused:
     # transformers would use it for RoPE, but not as the size of a head.
-    fields.refuse("head_dim", fields.integer("hidden_size") // max(1, heads))
+    fields.require("head_dim", fields.integer("hidden_size") // max(1, heads))
     return _llama_like(
         fields,
         epsilon_key="layer_norm_eps",

@@ -61,7 +61,7 @@ def open_huggingface(
     record = _read_json(path / "config.json")
     family = _find_family(record, path / "config.json")
     fields = ConfigJson({**family.defaults, **record}, path / "config.json")
-    fields.refuse("quantization_config", None)
+    fields.require("quantization_config", None)
     fields.check_end_ids()
     stored, files = _read_weights(path)
     stored = _normalize_keys(_add_missing_prefix(stored, family), family)

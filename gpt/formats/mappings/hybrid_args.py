@@ -164,7 +164,8 @@ def _convert_rotary(args: MegatronArgs, layers: str, values: dict[str, Any]) -> 
         "use_rotary_position_embeddings"
     )
     if uses_rotary and args.flag("rotary_interleaved"):
-        # HybridModel of Megatron-Core 0.19 makes the angles of the halves, but rotates pairs.
+        # HybridModel of Megatron-Core 0.19 computes the angles for the half-split layout but
+        # rotates interleaved channels, which no other model does.
         raise args.unsupported_arg_error("rotary_interleaved")
 
 

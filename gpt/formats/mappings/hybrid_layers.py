@@ -120,7 +120,10 @@ def gpt_name(name: str) -> str:
 
 
 def hybrid_name(name: str) -> str:
-    """Return the HybridModel's name of a GPT's tensor or module; the inverse of `gpt_name`."""
+    """Return a HybridModel's name of a GPT's tensor or module.
+
+    `canonical_key` undoes the new name of the final norm, `gpt_name` the layer numbers.
+    """
     match = LAYER_NAME.fullmatch(name)
     if match is None:
         return name.replace(GPT_FINAL_NORM, HYBRID_FINAL_NORM)

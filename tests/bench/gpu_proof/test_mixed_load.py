@@ -38,7 +38,7 @@ def test_requests_arrive_at_fixed_times_with_prompts_in_turn() -> None:
 def test_figures_of_known_times() -> None:
     first = RequestTimes(0.0, 100, [(0.5, 1), (0.6, 1), (0.9, 3)])
     second = RequestTimes(1.0, 300, [(1.25, 1), (2.0, 1)])
-    assert first.new_tokens == 5 and second.first_token_s == 0.25
+    assert first.new_tokens == 5 and second.time_to_first_token_s == 0.25
     assert first.token_gaps_s == pytest.approx([0.1, 0.1, 0.1, 0.1])
     assert describe_times([first, second]) == [
         "2",

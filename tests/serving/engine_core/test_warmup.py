@@ -70,7 +70,7 @@ def test_the_warm_up_captures_graphs_only_within_its_budget_and_without_sequence
 ) -> None:
     monkeypatch.setattr(engine_loop, "CAPTURE_BUDGET_S", budget_s)
     model = build(CLASSIC, attention_backend=CapturableAttention())
-    runner = build_runner(model, CONFIG, recorded=True)
+    runner = build_runner(model, CONFIG, captured=True)
     steps: list[Step] = []
     launch = runner.launch
 

@@ -135,15 +135,15 @@ def test_sampling_adds_few_launches_to_a_replayed_step(tp: int) -> None:
 
     def replay_launches(rules: SamplingParams) -> int:
         with fake_device() as device, stub_collectives(device.launch):
-            # A replay runs the recorded work again, so its launches are counted in both steps.
+            # A replay runs the captured work again, so its launches are counted in both steps.
             runner = make_runner(
                 FAMILIES["llama"],
                 torch.bfloat16,
                 mesh=None if tp == 1 else stub_mesh(DEVICE, tp),
-                recorder=lambda work: work,
+                capturer=lambda work: work,
             )
             assert runner._graphs is not None
-            runner._graphs.capture_missing()
+            runner._graphs.capture_next()
             prefill = prefill_step([rules] * 4, blocks=4)
             outcome = runner.run_step(prefill)
             assert outcome is not None

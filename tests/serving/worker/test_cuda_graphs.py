@@ -1,6 +1,6 @@
 """CUDA graphs: replayed steps, padded and with block tables on the device, equal eager steps.
 
-On a CPU the recorder returns the work itself, so a replay runs it again on the same buffers. Real
+On a CPU the capturer returns the work itself, so a replay runs it again on the same buffers. Real
 CUDA graphs are tested in tests/gpu/test_cuda_graphs.py.
 """
 
@@ -28,7 +28,7 @@ from tests.support.engine_scenarios import (
     draw_scenario,
     preemption_scenario,
 )
-from tests.support.graph_runners import CONFIG, eager_recorder, make_runner, run_step, sampled_token
+from tests.support.graph_runners import CONFIG, eager_capturer, make_runner, run_step, sampled_token
 from tests.support.graph_steps import PROMPT, RULES, V, next_step, prefill_step
 from tests.support.models import CLASSIC, CONFIGS, EXPERTS, MODERN, build
 from tests.support.stub_collectives import StubGroup, stub_mesh
@@ -40,7 +40,7 @@ def adapter_files(tmp_path_factory: pytest.TempPathFactory) -> AdapterFiles:
 
 
 def eager_and_graph_runner(name: str) -> tuple[ModelRunner, ModelRunner]:
-    return make_runner(name, None), make_runner(name, eager_recorder)
+    return make_runner(name, None), make_runner(name, eager_capturer)
 
 
 def with_last_sampled_tokens(step: Step) -> Step:
@@ -97,7 +97,7 @@ def test_last_sampled_tokens_stay_on_the_device() -> None:
 
 
 def test_a_step_can_be_read_after_the_next_is_launched() -> None:
-    asynchronous = make_runner("classic", eager_recorder, CONFIG.with_fields(step_ahead="on"))
+    asynchronous = make_runner("classic", eager_capturer, CONFIG.with_fields(step_ahead="on"))
     eager = make_runner("classic", None)
     step = prefill_step(RULES[:3])
     outcome = run_step(eager, step)
@@ -122,8 +122,8 @@ def test_virtual_tokens_replay_and_nan_rows_fail_alone() -> None:
     adapter_rows = torch.cat([ones, nans]).numpy().tobytes()
     input_ids = [V + 2, V + 3, 5, V + 3]
     outcomes = []
-    for recorder in (None, eager_recorder):
-        runner = make_runner("classic", recorder)
+    for capturer in (None, eager_capturer):
+        runner = make_runner("classic", capturer)
         step = prefill_step(RULES[:4])
         prefill_outcome = run_step(runner, step)
         run_step(runner, Step(2, adapter_writes=[AdapterRowsWrite(2, "rows", adapter_rows)]))
@@ -139,8 +139,8 @@ def test_virtual_tokens_replay_and_nan_rows_fail_alone() -> None:
 
 def test_nan_logits_fail_only_sequences_that_sample() -> None:
     outcomes = []
-    for recorder in (None, eager_recorder):
-        runner = make_runner("modern", recorder)
+    for capturer in (None, eager_capturer):
+        runner = make_runner("modern", capturer)
         step = prefill_step(RULES[:4])
         prefill_outcome = run_step(runner, step)
         runner.model.head_weight.mul_(1e308)
@@ -193,12 +193,12 @@ def with_graphs(scenario: Scenario) -> Scenario:
     return replace(
         scenario,
         settings=scenario.settings | {"step_ahead": "on", "cuda_graph_rows_max": 3},
-        recorded=True,
+        captured=True,
     )
 
 
 def test_pipeline_stages_replay_their_layers(adapter_files: AdapterFiles, tmp_path: Path) -> None:
-    scenario = replace(preemption_scenario("modern", adapter_files), recorded=True)
+    scenario = replace(preemption_scenario("modern", adapter_files), captured=True)
     assert run_and_check([scenario], (1, 2), tmp_path, adapter_files).replayed > 0
 
 
@@ -235,7 +235,7 @@ def test_graph_sizes_are_few_and_reach_the_largest_batch() -> None:
 
 
 def test_only_decode_steps_are_replayed() -> None:
-    runner = make_runner("classic", eager_recorder, CONFIG.with_fields(cuda_graph_rows_max=3))
+    runner = make_runner("classic", eager_capturer, CONFIG.with_fields(cuda_graph_rows_max=3))
     assert not run_step(runner, prefill_step(RULES[:2])).replayed
     decode = Step(2, [0], [9], [1], [5], [True], [0])
     assert run_step(runner, decode).replayed

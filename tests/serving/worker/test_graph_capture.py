@@ -15,8 +15,8 @@ import torch
 
 from serving.messages import Step
 from serving.worker import cuda_graphs
-from serving.worker.cuda_graphs import GraphCaptureError, WarmUpError, _CudaGraphRecorder
-from tests.support.graph_runners import eager_recorder, make_runner, run_step, sampled_token
+from serving.worker.cuda_graphs import GraphCaptureError, WarmUpError, _CudaGraphCapturer
+from tests.support.graph_runners import eager_capturer, make_runner, run_step, sampled_token
 from tests.support.graph_steps import RULES, next_step, prefill_step
 
 HEARTBEAT = Step(9, may_capture_graph=True)
@@ -119,12 +119,12 @@ def test_a_failed_capture_restores_the_stream_and_keeps_errors_of_the_device(
     text: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runner = make_runner("classic", eager_recorder)
+    runner = make_runner("classic", eager_capturer)
     assert runner._graphs is not None
     cuda = SimulatedCuda(monkeypatch)
     work = failing_work(cuda, error, breaks_device=breaks_device)
-    recorder = _CudaGraphRecorder(torch.device("cuda"))
-    runner._graphs._recorder = lambda _: recorder(work)
+    capturer = _CudaGraphCapturer(torch.device("cuda"))
+    runner._graphs._capturer = lambda _: capturer(work)
     with pytest.raises(raised, match=text):
         runner._graphs.capture_for(6)
     assert cuda.stream == MAIN
@@ -133,7 +133,7 @@ def test_a_failed_capture_restores_the_stream_and_keeps_errors_of_the_device(
 def test_a_successful_capture_returns_to_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = SimulatedCuda(monkeypatch)
     streams: list[object] = []
-    replay = _CudaGraphRecorder(torch.device("cuda"))(lambda: streams.append(cuda.stream))
+    replay = _CudaGraphCapturer(torch.device("cuda"))(lambda: streams.append(cuda.stream))
     assert streams[2:] == [CAPTURE] and cuda.stream == MAIN
     assert replay == cuda.replay
 
@@ -146,23 +146,23 @@ def test_a_failure_before_the_capture_is_told_apart(monkeypatch: pytest.MonkeyPa
 
     cuda = SimulatedCuda(monkeypatch)
     with pytest.raises(WarmUpError, match="no memory"):
-        _CudaGraphRecorder(torch.device("cuda"))(work)
+        _CudaGraphCapturer(torch.device("cuda"))(work)
     assert cuda.stream == MAIN and not cuda.is_capturing
 
 
 def test_after_a_failed_capture_all_steps_run_without_graphs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def record_six_rows_only(work: cuda_graphs.Work) -> cuda_graphs.Work:
-        if not recorded:
-            recorded.append(work)
+    def capture_six_rows_only(work: cuda_graphs.Work) -> cuda_graphs.Work:
+        if not captured_work:
+            captured_work.append(work)
             return work
         raise RuntimeError(CAPTURED_READ)
 
-    recorded: list[cuda_graphs.Work] = []
+    captured_work: list[cuda_graphs.Work] = []
     step = prefill_step(RULES)
     eager = make_runner("classic", None)
-    failing = make_runner("classic", record_six_rows_only)
+    failing = make_runner("classic", capture_six_rows_only)
     outcome = run_step(eager, step)
     run_step(failing, step)
     with caplog.at_level(logging.WARNING):
@@ -181,7 +181,7 @@ def test_after_a_failed_capture_all_steps_run_without_graphs(
 
 
 def test_heartbeats_capture_the_missing_graphs_and_other_steps_use_a_larger_one() -> None:
-    runner = make_runner("classic", eager_recorder)
+    runner = make_runner("classic", eager_capturer)
     eager = make_runner("classic", None)
     step = prefill_step(RULES[:1])
     outcome = run_step(eager, step)
@@ -204,7 +204,7 @@ def captured(runner: Any) -> list[int]:
 
 
 def test_all_graphs_write_their_logits_to_one_buffer() -> None:
-    runner = make_runner("classic", eager_recorder)
+    runner = make_runner("classic", eager_capturer)
     assert runner._graphs is not None
     graphs, outputs = runner._graphs, []
     for count in (6, 2):

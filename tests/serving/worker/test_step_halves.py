@@ -13,7 +13,7 @@ from gpt.sampling_params import SamplingParams
 from serving.messages import Outcome, Step
 from serving.worker.model_runner import ModelRunner
 from serving.worker.step_halves import halve_step, merge_outcomes
-from tests.support.graph_runners import eager_recorder, make_runner, run_step, sampled_token
+from tests.support.graph_runners import eager_capturer, make_runner, run_step, sampled_token
 from tests.support.graph_steps import RULES, next_step, prefill_step
 
 SCORED = SamplingParams(prompt_logprobs=1, logprobs=1, repetition_penalty=1.3)
@@ -100,7 +100,7 @@ def test_sampling_is_repeated_only_if_no_token_was_sampled(
 def test_a_replayed_step_is_not_repeated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner = make_runner("classic", eager_recorder)
+    runner = make_runner("classic", eager_capturer)
     step = prefill_step(RULES)
     step = next_step(step, run_step(runner, step), sampled_token)
     assert runner._sampler is not None

@@ -16,7 +16,7 @@ from gpt.parallel.mesh import Mesh
 from gpt.parallel.rank_agreement import AgreementTimeoutError
 from serving.messages import Outcome, Step
 from serving.worker import cuda_graphs
-from serving.worker.cuda_graphs import Recorder, WarmUpError, Work
+from serving.worker.cuda_graphs import Capturer, WarmUpError, Work
 from serving.worker.kv_cache_size import available_kv_blocks
 from serving.worker.model_runner import ModelRunner
 from tests.support.capturable_attention import CapturableAttention
@@ -30,7 +30,7 @@ NAME = "modern"
 STEPS = 5  # The tokens of the last step are in the vocabulary shards of both ranks.
 
 
-def make_rank(recorder: Recorder | None) -> ModelRunner:
+def make_rank(capturer: Capturer | None) -> ModelRunner:
     """This rank's runner of a model over two tensor ranks."""
     torch.set_num_threads(1)
     model = build(CONFIGS[NAME], Mesh.create(2, 1), attention_backend=CapturableAttention())
@@ -42,7 +42,7 @@ def make_rank(recorder: Recorder | None) -> ModelRunner:
         async_scheduling=True,
         blocks=available_kv_blocks(model, config.scheduler_config, config.cache_config),
         slots=SLOTS,
-        recorder=recorder,
+        capturer=capturer,
     )
 
 
@@ -58,7 +58,7 @@ def single_rank_steps() -> tuple[list[Step], list[Outcome]]:
 
 
 @dataclass
-class FailingRecorder:
+class FailingCapturer:
     """Captures a number of graphs; each further capture fails."""
 
     error: Callable[[], Exception]
@@ -75,7 +75,7 @@ def run_with_a_failed_capture(
     rank: int, error: Callable[[], Exception], steps: list[Step]
 ) -> list[Outcome]:
     """Rank 1 fails at its second capture. The input tokens are the last sampled ones."""
-    runner = make_rank(FailingRecorder(error, 1 if rank == 1 else 99))
+    runner = make_rank(FailingCapturer(error, 1 if rank == 1 else 99))
     outcomes = []
     for index, step in enumerate(steps):
         if index > 0:
@@ -111,7 +111,7 @@ def test_a_failed_capture_on_one_rank_turns_graphs_off_on_all(
 def run_with_a_failed_warm_up(rank: int) -> str:
     """Rank 1 fails before its capture, when rank 0 may wait for it in a collective."""
     cuda_graphs.AGREEMENT_S = 0.5
-    runner = make_rank(FailingRecorder(lambda: WarmUpError("no kernel"), 0 if rank == 1 else 99))
+    runner = make_rank(FailingCapturer(lambda: WarmUpError("no kernel"), 0 if rank == 1 else 99))
     try:
         runner.run_step(HEARTBEAT)
     except (WarmUpError, AgreementTimeoutError) as error:
