@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gpt.parallel import collectives
 from gpt.parallel.mesh import Mesh, ProcessGroup
+from gpt.parallel.rank_agreement import _COMPLETE, _SUCCESS
 from gpt.parallel.symmetric_memory import BUFFER_BYTES, SymmetricAllReduce, SymmetricBuffer
 
 Launch = Callable[[str], None]
@@ -31,7 +32,10 @@ class StubGroup:
 
 
 class StubStore:
-    """A key-value store in which every other rank has written that it has succeeded."""
+    """A key-value store in which every other rank has written that it has succeeded.
+
+    An agreement is complete when this rank waits for its result.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -46,7 +50,7 @@ class StubStore:
         """Do nothing."""
 
     def get(self, key: str) -> bytes:
-        return self._values.get(key, b"+")
+        return self._values.get(key, _COMPLETE if key.endswith("/result") else _SUCCESS.encode())
 
 
 class CountedKernels:
