@@ -183,6 +183,18 @@ def test_template_options_change_the_prompt(deployment: ChatServer) -> None:
     expect(f"user: {QUESTION}\n</s> assistant:", chat_template_kwargs={"mood": "</s>"})
 
 
+def rounded(prompt_logprobs: list[Any]) -> list[Any]:
+    """The last digits depend on the rows that a step computes together."""
+    return [
+        entry
+        and {
+            token: {**score, "logprob": round(score["logprob"], 6)}
+            for token, score in entry.items()
+        }
+        for entry in prompt_logprobs
+    ]
+
+
 def test_chats_return_token_ids_and_prompt_logprobs(deployment: ChatServer) -> None:
     extra = {"return_token_ids": True, "prompt_logprobs": 1, "request_id": "an id"}
     for model in (BASE, "sum"):
@@ -192,7 +204,7 @@ def test_chats_return_token_ids_and_prompt_logprobs(deployment: ChatServer) -> N
         first = expected["choices"][0]
         assert chat["id"] == "chatcmpl-an id" and expected["id"] == "cmpl-an id"
         assert chat["prompt_token_ids"] == first["prompt_token_ids"] == deployment.ids(PROMPT)
-        assert chat["prompt_logprobs"] == first["prompt_logprobs"]
+        assert rounded(chat["prompt_logprobs"]) == rounded(first["prompt_logprobs"])
         assert [choice["token_ids"] for choice in chat["choices"]] == [
             choice["token_ids"] for choice in expected["choices"]
         ]
