@@ -4,6 +4,8 @@ import difflib
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.surface import GOLDEN
 from tests.support.surface_source import ROOT
 
@@ -16,6 +18,7 @@ ADVICE = (
 )
 
 
+@pytest.mark.slow
 def test_the_user_visible_surface_equals_the_record() -> None:
     # The recorder interrupts its own process and patches `ArgumentParser`, so it runs in a child.
     process = subprocess.run(
