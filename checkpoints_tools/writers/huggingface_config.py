@@ -401,7 +401,7 @@ def _glm4_moe(config: GPTConfig) -> ConfigRecord:
         "n_routed_experts": config.num_experts,
         "num_experts_per_tok": config.moe_router_topk,
         "moe_intermediate_size": config.moe_ffn_hidden_size,
-        # transformers always has a shared expert, whose width is a multiple of this width.
+        # This family always has shared experts, each of width moe_intermediate_size.
         "n_shared_experts": max(1, shared_width // config.moe_ffn_hidden_size),
         "n_group": 1,
         "topk_group": 1,

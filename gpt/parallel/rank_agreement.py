@@ -14,7 +14,7 @@ from gpt.parallel.mesh import Mesh
 # Before the text of a rank: whether it has failed. A value of the store must not be empty.
 _SUCCESS, _FAILURE = "+", "-"
 # The result of an agreement, which the first rank that knows it writes: the last rank to arrive, or
-# a rank whose time has passed.
+# a rank whose time limit has passed.
 _COMPLETE, _ABANDONED = b"complete", b"abandoned"
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import JITFunction, driver
 
-# The minor versions of Triton whose compiled kernels can be called as `CompiledKernel.launch` does.
+# The minor versions of Triton whose launcher has the signature that `CompiledKernel.launch` uses.
 # With another version, every launch is Triton's own.
 SUPPORTED_VERSIONS = ("3.6.", "3.7.")
 IS_VERSION_SUPPORTED = triton.__version__.startswith(SUPPORTED_VERSIONS)

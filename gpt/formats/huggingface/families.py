@@ -220,7 +220,7 @@ def _qwen_expert_fields(fields: ConfigJson) -> dict[str, Any]:
         ),
         "moe_router_topk": fields.integer("num_experts_per_tok"),
         "moe_ffn_hidden_size": fields.integer("moe_intermediate_size"),
-        # A softmax over all experts whose top k are renormalized equals a softmax over the top k.
+        # Softmax over all experts, renormalized over the top k, equals softmax over the top k.
         "moe_router_pre_softmax": not fields.flag("norm_topk_prob"),
     }
 
