@@ -5,16 +5,24 @@ to these names. The constructor of GPTConfig refuses values that the model does 
 other modules do not check them again.
 """
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from math import isfinite
-from typing import Any, Literal, Self, get_args, get_type_hints
+from typing import Any, Literal, Self, TypeVar, get_args, get_type_hints
 
 from gpt.errors import ConfigError
 
-PositionEmbeddingType = Literal["learned_absolute", "rope", "learned_absolute+rope", "none"]
+PositionEmbeddingType = Literal[
+    "learned_absolute", "rope", "learned_absolute+rope", "alibi", "none"
+]
 Normalization = Literal["LayerNorm", "RMSNorm"]
-Activation = Literal["gelu", "gelu_tanh", "silu", "relu2"]
+# Where a layer has norms: in front of attention and MLP, behind them (before their outputs are
+# added to the residual), or both.
+NormPlacement = Literal["pre", "post", "pre_and_post"]
+QKNormScope = Literal["head", "all_heads"]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2"]
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 ScoreFunction = Literal["softmax", "sigmoid"]
 
@@ -26,28 +34,45 @@ LAYERS_OR_EXPERTS_MAX = 65535
 LAYERS_TIMES_EXPERTS_MAX = 1 << 18
 
 
+T = TypeVar("T")
+
+ROPE_SCALING_KINDS = ("linear", "llama3", "yarn")
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """Scaling of the rotary frequencies for contexts longer than the training context.
 
-    `linear` divides all frequencies by `factor`. `llama3` depends on the number of rotations r that
-    a frequency gives within `original_max_position_embeddings` positions:
+    `linear` divides all frequencies by `factor`. The other kinds divide some frequencies, leave
+    others unchanged, and interpolate between the two:
 
-    - r <= low_freq_factor: the frequency is divided by `factor`.
-    - r >= high_freq_factor: the frequency is unchanged.
-    - Between the limits: linear interpolation between the divided and the unchanged frequency.
+    - `llama3` depends on the number of rotations that a frequency gives within
+      `original_max_position_embeddings` positions. With at most `low_freq_factor` rotations, the
+      frequency is divided; with at least `high_freq_factor` rotations, it is unchanged. The
+      interpolation is linear in the number of rotations.
+    - `yarn` (https://arxiv.org/abs/2309.00071) does the same with `beta_slow` and `beta_fast`
+      rotations, but its interpolation is linear in the index of the frequency. `truncate` rounds
+      the indices of the two limits to whole numbers. cos and sin are multiplied by
+      `attention_factor`.
     """
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3", "yarn"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
         _check_types(self, "rope_scaling.")
-        if self.kind not in ("linear", "llama3"):
-            raise ConfigError(f"rope_scaling.kind is {self.kind!r}; choose one of: linear, llama3")
+        if self.kind not in ROPE_SCALING_KINDS:
+            raise ConfigError(
+                f"rope_scaling.kind is {self.kind!r}; choose one of: "
+                + ", ".join(ROPE_SCALING_KINDS)
+            )
         if self.original_max_position_embeddings < 1:
             raise ConfigError(
                 "rope_scaling.original_max_position_embeddings is "
@@ -59,14 +84,57 @@ class RopeScaling:
                 f"and high_freq_factor {self.high_freq_factor}; all three must be above 0, and "
                 "high_freq_factor must be larger than low_freq_factor"
             )
+        if self.attention_factor <= 0 or not 0 < self.beta_slow < self.beta_fast:
+            raise ConfigError(
+                f"rope_scaling has beta_slow {self.beta_slow}, beta_fast {self.beta_fast} and "
+                f"attention_factor {self.attention_factor}; all three must be above 0, and "
+                "beta_fast must be larger than beta_slow"
+            )
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """The rotary embedding of a layer."""
+
+    base: float = 10000.0
+    percent: float = 1.0  # The share of a head's channels that is rotated.
+    interleaved: bool = False
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        _check_types(self, "window_rope.")
+        if self.base < 1:
+            raise ConfigError(f"rotary_base is {self.base}; it must be at least 1")
+        if self.scaling is not None and self.scaling.kind == "yarn" and self.base == 1:
+            raise ConfigError("rotary_base is 1; YaRN needs a base above 1")
+        if not 0 < self.percent <= 1:
+            raise ConfigError(f"rotary_percent is {self.percent}; it must be in (0, 1]")
+
+    def rotary_dim(self, head_width: int) -> int:
+        """The number of leading channels of each head that are rotated."""
+        return int(head_width * self.percent)
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What may differ between the layers of a model."""
+
+    # Number of tokens that a token attends to, itself included. None: all tokens up to itself.
+    window_size: int | None
+    rope: RopeConfig | None  # None: queries and keys are not rotated.
+    # Whether the softmax has one more term in its denominator, a learned logit for each head.
+    attention_sinks: bool
+    has_experts: bool
 
 
 @dataclass(frozen=True)
 class GPTConfig:
     """The configuration of a GPT.
 
-    The constructor replaces some values of 0 and an empty `moe_layers`. The comments "0: ..." and
-    "Empty: ..." give the value that it stores instead.
+    `layers` says for each layer what may differ between layers; the other fields apply to the
+    model. The constructor replaces some values of 0 and an empty `moe_layers`; the comments
+    "0: ..." and "Empty: ..." give the value that it stores instead. It removes settings without
+    effect, such as a window that no layer has, so that equal models have equal configurations.
     """
 
     num_layers: int
@@ -86,20 +154,39 @@ class GPTConfig:
     rotary_base: float = 10000.0
     rotary_interleaved: bool = False
     rope_scaling: RopeScaling | None = None
+    # For each layer, whether it rotates queries and keys. Empty: all layers, if the model has RoPE.
+    rope_layers: tuple[bool, ...] = ()
+    # The rotary embedding of the layers with a window. None: that of the other layers.
+    window_rope: RopeConfig | None = None
 
     normalization: Normalization = "LayerNorm"
     layernorm_epsilon: float = 1e-5
     layernorm_zero_centered_gamma: bool = False  # The stored weight is gamma - 1.
+    norm_placement: NormPlacement = "pre"
+    embedding_layernorm: bool = False  # A norm of the embeddings, before the first layer.
     activation: Activation = "gelu_tanh"
     gated: bool = False  # fc1 is [gate; up]: SwiGLU with silu, GeGLU with gelu.
+    # In a gated MLP: gate is at most this value, and up is at least -value and at most value.
+    # 0: no limit.
+    activation_func_clamp_value: float = 0.0
+    glu_linear_offset: float = 0.0  # Added to up in a gated MLP.
     qkv_bias: bool = True
     proj_bias: bool = True
     mlp_bias: bool = True
     untie_embeddings_and_output_weights: bool = False
     qk_layernorm: bool = False
+    # Whether q/k norms normalize each head, or the queries (keys) of all heads together.
+    qk_layernorm_scope: QKNormScope = "head"
+    # Factor of the attention scores. 0: 1 / sqrt(kv_channels).
+    softmax_scale: float = 0.0
+    attention_sinks: bool = False  # One learned logit for each query head and layer.
+    # Factor of the embeddings of token ids. It does not apply to virtual tokens.
+    embedding_multiplier: float = 1.0
     parallel_residual: bool = False
     # Number of tokens that a token attends to, itself included. None: all tokens up to itself.
     window_size: int | None = None
+    # For each layer, whether it has the window. Empty: all layers, if there is a window.
+    window_layers: tuple[bool, ...] = ()
 
     num_experts: int = 0
     # For each layer, whether it has experts. Empty: all layers have experts if num_experts > 0.
@@ -112,6 +199,7 @@ class GPTConfig:
     # Whether a bias is added to the scores that choose the experts. The routing weights of the
     # chosen experts are computed without this bias.
     moe_router_expert_bias: bool = False
+    moe_router_bias: bool = False  # Whether the router's linear has a bias.
     moe_router_topk_scaling_factor: float = 1.0
     moe_shared_expert_intermediate_size: int = 0
     moe_shared_expert_gate: bool = False
@@ -136,9 +224,25 @@ class GPTConfig:
             object.__setattr__(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
         self._check_values()
         self._check_expert_count()
+        self._check_layer_lists()
         if not self.moe_layers:
             object.__setattr__(self, "moe_layers", (self.num_experts > 0,) * self.num_layers)
         self._check_experts()
+        self._remove_unused_settings()
+
+    def _remove_unused_settings(self) -> None:
+        unused: dict[str, Any] = {}
+        if self.window_layers and not any(self.window_layers):
+            unused["window_size"] = None
+        if all(self.window_layers) or not any(self.window_layers):
+            unused["window_layers"] = ()
+        if all(self.rope_layers) or not self.uses_rope:
+            unused["rope_layers"] = ()
+        has_window = self.window_size is not None and "window_size" not in unused
+        if not has_window or not self.uses_rope or self.window_rope == self.rope:
+            unused["window_rope"] = None
+        for name, value in unused.items():
+            object.__setattr__(self, name, value)
 
     def _check_head_width(self) -> None:
         heads = self.num_attention_heads
@@ -163,8 +267,9 @@ class GPTConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.layernorm_epsilon >= 1:
             raise ConfigError(f"layernorm_epsilon is {self.layernorm_epsilon}; it must be below 1")
-        if self.rotary_base < 1:
-            raise ConfigError(f"rotary_base is {self.rotary_base}; it must be at least 1")
+        for name in ("softmax_scale", "activation_func_clamp_value"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be in [0, 1)")
@@ -178,14 +283,22 @@ class GPTConfig:
                 f"attention heads do not divide into {self.num_query_groups} query groups; it "
                 "must divide the heads"
             )
-        if not 0 < self.rotary_percent <= 1:
-            raise ConfigError(f"rotary_percent is {self.rotary_percent}; it must be in (0, 1]")
-        if self.uses_rope and (self.rotary_dim < 2 or self.rotary_dim % 2):
+        for rope in (self.rope, self.window_rope):
+            rotary_dim = 2 if rope is None else rope.rotary_dim(self.kv_channels)
+            if rope is not None and self.uses_rope and (rotary_dim < 2 or rotary_dim % 2):
+                raise ConfigError(
+                    f"kv_channels is {self.kv_channels}, and rotary_percent {rope.percent} of "
+                    f"{self.kv_channels} channels gives {rotary_dim} rotary channels; the number "
+                    "must be even and at least 2"
+                )
+        is_wide_layer_norm = self.qk_layernorm_scope != "head" and self.normalization != "RMSNorm"
+        if self.qk_layernorm and is_wide_layer_norm:
             raise ConfigError(
-                f"kv_channels is {self.kv_channels}, and rotary_percent {self.rotary_percent} of "
-                f"{self.kv_channels} channels gives {self.rotary_dim} rotary channels; the number "
-                "must be even and at least 2"
+                f"qk_layernorm_scope is {self.qk_layernorm_scope!r} and normalization is "
+                f"{self.normalization!r}; a q/k norm of all heads must be an RMSNorm"
             )
+        if self.norm_placement == "post" and self.parallel_residual:
+            raise ConfigError("norm_placement is 'post'; it needs parallel_residual false")
         if self.window_size is not None and self.window_size < 1:
             raise ConfigError(f"window_size is {self.window_size}; it must be at least 1 token")
 
@@ -196,17 +309,28 @@ class GPTConfig:
                 f"product must be at most {LAYERS_TIMES_EXPERTS_MAX}"
             )
 
+    def _check_layer_lists(self) -> None:
+        for name in ("moe_layers", "window_layers", "rope_layers"):
+            length = len(getattr(self, name))
+            if length and length != self.num_layers:
+                raise ConfigError(
+                    f"{name} has {length} entries; it must have one for each of the "
+                    f"{self.num_layers} layers"
+                )
+        if any(self.window_layers) and self.window_size is None:
+            raise ConfigError("window_layers is set without window_size; give the window's tokens")
+
     def _check_experts(self) -> None:
-        if len(self.moe_layers) != self.num_layers:
-            raise ConfigError(
-                f"moe_layers has {len(self.moe_layers)} entries; it must have one for each of the "
-                f"{self.num_layers} layers"
-            )
         if any(self.moe_layers) and not 1 <= self.moe_router_topk <= self.num_experts:
             raise ConfigError(
                 f"moe_router_topk is {self.moe_router_topk}, and num_experts is "
                 f"{self.num_experts}; in a model with experts, moe_router_topk must be from 1 to "
                 "num_experts"
+            )
+        if any(self.moe_layers) and self.norm_placement != "pre":
+            raise ConfigError(
+                f"norm_placement is {self.norm_placement!r} in a model with experts; it must be "
+                "'pre'"
             )
         if self.moe_shared_expert_gate and not self.moe_shared_expert_intermediate_size:
             raise ConfigError(
@@ -222,10 +346,35 @@ class GPTConfig:
     def uses_rope(self) -> bool:
         return self.position_embedding_type.endswith("rope")
 
-    @property
-    def rotary_dim(self) -> int:
-        """The number of leading channels of each head that are rotated."""
-        return int(self.kv_channels * self.rotary_percent)
+    @cached_property
+    def rope(self) -> RopeConfig:
+        """The rotary embedding of the layers without a window, and by default of all layers."""
+        return RopeConfig(
+            self.rotary_base, self.rotary_percent, self.rotary_interleaved, self.rope_scaling
+        )
+
+    @cached_property
+    def layers(self) -> tuple[LayerConfig, ...]:
+        """The configuration of each layer, by its global number."""
+        everywhere = (True,) * self.num_layers
+        has_window = everywhere if self.window_size is not None else ()
+        return tuple(
+            LayerConfig(
+                window_size=self.window_size if windowed else None,
+                rope=self._layer_rope(windowed) if rotates and self.uses_rope else None,
+                attention_sinks=self.attention_sinks,
+                has_experts=has_experts,
+            )
+            for windowed, rotates, has_experts in zip(
+                self.window_layers or has_window or (False,) * self.num_layers,
+                self.rope_layers or everywhere,
+                self.moe_layers,
+                strict=True,
+            )
+        )
+
+    def _layer_rope(self, has_window: bool) -> RopeConfig:
+        return self.window_rope if has_window and self.window_rope is not None else self.rope
 
     @property
     def prefix_width(self) -> int:
@@ -247,27 +396,39 @@ class GPTConfig:
         field_names = {field.name for field in fields(cls)}
         unknown = sorted(set(record) - field_names)
         if unknown:
-            raise ConfigError(
-                f"unknown key {unknown[0]!r} in the model's config; choose one of: "
-                + ", ".join(sorted(field_names))
-            )
+            matches = difflib.get_close_matches(unknown[0], field_names, n=1)
+            advice = f"did you mean {matches[0]!r}?" if matches else "remove it"
+            raise ConfigError(f"unknown key {unknown[0]!r} in the model's config; {advice}")
         values = dict(record)
         if isinstance(values.get("rope_scaling"), Mapping):
-            try:
-                values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
-            except TypeError as error:
-                raise ConfigError(f"rope_scaling: {error}") from None
-        if isinstance(values.get("moe_layers"), list):
-            values["moe_layers"] = tuple(values["moe_layers"])
+            values["rope_scaling"] = _from_mapping(RopeScaling, values, "rope_scaling")
+        if isinstance(values.get("window_rope"), Mapping):
+            window_rope = dict(values["window_rope"])
+            if isinstance(window_rope.get("scaling"), Mapping):
+                window_rope["scaling"] = _from_mapping(RopeScaling, window_rope, "scaling")
+            values["window_rope"] = window_rope
+            values["window_rope"] = _from_mapping(RopeConfig, values, "window_rope")
+        for name in ("moe_layers", "window_layers", "rope_layers"):
+            if isinstance(values.get(name), list):
+                values[name] = tuple(values[name])
         try:
             return cls(**values)
         except TypeError as error:
             raise ConfigError(f"the model's config is incomplete: {error}") from None
 
 
+def _from_mapping(kind: type[T], values: Mapping[str, Any], name: str) -> T:
+    try:
+        return kind(**values[name])
+    except TypeError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
 _LITERAL_FIELDS = {
     "position_embedding_type": PositionEmbeddingType,
     "normalization": Normalization,
+    "norm_placement": NormPlacement,
+    "qk_layernorm_scope": QKNormScope,
     "activation": Activation,
     "moe_router_score_function": ScoreFunction,
     "dtype": DType,
@@ -305,6 +466,7 @@ _TYPE_CHECKS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
         "a list of true and false",
     ),
     RopeScaling | None: (lambda x: x is None or isinstance(x, RopeScaling), "a mapping or null"),
+    RopeConfig | None: (lambda x: x is None or isinstance(x, RopeConfig), "a mapping or null"),
 }
 
 

@@ -21,7 +21,8 @@ from checkpoints_tools.writers.huggingface_config import choose_family
 from checkpoints_tools.writers.huggingface_tokenizer import plan_tokenizer
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
-from gpt.formats.huggingface.families import FAMILIES, Family, FusedQKV
+from gpt.formats.huggingface.families.family import Family, FusedQKV
+from gpt.formats.huggingface.families.registry import FAMILIES
 from gpt.parallel.weight_sharding import (
     ParameterSpec,
     Ranges,

@@ -16,7 +16,7 @@ from gpt.checkpoint.logical_tensor import summarize_names
 from gpt.config import Activation, GPTConfig
 from gpt.errors import CheckpointError, ConfigError
 from gpt.formats.huggingface.config_json import ConfigJson
-from gpt.formats.huggingface.families import FAMILIES
+from gpt.formats.huggingface.families.registry import FAMILIES
 
 ConfigRecord = dict[str, Any]
 

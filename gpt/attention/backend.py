@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpt.attention.paged import KV, ragged_attention, store_kv
 from gpt.batch import Batch
-from gpt.config import GPTConfig
+from gpt.config import GPTConfig, RopeConfig
 from gpt.fp8_rows import Fp8Rows
 
 
@@ -32,6 +32,7 @@ class QKTransform:
     """
 
     config: GPTConfig
+    rope: RopeConfig
     rotary_table: Tensor
     # The norm weights of the queries and of the keys. None: the model has no qk-norm.
     norms: tuple[NormWeights, NormWeights] | None = None

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from gpt.checkpoint.logical_tensor import Checkpoint, LogicalTensor, ModelIdentity, allocate_scratch
-from gpt.config import GPTConfig
+from gpt.config import GPTConfig, RopeScaling
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError
 from gpt.files.abandoned_files import remove_abandoned_partials
@@ -32,6 +32,35 @@ __all__ = ["ModelIdentity", "base_digest", "combine_digests", "fingerprint", "id
 # The fingerprint reads this number of columns in the first, the middle and the last row of each
 # tensor.
 SAMPLE_COLUMNS = 64
+
+# The fields that each kind of RoPE scaling uses, besides its kind and factor.
+_SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "linear": (),
+    "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+    ),
+}
+
+# Fields of GPTConfig that version 0.2 did not have, with the values that mean "as in version 0.2".
+_LATER_FIELDS: Mapping[str, object] = {
+    "rope_layers": (),
+    "window_rope": None,
+    "norm_placement": "pre",
+    "embedding_layernorm": False,
+    "activation_func_clamp_value": 0.0,
+    "glu_linear_offset": 0.0,
+    "qk_layernorm_scope": "head",
+    "softmax_scale": 0.0,
+    "attention_sinks": False,
+    "embedding_multiplier": 1.0,
+    "window_layers": (),
+    "moe_router_bias": False,
+}
 
 # Maximum number of hashing threads. More threads are not faster, because the disk is the limit.
 WORKERS_MAX = 8
@@ -102,9 +131,20 @@ def functional_config(config: GPTConfig) -> dict[str, Any]:
     if not any(config.moe_layers):
         ignored_fields += ["num_experts"]
         ignored_fields += [name for name in fields if name.startswith("moe_")]
-    if config.rope_scaling is not None and config.rope_scaling.kind == "linear":
-        fields["rope_scaling"] = {"kind": "linear", "factor": config.rope_scaling.factor}
+    fields["rope_scaling"] = _functional_scaling(config.rope_scaling)
+    if config.window_rope is not None:
+        fields["window_rope"]["scaling"] = _functional_scaling(config.window_rope.scaling)
+    # A digest must not change when a version of this project adds a field that the model lacks.
+    ignored_fields += [name for name, default in _LATER_FIELDS.items() if fields[name] == default]
     return {name: _normalize_numbers(fields[name]) for name in fields if name not in ignored_fields}
+
+
+def _functional_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """Return the fields that a kind of scaling uses."""
+    if scaling is None:
+        return None
+    names = ("kind", "factor", *_SCALING_FIELDS[scaling.kind])
+    return {name: getattr(scaling, name) for name in names}
 
 
 def _normalize_numbers(value: Any) -> Any:

@@ -36,6 +36,7 @@ from gpt.model.gpt_model import GPT
 from gpt.model.linear import Linear
 from gpt.model.mlp import MLP
 from gpt.model.moe import MoELayer
+from gpt.model.norm import Norm
 from gpt.model.rotary_embedding import compute_rotary_cos_sin
 
 
@@ -122,7 +123,17 @@ class FusedDecoder:
         # With a parallel residual, the experts' input is the layer's input, which the library has
         # overwritten with the sum after attention.
         parallel_moe = config.parallel_residual and config.num_experts
-        return not unsupported_width and not parallel_moe
+        # The library runs all layers of a call alike, with norms in front of the linears.
+        has_equal_layers = len({(layer.window_size, layer.rope) for layer in config.layers}) == 1
+        has_common_layers = (
+            config.norm_placement == "pre"
+            and not (config.qk_layernorm and config.qk_layernorm_scope != "head")
+            and not config.softmax_scale
+            and not config.attention_sinks
+            and config.position_embedding_type != "alibi"
+            and activation_name(config) is not None
+        )
+        return not unsupported_width and not parallel_moe and has_equal_layers and has_common_layers
 
     def forward(
         self, x: Tensor, batch: Batch, kv: KVPool | None, prefix: PrefixKV | None
@@ -161,7 +172,9 @@ class FusedDecoder:
         cos_sin = (
             []
             if not config.uses_rope
-            else compute_rotary_cos_sin(config, batch.positions, torch.float32)
+            else compute_rotary_cos_sin(
+                config.rope, config.kv_channels, batch.positions, torch.float32
+            )
         )
         lib = (
             library_keeping_gil()
@@ -202,7 +215,7 @@ class FusedDecoder:
             if lib.preamble_decoder_layers(ctypes.byref(layer_range), ctypes.byref(step_args)):
                 raise RuntimeError("the C library does not support the number of channels per head")
             if moe_layer is not None:
-                x = moe_layer.forward_mlp(x, x, ForwardContext(batch, None)).contiguous()
+                x = moe_layer.forward_mlp(x, x, ForwardContext(batch)).contiguous()
                 step_args.x = x.data_ptr()
         return x
 
@@ -225,7 +238,7 @@ class FusedDecoder:
             ffn=config.ffn_hidden_size,
             activation=activation_code(activation_name(config), gated=config.gated),
             parallel_residual=config.parallel_residual,
-            rotary_dim=config.rotary_dim if config.uses_rope else 0,
+            rotary_dim=config.rope.rotary_dim(config.kv_channels) if config.uses_rope else 0,
             interleaved=config.rotary_interleaved,
             layer_array=ctypes.addressof(record_array),
         )
@@ -236,8 +249,10 @@ class FusedDecoder:
         record.norm = self._norm_record(_packed_linear(attention.linear_qkv).norm)
         record.qkv, record.qkv_bias = self._weight_record(attention.linear_qkv)
         if self.config.qk_layernorm:
-            record.q_norm = self._norm_record(make_norm(attention.q_layernorm))
-            record.k_norm = self._norm_record(make_norm(attention.k_layernorm))
+            q_norm, k_norm = attention.q_layernorm, attention.k_layernorm
+            assert isinstance(q_norm, Norm) and isinstance(k_norm, Norm)
+            record.q_norm = self._norm_record(make_norm(q_norm))
+            record.k_norm = self._norm_record(make_norm(k_norm))
         record.proj, record.proj_bias = self._weight_record(attention.linear_proj)
         if isinstance(layer.mlp, MLP):
             record.mlp_norm = self._norm_record(_packed_linear(layer.mlp.linear_fc1).norm)

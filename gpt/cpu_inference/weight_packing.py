@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from gpt.config import GPTConfig
 from gpt.cpu import int8_linear, packed_linear
 from gpt.cpu.exact_argmax import CpuGreedyHead, ScreenedArgmax
 from gpt.cpu.huge_pages import huge_page_zeros
@@ -23,6 +24,7 @@ from gpt.cpu.packed_linear import CpuNorm, PackedLinear
 from gpt.cpu_inference.fused_decoder import FusedDecoder
 from gpt.linear.cpu_linear import CpuLinear, OneDnnLinear, make_input_norm, make_norm
 from gpt.linear.quantization_check import Divergence, DivergenceProbe, enforce_limit
+from gpt.model.activation import activation_name
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import Linear, LinearBackend
 from gpt.model.mlp import MLP
@@ -48,7 +50,8 @@ def pack_weights(model: GPT, *, int8: bool = False) -> None:
         log.info("event=weights_not_packed reason=%r", unsupported)
         return
     linears = [module for module in model.modules() if isinstance(module, Linear)]
-    gated_linears = {m.linear_fc1 for m in model.modules() if isinstance(m, MLP) and m.config.gated}
+    mlps = [module for module in model.modules() if isinstance(module, MLP)]
+    gated_linears = {mlp.linear_fc1 for mlp in mlps if _is_gated(mlp.config)}
     # The lists of weights must not be stored in variables, because a reference to the unpacked
     # weights would keep all of them in memory.
     packer = _WeightPacker(
@@ -171,6 +174,11 @@ class _WeightPacker:
         panel_memory, self._free_memory = self._free_memory[:size], self._free_memory[size:]
         packed = self._panels_type(weight, panel_memory, fp32_output=fp32_output, gated=gated)
         return CpuLinear(packed, norm)
+
+
+def _is_gated(config: GPTConfig) -> bool:
+    """Return whether the backend of fc1 computes a gated activation."""
+    return config.gated and activation_name(config) is not None
 
 
 def _unsupported_reason(model: GPT) -> str | None:

@@ -125,6 +125,10 @@ def unsupported_reason(model: GPT) -> str | None:
         return "the model has trainable weights"
     if model.mesh.sequence_parallel:
         return "the model uses sequence parallelism"
+    if model.config.norm_placement != "pre":
+        return "the layers have norms behind their linears"
+    if activation_name(model.config) is None:
+        return "the kernels do not compute the activation"
     return None
 
 

@@ -47,7 +47,9 @@ class GroupedExperts(ExpertsBackend):
         self._router = router
         self._config = config
         self._mesh = mesh
-        self._activation = activation_name(config)
+        activation = activation_name(config)
+        assert activation is not None, "fused_linear.unsupported_reason refuses these activations"
+        self._activation = activation
         self._fc1_weight, self._fc1_bias = _stack_linears([mlp.linear_fc1 for mlp in experts])
         self._fc2_weight, fc2_bias = _stack_linears([mlp.linear_fc2 for mlp in experts])
         # The outputs are summed over the tensor ranks, so one rank adds the biases.

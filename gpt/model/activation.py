@@ -3,24 +3,40 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gpt.config import GPTConfig
+from gpt.cpu import packed_linear
 from gpt.cpu.packed_linear import GATED_PREFIX
 from gpt.model.activation_checkpointing import recompute_from_inputs
 
+QUICK_GELU_FACTOR = 1.702
+
+# The activations that the kernels of all linear backends compute.
 UNGATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
     "relu2": lambda x: F.relu(x).square(),
 }
+assert UNGATED_ACTIVATIONS.keys() == set(packed_linear.ACTIVATIONS) - {None}
+
+# The activations that only torch computes, after the linear.
+_TORCH_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "quick_gelu": lambda x: x * torch.sigmoid(QUICK_GELU_FACTOR * x),
+}
 
 
-def _gated_activation(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _gated_activation(
+    activation: Callable[[Tensor], Tensor], x: Tensor, limit: float = 0.0, offset: float = 0.0
+) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    return activation(gate) * up
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return activation(gate) * (up + offset if offset else up)
 
 
 # The activations that may follow a linear. A gated activation returns activation(gate) * up; gate
@@ -31,6 +47,26 @@ ACTIVATIONS = UNGATED_ACTIVATIONS | {
 }
 
 
-def activation_name(config: GPTConfig) -> str:
-    """Return the key in ACTIVATIONS of the activation that follows fc1 in this model."""
+def activation_name(config: GPTConfig) -> str | None:
+    """Return the key in ACTIVATIONS of the activation that follows fc1 in this model.
+
+    None: the linear backends do not compute this activation; `torch_activation` does.
+    """
+    is_plain = not (config.activation_func_clamp_value or config.glu_linear_offset)
+    if not is_plain or config.activation not in UNGATED_ACTIVATIONS:
+        return None
     return f"{GATED_PREFIX}{config.activation}" if config.gated else config.activation
+
+
+def torch_activation(config: GPTConfig, x: Tensor) -> Tensor:
+    """Return the activation of `x`, the output of fc1 without an activation."""
+    activation = (UNGATED_ACTIVATIONS | _TORCH_ACTIVATIONS)[config.activation]
+    if not config.gated:
+        return activation(x)
+    gated = partial(
+        _gated_activation,
+        activation,
+        limit=config.activation_func_clamp_value,
+        offset=config.glu_linear_offset,
+    )
+    return recompute_from_inputs(gated, x)

@@ -6,7 +6,7 @@ computes for virtual tokens (`PrefixKV`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -17,11 +17,12 @@ from gpt.attention.backend import NormWeights, QKTransform, QKTransformBackend
 from gpt.attention.paged import KV
 from gpt.attention.varlen import AttentionDropout, unfused_attention
 from gpt.batch import Batch
+from gpt.config import RopeConfig
 from gpt.dropout import Dropout
 from gpt.model.activation_checkpointing import checkpointed
 from gpt.model.build_context import BuildContext
 from gpt.model.linear import ColumnParallelLinear, RowParallelLinear
-from gpt.model.norm import Norm
+from gpt.model.norm import AllHeadsNorm, Norm
 from gpt.model.residual_dropout import Residual
 from gpt.model.rotary_embedding import apply_rotary_embedding
 from gpt.parallel.weight_sharding import local_kv_heads
@@ -54,16 +55,16 @@ class ForwardContext:
     """The data that all layers of one forward pass share."""
 
     batch: Batch
-    # cos and sin of the step's positions, each (T, rotary channels / 2). None: the model has no
-    # RoPE, or `rotary_table` is set.
-    rotary_cos_sin: tuple[Tensor, Tensor] | None
+    # For each rotary embedding of the model's layers, cos and sin of the step's positions, each
+    # (T, rotary channels / 2). Empty: the model has no RoPE, or `rotary_tables` is set.
+    rotary_cos_sin: Mapping[RopeConfig, tuple[Tensor, Tensor]] = field(default_factory=dict)
     # The rows that a layer computes after its attention core; set for the last layer of the model
     # only. None: all rows.
     output_rows: Tensor | None = None
     prefix: PrefixKV | None = None
-    # cos and sin of all positions. If set, the attention backend transforms queries and keys, and
-    # the step has a KV pool and no prefix.
-    rotary_table: Tensor | None = None
+    # cos and sin of all positions. If not empty, the attention backend transforms queries and keys,
+    # and the step has a KV pool and no prefix.
+    rotary_tables: Mapping[RopeConfig, Tensor] = field(default_factory=dict)
 
 
 class Attention(nn.Module):
@@ -74,32 +75,48 @@ class Attention(nn.Module):
         name = f"decoder.layers.{layer}.self_attention"
         self.layer = layer
         self.config = build.config
+        self.layer_config = build.config.layers[layer]
         self.mesh = build.mesh
         self.backend = build.attention_backend
         self.recompute = build.recompute
         self.groups = local_kv_heads(build.config, build.mesh.tp)
         self.linear_qkv = ColumnParallelLinear(build, f"{name}.linear_qkv")
         self.linear_proj = RowParallelLinear(build, f"{name}.linear_proj")
+        # The factor of the queries that gives the scores their scale. The attention backends scale
+        # the scores by 1 / sqrt(D).
+        self.query_factor = build.config.softmax_scale * build.config.kv_channels**0.5 or 1.0
         if build.config.qk_layernorm:
+            self._add_qk_norms(build, name)
+
+    def _add_qk_norms(self, build: BuildContext, name: str) -> None:
+        self.q_layernorm: Norm | AllHeadsNorm
+        self.k_layernorm: Norm | AllHeadsNorm
+        if self.config.qk_layernorm_scope == "head":
             self.q_layernorm = Norm(build, f"{name}.q_layernorm")
             self.k_layernorm = Norm(build, f"{name}.k_layernorm")
+            return
+        copies = self.groups * self.mesh.tp // self.config.num_query_groups
+        self.q_layernorm = AllHeadsNorm(build, f"{name}.q_layernorm", copies=1)
+        self.k_layernorm = AllHeadsNorm(build, f"{name}.k_layernorm", copies=copies)
 
     def forward(
         self, x: Tensor, context: ForwardContext, kv: KV | None, residual: Residual | None = None
     ) -> Tensor:
         batch, d = context.batch, self.config.kv_channels
         qkv = self.linear_qkv(x, batch.tokens).view(batch.tokens, self.groups, -1, d)
-        if context.rotary_table is not None:
+        transform = self._qk_transform(context)
+        if transform is not None:
             assert kv is not None and isinstance(self.backend, QKTransformBackend)
-            transform = self._qk_transform(context.rotary_table)
             q, k, v = self.backend.transform_and_store(qkv, transform, batch, kv)
         else:
             q, k, v = self._transform_qkv(qkv, context)
             if kv is not None:
                 self.backend.store(k, v, batch, kv)
+        if self.query_factor != 1.0:
+            q = q * self.query_factor
         if self.linear_proj.backend.accepts_fp8_rows:
             y, fp8_rows = self.backend.attend_and_quantize(
-                q, k, v, batch, kv, self.config.window_size
+                q, k, v, batch, kv, self.layer_config.window_size
             )
         else:
             y, fp8_rows = self._core_attention(q, k, v, batch, kv), None
@@ -110,12 +127,18 @@ class Attention(nn.Module):
             self.linear_proj.backend.store_fp8_rows(rows, fp8_rows)
         return cast(Tensor, self.linear_proj(rows, residual))
 
-    def _qk_transform(self, rotary_table: Tensor) -> QKTransform:
+    def _qk_transform(self, context: ForwardContext) -> QKTransform | None:
+        """Return the transform that the attention backend computes; None: torch computes it."""
+        rope = self.layer_config.rope
+        if not context.rotary_tables or rope is None:
+            return None
+        table = context.rotary_tables[rope]
         if not self.config.qk_layernorm:
-            return QKTransform(self.config, rotary_table)
+            return QKTransform(self.config, rope, table)
         q_norm, k_norm = self.q_layernorm, self.k_layernorm
+        assert isinstance(q_norm, Norm) and isinstance(k_norm, Norm)
         norms = NormWeights(q_norm.weight, q_norm.bias), NormWeights(k_norm.weight, k_norm.bias)
-        return QKTransform(self.config, rotary_table, norms)
+        return QKTransform(self.config, rope, table, norms)
 
     def _transform_qkv(
         self, grouped_qkv: Tensor, context: ForwardContext
@@ -124,11 +147,10 @@ class Attention(nn.Module):
         q, k, v = _split_qkv(grouped_qkv)
         if self.config.qk_layernorm:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        if context.rotary_cos_sin is not None:
-            q, k = (
-                apply_rotary_embedding(y, context.rotary_cos_sin, self.config.rotary_interleaved)
-                for y in (q, k)
-            )
+        rope = self.layer_config.rope
+        if rope is not None:
+            cos_sin = context.rotary_cos_sin[rope]
+            q, k = (apply_rotary_embedding(y, cos_sin, rope.interleaved) for y in (q, k))
         if context.prefix is not None:
             k, v = context.prefix.replace_kv(k, v, self.layer)
         return q, k, v
@@ -136,7 +158,7 @@ class Attention(nn.Module):
     def _core_attention(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None
     ) -> Tensor:
-        window, p = self.config.window_size, self.config.attention_dropout
+        window, p = self.layer_config.window_size, self.config.attention_dropout
         attend = self.backend.attend
         saves_only_inputs = self.backend.saves_only_inputs
         if batch.dropout is not None and p:

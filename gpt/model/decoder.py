@@ -4,7 +4,7 @@
 with which tests compare the other decoder backends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, cast
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gpt.attention.kv_cache import KVPool
 from gpt.attention.paged import KV
 from gpt.batch import Batch
-from gpt.config import GPTConfig
+from gpt.config import GPTConfig, RopeConfig
 from gpt.model.activation_checkpointing import RecomputePolicy, checkpointed
 from gpt.model.attention_layer import Attention, ForwardContext, PrefixKV
 from gpt.model.build_context import BuildContext
@@ -22,7 +22,7 @@ from gpt.model.mlp import MLP
 from gpt.model.moe import MoELayer
 from gpt.model.norm import Norm
 from gpt.model.residual_dropout import Residual, apply_hidden_dropout
-from gpt.model.rotary_embedding import compute_rotary_cos_sin
+from gpt.model.rotary_embedding import compute_rotary_cos_sin, rope_configs
 from gpt.parallel.mesh import Mesh
 
 
@@ -53,7 +53,7 @@ class DecoderLayer(nn.Module):
         self.self_attention = Attention(build, layer)
         self.pre_mlp_layernorm: Norm | None = None
         self.mlp: MLP | MoELayer
-        if build.config.moe_layers[layer]:
+        if build.config.layers[layer].has_experts:
             self.pre_mlp_layernorm = Norm(build, f"decoder.layers.{layer}.pre_mlp_layernorm")
             self.mlp = MoELayer(build, layer)
         else:
@@ -87,8 +87,9 @@ class DecoderLayer(nn.Module):
 class LayerwiseDecoder:
     """Decoder backend that runs the layers one after another, in training and in inference.
 
-    `rotary_table`: cos and sin of all positions (gpt/model/rotary_embedding.py), for an attention
-    backend that transforms queries and keys. None: the layers apply the rotary embedding in torch.
+    `rotary_tables`: cos and sin of all positions (gpt/model/rotary_embedding.py) for each rotary
+    embedding of the stage's layers, for an attention backend that transforms queries and keys.
+    Empty: the layers apply the rotary embedding in torch.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class LayerwiseDecoder:
         recompute: RecomputePolicy,
         *,
         is_last_stage: bool,
-        rotary_table: Tensor | None,
+        rotary_tables: Mapping[RopeConfig, Tensor],
     ) -> None:
         self._layers = layers
         self._config = config
@@ -108,7 +109,8 @@ class LayerwiseDecoder:
         self._dtype = dtype
         self._recompute = recompute
         self._is_last_stage = is_last_stage
-        self._rotary_table = rotary_table
+        self._rotary_tables = rotary_tables
+        self._ropes = rope_configs(config, [layer.layer for layer in layers])
 
     def forward(
         self, x: Tensor, batch: Batch, kv: KVPool | None, prefix: PrefixKV | None
@@ -130,15 +132,20 @@ class LayerwiseDecoder:
     def _forward_context(
         self, batch: Batch, kv: KVPool | None, prefix: PrefixKV | None
     ) -> ForwardContext:
-        if not self._config.uses_rope:
-            return ForwardContext(batch, None, prefix=prefix)
-        table = self._rotary_table
+        tables = self._rotary_tables
         # The backend stores the transformed keys in the KV pool, so it cannot replace keys by those
-        # of a prefix. It must not read beyond the end of the table.
+        # of a prefix. It must not read beyond the end of a table.
         is_transformable = kv is not None and prefix is None
-        if table is not None and is_transformable and max(batch.context_lengths) <= len(table):
-            return ForwardContext(batch, None, rotary_table=table)
-        cos_sin = compute_rotary_cos_sin(self._config, batch.positions, self._dtype)
+        if tables and is_transformable:
+            position_count = min(map(len, tables.values()))
+            if max(batch.context_lengths) <= position_count:
+                return ForwardContext(batch, rotary_tables=tables)
+        cos_sin = {
+            rope: compute_rotary_cos_sin(
+                rope, self._config.kv_channels, batch.positions, self._dtype
+            )
+            for rope in self._ropes
+        }
         return ForwardContext(batch, cos_sin, prefix=prefix)
 
     def _selects_rows_early(self, batch: Batch, kv: KVPool | None) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gpt.batch import Batch
 from gpt.model.build_context import BuildContext
+from gpt.model.norm import Norm
 from gpt.model.residual_dropout import apply_hidden_dropout
 from gpt.parallel.sequence_parallel import scatter_to_sequence_parallel
 from gpt.parallel.tensor_parallel import all_reduce
@@ -21,15 +22,19 @@ class Embedding(nn.Module):
     """
 
     def __init__(self, build: BuildContext, *, has_positions: bool) -> None:
-        """`has_positions`: whether to add the learned position embeddings, if the model has them.
+        """`has_positions`: whether to add learned position embeddings and the embedding norm.
 
-        Only the first stage adds them. On the last stage, a tied LM head uses the word embeddings.
+        Only the first stage applies them, if the model has them. On the last stage, a tied LM head
+        uses the word embeddings.
         """
         super().__init__()
         self.config = build.config
         self.mesh = build.mesh
         self.word_embeddings = nn.Module()
         build.allocate_parameters(self.word_embeddings, "embedding.word_embeddings")
+        self.word_embeddings_layernorm: Norm | None = None
+        if has_positions and self.config.embedding_layernorm:
+            self.word_embeddings_layernorm = Norm(build, "embedding.word_embeddings_layernorm")
         self.position_embeddings: nn.Module | None = None
         if has_positions and self.config.has_learned_positions:
             self.position_embeddings = nn.Module()
@@ -40,8 +45,15 @@ class Embedding(nn.Module):
         """This rank's rows of the embedding matrix; a tied LM head uses the same rows."""
         return cast(Tensor, self.word_embeddings.weight)
 
+    def _scale(self, x: Tensor) -> Tensor:
+        """Multiply embeddings of token ids by the model's factor, rounded to their dtype."""
+        factor = self.config.embedding_multiplier
+        return x if factor == 1.0 else x * torch.tensor(factor, dtype=x.dtype, device=x.device)
+
     def forward(self, ids: Tensor, batch: Batch, virtual_embeddings: Tensor | None) -> Tensor:
         x = self.embed_tokens(ids, virtual_embeddings)
+        if self.word_embeddings_layernorm is not None:
+            x = self.word_embeddings_layernorm(x)
         if self.position_embeddings is not None:
             x = x + F.embedding(batch.positions, cast(Tensor, self.position_embeddings.weight))
         x = scatter_to_sequence_parallel(x, self.mesh)
@@ -50,13 +62,13 @@ class Embedding(nn.Module):
     def embed_tokens(self, ids: Tensor, virtual_embeddings: Tensor | None = None) -> Tensor:
         """Return the embeddings of tokens and virtual tokens, without position embeddings."""
         if virtual_embeddings is None and self.mesh.tp == 1:
-            return F.embedding(ids, self.weight_shard)
+            return self._scale(F.embedding(ids, self.weight_shard))
         is_virtual = ids >= self.config.vocab_size
         vocab_start = self.mesh.tp_rank * self.weight_shard.shape[0]
         local_ids = ids - vocab_start
         out_of_shard = (local_ids < 0) | (local_ids >= self.weight_shard.shape[0]) | is_virtual
         x = F.embedding(local_ids.masked_fill(out_of_shard, 0), self.weight_shard)
-        x = all_reduce(x.masked_fill(out_of_shard.unsqueeze(-1), 0), self.mesh)
+        x = self._scale(all_reduce(x.masked_fill(out_of_shard.unsqueeze(-1), 0), self.mesh))
         if virtual_embeddings is not None and torch.is_grad_enabled():
             virtual_rows = is_virtual.nonzero().squeeze(-1)
             x = x.index_put(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpt.attention.backend import AttentionBackend, QKTransformBackend, TorchAttention
 from gpt.attention.kv_cache import KVPool
 from gpt.batch import Batch
-from gpt.config import GPTConfig
+from gpt.config import GPTConfig, RopeConfig
 from gpt.model.activation_checkpointing import NO_RECOMPUTE, RecomputePolicy
 from gpt.model.attention_layer import PrefixKV
 from gpt.model.build_context import BuildContext
@@ -23,7 +23,7 @@ from gpt.model.decoder import DecoderBackend, DecoderLayer, LayerwiseDecoder
 from gpt.model.embedding import Embedding
 from gpt.model.linear import LinearBackend, TorchLinear
 from gpt.model.norm import Norm
-from gpt.model.rotary_embedding import build_rotary_table
+from gpt.model.rotary_embedding import build_rotary_table, rope_configs
 from gpt.parallel.collectives import gather_columns_on_first_rank
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.tensor_parallel import gather_columns, to_column_parallel
@@ -98,9 +98,14 @@ class GPT(nn.Module):
                 self.output_layer = nn.Module()
                 build.allocate_parameters(self.output_layer, "output_layer")
         # Allocated before the KV pool, because the pool takes most of the memory that is then free.
-        self._rotary_table: Tensor | None = None
-        if config.uses_rope and isinstance(self.attention_backend, QKTransformBackend):
-            self._rotary_table = build_rotary_table(config, target_device)
+        self._rotary_tables: dict[RopeConfig, Tensor] = {}
+        norms_heads = not config.qk_layernorm or config.qk_layernorm_scope == "head"
+        if isinstance(self.attention_backend, QKTransformBackend) and norms_heads:
+            positions = config.max_position_embeddings
+            self._rotary_tables = {
+                rope: build_rotary_table(rope, config.kv_channels, positions, target_device)
+                for rope in rope_configs(config, self.layers)
+            }
         self.decoder_backend: DecoderBackend = self.layerwise_decoder()
         self.head_backend: LinearBackend | None = None
         if self.is_last_stage:
@@ -134,7 +139,7 @@ class GPT(nn.Module):
             self.dtype,
             self.recompute,
             is_last_stage=self.is_last_stage,
-            rotary_table=self._rotary_table,
+            rotary_tables=self._rotary_tables,
         )
 
     def forward(

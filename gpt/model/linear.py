@@ -19,7 +19,7 @@ from gpt.cpu import training_kernels
 from gpt.fp8_rows import Fp8Rows
 from gpt.model.activation import ACTIVATIONS
 from gpt.model.build_context import BuildContext
-from gpt.model.norm import normalize
+from gpt.model.norm import Norm, normalize
 from gpt.model.residual_dropout import Residual
 from gpt.parallel.sequence_parallel import all_gather_linear
 from gpt.parallel.tensor_parallel import from_row_parallel, to_column_parallel
@@ -155,12 +155,23 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """A linear whose weight is split by columns: the outputs of the ranks are summed."""
+    """A linear whose weight is split by columns: the outputs of the ranks are summed.
+
+    As in Megatron Bridge, some row-parallel linears contain a norm of their output, which is
+    applied before the residual is added.
+    """
+
+    def __init__(self, build: BuildContext, name: str) -> None:
+        super().__init__(build, name)
+        self.post_layernorm: Norm | None = None
+        if f"{name}.post_layernorm" in build.parameters_by_module:
+            self.post_layernorm = Norm(build, f"{name}.post_layernorm")
 
     def forward(self, x: Tensor, residual: Residual | None = None) -> Tensor:
-        # Without dropout the backend adds the residual.
+        # Without dropout and a norm of the output, the backend adds the residual.
         fused_residual: Tensor | None = None
-        if residual is not None and residual.dropout is None:
+        is_plain = self.post_layernorm is None and residual is not None and residual.dropout is None
+        if residual is not None and is_plain:
             fused_residual = residual.x
         if self.mesh.tp == 1:
             y = self.backend.forward(x, self.bias, None, fused_residual)
@@ -170,7 +181,9 @@ class RowParallelLinear(Linear):
                 y = self.backend.add_residual(y, self.bias, fused_residual)
             elif self.bias is not None:
                 y = y + self.bias
-        if residual is not None and residual.dropout is not None:
+        if self.post_layernorm is not None:
+            y = self.post_layernorm(y)
+        if residual is not None and not is_plain:
             y = residual.add_output(y)
         return y
 

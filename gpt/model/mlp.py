@@ -9,7 +9,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from gpt.model.activation import activation_name
+from gpt.model.activation import activation_name, torch_activation
 from gpt.model.build_context import BuildContext
 from gpt.model.linear import ColumnParallelLinear, RowParallelLinear
 from gpt.model.residual_dropout import Residual
@@ -21,11 +21,12 @@ class MLP(nn.Module):
     def __init__(self, build: BuildContext, name: str) -> None:
         super().__init__()
         self.config = build.config
+        self._fused_activation = activation_name(build.config)
         self.linear_fc1 = ColumnParallelLinear(build, f"{name}.linear_fc1")
         self.linear_fc2 = RowParallelLinear(build, f"{name}.linear_fc2")
 
     def forward(self, x: Tensor, tokens: int, residual: Residual | None = None) -> Tensor:
-        y = self.linear_fc1(x, tokens, activation_name(self.config))
+        y = self._activate(self.linear_fc1(x, tokens, self._fused_activation))
         return cast(Tensor, self.linear_fc2(y, residual))
 
     def partial_output(self, x: Tensor) -> Tensor:
@@ -33,5 +34,9 @@ class MLP(nn.Module):
 
         `x` has all rows, as `to_column_parallel` returns them.
         """
-        y = self.linear_fc1.project_gathered(x, activation_name(self.config))
+        y = self._activate(self.linear_fc1.project_gathered(x, self._fused_activation))
         return self.linear_fc2.partial_output(y)
+
+    def _activate(self, y: Tensor) -> Tensor:
+        """Compute the activation in torch, if the backend of fc1 does not compute it."""
+        return y if self._fused_activation is not None else torch_activation(self.config, y)

@@ -113,12 +113,17 @@ class MoELayer(nn.Module):
         """This rank's parts of all experts, without the shared expert."""
         return [cast(MLP, expert) for expert in cast(nn.ModuleList, self.experts.local_experts)]
 
+    @property
+    def _router_linear_bias(self) -> Tensor | None:
+        """The bias of the router's linear, which is part of the router logits."""
+        return cast("Tensor | None", getattr(self.router, "bias", None))
+
     def use_experts_backend(self, backend: ExpertsBackend) -> None:
         """Compute the experts with `backend`; the shared expert stays a dense MLP."""
         self.experts_backend = backend
 
     def forward(self, x: Tensor, tokens: int, residual: Residual | None = None) -> Tensor:
-        router_logits = F.linear(x, cast(Tensor, self.router.weight))
+        router_logits = F.linear(x, cast(Tensor, self.router.weight), self._router_linear_bias)
         y = self.experts_backend.forward(x, router_logits, tokens)
         if self.shared_experts is not None:
             shared_output = self.shared_experts(x, tokens)

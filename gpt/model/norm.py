@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gpt.config import GPTConfig
 from gpt.model.activation_checkpointing import recompute_from_inputs
 from gpt.model.build_context import BuildContext
+from gpt.parallel.tensor_parallel import sum_over_tensor_ranks
 
 
 class Norm(nn.Module):
@@ -25,6 +26,32 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return normalize(x, self.weight, self.bias, self.config)
+
+
+class AllHeadsNorm(nn.Module):
+    """RMSNorm of the queries (or keys) of all heads together, whose heads the tensor ranks share.
+
+    `copies`: the number of tensor ranks that have the same heads.
+    """
+
+    weight: Tensor
+
+    def __init__(self, build: BuildContext, name: str, *, copies: int) -> None:
+        super().__init__()
+        self.config = build.config
+        self.mesh = build.mesh
+        self._copies = copies
+        build.allocate_parameters(self, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of `x`, which has this rank's heads: (T, heads, channels)."""
+        rows = x.flatten(1).to(torch.promote_types(x.dtype, torch.float32))
+        width = rows.shape[1] * self.mesh.tp // self._copies
+        square_sum = sum_over_tensor_ranks(rows.square().sum(-1, keepdim=True), self.mesh)
+        mean_square = square_sum / (self._copies * width)
+        gamma = self.weight.to(rows.dtype) + self.config.layernorm_zero_centered_gamma
+        y = rows * torch.rsqrt(mean_square + self.config.layernorm_epsilon) * gamma
+        return y.to(x.dtype).view_as(x)
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: GPTConfig) -> Tensor:

@@ -1,9 +1,12 @@
 """Rotary embedding (RoPE): angles by position, frequency scaling, rotation of queries and keys."""
 
+import math
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-from gpt.config import GPTConfig, RopeScaling
+from gpt.config import GPTConfig, RopeConfig, RopeScaling
 
 
 def apply_rotary_embedding(x: Tensor, cos_sin: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
@@ -26,37 +29,74 @@ def apply_rotary_embedding(x: Tensor, cos_sin: tuple[Tensor, Tensor], interleave
 
 
 def compute_rotary_cos_sin(
-    config: GPTConfig, positions: Tensor, dtype: torch.dtype
+    rope: RopeConfig, head_width: int, positions: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of each position's rotary angles, each (T, rotary channels / 2).
 
     The angles are computed in at least fp32; cos and sin are returned in `dtype`.
     """
     compute_dtype = torch.promote_types(dtype, torch.float32)
-    exponents = torch.arange(0, config.rotary_dim, 2, device=positions.device).to(compute_dtype)
-    frequencies = config.rotary_base ** -(exponents / config.rotary_dim)
-    if config.rope_scaling is not None:
-        frequencies = scale_rotary_frequencies(frequencies, config.rope_scaling)
+    rotary_dim = rope.rotary_dim(head_width)
+    exponents = torch.arange(0, rotary_dim, 2, device=positions.device).to(compute_dtype)
+    frequencies = rope.base ** -(exponents / rotary_dim)
+    attention_factor = 1.0
+    if rope.scaling is not None:
+        frequencies = scale_rotary_frequencies(frequencies, rope.scaling, rope.base)
+        attention_factor = rope.scaling.attention_factor
     angles = torch.outer(positions.to(compute_dtype), frequencies)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    if attention_factor != 1.0:
+        cos, sin = cos * attention_factor, sin * attention_factor
+    return cos.to(dtype), sin.to(dtype)
 
 
-def build_rotary_table(config: GPTConfig, device: torch.device) -> Tensor:
-    """Return cos and sin of the rotary angles of all positions of the model, in fp32.
+def rope_configs(config: GPTConfig, layers: Iterable[int]) -> list[RopeConfig]:
+    """Return the different rotary embeddings of these layers, in the order of the layers."""
+    ropes = [config.layers[layer].rope for layer in layers]
+    return list(dict.fromkeys(rope for rope in ropes if rope is not None))
+
+
+def build_rotary_table(
+    rope: RopeConfig, head_width: int, position_count: int, device: torch.device
+) -> Tensor:
+    """Return cos and sin of the rotary angles of the first positions, in fp32.
 
     The shape is (positions, 2, rotary channels / 2); in dimension 1, index 0 is cos and index 1 is
     sin. A kernel that reads the table needs no cos and sin of the step's positions.
     """
-    positions = torch.arange(config.max_position_embeddings, device=device)
-    return torch.stack(compute_rotary_cos_sin(config, positions, torch.float32), dim=1)
+    positions = torch.arange(position_count, device=device)
+    return torch.stack(compute_rotary_cos_sin(rope, head_width, positions, torch.float32), dim=1)
 
 
-def scale_rotary_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def scale_rotary_frequencies(frequencies: Tensor, scaling: RopeScaling, base: float) -> Tensor:
     """Return the rotary frequencies scaled as `RopeScaling` describes."""
     scaled = frequencies / scaling.factor
     if scaling.kind == "linear":
         return scaled
-    rotations = scaling.original_max_position_embeddings * frequencies / (2 * torch.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth_factor = ((rotations - low) / (high - low)).clamp(0, 1)
-    return scaled + (frequencies - scaled) * smooth_factor
+    if scaling.kind == "yarn":
+        unscaled_share = 1 - _yarn_ramp(len(frequencies), scaling, base).to(frequencies)
+    else:
+        rotations = scaling.original_max_position_embeddings * frequencies / (2 * torch.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        unscaled_share = ((rotations - low) / (high - low)).clamp(0, 1)
+    return scaled + (frequencies - scaled) * unscaled_share
+
+
+def _yarn_ramp(count: int, scaling: RopeScaling, base: float) -> Tensor:
+    """Return for each of the `count` frequencies the share of its scaled value.
+
+    The share is 0 up to the frequency that gives `beta_fast` rotations, 1 from the frequency that
+    gives `beta_slow` rotations on, and linear in the index of the frequency between them.
+    """
+    limits = [
+        count
+        * math.log(scaling.original_max_position_embeddings / (2 * math.pi * rotations))
+        / math.log(base)
+        for rotations in (scaling.beta_fast, scaling.beta_slow)
+    ]
+    low, high = (math.floor(limits[0]), math.ceil(limits[1])) if scaling.truncate else limits
+    # The bounds are those of the authors' code: the upper bound counts channels, of which two are
+    # rotated together, and a ramp of length 0 is made longer.
+    low, high = max(low, 0), min(high, 2 * count - 1)
+    length = high - low or 0.001
+    return ((torch.arange(count, dtype=torch.float64) - low) / length).clamp(0, 1)

@@ -70,6 +70,22 @@ def all_reduce(x: Tensor, mesh: Mesh) -> Tensor:
     return cast(Tensor, _ReduceFromTensorParallel.apply(x, mesh))  # type: ignore[no-untyped-call]
 
 
+def sum_over_tensor_ranks(x: Tensor, mesh: Mesh) -> Tensor:
+    """Return the sum of `x` over the tensor ranks; the backward pass sums the gradients too.
+
+    For a sum that every rank uses for its own part of the model, such as a mean over all heads.
+    """
+    if mesh.tp == 1:
+        return x
+    if not torch.is_grad_enabled():
+        return all_reduce_no_grad(x, mesh)
+    copied = _CopyToTensorParallel.apply(  # type: ignore[no-untyped-call]
+        _ReduceFromTensorParallel.apply(x, mesh),  # type: ignore[no-untyped-call]
+        mesh,
+    )
+    return cast(Tensor, copied)
+
+
 def gather_columns(x: Tensor, mesh: Mesh) -> Tensor:
     """Concatenate the columns of all tensor ranks, such as the logits of a sharded vocabulary."""
     if mesh.tp == 1:

@@ -25,6 +25,7 @@ class ShardRule(Enum):
     COLUMNS = "each rank holds an equal range of columns"
     GATED = "two stacked matrices, gate and up; each rank holds an equal range of rows of both"
     QKV = "rows by query group, [queries, key, value]; each rank holds whole groups or part of one"
+    KV_HEADS = "rows by KV head; each rank holds the rows of its KV heads"
     VOCAB = "one row per token; equal ranges after padding with zero rows"
 
 
@@ -94,6 +95,8 @@ def parameter_specs(config: GPTConfig) -> dict[str, ParameterSpec]:
     table = [
         ParameterSpec("embedding.word_embeddings.weight", (config.vocab_size, h), ShardRule.VOCAB)
     ]
+    if config.embedding_layernorm:
+        table.extend(_norm_specs(config, "embedding.word_embeddings_layernorm.", h))
     if config.has_learned_positions:
         positions = (config.max_position_embeddings, h)
         table.append(
@@ -111,25 +114,44 @@ def _layer_specs(config: GPTConfig, layer: int) -> Iterator[ParameterSpec]:
     h, d = config.hidden_size, config.kv_channels
     heads, groups = config.num_attention_heads, config.num_query_groups
     attention_prefix = f"{LAYERS_PREFIX}{layer}.self_attention."
-    yield from _norm_specs(config, f"{attention_prefix}linear_qkv.layer_norm_", h)
+    has_pre_norms, has_post_norms = config.norm_placement != "post", config.norm_placement != "pre"
+    if has_pre_norms:
+        yield from _norm_specs(config, f"{attention_prefix}linear_qkv.layer_norm_", h)
     rows = (heads + 2 * groups) * d
     yield from _linear_specs(
         f"{attention_prefix}linear_qkv.", rows, h, config.qkv_bias, ShardRule.QKV
     )
-    if config.qk_layernorm:
+    if config.qk_layernorm and config.qk_layernorm_scope == "head":
         yield from _norm_specs(config, f"{attention_prefix}q_layernorm.", d)
         yield from _norm_specs(config, f"{attention_prefix}k_layernorm.", d)
+    elif config.qk_layernorm:
+        for name, width, rule in (
+            ("q_layernorm", heads * d, ShardRule.ROWS),
+            ("k_layernorm", groups * d, ShardRule.KV_HEADS),
+        ):
+            yield ParameterSpec(f"{attention_prefix}{name}.weight", (width,), rule)
+    if config.layers[layer].attention_sinks:
+        yield ParameterSpec(
+            f"{attention_prefix}core_attention.softmax_offset", (heads,), ShardRule.ROWS
+        )
     yield from _linear_specs(
         f"{attention_prefix}linear_proj.", h, heads * d, config.proj_bias, ShardRule.COLUMNS
     )
+    if has_post_norms:
+        yield from _norm_specs(config, f"{attention_prefix}linear_proj.post_layernorm.", h)
 
     mlp_prefix = f"{LAYERS_PREFIX}{layer}.mlp."
     if not config.moe_layers[layer]:
-        yield from _norm_specs(config, f"{mlp_prefix}linear_fc1.layer_norm_", h)
+        if has_pre_norms:
+            yield from _norm_specs(config, f"{mlp_prefix}linear_fc1.layer_norm_", h)
         yield from _mlp_specs(config, mlp_prefix, config.ffn_hidden_size, config.mlp_bias)
+        if has_post_norms:
+            yield from _norm_specs(config, f"{mlp_prefix}linear_fc2.post_layernorm.", h)
         return
     yield from _norm_specs(config, f"{LAYERS_PREFIX}{layer}.pre_mlp_layernorm.", h)
     yield ParameterSpec(f"{mlp_prefix}router.weight", (config.num_experts, h), ShardRule.REPLICATED)
+    if config.moe_router_bias:
+        yield ParameterSpec(f"{mlp_prefix}router.bias", (config.num_experts,), ShardRule.REPLICATED)
     if config.moe_router_expert_bias:
         yield ParameterSpec(
             f"{mlp_prefix}router.expert_bias", (config.num_experts,), ShardRule.REPLICATED
@@ -191,6 +213,10 @@ def shard_spec(parameter: ParameterSpec, config: GPTConfig, rank: int, tp: int) 
             size = half // tp
             gate = (rank * size, (rank + 1) * size)
             return ShardSpec(0, (gate, (half + gate[0], half + gate[1])), 2 * size)
+        case ShardRule.KV_HEADS:
+            size = local_kv_heads(config, tp) * config.kv_channels
+            start = first_kv_head(config, rank, tp) * config.kv_channels
+            return ShardSpec(0, ((start, start + size),), size)
         case ShardRule.QKV:
             return _qkv_shard(shape[0], config, rank, tp)
         case ShardRule.VOCAB:

@@ -83,6 +83,13 @@ class RotaryCase:
         return cls(sizes, heads, config, dtype, kv_dtype, draw.random() < 0.5)
 
 
+def make_rotary_table(config: GPTConfig, device: torch.device) -> Tensor:
+    """Return the table of all positions of a model whose layers have the same rotary embedding."""
+    return build_rotary_table(
+        config.rope, config.kv_channels, config.max_position_embeddings, device
+    )
+
+
 def reference_transform(
     qkv: Tensor, transform: QKTransform, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,7 +102,7 @@ def reference_transform(
             for x, norm in zip((q, k), transform.norms, strict=True)
         )
     # The angles in fp32, as in the table.
-    cos, sin = compute_rotary_cos_sin(config, positions, torch.float32)
+    cos, sin = compute_rotary_cos_sin(transform.rope, config.kv_channels, positions, torch.float32)
     q, k = (
         apply_rotary_embedding(x, (cos.to(qkv.dtype), sin.to(qkv.dtype)), config.rotary_interleaved)
         for x in (q, k)
@@ -144,11 +151,11 @@ def check_transform_and_store(
     if norms is not None:
         norms = _to(norms[0], device), _to(norms[1], device)
         exact_norms = _to(norms[0], torch.float64), _to(norms[1], torch.float64)
-    table = build_rotary_table(config, device)
-    transform = QKTransform(config, table, norms)
+    table = make_rotary_table(config, device)
+    transform = QKTransform(config, config.rope, table, norms)
     q, k, v = make(scales).transform_and_store(qkv, transform, batch, pools[1])
     assert torch.equal(v, qkv[:, :, -1])
-    exact_transform = QKTransform(config, table, exact_norms)
+    exact_transform = QKTransform(config, config.rope, table, exact_norms)
     exact_q, exact_k, _ = reference_transform(qkv.double(), exact_transform, batch.positions)
     for got, want in ((q, exact_q), (k, exact_k)):
         assert got.dtype == dtype and got.shape == want.shape
@@ -171,7 +178,8 @@ def check_transformed_row_without_slot(make: RotaryMake, device: torch.device) -
     groups, queries, channels = rotary_case.heads
     parts = step.q.view(3, groups, queries, channels), step.k.unsqueeze(2), step.v.unsqueeze(2)
     qkv = torch.cat(parts, dim=2).to(device)
-    transform = QKTransform(rotary_case.config, build_rotary_table(rotary_case.config, device))
+    config = rotary_case.config
+    transform = QKTransform(config, config.rope, make_rotary_table(config, device))
     _, k, v = make(None).transform_and_store(qkv, transform, batch, kv)
     for row in (0, 2):
         want[block[row], 0, :, offset[row]] = k[row]

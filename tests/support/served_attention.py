@@ -10,11 +10,11 @@ from gpt.attention.backend import NormWeights, QKTransform
 from gpt.attention.triton_paged import TritonAttention
 from gpt.batch import Batch
 from gpt.config import GPTConfig
-from gpt.model.rotary_embedding import build_rotary_table
 from serving.config import SchedulerConfig
 from serving.engine_core.warmup import warmup_steps
 from serving.messages import Step
 from serving.worker.input_batch import build_input_batch
+from tests.support.rotary_cases import make_rotary_table
 
 CONTEXT_TOKENS, BLOCK_TOKENS, SLOTS = 2048, 16, 64
 CONFIG = SchedulerConfig(running_requests_max=SLOTS, step_tokens_max=512)
@@ -125,4 +125,5 @@ def _qk_transform(heads: tuple[int, int, int], dtype: torch.dtype) -> QKTransfor
         qk_layernorm=True,
     )
     norm = NormWeights(torch.ones(channels, dtype=dtype), None)
-    return QKTransform(config, build_rotary_table(config, torch.device("cpu")), (norm, norm))
+    table = make_rotary_table(config, torch.device("cpu"))
+    return QKTransform(config, config.rope, table, (norm, norm))

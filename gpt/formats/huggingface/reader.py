@@ -41,7 +41,8 @@ from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError, ConfigError
 from gpt.formats.huggingface.config_json import ConfigJson
-from gpt.formats.huggingface.families import FAMILIES, Family, FusedQKV
+from gpt.formats.huggingface.families.family import Family, FusedQKV
+from gpt.formats.huggingface.families.registry import FAMILIES
 from gpt.parallel.vocabulary_padding import refuse_larger_vocabulary
 from gpt.parallel.weight_sharding import ParameterSpec, ShardRule, parameter_specs
 

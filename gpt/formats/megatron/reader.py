@@ -332,6 +332,8 @@ def _join_parts(
             )
         case ShardRule.QKV:
             return _concat_runs(shape, current_qkv_rows(parts, config, version))
+        case ShardRule.KV_HEADS:
+            raise AssertionError("Megatron-LM has no parameter that is split by KV heads")
         case ShardRule.VOCAB:
             padded_rows = parts[0].shape[0]
             ranges = [local_vocab_range(shape[0], padded_rows, t) for t in range(ranks)]

@@ -1,0 +1,28 @@
+"""All supported families by the `model_type` of config.json."""
+
+from collections.abc import Mapping
+
+from gpt.formats.huggingface.families.family import Family
+from gpt.formats.huggingface.families.glm import GLM4_MOE
+from gpt.formats.huggingface.families.gpt2 import GPT2
+from gpt.formats.huggingface.families.gpt_neox import GPT_NEOX
+from gpt.formats.huggingface.families.llama import LLAMA, MISTRAL
+from gpt.formats.huggingface.families.mixtral import MIXTRAL
+from gpt.formats.huggingface.families.nemotron import NEMOTRON
+from gpt.formats.huggingface.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from gpt.formats.huggingface.families.starcoder2 import STARCODER2
+
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "mixtral": MIXTRAL,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3_moe": QWEN3_MOE,
+    "glm4_moe": GLM4_MOE,
+    "starcoder2": STARCODER2,
+    "nemotron": NEMOTRON,
+    "gpt_neox": GPT_NEOX,
+}
