@@ -26,6 +26,9 @@ Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2"]
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 ScoreFunction = Literal["softmax", "sigmoid"]
 
+# quick_gelu(x) is x * sigmoid(QUICK_GELU_FACTOR * x).
+QUICK_GELU_FACTOR = 1.702
+
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 # The largest number of layers, of experts per layer, and of experts in all layers. A larger number
@@ -36,15 +39,16 @@ LAYERS_TIMES_EXPERTS_MAX = 1 << 18
 
 T = TypeVar("T")
 
-ROPE_SCALING_KINDS = ("linear", "llama3", "yarn")
+ROPE_SCALING_KINDS = ("linear", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """Scaling of the rotary frequencies for contexts longer than the training context.
 
-    `linear` divides all frequencies by `factor`. The other kinds divide some frequencies, leave
-    others unchanged, and interpolate between the two:
+    `linear` divides all frequencies by `factor`; `longrope` divides each frequency by its own
+    factor, in `frequency_factors`. The other kinds divide some frequencies, leave others unchanged,
+    and interpolate between the two:
 
     - `llama3` depends on the number of rotations that a frequency gives within
       `original_max_position_embeddings` positions. With at most `low_freq_factor` rotations, the
@@ -52,11 +56,12 @@ class RopeScaling:
       interpolation is linear in the number of rotations.
     - `yarn` (https://arxiv.org/abs/2309.00071) does the same with `beta_slow` and `beta_fast`
       rotations, but its interpolation is linear in the index of the frequency. `truncate` rounds
-      the indices of the two limits to whole numbers. cos and sin are multiplied by
-      `attention_factor`.
+      the indices of the two limits to whole numbers.
+
+    With `yarn` and `longrope`, cos and sin are multiplied by `attention_factor`.
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -65,6 +70,7 @@ class RopeScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    frequency_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         _check_types(self, "rope_scaling.")
@@ -84,6 +90,8 @@ class RopeScaling:
                 f"and high_freq_factor {self.high_freq_factor}; all three must be above 0, and "
                 "high_freq_factor must be larger than low_freq_factor"
             )
+        if any(factor <= 0 for factor in self.frequency_factors):
+            raise ConfigError("rope_scaling.frequency_factors must be above 0")
         if self.attention_factor <= 0 or not 0 < self.beta_slow < self.beta_fast:
             raise ConfigError(
                 f"rope_scaling has beta_slow {self.beta_slow}, beta_fast {self.beta_fast} and "
@@ -285,6 +293,8 @@ class GPTConfig:
             )
         for rope in (self.rope, self.window_rope):
             rotary_dim = 2 if rope is None else rope.rotary_dim(self.kv_channels)
+            if rope is not None and rope.scaling is not None:
+                self._check_frequency_factors(rope.scaling, rotary_dim)
             if rope is not None and self.uses_rope and (rotary_dim < 2 or rotary_dim % 2):
                 raise ConfigError(
                     f"kv_channels is {self.kv_channels}, and rotary_percent {rope.percent} of "
@@ -307,6 +317,14 @@ class GPTConfig:
             raise ConfigError(
                 f"num_layers is {self.num_layers} and num_experts is {self.num_experts}; their "
                 f"product must be at most {LAYERS_TIMES_EXPERTS_MAX}"
+            )
+
+    def _check_frequency_factors(self, scaling: RopeScaling, rotary_dim: int) -> None:
+        count = rotary_dim // 2 if scaling.kind == "longrope" else 0
+        if len(scaling.frequency_factors) != count:
+            raise ConfigError(
+                f"rope_scaling.frequency_factors has {len(scaling.frequency_factors)} entries; it "
+                f"must have {count}, one for each frequency of LongRoPE"
             )
 
     def _check_layer_lists(self) -> None:
@@ -418,8 +436,12 @@ class GPTConfig:
 
 
 def _from_mapping(kind: type[T], values: Mapping[str, Any], name: str) -> T:
+    arguments = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in values[name].items()
+    }
     try:
-        return kind(**values[name])
+        return kind(**arguments)
     except TypeError as error:
         raise ConfigError(f"{name}: {error}") from None
 
@@ -464,6 +486,10 @@ _TYPE_CHECKS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
     tuple[bool, ...]: (
         lambda x: isinstance(x, tuple) and all(isinstance(y, bool) for y in x),
         "a list of true and false",
+    ),
+    tuple[float, ...]: (
+        lambda x: isinstance(x, tuple) and all(type(y) in (int, float) and isfinite(y) for y in x),
+        "a list of numbers",
     ),
     RopeScaling | None: (lambda x: x is None or isinstance(x, RopeScaling), "a mapping or null"),
     RopeConfig | None: (lambda x: x is None or isinstance(x, RopeConfig), "a mapping or null"),

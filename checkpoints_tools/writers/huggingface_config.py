@@ -23,7 +23,9 @@ ConfigRecord = dict[str, Any]
 ACTIVATIONS: Mapping[Activation, str] = {
     "gelu": "gelu",
     "gelu_tanh": "gelu_pytorch_tanh",
+    "quick_gelu": "quick_gelu",
     "silu": "silu",
+    "relu": "relu",
     "relu2": "relu2",
 }
 # Old families such as GPT-2 have another name for the tanh GELU.
@@ -161,6 +163,10 @@ def _flag_trait(name: str, present: str, absent: str) -> Trait:
     return Trait(lambda c: getattr(c, name), lambda c: present if getattr(c, name) else absent)
 
 
+def _value_trait(name: str, label: str) -> Trait:
+    return Trait(lambda c: getattr(c, name), lambda c: f"{label} ({name} {getattr(c, name)})")
+
+
 def _rotary_trait(name: str, describe: Callable[[GPTConfig], str]) -> Trait:
     return Trait(lambda c: getattr(c, name) if c.uses_rope else None, describe)
 
@@ -179,6 +185,13 @@ def _comparable_rope_scaling(config: GPTConfig) -> object:
     return (scaling.kind, scaling.factor) if scaling and scaling.kind == "linear" else (scaling,)
 
 
+def _describe_window(config: GPTConfig) -> str:
+    if config.window_size is None:
+        return "layers without a window"
+    layers = "some layers" if config.window_layers else "all layers"
+    return f"a window of {config.window_size} in {layers} (window_size, window_layers)"
+
+
 def _describe_rope_scaling(config: GPTConfig) -> str:
     scaling = config.rope_scaling
     return "no RoPE scaling" if scaling is None else f"this RoPE scaling ({scaling})"
@@ -194,6 +207,7 @@ POSITION_DESCRIPTIONS: Mapping[str, str] = {
     "learned_absolute": "learned positions",
     "rope": "rotary positions",
     "learned_absolute+rope": "learned and rotary positions together",
+    "alibi": "ALiBi positions",
     "none": "a model without position embeddings",
 }
 
@@ -235,7 +249,21 @@ TRAITS = (
     _flag_trait("proj_bias", "a bias of attention's output", "attention's output without a bias"),
     _flag_trait("mlp_bias", "biases in the MLP", "an MLP without biases"),
     _flag_trait("parallel_residual", "parallel_residual", "a residual that is not parallel"),
-    Trait(lambda c: c.window_size or 0, lambda c: f"window_size {c.window_size}"),
+    Trait(lambda c: (c.window_size or 0, c.window_layers), _describe_window),
+    _rotary_trait("rope_layers", lambda c: "these layers with rotary positions (rope_layers)"),
+    _rotary_trait("window_rope", lambda c: "these rotary positions of the layers with a window"),
+    _value_trait("norm_placement", "norms at these places of a layer"),
+    _value_trait("embedding_layernorm", "the norm of the embeddings"),
+    _value_trait("embedding_multiplier", "this factor of the embeddings"),
+    _value_trait("softmax_scale", "this scale of the attention scores"),
+    _value_trait("attention_sinks", "attention sinks"),
+    _value_trait("activation_func_clamp_value", "this limit of the activation"),
+    _value_trait("glu_linear_offset", "this offset in the gated activation"),
+    Trait(
+        lambda c: c.qk_layernorm_scope if c.qk_layernorm else None,
+        lambda c: f"norms of queries and keys of this scope ({c.qk_layernorm_scope})",
+    ),
+    _moe_trait("moe_router_bias", "a bias of the router"),
     Trait(lambda c: c.moe_layers if any(c.moe_layers) else (), _describe_experts),
     _moe_trait("num_experts", "this number of experts"),
     _moe_trait("moe_router_topk", "this number of experts per token"),
@@ -308,6 +336,24 @@ def _rotary_fields(
         rope = {"rope_type": scaling.kind, "factor": scaling.factor}
         if scaling.kind == "llama3":
             for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+                rope[name] = getattr(scaling, name)
+        if scaling.kind == "longrope":
+            # The factors of longer contexts are unknown, and not used in the stored context.
+            factors = list(scaling.frequency_factors)
+            rope = {
+                "rope_type": scaling.kind,
+                "short_factor": factors,
+                "long_factor": factors,
+                "attention_factor": scaling.attention_factor,
+            }
+        if scaling.kind == "yarn":
+            for name in (
+                "original_max_position_embeddings",
+                "beta_fast",
+                "beta_slow",
+                "truncate",
+                "attention_factor",
+            ):
                 rope[name] = getattr(scaling, name)
     # Early readers of linear scaling support only the older key "type".
     legacy_rope = (
@@ -442,6 +488,86 @@ def _nemotron(config: GPTConfig) -> ConfigRecord:
     }
 
 
+# The default padding id of some families is larger than the vocabulary of small models.
+NO_PADDING: Mapping[str, None] = {"pad_token_id": None}
+
+
+def _window_fields(config: GPTConfig) -> ConfigRecord:
+    """Return the fields of families whose layers may differ in their attention windows."""
+    return {
+        "layer_types": [
+            "full_attention" if layer.window_size is None else "sliding_attention"
+            for layer in config.layers
+        ],
+        "sliding_window": config.window_size,
+    }
+
+
+def _rotary_fields_by_type(config: GPTConfig, sliding_theta_key: str | None) -> ConfigRecord:
+    """Return the RoPE fields of families whose sliding layers have their own RoPE."""
+    window_rope = config.window_rope or config.rope
+    window_config = config.with_fields(
+        rotary_base=window_rope.base, rope_scaling=window_rope.scaling
+    )
+    full, sliding = (_rotary_fields(each, "rope_theta") for each in (config, window_config))
+    rope_parameters = {
+        "full_attention": full["rope_parameters"],
+        "sliding_attention": sliding["rope_parameters"],
+    }
+    legacy_fields = {} if sliding_theta_key is None else {sliding_theta_key: window_rope.base}
+    return {**full, "rope_parameters": rope_parameters, **legacy_fields}
+
+
+def _gemma3_text(config: GPTConfig) -> ConfigRecord:
+    fields = _llama_like(config)
+    scale = (config.softmax_scale or config.kv_channels**-0.5) ** -2
+    return {
+        **fields,
+        "hidden_activation": fields.pop("hidden_act"),
+        **_rotary_fields_by_type(config, "rope_local_base_freq"),
+        "attention_bias": config.qkv_bias,
+        # transformers needs an integer.
+        "query_pre_attn_scalar": round(scale),
+        **_window_fields(config),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }
+
+
+def _olmo2(config: GPTConfig) -> ConfigRecord:
+    return {**_llama_like(config), "attention_bias": config.qkv_bias}
+
+
+def _olmo3(config: GPTConfig) -> ConfigRecord:
+    return {
+        **_olmo2(config),
+        **_rotary_fields_by_type(config, None),
+        **_window_fields(config),
+    }
+
+
+def _smollm3(config: GPTConfig) -> ConfigRecord:
+    return {
+        **_llama(config),
+        **_window_fields(config),
+        "use_sliding_window": config.window_size is not None,
+        "no_rope_layers": [int(layer.rope is not None) for layer in config.layers],
+        **NO_PADDING,
+    }
+
+
+def _phi3(config: GPTConfig) -> ConfigRecord:
+    return {
+        **_llama_like(config),
+        **_rotary_fields(config, "rope_theta", "partial_rotary_factor"),
+        "original_max_position_embeddings": config.max_position_embeddings,
+        "sliding_window": config.window_size,
+        "resid_pdrop": config.hidden_dropout,
+        "embd_pdrop": config.hidden_dropout,
+        **NO_PADDING,
+    }
+
+
 @dataclass(frozen=True)
 class FamilyWriter:
     config_fields: Callable[[GPTConfig], ConfigRecord]
@@ -465,6 +591,11 @@ FAMILY_WRITERS: Mapping[str, FamilyWriter] = {
     "qwen3_moe": FamilyWriter(_qwen3_moe, "Qwen3MoeForCausalLM", "silu", has_experts=True),
     "qwen2_moe": FamilyWriter(_qwen2_moe, "Qwen2MoeForCausalLM", "silu", has_experts=True),
     "glm4_moe": FamilyWriter(_glm4_moe, "Glm4MoeForCausalLM", "silu", has_experts=True),
+    "gemma3_text": FamilyWriter(_gemma3_text, "Gemma3ForCausalLM", "gelu_tanh"),
+    "olmo2": FamilyWriter(_olmo2, "Olmo2ForCausalLM", "silu"),
+    "olmo3": FamilyWriter(_olmo3, "Olmo3ForCausalLM", "silu"),
+    "smollm3": FamilyWriter(_smollm3, "SmolLM3ForCausalLM", "silu"),
+    "phi3": FamilyWriter(_phi3, "Phi3ForCausalLM", "silu", heads_divide_hidden=True),
     "gpt2": FamilyWriter(_gpt2, "GPT2LMHeadModel", "gelu_tanh", heads_divide_hidden=True),
     "gpt_neox": FamilyWriter(_gpt_neox, "GPTNeoXForCausalLM", "gelu", heads_divide_hidden=True),
     "starcoder2": FamilyWriter(_starcoder2, "Starcoder2ForCausalLM", "gelu_tanh"),

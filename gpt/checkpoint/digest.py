@@ -37,6 +37,7 @@ SAMPLE_COLUMNS = 64
 _SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "linear": (),
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("frequency_factors", "attention_factor"),
     "yarn": (
         "original_max_position_embeddings",
         "beta_fast",

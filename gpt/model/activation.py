@@ -7,12 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt.config import GPTConfig
+from gpt.config import QUICK_GELU_FACTOR, GPTConfig
 from gpt.cpu import packed_linear
 from gpt.cpu.packed_linear import GATED_PREFIX
 from gpt.model.activation_checkpointing import recompute_from_inputs
-
-QUICK_GELU_FACTOR = 1.702
 
 # The activations that the kernels of all linear backends compute.
 UNGATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -87,6 +87,9 @@ class Attention(nn.Module):
         self.query_factor = build.config.softmax_scale * build.config.kv_channels**0.5 or 1.0
         if build.config.qk_layernorm:
             self._add_qk_norms(build, name)
+        if self.layer_config.attention_sinks:
+            self.core_attention = nn.Module()
+            build.allocate_parameters(self.core_attention, f"{name}.core_attention")
 
     def _add_qk_norms(self, build: BuildContext, name: str) -> None:
         self.q_layernorm: Norm | AllHeadsNorm

@@ -70,6 +70,8 @@ def build_rotary_table(
 
 def scale_rotary_frequencies(frequencies: Tensor, scaling: RopeScaling, base: float) -> Tensor:
     """Return the rotary frequencies scaled as `RopeScaling` describes."""
+    if scaling.kind == "longrope":
+        return frequencies / torch.tensor(scaling.frequency_factors).to(frequencies)
     scaled = frequencies / scaling.factor
     if scaling.kind == "linear":
         return scaled

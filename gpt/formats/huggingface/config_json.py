@@ -22,7 +22,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "silu": "silu",
     "swish": "silu",
+    "relu": "relu",
     "relu2": "relu2",
+    "quick_gelu": "quick_gelu",
 }
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention"}
@@ -148,6 +150,15 @@ class ConfigJson:
             raise self.invalid_field_error(key, value, "a list of layer numbers")
         return value
 
+    def numbers(self, key: str) -> list[float]:
+        """Return a list of numbers."""
+        value = self.record.get(key)
+        if not isinstance(value, list):
+            raise self.invalid_field_error(key, value, "a list of numbers")
+        entries = {f"{key}[{index}]": entry for index, entry in enumerate(value)}
+        numbers = ConfigJson(entries, self.path, self.section)
+        return [numbers.number(name) for name in entries]
+
     def require(self, key: str, *allowed: object) -> None:
         """Refuse a value that is not in `allowed`; an absent or null field is accepted."""
         value = self.record.get(key)
@@ -209,6 +220,31 @@ def rotary_fields(
     return gpt_fields
 
 
+def _yarn_scaling(fields: ConfigJson, rope: ConfigJson) -> RopeScaling:
+    original = rope.integer(
+        "original_max_position_embeddings", fields.integer("max_position_embeddings")
+    )
+    factor = rope.number("factor")
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    mscale, mscale_all_dim = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    default_factor = magnitude(1.0)
+    if mscale and mscale_all_dim:
+        default_factor = magnitude(mscale) / magnitude(mscale_all_dim)
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_max_position_embeddings=original,
+        # As in transformers, 0 means the default.
+        beta_fast=rope.number("beta_fast", 0.0) or 32.0,
+        beta_slow=rope.number("beta_slow", 0.0) or 1.0,
+        truncate=rope.flag("truncate") if rope.record.get("truncate") is not None else True,
+        attention_factor=rope.number("attention_factor", default_factor),
+    )
+
+
 def _rope_scaling(fields: ConfigJson, rope: ConfigJson, rope_type: object) -> RopeScaling:
     if rope_type == "linear":
         return RopeScaling("linear", rope.number("factor"))
@@ -224,7 +260,9 @@ def _rope_scaling(fields: ConfigJson, rope: ConfigJson, rope_type: object) -> Ro
         )
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         return RopeScaling("llama3", rope.number("factor"), low, high, original)
+    if rope_type == "yarn":
+        return _yarn_scaling(fields, rope)
     raise CheckpointError(
         f"{fields.path}: rope type {rope_type!r} is not supported; it must be one of default, "
-        f"linear, llama3 ({rope.section}rope_type)"
+        f"linear, llama3, yarn ({rope.section}rope_type)"
     )

@@ -41,7 +41,7 @@ from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError, ConfigError
 from gpt.formats.huggingface.config_json import ConfigJson
-from gpt.formats.huggingface.families.family import Family, FusedQKV
+from gpt.formats.huggingface.families.family import Family, FusedExperts, FusedQKV
 from gpt.formats.huggingface.families.registry import FAMILIES
 from gpt.parallel.vocabulary_padding import refuse_larger_vocabulary
 from gpt.parallel.weight_sharding import ParameterSpec, ShardRule, parameter_specs
@@ -195,15 +195,21 @@ def _add_missing_prefix(stored: dict[str, StoredTensor], family: Family) -> dict
 
 @dataclass(frozen=True)
 class _ExpertSlice:
-    """Rows of one expert's matrix in a tensor that stacks the matrices of all experts."""
+    """A parameter of one expert in a tensor that stacks the parameter of all experts.
+
+    `outputs`: the expert's outputs, rows of a matrix or elements of a bias.
+    """
 
     stacked_tensor: StoredTensor
-    index: int
-    rows: tuple[int, int]
+    expert: int
+    outputs: slice
+    transposed: bool  # The expert's matrix is stored as (in, out).
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.rows[1] - self.rows[0], self.stacked_tensor.shape[2]
+        shape = self.stacked_tensor.shape[1:]
+        outputs, *inputs = shape[::-1] if self.transposed else shape
+        return len(range(*self.outputs.indices(outputs))), *inputs
 
     @property
     def dtype(self) -> torch.dtype:
@@ -211,10 +217,12 @@ class _ExpertSlice:
 
     @property
     def location(self) -> str:
-        return f"{self.stacked_tensor.location}[{self.index}, {self.rows[0]}:{self.rows[1]}]"
+        start, stop, step = self.outputs.start, self.outputs.stop or "", self.outputs.step or ""
+        return f"{self.stacked_tensor.location}[{self.expert}, {start}:{stop}:{step}]"
 
     def tensor(self) -> Tensor:
-        return self.stacked_tensor.tensor()[self.index, slice(*self.rows)]
+        matrix = self.stacked_tensor.tensor()[self.expert]
+        return (matrix.T if self.transposed else matrix)[self.outputs]
 
 
 def _normalize_keys(stored: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
@@ -228,25 +236,30 @@ def _normalize_keys(stored: dict[str, StoredTensor], family: Family) -> dict[str
             # If the files also contain the new key, the old key is kept. It then stays unused, and
             # `open_huggingface` refuses it.
             name = key
-        fused_suffix = next((end for end in family.fused_experts if name.endswith(end)), None)
-        if fused_suffix is None or len(tensor.shape) != 3:
+        suffix = next((end for end in family.fused_experts if name.endswith(end)), None)
+        if suffix is None or len(tensor.shape) < 2:
             normalized_tensors[name] = tensor
-            continue
-        expert_suffixes = family.fused_experts[fused_suffix]
-        rows = tensor.shape[1] // len(expert_suffixes)
-        for expert in range(tensor.shape[0]):
-            for part_index, end in enumerate(expert_suffixes):
-                # The last part includes any remaining rows, which `_TensorFinder` then refuses.
-                stop = (
-                    tensor.shape[1]
-                    if part_index == len(expert_suffixes) - 1
-                    else (part_index + 1) * rows
-                )
-                expert_key = name.removesuffix(fused_suffix) + end.format(expert=expert)
-                normalized_tensors[expert_key] = _ExpertSlice(
-                    tensor, expert, (part_index * rows, stop)
-                )
+        else:
+            prefix = name.removesuffix(suffix)
+            slices = _split_experts(tensor, family.fused_experts[suffix])
+            normalized_tensors |= {prefix + end: expert for end, expert in slices}
     return normalized_tensors
+
+
+def _split_experts(tensor: StoredTensor, fused: FusedExperts) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the suffix of each expert's key, and its tensor."""
+    transposed = fused.transposed and len(tensor.shape) == 3
+    outputs, parts = tensor.shape[2 if transposed else 1], len(fused.parts)
+    for expert in range(tensor.shape[0]):
+        for index, suffix in enumerate(fused.parts):
+            if fused.interleaved:
+                part_outputs = slice(index, None, parts)
+            else:
+                # The last part includes any remaining outputs, which `_TensorFinder` then refuses.
+                stop = None if index == parts - 1 else (index + 1) * (outputs // parts)
+                part_outputs = slice(index * (outputs // parts), stop)
+            part = _ExpertSlice(tensor, expert, part_outputs, transposed)
+            yield suffix.format(expert=expert), part
 
 
 def _drop_mtp_layers(

@@ -117,16 +117,16 @@ INEXPRESSIBLE: dict[str, tuple[GPTConfig, str]] = {
         r"llama, cannot express interleaved rotary channels \(rotary_interleaved\)",
     ),
     "partly rotary with RMSNorm": (
-        GATED.with_fields(rotary_percent=0.5),
-        "llama, cannot express rotary_percent 0.5",
+        GATED.with_fields(rotary_percent=0.5, qk_layernorm=True),
+        "qwen3, cannot express rotary_percent 0.5",
     ),
     "window with learned positions": (
         PLAIN.with_fields(window_size=9),
-        "gpt2, cannot express window_size 9",
+        "gpt2, cannot express a window of 9 in all layers",
     ),
     "window with LayerNorm1P": (
         SQUARED.with_fields(window_size=9),
-        "nemotron, cannot express window_size 9",
+        "nemotron, cannot express a window of 9 in all layers",
     ),
     "squared ReLU with RMSNorm": (
         GATED.with_fields(activation="relu2", gated=False),
@@ -219,7 +219,11 @@ def test_trait_that_no_family_expresses_is_named(trait: str) -> None:
     ("name", "family", "message"),
     [
         ("gated", "gpt2", r"gpt2 cannot express rotary positions, RMSNorm, .* and \d more"),
-        ("gated, window", "llama", "llama cannot express window_size 9; choose another"),
+        (
+            "gated, window",
+            "llama",
+            "llama cannot express a window of 9 in all layers .*; choose another",
+        ),
         ("gated, qkv bias", "mistral", "mistral cannot express biases of q, k and v"),
         ("gated", "qwen3", "qwen3 cannot express queries and keys without norms"),
         ("gated", "qwen2", "qwen2 cannot express q, k and v without biases"),
@@ -252,4 +256,5 @@ def test_unknown_family_is_refused_with_valid_choices() -> None:
 
 
 def test_every_family_of_the_reader_can_be_written() -> None:
-    assert set(FAMILY_WRITERS) == set(FAMILIES)
+    # The writer cannot stack the experts of GPT-OSS.
+    assert set(FAMILY_WRITERS) == set(FAMILIES) - {"gpt_oss"}

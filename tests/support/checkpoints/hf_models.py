@@ -50,6 +50,22 @@ GLM4_MOE_SIZES = SIZES | {
     "head_dim": 12,
     "partial_rotary_factor": 0.5,
 }
+GEMMA3_SIZES = SIZES | {"head_dim": 20, "sliding_window": 9}
+GPT_OSS_SIZES = SIZES | {
+    "head_dim": 12,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 9,
+}
+GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 24,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -184,6 +200,75 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+SLIDING_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+CASES |= {
+    "gemma3_text, windows in two layers of three": ("gemma3_text", {"layer_types": SLIDING_TYPES}),
+    "gemma3_text, scaled positions, biases, untied, one pattern": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "query_pre_attn_scalar": 12,
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2, biases, multi-head, tied": (
+        "olmo2",
+        {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "olmo3, windows in three layers of four, yarn": (
+        "olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 9,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 16,
+                    "attention_factor": 1.2079,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            },
+        },
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "tie_word_embeddings": False}),
+    "smollm3, windows in the layers without positions, biases, tied": (
+        "smollm3",
+        {
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "phi3": ("phi3", {}),
+    "phi3, longrope": (
+        "phi3",
+        {
+            "max_position_embeddings": 256,
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1000.0,
+                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+                "long_factor": [1.0, 2.0, 4.0, 6.0, 8.0, 9.0],
+            },
+        },
+    ),
+    "phi3, window, partly rotary, tied": (
+        "phi3",
+        {"sliding_window": 9, "tie_word_embeddings": True, **partial(0.5)},
+    ),
+}
+
 HEADED = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
@@ -197,6 +282,11 @@ HEADED = {
     "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM"),
     "nemotron": ("NemotronConfig", "NemotronForCausalLM"),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM"),
+    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
 }
 
 
@@ -208,6 +298,10 @@ def sizes_of(family: str) -> dict[str, Any]:
         "qwen2_moe": QWEN2_MOE_SIZES,
         "qwen3_moe": QWEN_MOE_SIZES,
         "glm4_moe": GLM4_MOE_SIZES,
+        "gemma3_text": GEMMA3_SIZES,
+        "phi3": SIZES | {"pad_token_id": 0},
+        "smollm3": SIZES | {"pad_token_id": 0},
+        "gpt_oss": GPT_OSS_SIZES,
     }
     return sizes.get(family, SIZES)
 
@@ -234,8 +328,8 @@ def model_of(case: str, dtype: torch.dtype = torch.float32) -> "PreTrainedModel"
     for name, value in model.named_parameters():
         random = torch.randn(value.shape, generator=generator)
         if value.dim() == 1:
-            # Nemotron's norms add one to the stored weight.
-            scale = name.endswith("weight") and family != "nemotron"
+            # The norms of these families add one to the stored weight.
+            scale = name.endswith("weight") and family not in ("nemotron", "gemma3_text")
             value.copy_(random * 0.2 + float(scale))
         elif any(word in name for word in ("wte", "embed_tokens", "embed_in", "lm_head")):
             value.copy_(random)
@@ -277,7 +371,20 @@ MOE_NAMES = {
     "pre_mlp_layernorm": "model.layers.{n}.post_attention_layernorm",
     "mlp.router": "model.layers.{n}.mlp.gate",
 }
+OLMO_NAMES = {
+    **{name: key for name, key in LLAMA_NAMES.items() if not name.endswith("layer_norm_")},
+    "self_attention.linear_proj.post_layernorm": "model.layers.{n}.post_attention_layernorm",
+    "mlp.linear_fc2.post_layernorm": "model.layers.{n}.post_feedforward_layernorm",
+}
 NAMES: dict[str, dict[str, str]] = {
+    "gemma3_text": {
+        **LLAMA_NAMES,
+        **OLMO_NAMES,
+        "mlp.linear_fc1.layer_norm_": "model.layers.{n}.pre_feedforward_layernorm",
+    },
+    "olmo2": OLMO_NAMES,
+    "olmo3": OLMO_NAMES,
+    "phi3": {**LLAMA_NAMES, "mlp.linear_fc1": "model.layers.{n}.mlp.gate_up_proj"},
     "gpt2": {
         "embedding.word_embeddings": "transformer.wte",
         "embedding.position_embeddings": "transformer.wpe",
@@ -361,6 +468,13 @@ def _joined(weights: dict[str, Tensor], config: GPTConfig, n: int) -> dict[str, 
         fused = weights.get(f"transformer.h.{n}.attn.c_attn.{kind}")
         if fused is not None:
             three = list(fused.T.chunk(3, dim=0))
+        joined = weights.get(f"{hf_prefix}self_attn.qkv_proj.{kind}")
+        if joined is not None:
+            q_rows, kv_rows = (
+                heads * config.kv_channels
+                for heads in (config.num_attention_heads, config.num_query_groups)
+            )
+            three = list(joined.split([q_rows, kv_rows, kv_rows]))
         if three:
             tensors[f"{canonical_prefix}self_attention.linear_qkv.{kind}"] = group(*three)
         gate = weights.get(f"{hf_prefix}mlp.gate_proj.{kind}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from gpt.formats.huggingface.families.family import TensorKeys
+from gpt.formats.huggingface.families.family import FusedExperts, TensorKeys
 from gpt.formats.huggingface.families.llama import LLAMA_KEYS
 
 # The experts of Qwen2-MoE, Qwen3-MoE and GLM-4 MoE.
@@ -20,9 +20,11 @@ MOE_KEYS: Mapping[str, TensorKeys] = {
 }
 
 MOE_FUSED_EXPERTS = {
-    "experts.gate_up_proj": (
-        "experts.{expert}.gate_proj.weight",
-        "experts.{expert}.up_proj.weight",
+    "experts.gate_up_proj": FusedExperts(
+        (
+            "experts.{expert}.gate_proj.weight",
+            "experts.{expert}.up_proj.weight",
+        )
     ),
-    "experts.down_proj": ("experts.{expert}.down_proj.weight",),
+    "experts.down_proj": FusedExperts(("experts.{expert}.down_proj.weight",)),
 }

@@ -20,6 +20,19 @@ class FusedQKV:
     key: str
 
 
+@dataclass(frozen=True)
+class FusedExperts:
+    """How a tensor that stacks a parameter of all experts maps to the experts' keys.
+
+    The tensor has the experts in dimension 0. `parts`: the suffixes of one expert's keys in
+    `Family.key_table`, for example of gate and up; each part has an equal number of outputs.
+    """
+
+    parts: tuple[str, ...]
+    transposed: bool = False  # Each expert's matrix is stored as (in, out).
+    interleaved: bool = False  # The outputs of the parts alternate.
+
+
 TensorKeys = str | tuple[str, ...] | FusedQKV
 
 
@@ -40,8 +53,8 @@ class Family:
     conv1d: bool = False  # The weights of linears are stored as (in, out).
     # Parts of keys in files, and the parts of `key_table` keys that replace them.
     key_renames: Mapping[str, str] = field(default_factory=dict)
-    # Suffix of a key that stacks all experts, and the suffixes of one expert's keys in `key_table`.
-    fused_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # By the suffix of a key that stacks all experts.
+    fused_experts: Mapping[str, FusedExperts] = field(default_factory=dict)
     # Keys of config.json for the number of layers for multi-token prediction. Files have these
     # layers after the model's layers; they are ignored.
     mtp_layer_keys: tuple[str, ...] = ()

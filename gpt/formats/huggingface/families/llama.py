@@ -66,15 +66,24 @@ def llama_like(
     fields: ConfigJson,
     *,
     epsilon_key: str = "rms_norm_eps",
+    activation_key: str = "hidden_act",
     theta_key: str = "rope_theta",
     percent_key: str | None = None,
+    rotary: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> GPTConfig:
-    """Convert the fields that Llama-like families share: RoPE, grouped queries, a gated MLP."""
+    """Convert the fields that Llama-like families share: RoPE, grouped queries, a gated MLP.
+
+    `rotary`: GPTConfig's RoPE fields. None: they are the same for all layers.
+    """
+    if rotary is None:
+        rotary = rotary_fields(fields, theta_key, percent_key)
     shared: dict[str, Any] = {
+        "max_position_embeddings": fields.integer("max_position_embeddings"),
         "num_query_groups": fields.integer("num_key_value_heads", 0),
         "kv_channels": fields.integer("head_dim", 0),
         "normalization": "RMSNorm",
+        "activation": fields.activation(activation_key),
         "gated": True,
         "qkv_bias": False,
         "proj_bias": False,
@@ -85,14 +94,12 @@ def llama_like(
         hidden_size=fields.integer("hidden_size"),
         num_attention_heads=fields.integer("num_attention_heads"),
         vocab_size=fields.integer("vocab_size"),
-        max_position_embeddings=fields.integer("max_position_embeddings"),
         ffn_hidden_size=fields.integer("intermediate_size"),
         position_embedding_type="rope",
         layernorm_epsilon=fields.number(epsilon_key),
-        activation=fields.activation("hidden_act"),
         untie_embeddings_and_output_weights=not fields.flag("tie_word_embeddings"),
         attention_dropout=fields.number("attention_dropout", 0.0),
-        **(shared | rotary_fields(fields, theta_key, percent_key) | overrides),
+        **{**shared, **rotary, **overrides},
     )
 
 

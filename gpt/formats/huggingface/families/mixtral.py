@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from gpt.config import GPTConfig
 from gpt.formats.huggingface.config_json import ConfigJson, refuse_mixed_attention
-from gpt.formats.huggingface.families.family import Family, TensorKeys
+from gpt.formats.huggingface.families.family import Family, FusedExperts, TensorKeys
 from gpt.formats.huggingface.families.llama import LLAMA_KEYS, MISTRAL_DEFAULTS, llama_like
 
 MIXTRAL_KEYS: Mapping[str, TensorKeys] = {
@@ -21,8 +21,10 @@ MIXTRAL_KEYS: Mapping[str, TensorKeys] = {
 }
 
 MIXTRAL_FUSED_EXPERTS = {
-    "experts.gate_up_proj": ("experts.{expert}.w1.weight", "experts.{expert}.w3.weight"),
-    "experts.down_proj": ("experts.{expert}.w2.weight",),
+    "experts.gate_up_proj": FusedExperts(
+        ("experts.{expert}.w1.weight", "experts.{expert}.w3.weight")
+    ),
+    "experts.down_proj": FusedExperts(("experts.{expert}.w2.weight",)),
 }
 
 MIXTRAL_DEFAULTS = MISTRAL_DEFAULTS | {

@@ -3,13 +3,18 @@
 from collections.abc import Mapping
 
 from gpt.formats.huggingface.families.family import Family
+from gpt.formats.huggingface.families.gemma import GEMMA3_TEXT
 from gpt.formats.huggingface.families.glm import GLM4_MOE
 from gpt.formats.huggingface.families.gpt2 import GPT2
 from gpt.formats.huggingface.families.gpt_neox import GPT_NEOX
+from gpt.formats.huggingface.families.gpt_oss import GPT_OSS
 from gpt.formats.huggingface.families.llama import LLAMA, MISTRAL
 from gpt.formats.huggingface.families.mixtral import MIXTRAL
 from gpt.formats.huggingface.families.nemotron import NEMOTRON
+from gpt.formats.huggingface.families.olmo import OLMO2, OLMO3
+from gpt.formats.huggingface.families.phi import PHI3
 from gpt.formats.huggingface.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from gpt.formats.huggingface.families.smollm import SMOLLM3
 from gpt.formats.huggingface.families.starcoder2 import STARCODER2
 
 FAMILIES: Mapping[str, Family] = {
@@ -25,4 +30,10 @@ FAMILIES: Mapping[str, Family] = {
     "starcoder2": STARCODER2,
     "nemotron": NEMOTRON,
     "gpt_neox": GPT_NEOX,
+    "gpt_oss": GPT_OSS,
+    "gemma3_text": GEMMA3_TEXT,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "smollm3": SMOLLM3,
+    "phi3": PHI3,
 }

@@ -41,6 +41,9 @@ def to_version_4(record: dict[str, Any]) -> None:
     """config.json as transformers 4 wrote it."""
     rope = record.pop("rope_parameters", None)
     neox = record["model_type"] == "gpt_neox"
+    if rope and "full_attention" in rope:
+        record["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
     if rope:
         record["rotary_emb_base" if neox else "rope_theta"] = rope.pop("rope_theta")
         if "partial_rotary_factor" in rope:
@@ -48,7 +51,8 @@ def to_version_4(record: dict[str, Any]) -> None:
             record["rotary_pct" if neox else "partial_rotary_factor"] = percent
         record["rope_scaling"] = rope if rope["rope_type"] != "default" else None
     record["torch_dtype"] = record.pop("dtype")
-    record.pop("layer_types", None)
+    if len(set(record.get("layer_types", []))) < 2:
+        record.pop("layer_types", None)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -114,13 +118,62 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown architecture": (
         "llama, multi-head",
         {"model_type": "falcon"},
-        "'falcon' is not supported; it must be one of glm4_moe, gpt2, gpt_neox, llama, mistral, ",
+        "'falcon' is not supported; it must be one of gemma3_text, glm4_moe, gpt2, ",
     ),
     "no architecture": ("llama, multi-head", {"model_type": None}, "model_type 'None' is not"),
-    "yarn": (
+    "yarn with a text for a flag": (
         "llama, multi-head",
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-        "rope type 'yarn' is not supported; it must be one of default, linear, llama3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "truncate": "no",
+            }
+        },
+        'truncate is "no"; it must be true or false',
+    ),
+    "an unknown type of layer": (
+        "gemma3_text, windows in two layers of three",
+        {"layer_types": ["full_attention", "chunked_attention", "sliding_attention"]},
+        "layer_types has 'chunked_attention', which Preamble does not support",
+    ),
+    "types of too few layers": (
+        "gemma3_text, windows in two layers of three",
+        {"layer_types": ["full_attention"]},
+        "layer_types is .*; it must be a list of 3 names",
+    ),
+    "windows of no size": (
+        "olmo3, windows in three layers of four, yarn",
+        {"sliding_window": None},
+        "sliding_window is null; it must be a whole number",
+    ),
+    "a soft cap": (
+        "gemma3_text, windows in two layers of three",
+        {"final_logit_softcapping": 30.0},
+        "final_logit_softcapping is 30.0, which Preamble does not support",
+    ),
+    "layers without positions of another number": (
+        "smollm3",
+        {"no_rope_layers": [1, 0]},
+        "no_rope_layers is .*; it must be 4 zeros and ones",
+    ),
+    "longrope without factors": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        "short_factor is absent; it must be a list of numbers",
+    ),
+    "longrope with too few factors": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0],
+                "long_factor": [1.0],
+            }
+        },
+        "frequency_factors has 1 entries; it must have 6",
     ),
     "dynamic": (
         "qwen2",
