@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from math import isfinite
+from math import isfinite, log
 from typing import Any, Literal, Self, TypeVar, get_args, get_type_hints
 
 from gpt.errors import ConfigError
@@ -98,6 +98,22 @@ class RopeScaling:
                 f"attention_factor {self.attention_factor}; all three must be above 0, and "
                 "beta_fast must be larger than beta_slow"
             )
+
+
+def yarn_attention_factor(
+    factor: float, mscale: float | None = None, mscale_all_dim: float | None = None
+) -> float:
+    """Return the factor of cos and sin that YaRN's authors propose for a scaling by `factor`.
+
+    With both `mscale` and `mscale_all_dim`, it is a quotient, as in DeepSeek's models.
+    """
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * log(factor) + 1.0 if factor > 1 else 1.0
+
+    if mscale is None or mscale_all_dim is None:
+        return magnitude(1.0)
+    return magnitude(mscale) / magnitude(mscale_all_dim)
 
 
 @dataclass(frozen=True)
@@ -306,6 +322,11 @@ class GPTConfig:
             raise ConfigError(
                 f"qk_layernorm_scope is {self.qk_layernorm_scope!r} and normalization is "
                 f"{self.normalization!r}; a q/k norm of all heads must be an RMSNorm"
+            )
+        has_gate_settings = self.activation_func_clamp_value or self.glu_linear_offset
+        if has_gate_settings and not self.gated:
+            raise ConfigError(
+                "activation_func_clamp_value and glu_linear_offset need a gated MLP; set gated"
             )
         if self.norm_placement == "post" and self.parallel_residual:
             raise ConfigError("norm_placement is 'post'; it needs parallel_residual false")

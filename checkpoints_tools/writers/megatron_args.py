@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from checkpoints_tools.layout.layout import ParallelSplit, check_expert_parallel, stored_vocab_rows
-from gpt.config import GPTConfig, RopeScaling
+from gpt.config import GPTConfig, RopeScaling, yarn_attention_factor
 from gpt.errors import ConfigError
 from gpt.formats.mappings.hybrid_layers import hybrid_pattern
 from gpt.parallel.pipeline_stages import stage_layers
@@ -291,10 +291,24 @@ def _unsupported_traits(config: GPTConfig) -> Iterator[str]:
         yield "no parallel_residual"
     if config.position_embedding_type == "learned_absolute+rope":
         yield "no learned_absolute+rope (only Megatron's legacy classes had it)"
-    if gated and activation != "silu":
-        yield f"no gated {activation}: only silu can be gated"
-    if not gated and activation == "silu":
-        yield "no silu without a gate"
+    if config.position_embedding_type == "alibi":
+        yield "no ALiBi"
+    if config.norm_placement != "pre":
+        yield f"no norm_placement {config.norm_placement}: norms are in front of the linears"
+    if config.embedding_layernorm:
+        yield "no embedding_layernorm"
+    if config.embedding_multiplier != 1:
+        yield f"no embedding_multiplier {config.embedding_multiplier}"
+    if config.qk_layernorm and config.qk_layernorm_scope != "head":
+        yield "no qk_layernorm of all heads together"
+    if config.window_rope is not None:
+        yield "no window_rope: all layers have the same rotary embedding"
+    if gated and activation not in ("silu", "quick_gelu"):
+        yield f"no gated {activation}: only silu and quick_gelu can be gated"
+    if not gated and activation in ("silu", "quick_gelu"):
+        yield f"no {activation} without a gate"
+    if activation == "relu":
+        yield "no relu"
     if config.proj_bias != has_bias or (has_bias and not config.qkv_bias):
         yield (
             f"no combination of qkv_bias {config.qkv_bias}, proj_bias {config.proj_bias} and "
@@ -310,7 +324,12 @@ def _unsupported_traits(config: GPTConfig) -> Iterator[str]:
     scaling = config.rope_scaling
     if not config.uses_rope or scaling is None or scaling.kind == "linear":
         return
-    if scaling != RopeScaling("llama3", scaling.factor):
+    if scaling.kind == "longrope":
+        yield "no longrope rope_scaling"
+    elif scaling.kind == "yarn":
+        if scaling.attention_factor not in (1.0, yarn_attention_factor(scaling.factor)):
+            yield f"no yarn rope_scaling with attention_factor {scaling.attention_factor}"
+    elif scaling != RopeScaling("llama3", scaling.factor):
         default_scaling = RopeScaling("llama3", scaling.factor)
         yield (
             "no llama3 rope_scaling with original_max_position_embeddings "
@@ -323,10 +342,10 @@ def _unsupported_traits(config: GPTConfig) -> Iterator[str]:
 
 def _unsupported_moe_traits(config: GPTConfig) -> Iterator[str]:
     softmax = config.moe_router_score_function == "softmax"
-    if config.mlp_bias:
+    if config.mlp_bias != config.moe_router_bias:
         yield (
-            "no experts with mlp_bias: its router would then need a bias, and this model's router "
-            "has none"
+            f"no experts with mlp_bias {config.mlp_bias} and moe_router_bias "
+            f"{config.moe_router_bias}: the router has a bias if the linears have biases"
         )
     if softmax and config.moe_router_topk == 1 and not config.moe_router_pre_softmax:
         yield (
@@ -340,8 +359,8 @@ def _unsupported_hybrid_traits(config: GPTConfig) -> Iterator[str]:
     """Yield the properties that GPTModel supports but HybridModel ignores or computes wrongly."""
     if config.uses_rope and config.rotary_interleaved:
         yield "no rotary_interleaved: it rotates pairs of channels by the angles of halves"
-    if config.uses_rope and config.rope_scaling and config.rope_scaling.kind == "llama3":
-        yield "no llama3 rope_scaling: it ignores Megatron's argument"
+    if config.uses_rope and config.rope_scaling and config.rope_scaling.kind != "linear":
+        yield f"no {config.rope_scaling.kind} rope_scaling: it ignores Megatron's argument"
 
 
 def _hybrid_args(config: GPTConfig, split: ParallelSplit) -> dict[str, Any]:
@@ -361,7 +380,24 @@ def _hybrid_args(config: GPTConfig, split: ParallelSplit) -> dict[str, Any]:
         "hybrid_layer_pattern": hybrid_pattern(config.moe_layers, segments),
         "moe_layer_freq": 1,
         "spec": list(HYBRID_STACK_SPEC),
+        # Lists have a flag for each symbol of the pattern: attention, then the MLP.
+        "window_attn_skip_freq": _spread_flags(_window_flags(config)),
+        "no_rope_freq": _spread_flags(_flags_without_rope(config)),
     }
+
+
+def _window_flags(config: GPTConfig) -> list[int] | None:
+    """Return Megatron's `window_attn_skip_freq`: which layers have a window; None: all layers."""
+    return [int(flag) for flag in config.window_layers] or None
+
+
+def _flags_without_rope(config: GPTConfig) -> list[int] | None:
+    """Return Megatron's `no_rope_freq`: which layers have no rotary embedding; None: no layer."""
+    return [int(not flag) for flag in config.rope_layers] or None
+
+
+def _spread_flags(flags: list[int] | None) -> list[int] | None:
+    return None if flags is None else [entry for flag in flags for entry in (flag, 0)]
 
 
 def _size_args(config: GPTConfig) -> dict[str, Any]:
@@ -392,10 +428,12 @@ def _layer_args(config: GPTConfig) -> dict[str, Any]:
         "norm_epsilon": config.layernorm_epsilon,
         "layernorm_zero_centered_gamma": config.layernorm_zero_centered_gamma,
         "apply_layernorm_1p": config.layernorm_zero_centered_gamma,
-        "swiglu": config.gated,
+        "swiglu": config.gated and config.activation == "silu",
         "squared_relu": config.activation == "relu2",
         "openai_gelu": False,
-        "quick_geglu": False,
+        "quick_geglu": config.gated and config.activation == "quick_gelu",
+        "activation_func_clamp_value": config.activation_func_clamp_value or None,
+        "glu_linear_offset": config.glu_linear_offset,
         # Selects the GELU: the fused kernel uses the tanh approximation, the unfused kernel erf.
         "bias_gelu_fusion": config.activation == "gelu_tanh",
         "add_bias_linear": config.mlp_bias,
@@ -404,7 +442,9 @@ def _layer_args(config: GPTConfig) -> dict[str, Any]:
         # Megatron's value is (tokens before the current token, tokens after the current token).
         # GPTConfig's window_size also counts the current token.
         "window_size": None if window is None else (window - 1, 0),
-        "window_attn_skip_freq": None,
+        "window_attn_skip_freq": _window_flags(config),
+        "softmax_type": "learnable" if config.attention_sinks else "vanilla",
+        "softmax_scale": config.softmax_scale or None,
         "apply_residual_connection_post_layernorm": False,
         "apply_query_key_layer_scaling": False,
         "multi_latent_attention": False,
@@ -418,8 +458,9 @@ def _position_args(config: GPTConfig) -> dict[str, Any]:
     scaling = config.rope_scaling if config.uses_rope else None
     linear = scaling is not None and scaling.kind == "linear"
     llama3 = scaling is not None and scaling.kind == "llama3"
+    yarn = scaling is not None and scaling.kind == "yarn"
     return {
-        "position_embedding_type": config.position_embedding_type,
+        "position_embedding_type": "yarn" if yarn else config.position_embedding_type,
         # Also true for position_embedding_type "none", for which Megatron refuses false.
         "add_position_embedding": not config.uses_rope,
         "use_rotary_position_embeddings": config.uses_rope,
@@ -431,7 +472,23 @@ def _position_args(config: GPTConfig) -> dict[str, Any]:
         else None,
         "use_rope_scaling": llama3,
         "rope_scaling_factor": scaling.factor if scaling and llama3 else 8.0,
-        "no_rope_freq": None,
+        "no_rope_freq": _flags_without_rope(config),
+        **(_yarn_args(scaling) if scaling and yarn else {}),
+    }
+
+
+def _yarn_args(scaling: RopeScaling) -> dict[str, Any]:
+    # With equal values, Megatron-Core does not scale cos and sin. Without values, it scales them by
+    # the factor of the authors.
+    magnitude = 1.0 if scaling.attention_factor == 1 else None
+    return {
+        "yarn_rotary_scaling_factor": scaling.factor,
+        "yarn_original_max_position_embeddings": scaling.original_max_position_embeddings,
+        "yarn_beta_fast": scaling.beta_fast,
+        "yarn_beta_slow": scaling.beta_slow,
+        "yarn_correction_range_round_to_int": scaling.truncate,
+        "yarn_mscale": magnitude,
+        "yarn_mscale_all_dim": magnitude,
     }
 
 

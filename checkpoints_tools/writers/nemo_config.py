@@ -51,6 +51,18 @@ REQUIRED_FIELDS: Mapping[str, Any] = {
 }
 
 
+# Fields of GPTConfig that NeMo's configuration lacks, with the values that it can express.
+_FIXED_FIELDS: Mapping[str, object] = {
+    "window_layers": (),
+    "rope_layers": (),
+    "attention_sinks": False,
+    "softmax_scale": 0.0,
+    "activation_func_clamp_value": 0.0,
+    "glu_linear_offset": 0.0,
+    "moe_router_bias": False,
+}
+
+
 def check_supported(config: GPTConfig, split: ParallelSplit) -> None:
     """Refuse a config that NeMo cannot express, or a split that a `.nemo` does not support."""
     if split.vpp != 1:
@@ -62,6 +74,16 @@ def check_supported(config: GPTConfig, split: ParallelSplit) -> None:
         raise ConfigError(
             f"--to nemo does not support expert parallel (--ep {split.ep}): a .nemo has no "
             "files for expert ranks; remove --ep, or choose --to megatron-dist"
+        )
+    for name, value in _FIXED_FIELDS.items():
+        if getattr(config, name) != value:
+            raise ConfigError(
+                f"NeMo's GPT has no {name} {getattr(config, name)}; choose another format with --to"
+            )
+    scaling = config.rope_scaling if config.uses_rope else None
+    if scaling is not None and scaling.kind not in ("linear", "llama3"):
+        raise ConfigError(
+            f"NeMo's GPT has no {scaling.kind} rope_scaling; choose another format with --to"
         )
     # Megatron's check refuses two properties that NeMo can express: `llama3` RoPE scaling with
     # parameters that differ from Llama 3.1's, and gated GELU. Therefore Megatron's check gets a

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpt.config import Activation, RopeScaling
+from gpt.config import Activation, RopeScaling, yarn_attention_factor
 from gpt.errors import CheckpointError
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -226,18 +226,14 @@ def _yarn_scaling(fields: ConfigJson, rope: ConfigJson) -> RopeScaling:
     )
     factor = rope.number("factor")
 
-    def magnitude(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    mscale, mscale_all_dim = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
-    default_factor = magnitude(1.0)
-    if mscale and mscale_all_dim:
-        default_factor = magnitude(mscale) / magnitude(mscale_all_dim)
+    # As in transformers, 0 means that the key is absent.
+    default_factor = yarn_attention_factor(
+        factor, rope.number("mscale", 0.0) or None, rope.number("mscale_all_dim", 0.0) or None
+    )
     return RopeScaling(
         "yarn",
         factor,
         original_max_position_embeddings=original,
-        # As in transformers, 0 means the default.
         beta_fast=rope.number("beta_fast", 0.0) or 32.0,
         beta_slow=rope.number("beta_slow", 0.0) or 1.0,
         truncate=rope.flag("truncate") if rope.record.get("truncate") is not None else True,

@@ -23,6 +23,7 @@ from gpt.formats.mappings.megatron_args import (
     PartialConfig,
     WeightShapes,
     config_from_gpt_args,
+    layer_flags,
 )
 from gpt.formats.mappings.megatron_names import MTP_NOTE
 from gpt.settings import short_repr
@@ -172,22 +173,6 @@ def _convert_rotary(args: MegatronArgs, layers: str, values: dict[str, Any]) -> 
 def _attention_flags(
     args: MegatronArgs, name: str, layers: str, periodic_flag: Callable[[int, int], bool]
 ) -> list[int]:
-    """Return the flags, 0 or 1, of the attention layers.
-
-    The arg is a list of all layers' flags, or a period, from which `periodic_flag` derives a
-    layer's flag. Megatron counts layers from 1. The period 0 sets no flag.
-    """
-    value = args.literal(name)
-    if type(value) is int and value >= 0:
-        flags = [
-            int(value and periodic_flag(number, value)) for number in range(1, len(layers) + 1)
-        ]
-    elif isinstance(value, list | tuple) and len(value) == len(layers):
-        flags = [int(flag) if isinstance(flag, int) else -1 for flag in value]
-    else:
-        flags = []
-    if not flags or not set(flags) <= {0, 1}:
-        raise args.invalid_arg_error(
-            name, f"a whole number, or a list of 0 and 1 for the {len(layers)} layers"
-        )
-    return [flag for flag, layer in zip(flags, layers, strict=True) if layer == ATTENTION]
+    """Return the flags, 0 or 1, of the attention layers."""
+    flags = layer_flags(args, name, len(layers), periodic_flag)
+    return [int(flag) for flag, layer in zip(flags, layers, strict=True) if layer == ATTENTION]

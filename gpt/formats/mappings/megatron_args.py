@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpt.config import GPTConfig
+from gpt.config import GPTConfig, yarn_attention_factor
 from gpt.errors import CheckpointError, ConfigError
 from gpt.formats.mappings.megatron_names import EMBEDDING, POSITION_EMBEDDING
 from gpt.parallel.vocabulary_padding import refuse_larger_vocabulary
@@ -57,6 +57,12 @@ ARCHITECTURE_ARGS: tuple[str, ...] = (
     "rotary_seq_len_interpolation_factor",
     "window_size",
     "window_attn_skip_freq",
+    "no_rope_freq",
+    "softmax_type",
+    "softmax_scale",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
+    "quick_geglu",
     "normalization",
     "layernorm_epsilon",
     "norm_epsilon",
@@ -95,7 +101,7 @@ ARCHITECTURE_ARGS: tuple[str, ...] = (
 # if the arg is absent or None.
 UNSUPPORTED_ARGS: Mapping[str, tuple[object, ...]] = {
     "multi_latent_attention": (False,),
-    "softmax_type": ("vanilla",),
+    "softmax_type": ("vanilla", "learnable"),
     "attention_output_gate": (False,),
     "experimental_attention_variant": (),
     "linear_attention_freq": (),
@@ -104,9 +110,6 @@ UNSUPPORTED_ARGS: Mapping[str, tuple[object, ...]] = {
     "heterogeneous_layers_config_encoded_json": (),
     "use_mup": (False,),
     "moe_latent_size": (),
-    "glu_linear_offset": (0, 0.0),
-    "activation_func_clamp_value": (),
-    "quick_geglu": (False,),
     "glu_activation": (),
     "apply_residual_connection_post_layernorm": (False,),
     "post_ln": (False,),
@@ -114,13 +117,10 @@ UNSUPPORTED_ARGS: Mapping[str, tuple[object, ...]] = {
     "headscale": (False,),
     "use_alibi": (False,),
     "qk_l2_norm": (False,),
-    "no_rope_freq": (0,),
-    "window_attn_skip_freq": (0, 1),
     "moe_router_force_load_balancing": (False,),
     "moe_apply_probs_on_input": (False,),
     "retro_add_retriever": (False,),
     "spec": ([],),
-    "softmax_scale": (),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
     "query_pre_attn_scalar": (),
@@ -133,6 +133,7 @@ ACTIVATION_FUNCTIONS: Mapping[str, str] = {
     "swish": "silu",
     "gelu": "gelu",
     "openai_gelu": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "fast_gelu": "gelu_tanh",
     "squared_relu": "relu2",
 }
@@ -298,11 +299,53 @@ def config_from_gpt_args(args: MegatronArgs, weights: WeightShapes) -> PartialCo
     _set_norm(args, partial_config)
     _set_positions(args, weights, partial_config)
     _set_window(args, weights, partial_config)
+    fields["attention_sinks"] = args.get("softmax_type") == "learnable"
+    fields["softmax_scale"] = args.number("softmax_scale", 0.0)
     _set_activation(args, weights, has_bias, partial_config)
     if any(weights.moe_layers):
         _set_moe(args, weights, partial_config)
     _set_vocab_size(args, weights, partial_config)
     return partial_config
+
+
+def layer_flags(
+    args: MegatronArgs, name: str, layers: int, periodic_flag: Callable[[int, int], bool]
+) -> tuple[bool, ...]:
+    """Return the flag of each layer from an arg such as `window_attn_skip_freq`.
+
+    The arg is a list of all layers' flags, or a period, from which `periodic_flag` derives a
+    layer's flag. Megatron counts layers from 1. The period 0 sets no flag.
+    """
+    value = args.literal(name)
+    flags: list[int] = []
+    if type(value) is int and value >= 0:
+        flags = [int(value and periodic_flag(number, value)) for number in range(1, layers + 1)]
+    elif isinstance(value, list | tuple) and len(value) == layers:
+        flags = [int(flag) if isinstance(flag, int) else -1 for flag in value]
+    if not flags or not set(flags) <= {0, 1}:
+        raise args.invalid_arg_error(
+            name, f"a whole number, or a list of 0 and 1 for the {layers} layers"
+        )
+    return tuple(map(bool, flags))
+
+
+def yarn_scaling(args: MegatronArgs) -> dict[str, Any]:
+    """Return the RoPE scaling of a model with YaRN positions."""
+    factor = args.number("yarn_rotary_scaling_factor", 1.0)
+
+    magnitudes = [
+        None if args.get(name) is None else args.number(name, 0.0)
+        for name in ("yarn_mscale", "yarn_mscale_all_dim")
+    ]
+    return {
+        "kind": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": args.integer("yarn_original_max_position_embeddings"),
+        "beta_fast": args.number("yarn_beta_fast", 32.0),
+        "beta_slow": args.number("yarn_beta_slow", 1.0),
+        "truncate": args.flag("yarn_correction_range_round_to_int", True),
+        "attention_factor": yarn_attention_factor(factor, *magnitudes),
+    }
 
 
 def _query_groups(args: MegatronArgs, weights: WeightShapes) -> int:
@@ -340,9 +383,9 @@ def _set_positions(
 ) -> None:
     fields = partial_config.fields
     position_type = args.get("position_embedding_type", "learned_absolute")
-    if position_type not in ("learned_absolute", "rope", "none"):
+    if position_type not in ("learned_absolute", "rope", "yarn", "none"):
         raise args.unsupported_arg_error("position_embedding_type")
-    has_rotary = position_type == "rope" or args.flag("use_rotary_position_embeddings")
+    has_rotary = position_type in ("rope", "yarn") or args.flag("use_rotary_position_embeddings")
     has_learned = position_type == "learned_absolute" and not has_rotary
     if weights.legacy:  # The legacy classes can use learned and rotary positions together.
         has_learned = weights.position_rows > 0
@@ -358,6 +401,16 @@ def _set_positions(
     if not has_rotary:
         return
     fields["rotary_percent"] = args.number("rotary_percent", 1.0)
+    if args.get("no_rope_freq") is not None:
+        without_rope = layer_flags(
+            args, "no_rope_freq", fields["num_layers"], lambda number, period: number % period == 0
+        )
+        fields["rope_layers"] = tuple(not flag for flag in without_rope)
+    if position_type == "yarn":
+        fields["rotary_base"] = args.number("rotary_base", 10000.0)
+        fields["rotary_interleaved"] = args.flag("rotary_interleaved")
+        fields["rope_scaling"] = yarn_scaling(args)
+        return
     scaling_factor = args.number("rotary_seq_len_interpolation_factor", 1.0)
     is_llama3 = args.flag("use_rope_scaling") and not weights.legacy
     if not weights.legacy:  # The legacy classes always use base 10000 without interleaving.
@@ -394,21 +447,32 @@ def _set_window(args: MegatronArgs, weights: WeightShapes, partial_config: Parti
         or (weights.legacy and tokens_before >= 0)
     ):
         raise args.unsupported_arg_error("window_size")
-    if args.get("window_attn_skip_freq") == 0:  # Megatron-Core cannot run such a model.
-        raise args.unsupported_arg_error("window_attn_skip_freq")
-    if args.get("window_attn_skip_freq") == 1:
-        return  # Megatron gives every n-th layer full attention; with n = 1 that is every layer.
-    if tokens_before >= 0:
-        # Megatron's size excludes the current token; GPTConfig.window_size includes it.
-        partial_config.fields["window_size"] = tokens_before + 1
+    frequency_name = "window_attn_skip_freq"
+    if args.literal(frequency_name) == 0:  # Megatron-Core cannot run such a model.
+        raise args.unsupported_arg_error(frequency_name)
+    fields = partial_config.fields
+    if tokens_before < 0:
+        return
+    # Megatron's size excludes the current token; GPTConfig.window_size includes it.
+    fields["window_size"] = tokens_before + 1
+    if args.get(frequency_name) is not None:
+        # Every n-th layer has full attention.
+        fields["window_layers"] = layer_flags(
+            args, frequency_name, fields["num_layers"], lambda number, period: number % period != 0
+        )
 
 
 def _set_activation(
     args: MegatronArgs, weights: WeightShapes, has_bias: bool, partial_config: PartialConfig
 ) -> None:
     fields = partial_config.fields
+    fields["activation_func_clamp_value"] = args.number("activation_func_clamp_value", 0.0)
+    fields["glu_linear_offset"] = args.number("glu_linear_offset", 0.0)
     if args.get("activation_func") is not None:
         _set_named_activation(args, has_bias, fields)
+        return
+    if args.flag("quick_geglu"):
+        fields["gated"], fields["activation"] = True, "quick_gelu"
         return
     fields["gated"] = args.flag("swiglu")
     is_full_te_layer = weights.legacy and args.get("transformer_impl") == "transformer_engine"
@@ -477,6 +541,8 @@ def _set_moe(args: MegatronArgs, weights: WeightShapes, partial_config: PartialC
     fields["moe_shared_expert_intermediate_size"] = args.integer(
         "moe_shared_expert_intermediate_size"
     )
+    # Versions that have a bias of the router use it if the linears have biases.
+    fields["moe_router_bias"] = weights.has_tensor("mlp.router.bias")
     fields["moe_shared_expert_gate"] = weights.has_tensor("shared_experts.gate_weight")
     groups = args.integer("moe_router_group_topk")
     # Selecting all groups does not restrict the routing.

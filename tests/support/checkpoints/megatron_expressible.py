@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from gpt.config import GPTConfig, RopeScaling
+from gpt.config import GPTConfig, RopeScaling, yarn_attention_factor
 from tests.support.models import EXPERTS
 
 SPARSE = EXPERTS.with_fields(
@@ -52,6 +52,44 @@ def expressible(draw: st.DrawFn) -> GPTConfig:
         fields[name] = draw(st.booleans())
     fields |= draw(positions())
     return GPTConfig(**fields, **(draw(experts(layers)) if sparse else {}))
+
+
+@st.composite
+def expressible_by_layer(draw: st.DrawFn) -> GPTConfig:
+    """Also settings that differ between layers, and those of GPT-OSS. NeMo lacks them."""
+    config = draw(expressible())
+    flags = st.lists(st.booleans(), min_size=config.num_layers, max_size=config.num_layers)
+    changes: dict[str, Any] = {
+        "softmax_scale": draw(st.sampled_from([0.0, 0.25])),
+        "attention_sinks": draw(st.booleans()),
+    }
+    if config.window_size is not None:
+        changes["window_layers"] = tuple(draw(flags))
+    if config.uses_rope:
+        changes["rope_layers"] = tuple(draw(flags))
+        changes["rope_scaling"] = draw(st.just(config.rope_scaling) | yarn())
+    if config.gated:
+        changes |= {
+            "activation": draw(st.sampled_from(["silu", "quick_gelu"])),
+            "activation_func_clamp_value": draw(st.sampled_from([0.0, 7.0])),
+            "glu_linear_offset": draw(st.sampled_from([0.0, 1.0])),
+        }
+    if any(config.moe_layers) and draw(st.booleans()):
+        changes |= dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "moe_router_bias"), True)
+    return config.with_fields(**changes)
+
+
+@st.composite
+def yarn(draw: st.DrawFn) -> RopeScaling:
+    factor = draw(st.sampled_from([4.0, 32.0]))
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_max_position_embeddings=draw(st.integers(1, 64)),
+        beta_fast=draw(st.sampled_from([32.0, 8.0])),
+        truncate=draw(st.booleans()),
+        attention_factor=draw(st.sampled_from([1.0, yarn_attention_factor(factor)])),
+    )
 
 
 @st.composite

@@ -110,6 +110,22 @@ def test_windows_are_those_of_the_attention_layers(case: str) -> None:
     assert open_args(DENSE, changes)[0].window_size == window
 
 
+@pytest.mark.parametrize(
+    ("frequency", "windows"),
+    [([1, 0, 0, 0] * 2, (True, False, True, False)), (3, (True, False, True, True))],
+)
+def test_windows_of_some_attention_layers_are_read(
+    frequency: object, windows: tuple[bool, ...]
+) -> None:
+    changes = {"window_size": (3, 0), "window_attn_skip_freq": frequency}
+    assert open_args(DENSE, changes)[0].window_layers == windows
+
+
+def test_attention_layers_without_rotary_positions_are_read() -> None:
+    config = open_args(GATED, {"no_rope_freq": [0, 0, 1, 0] * 2})[0]
+    assert config.rope_layers == (True, False, True, False)
+
+
 def test_a_period_without_rotary_positions_of_mlp_layers_has_no_effect() -> None:
     assert open_args(GATED, {"no_rope_freq": 4})[0] == GATED
 
@@ -151,21 +167,9 @@ REFUSED_ARGS: dict[str, tuple[dict[str, Any], str]] = {
         "hybrid_attention_ratio is 0.5, which Preamble does not support",
     ),
     "another spec": ({"spec": ["examples.custom", "stack"]}, "args.spec is .*does not support"),
-    "windows in some layers": (
-        {"window_size": (3, 0), "window_attn_skip_freq": [1, 0, 0, 0] * 2},
-        r"window_attn_skip_freq is \[1, 0, 1, 0\], which Preamble does not support",
-    ),
-    "windows by a period of odd numbers": (
-        {"window_size": (3, 0), "window_attn_skip_freq": 3},
-        r"window_attn_skip_freq is \[1, 0, 1, 1\]",
-    ),
     "windows of a GPT's layers": (
         {"window_size": (3, 0), "window_attn_skip_freq": [1, 0, 1, 0]},
         "it must be a whole number, or a list of 0 and 1 for the 8 layers",
-    ),
-    "layers without rotary positions": (
-        {"no_rope_freq": [0, 0, 1, 0] * 2},
-        r"no_rope_freq is \[0, 1, 0, 1\], which Preamble does not support",
     ),
     "interleaved positions": (
         {"position_embedding_type": "rope", "rotary_interleaved": True},

@@ -132,18 +132,13 @@ def test_args_of_all_versions_give_the_same_config(case: str, tmp_path: Path) ->
     ("name", "value"),
     [
         ("multi_latent_attention", True),
-        ("softmax_type", "learnable"),
+        ("softmax_type", "off-by-one"),
         ("attention_output_gate", True),
         ("hybrid_override_pattern", "M*-"),
         ("apply_residual_connection_post_layernorm", True),
-        ("position_embedding_type", "yarn"),
+        ("position_embedding_type", "mrope"),
         ("qk_l2_norm", True),
-        ("window_attn_skip_freq", 2),
-        ("no_rope_freq", 4),
-        ("quick_geglu", True),
-        ("activation_func_clamp_value", 7.0),
         ("window_size", (6, 6)),
-        ("glu_linear_offset", 1.0),
         ("spec", ["examples.custom", "layer"]),
     ],
 )
@@ -160,6 +155,34 @@ def test_a_period_of_one_layer_leaves_no_layer_with_a_window(
     changes = {"window_size": (6, 0), "window_attn_skip_freq": period}
     saved(DENSE, Layout(changes=changes), tmp_path)
     assert open_megatron(tmp_path).config.window_size == window
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows", "ropes"),
+    [
+        ({"window_attn_skip_freq": 2}, (True, False, True, False), (True,) * 4),
+        ({"window_attn_skip_freq": "[0, 0, 1, 0]"}, (False, False, True, False), (True,) * 4),
+        ({"no_rope_freq": 4}, (True,) * 4, (True, True, True, False)),
+        ({"no_rope_freq": [1, 0, 0, 1]}, (True,) * 4, (False, True, True, False)),
+    ],
+)
+def test_windows_and_rotary_positions_of_some_layers_are_read(
+    changes: dict[str, Any], windows: tuple[bool, ...], ropes: tuple[bool, ...], tmp_path: Path
+) -> None:
+    config = GATED.with_fields(window_size=7)
+    saved(config, Layout(changes=changes), tmp_path)
+    layers = open_megatron(tmp_path).config.layers
+    assert tuple(layer.window_size == 7 for layer in layers) == windows
+    assert tuple(layer.rope is not None for layer in layers) == ropes
+
+
+@pytest.mark.parametrize("value", [[1, 0], [2, 0, 0, 0], "many", -1])
+@pytest.mark.parametrize("name", ["window_attn_skip_freq", "no_rope_freq"])
+def test_flags_of_other_layers_are_refused(name: str, value: object, tmp_path: Path) -> None:
+    config = GATED.with_fields(window_size=7)
+    saved(config, Layout(changes={name: value}), tmp_path)
+    with pytest.raises(CheckpointError, match=rf"args\.{name} is .*; it must be a"):
+        open_megatron(tmp_path)
 
 
 def test_limited_routing_groups_are_refused(tmp_path: Path) -> None:
