@@ -20,6 +20,7 @@ import torch
 
 from bench.gpu_proof.stage_context import StageContext, StageFailure
 from gpt.attention.kv_cache import FP8_DTYPE
+from gpt.attention.options import AttentionOptions
 from gpt.child_processes import module_command
 from gpt.host_limits import usable_cores
 
@@ -110,7 +111,7 @@ def main() -> int:
     q = torch.zeros(1, heads, channels, dtype=dtype, device="cuda")
     shape = (4, 2, kv_heads, BLOCK_TOKENS, channels)
     kv = torch.zeros(shape, dtype=torch.float32, device="cuda").to(kv_dtype)
-    TritonAttention(None).compile_kernels(q, kv, None)
+    TritonAttention(None).compile_kernels(q, kv, AttentionOptions())
     torch.cuda.synchronize()
     return 0
 

@@ -10,6 +10,7 @@ from bench.gpu_proof.proof_sizes import ProofSizes
 from bench.gpu_proof.stage_context import StageContext
 from bench.harness.offline_engine import generate_all, greedy_request, random_ids
 from bench.suites.gpu import time_call
+from gpt.attention.options import AttentionOptions
 from gpt.attention.selector import select_backend
 from gpt.batch import Batch
 from gpt.sampling_params import SamplingParams
@@ -74,7 +75,8 @@ def _attention_s(device: str, sizes: ProofSizes, contexts: list[int]) -> float:
     shape = (first_block, 2, heads, BLOCK_TOKENS, channels)
     kv = torch.randn(shape, device=device, dtype=dtype)
     q = torch.randn(len(contexts), heads, channels, device=device, dtype=dtype)
-    return time_call(torch.device(device), lambda: backend.attend(q, q, q, batch, kv, None))
+    options = AttentionOptions()
+    return time_call(torch.device(device), lambda: backend.attend(q, q, q, batch, kv, options))
 
 
 def _rotary_decode_s(stage: StageContext, sizes: ProofSizes) -> float:

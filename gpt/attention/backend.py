@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from gpt.attention.options import AttentionOptions
 from gpt.attention.paged import KV, ragged_attention, store_kv
 from gpt.batch import Batch
 from gpt.config import GPTConfig, RopeConfig
@@ -52,7 +53,13 @@ class AttentionBackend(Protocol):
 
     @abstractmethod
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        kv: KV | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Return the attention output (tokens, query heads, channels) of one layer.
 
@@ -61,13 +68,19 @@ class AttentionBackend(Protocol):
         """
 
     def attend_and_quantize(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        kv: KV | None,
+        options: AttentionOptions,
     ) -> tuple[Tensor, Fp8Rows | None]:
         """Return the output of `attend`, and its rows (tokens, query heads * channels) in e4m3.
 
         The rows are None if the backend does not quantize the output of this step.
         """
-        return self.attend(q, k, v, batch, kv, window), None
+        return self.attend(q, k, v, batch, kv, options), None
 
     @abstractmethod
     def store(self, k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:
@@ -99,9 +112,15 @@ class TorchAttention(AttentionBackend):
     saves_only_inputs = True
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        kv: KV | None,
+        options: AttentionOptions,
     ) -> Tensor:
-        return ragged_attention(q, k, v, batch, kv, window)
+        return ragged_attention(q, k, v, batch, kv, options)
 
     def store(self, k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:
         store_kv(k, v, batch, kv)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gpt.attention.backend import AttentionBackend
 from gpt.attention.fp8_kv_cache import Fp8KVAttention, layer_scales
+from gpt.attention.options import AttentionOptions
 from gpt.attention.paged import KV, ragged_attention
 from gpt.batch import Batch
 from gpt.device_transfers import record_event, to_device
@@ -113,35 +114,42 @@ class FlashInferAttention(AttentionBackend):
         rows = torch.zeros(3, 1, head_dim, dtype=dtype, device=self._device)
         q = rows.expand(-1, self._queries_per_kv_head, -1).contiguous()
         # The copy waits for the kernels, so that their errors are raised here.
-        self.attend(q, rows, rows, batch, kv, window).cpu()
+        self.attend(q, rows, rows, batch, kv, AttentionOptions(window)).cpu()
 
     def store(self, k: Tensor, v: Tensor, batch: Batch, kv: KV) -> None:
         """Write this step's keys and values into their slots of the pool."""
         self._fp8_attention.store(k, v, batch, kv)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        kv: KV | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Compute the same attention as gpt.attention.paged.ragged_attention."""
         if kv is None:
-            return ragged_attention(q, k, v, batch, kv, window)
+            return ragged_attention(q, k, v, batch, kv, options)
+        assert options.has_plain_softmax, "the selector refuses models with sinks or ALiBi"
         # A wrapper stores only its latest plan. If another batch was planned after this batch, this
         # batch is planned again.
         calls = batch.attention_metadata.get(FlashInferAttention)
         if calls is None or calls is not self._calls:
-            calls = self._calls = self._plan_wrappers(batch, q, kv, window)
+            calls = self._calls = self._plan_wrappers(batch, q, kv, options.window)
             batch.attention_metadata[FlashInferAttention] = calls
         assert isinstance(calls, list)
-        options = {}
+        kv_scales = {}
         scales = layer_scales(self._scales, kv)
         if scales is not None:
-            options = {"k_scale": float(scales[0]), "v_scale": float(scales[1])}
+            kv_scales = {"k_scale": float(scales[0]), "v_scale": float(scales[1])}
         if len(calls) == 1:
-            output: Tensor = calls[0].wrapper.run(q.contiguous(), kv, **options)
+            output: Tensor = calls[0].wrapper.run(q.contiguous(), kv, **kv_scales)
             return output
         y = torch.empty_like(q, memory_format=torch.contiguous_format)
         for call in calls:
-            y[call.rows] = call.wrapper.run(q.index_select(0, call.rows), kv, **options)
+            y[call.rows] = call.wrapper.run(q.index_select(0, call.rows), kv, **kv_scales)
         return y
 
     def _plan_wrappers(

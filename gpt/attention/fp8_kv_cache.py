@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gpt.attention.backend import AttentionBackend
 from gpt.attention.kv_cache import FP8_DTYPE
+from gpt.attention.options import AttentionOptions
 from gpt.attention.paged import KV, ragged_attention, store_kv
 from gpt.batch import Batch
 
@@ -42,11 +43,17 @@ class Fp8KVAttention(AttentionBackend):
             kv_bytes[block, key_or_value, :, offset] = x
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        kv: KV | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Run `ragged_attention` on a dequantized copy of the blocks that the step reads."""
         if kv is None or kv.dtype != FP8_DTYPE:
-            return ragged_attention(q, k, v, batch, kv, window)
+            return ragged_attention(q, k, v, batch, kv, options)
         assert batch.block_tables is not None
         blocks = batch.block_tables.flatten()
         gathered_batch = batch.attention_metadata.get(Fp8KVAttention)
@@ -64,7 +71,7 @@ class Fp8KVAttention(AttentionBackend):
         # later steps read.
         new_kv = torch.stack(self._quantize(k, v, kv), dim=1)
         k, v = self._dequantize(new_kv, kv, q.dtype).unbind(1)
-        return ragged_attention(q, k, v, gathered_batch, gathered_kv, window)
+        return ragged_attention(q, k, v, gathered_batch, gathered_kv, options)
 
     def _quantize(self, k: Tensor, v: Tensor, kv: KV) -> tuple[Tensor, Tensor]:
         scales = layer_scales(self._scales, kv)

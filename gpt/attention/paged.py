@@ -1,7 +1,7 @@
 """Paged attention of a ragged batch of prefill and decode tokens, with a reference implementation.
 
-Attention is causal, with an optional sliding window. Keys and values of past tokens are in the KV
-pool. Keys and values of this step's tokens are in `k` and `v`, and after `store_kv` also in the
+Attention is causal, with the options of gpt/attention/options.py. Keys and values of past tokens
+are in the KV pool. Keys and values of this step's tokens are in `k` and `v`, and after `store_kv` also in the
 pool. Without a pool, all keys and values are in `k` and `v`. `reference_attention` is a readable
 loop over sequences. With a pool, `ragged_attention` calls the C kernels. Where these are
 unsupported, torch computes groups of sequences, chosen so that little padding is needed. A group
@@ -16,8 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpt.attention.options import AttentionOptions, softmax_with_sinks
 from gpt.attention.varlen import (
     AttentionDropout,
+    key_distances,
     memory_efficient,
     padded_sdpa,
     visible_mask,
@@ -56,7 +58,7 @@ def reference_attention(
     v: Tensor,
     batch: Batch,
     kv: KV | None,
-    window: int | None,
+    options: AttentionOptions,
     *,
     dropout: AttentionDropout | None = None,
 ) -> Tensor:
@@ -81,12 +83,15 @@ def reference_attention(
         queries_per_kv_head = q.shape[1] // keys.shape[1]
         keys, values = (x.repeat_interleave(queries_per_kv_head, dim=1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", q[rows], keys) * q.shape[-1] ** -0.5
-        is_visible = visible_mask(
-            batch.positions[rows], torch.arange(context_length, device=q.device), window
-        )
+        key_positions = torch.arange(context_length, device=q.device)
+        scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+        if options.alibi_slopes is not None:
+            distances = batch.positions[rows].unsqueeze(1) - key_positions
+            scores = scores - options.alibi_slopes.to(scores.dtype)[:, None, None] * distances
+        is_visible = visible_mask(batch.positions[rows], key_positions, options.window)
         scores = scores.masked_fill(~is_visible, float("-inf"))
-        softmax_dtype = torch.promote_types(q.dtype, torch.float32)
-        probabilities = scores.softmax(-1, dtype=softmax_dtype).to(q.dtype)
+        sinks = None if options.sinks is None else options.sinks.unsqueeze(1)
+        probabilities = softmax_with_sinks(scores, sinks).to(q.dtype)
         if dropout is not None:
             probabilities = dropout(probabilities, sequence)
         outputs.append(torch.einsum("hqk,khd->qhd", probabilities, values))
@@ -94,7 +99,7 @@ def reference_attention(
 
 
 def ragged_attention(
-    q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, options: AttentionOptions
 ) -> Tensor:
     """Compute attention with the C kernels where they support the batch, otherwise in torch.
 
@@ -103,17 +108,24 @@ def ragged_attention(
     """
     if kv is None:
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-        if training_kernels.supports_attention(q, k, batch, window):
+        if options.has_plain_softmax and training_kernels.supports_attention(
+            q, k, batch, options.window
+        ):
             return training_kernels.varlen_attention(q, k, v, batch)
-        if needs_grad and not q.is_cuda:
-            return memory_efficient(q, k, v, batch, window)
-        return padded_sdpa(q, k, v, batch, window)
-    plan = cached_plan(batch, AttentionShape(q.shape[1], k.shape[1], kv.shape[3], window), q, kv)
+        # For sinks and ALiBi, torch's fused attention needs a mask with a number for each head,
+        # query and key. Its backward pass would save this mask.
+        if needs_grad and not (q.is_cuda and options.has_plain_softmax):
+            return memory_efficient(q, k, v, batch, options)
+        return padded_sdpa(q, k, v, batch, options)
+    shape = AttentionShape(
+        q.shape[1], k.shape[1], kv.shape[3], options.window, options.alibi_slopes is not None
+    )
+    plan = cached_plan(batch, shape, q, kv)
     y = torch.empty_like(q, memory_format=torch.contiguous_format)
     for native in plan.native:
-        native.attend(q, kv, y)
+        native.attend(q, kv, y, options.sinks, options.alibi_slopes)
     for group in plan.groups:
-        group.attend(q, k, v, kv, plan.gather_buffer, y)
+        group.attend(q, k, v, kv, options, plan.gather_buffer, y)
     return y
 
 
@@ -125,6 +137,7 @@ class AttentionShape:
     kv_heads: int
     block_tokens: int
     window: int | None
+    has_alibi: bool = False  # Whether tiles need the distances from keys to queries.
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -142,6 +155,9 @@ class GroupTile:
     # Additive mask: 0 for visible keys, -inf for the others. Its shape is (sequences x G, 1, keys)
     # in decode, and (1, new tokens x query heads per KV head, keys) in prefill.
     mask: Tensor
+    # With ALiBi: the number of positions from each key to each query, in the shape of the mask, in
+    # at least fp32.
+    distances: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -161,7 +177,14 @@ class EqualLengthGroup:
     tiles: list[GroupTile]
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: KV, gather_buffer: Tensor, out: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: KV,
+        options: AttentionOptions,
+        gather_buffer: Tensor,
+        out: Tensor,
     ) -> None:
         """Write the attention output of this group to its rows of `out`.
 
@@ -190,14 +213,28 @@ class EqualLengthGroup:
         for tile in self.tiles:
             tile_keys, tile_values = keys[:, tile.keys].transpose(1, 2), values[:, tile.keys]
             tile_queries = q[:, tile.queries]
-            mask = tile.mask.expand(len(tile_queries), tile_queries.shape[1], -1)
+            mask = tile.mask
+            if options.alibi_slopes is not None:
+                assert tile.distances is not None
+                slopes = self._by_query(options.alibi_slopes, tile_queries).unsqueeze(2)
+                mask = (mask - slopes * tile.distances).to(q.dtype)
+            mask = mask.expand(len(tile_queries), tile_queries.shape[1], -1)
             scores = torch.baddbmm(mask, tile_queries, tile_keys, alpha=head_dim**-0.5)
-            outputs.append(torch.bmm(scores.softmax(-1), tile_values))
+            sinks = None if options.sinks is None else self._by_query(options.sinks, tile_queries)
+            outputs.append(torch.bmm(softmax_with_sinks(scores, sinks), tile_values))
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         y = y.view(sequences, kv_heads, -1, self.shape.queries_per_kv_head, head_dim).transpose(
             1, 2
         )
         out[self.rows] = y.reshape(-1, self.shape.heads, head_dim)
+
+    def _by_query(self, x: Tensor, queries: Tensor) -> Tensor:
+        """Return the number of each query's head.
+
+        Shapes: `x` (H,), `queries` (sequences x G, new tokens x query heads per KV head, D).
+        """
+        by_group = x.view(self.shape.kv_heads, -1)
+        return by_group.repeat(self.sequences, queries.shape[1] // by_group.shape[1])
 
 
 @dataclass(frozen=True)
@@ -368,13 +405,17 @@ def _decode_group(
     is_visible = visible_mask(context_end - 1, keys, window)
     mask = like.new_zeros(is_visible.shape).masked_fill_(~is_visible, float("-inf"))
     mask = mask.repeat_interleave(shape.kv_heads, 0).unsqueeze(1)
+    distances = None
+    if shape.has_alibi:
+        distances = key_distances(context_end.unsqueeze(1) - 1, keys.unsqueeze(1), like)
+        distances = distances.repeat_interleave(shape.kv_heads, 0)
     full_slice = slice(None)
     return EqualLengthGroup(
         rows=_flat_rows(batch, sequences, device),
         sequences=len(sequences),
         shape=shape,
         pool_rows=_pool_rows(batch, sequences, blocks, shape),
-        tiles=[GroupTile(full_slice, full_slice, mask)],
+        tiles=[GroupTile(full_slice, full_slice, mask, distances)],
     )
 
 
@@ -410,14 +451,21 @@ def _prefill_group(
             # them. The mask hides the keys after the last query.
             key_end = -(-key_end // block_tokens) * block_tokens
         queries = torch.arange(past_length + query_start, past_length + query_end, device=device)
-        is_visible = visible_mask(queries, torch.arange(key_start, key_end, device=device), window)
+        keys = torch.arange(key_start, key_end, device=device)
+        is_visible = visible_mask(queries, keys, window)
         mask = like.new_zeros(is_visible.shape).masked_fill_(~is_visible, float("-inf"))
         mask = mask.repeat_interleave(shape.queries_per_kv_head, 0).unsqueeze(0)
+        distances = None
+        if shape.has_alibi:
+            distances = key_distances(queries, keys, like)
+            distances = distances.repeat_interleave(shape.queries_per_kv_head, 0).unsqueeze(0)
         query_slice = slice(
             query_start * shape.queries_per_kv_head, query_end * shape.queries_per_kv_head
         )
         tiles.append(
-            GroupTile(query_slice, slice(key_start - first_key, key_end - first_key), mask)
+            GroupTile(
+                query_slice, slice(key_start - first_key, key_end - first_key), mask, distances
+            )
         )
     return EqualLengthGroup(
         _flat_rows(batch, sequences, device), len(sequences), shape, pool_rows, tiles

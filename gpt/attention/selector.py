@@ -154,6 +154,10 @@ def _unsupported_reason(name: str, requirements: _Requirements) -> str | None:
         return f"the model computes in {str(requirements.dtype).removeprefix('torch.')}"
     if requirements.config.kv_channels not in _HEAD_DIMS[name]:
         return f"the model's heads have {requirements.config.kv_channels} channels"
+    if name == "flashinfer":
+        reason = _unsupported_layers(requirements.config)
+        if reason is not None:
+            return reason
     capability = torch.cuda.get_device_capability(requirements.device)
     capability_min = CAPABILITY_FP8_MIN if requirements.fp8_kv else CAPABILITY_MIN
     if capability < capability_min:
@@ -170,4 +174,16 @@ def _unsupported_reason(name: str, requirements: _Requirements) -> str | None:
     except Exception as error:  # Broken GPU packages raise many kinds of exceptions.
         reason = (str(error).splitlines() or ["no message"])[0]
         return f"{name} cannot be imported ({type(error).__name__}: {reason})"
+    return None
+
+
+def _unsupported_layers(config: GPTConfig) -> str | None:
+    """Return why FlashInfer cannot compute the attention of this model's layers; None if it can."""
+    if any(layer.attention_sinks for layer in config.layers):
+        return "the model has attention sinks"
+    if config.position_embedding_type == "alibi":
+        return "the model has ALiBi"
+    # A step is planned once for all layers.
+    if len({layer.window_size for layer in config.layers}) > 1:
+        return "the model's layers have different windows"
     return None

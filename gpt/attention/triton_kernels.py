@@ -8,6 +8,8 @@ limited by compute: 4 x D operations per query and visible key (an H200 has 989 
 The kernels read lengths on the device, without host synchronization.
 """
 
+from math import e, log2
+
 import triton
 import triton.language as tl
 
@@ -42,6 +44,8 @@ from gpt.fp8_rows import ABSMAX_MIN, FP8_MAX
 # STAGES: number of software pipeline stages of the loop over the keys.
 # SCALED: whether keys and values have scales: `scales[0]` for keys, `scales[1]` for values.
 # WINDOW: size of the attention window in tokens; 0: no window.
+# SINKS, ALIBI: whether attention has sinks, and ALiBi (gpt/attention/options.py); otherwise `sinks`
+# and `slopes` are None.
 # DTYPE_MAX: keys and values are clamped to this number, the largest of the pool's dtype. 0: no
 # clamp, because the keys and values of the step have the dtype of the pool.
 # QUANTIZE: whether the output is also stored in e4m3, in rows of FP8_WIDTH channels.
@@ -49,13 +53,14 @@ from gpt.fp8_rows import ABSMAX_MIN, FP8_MAX
 #
 FP8_MAX_CONST = tl.constexpr(FP8_MAX)
 ABSMAX_MIN_CONST = tl.constexpr(ABSMAX_MIN)
+LOG2_E = tl.constexpr(log2(e))  # The kernels compute exp(x) as exp2(x * LOG2_E).
 
 # Triton compiles a kernel again for each combination of pointers that are multiples of 16 bytes.
 # The index tensors of a step are views of one packed tensor, so their alignment depends on the
 # numbers of sequences and tokens. Therefore the kernels are not specialized on it
 # (`do_not_specialize_on_alignment`), and a step launches only kernels that
 # `TritonAttention.compile_kernels` has compiled.
-STEP_TENSORS = ("block_tables", "scales")
+STEP_TENSORS = ("block_tables", "scales", "sinks", "slopes")
 
 
 @triton.jit
@@ -201,6 +206,15 @@ def finite_max(running_max):
 
 
 @triton.jit
+def sink_terms(sinks, heads, running_max):
+    """Return the terms of the heads' sinks in the denominators of the softmax.
+
+    Like the sums over keys, they are relative to the maximum of the scores.
+    """
+    return tl.exp2(tl.load(sinks + heads).to(tl.float32) * LOG2_E - finite_max(running_max))
+
+
+@triton.jit
 def kv_offsets(
     block_table, tokens, is_inside, kv_head,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
@@ -233,10 +247,12 @@ def is_last_segment(arrivals, index, count):
 
 @triton.jit
 def merge_segments(
-    partial_out, softmax_stats, first_row, count, stride,
-    WIDTH: tl.constexpr, SEGMENTS_MAX: tl.constexpr,
+    partial_out, softmax_stats, sinks, head, first_row, count, stride,
+    WIDTH: tl.constexpr, SEGMENTS_MAX: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial outputs of a work item's `count` segments, for one row of the output.
+
+    The row is of query head `head`. The sum over all keys gets the term of the sink.
 
     `first_row`: the row of the first segment in `partial_out`. The next segment's row is `stride`
     rows later. The loads bypass the L1 cache, which does not see the stores of other programs.
@@ -249,18 +265,22 @@ def merge_segments(
     total = tl.load(softmax_stats + 2 * rows + 1, mask=mask, other=0.0, cache_modifier=".cg")
     address = partial_out + rows[:, None] * WIDTH + channels[None, :]
     y = tl.load(address, mask=mask[:, None], other=0.0, cache_modifier=".cg")
-    segment_scales = tl.exp2(segment_max - finite_max(tl.max(segment_max, 0)))
+    running_max = tl.max(segment_max, 0)
+    segment_scales = tl.exp2(segment_max - finite_max(running_max))
     total = tl.sum(total * segment_scales, 0)
+    if SINKS:
+        total += sink_terms(sinks, head, running_max)
     return tl.sum(y * segment_scales[:, None], 0) / tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=STEP_TENSORS)
 def attend_single(
-    q, kv, block_tables, segments, arrivals, out, partial_out, softmax_stats, scales,
+    q, kv, block_tables, segments, arrivals, out, partial_out, softmax_stats, scales, sinks, slopes,
     q_row, q_head, table_width, softmax_scale,
     GROUPS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, SEGMENTS_MAX: tl.constexpr, FIELDS: tl.constexpr,
-    ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute decode attention with one query head per KV head (MHA), on the CUDA cores.
 
@@ -280,6 +300,7 @@ def attend_single(
         q + row.to(tl.int64) * q_row + kv_head * q_head + channels, mask=is_channel, other=0.0
     )
     query = query.to(tl.float32) * softmax_scale
+    slope = tl.load(slopes + kv_head) * LOG2_E if ALIBI else 0.0
     running_max = tl.full([TILE], float("-inf"), tl.float32)
     running_sum = tl.zeros([TILE], tl.float32)
     y = tl.zeros([TILE, WIDTH], tl.float32)
@@ -295,7 +316,10 @@ def attend_single(
         kv_mask = is_inside[:, None] & is_channel[None, :]
         keys = tl.load(address, mask=kv_mask, other=0.0).to(tl.float32)
         values = tl.load(address + GROUPS * BLOCK * D, mask=kv_mask, other=0.0).to(tl.float32)
-        scores = tl.where(is_inside, tl.sum(keys * query[None, :], 1), float("-inf"))
+        scores = tl.sum(keys * query[None, :], 1)
+        if ALIBI:
+            scores -= slope * (position - tokens).to(tl.float32)
+        scores = tl.where(is_inside, scores, float("-inf"))
         new_max = tl.maximum(running_max, scores)
         rescale, weights = (
             tl.exp2(running_max - finite_max(new_max)),
@@ -311,6 +335,8 @@ def attend_single(
     value_scale = tl.load(scales + 1) if SCALED else 1.0
     out_address = out + (row.to(tl.int64) * GROUPS + kv_head) * D + channels
     if count == 1:
+        if SINKS:
+            total += sink_terms(sinks, kv_head, new_max)
         merged = merged / tl.where(total == 0.0, 1.0, total) * value_scale
         tl.store(out_address, merged.to(out.dtype.element_ty), mask=is_channel)
     else:
@@ -321,19 +347,20 @@ def attend_single(
         first_row = first * GROUPS + kv_head
         if is_last_segment(arrivals, first_row, count):
             merged = value_scale * merge_segments(
-                partial_out, softmax_stats, first_row, count, GROUPS, WIDTH, SEGMENTS_MAX
-            )
+                partial_out, softmax_stats, sinks, kv_head, first_row, count, GROUPS,
+                WIDTH, SEGMENTS_MAX, SINKS,
+            )  # fmt: skip
             tl.store(out_address, merged.to(out.dtype.element_ty), mask=is_channel)
 
 
 @triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=STEP_TENSORS)
 def attend_tile(
-    q, kv, block_tables, segments, out, partial_out, softmax_stats, scales,
+    q, kv, block_tables, segments, out, partial_out, softmax_stats, scales, sinks, slopes,
     q_row, q_head, table_width, softmax_scale,
     GROUPS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, SEGMENTS_MAX: tl.constexpr, FIELDS: tl.constexpr,
-    ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr,
+    ALIGNMENT: tl.constexpr, SCALED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
+    QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of a work item's new tokens, for all query heads of one KV head.
 
@@ -362,6 +389,8 @@ def attend_tile(
     query_address = q + (token_rows * q_row + heads * q_head)[:, None] + channels[None, :]
     query = tl.load(query_address, mask=query_mask, other=0.0)
     softmax_scale *= tl.load(scales) if SCALED else 1.0
+    if ALIBI:
+        head_slopes = tl.load(slopes + heads) * LOG2_E
     running_max = tl.full([ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
     y = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -377,6 +406,8 @@ def attend_tile(
         values = tl.load(address + GROUPS * BLOCK * D, mask=kv_mask, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * softmax_scale
         distance = (position + rows // QUERIES)[:, None] - tokens[None, :]
+        if ALIBI:
+            scores -= head_slopes[:, None] * distance.to(tl.float32)
         is_visible = is_inside[None, :] & (distance >= 0)
         if WINDOW:
             is_visible &= distance < WINDOW
@@ -397,6 +428,8 @@ def attend_tile(
         tl.store(softmax_stats + 2 * partial_rows, running_max, mask=is_row)
         tl.store(softmax_stats + 2 * partial_rows + 1, running_sum, mask=is_row)
     else:
+        if SINKS:
+            running_sum += sink_terms(sinks, heads, running_max)
         y = y / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]
         y = y * (tl.load(scales + 1) if SCALED else 1.0)
         out_rows = token_rows * HEADS + heads
@@ -433,12 +466,13 @@ def quantize_finished_row(
             tl.store(values, x.to(fp8_values.dtype.element_ty), mask=channels < FP8_WIDTH)
 
 
-@triton.jit(do_not_specialize_on_alignment=["arrivals", "scales"])
+@triton.jit(do_not_specialize_on_alignment=["arrivals", "scales", "sinks"])
 def merge_tiles(
-    first_segments, arrivals, out, partial_out, softmax_stats, scales, fp8_values, fp8_scales,
+    first_segments, arrivals, out, partial_out, softmax_stats, scales, sinks,
+    fp8_values, fp8_scales,
     HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     SEGMENTS_MAX: tl.constexpr, FIELDS: tl.constexpr, ALIGNMENT: tl.constexpr,
-    SCALED: tl.constexpr, QUANTIZE: tl.constexpr, FP8_WIDTH: tl.constexpr,
+    SCALED: tl.constexpr, SINKS: tl.constexpr, QUANTIZE: tl.constexpr, FP8_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial outputs of `attend_tile`, for one query head of one new token.
@@ -453,8 +487,9 @@ def merge_tiles(
     if token >= length:
         return
     y = merge_segments(
-        partial_out, softmax_stats, (first * TOKENS + token).to(tl.int64) * HEADS + head,
-        count, TOKENS * HEADS, WIDTH, SEGMENTS_MAX,
+        partial_out, softmax_stats, sinks, head,
+        (first * TOKENS + token).to(tl.int64) * HEADS + head, count, TOKENS * HEADS,
+        WIDTH, SEGMENTS_MAX, SINKS,
     )  # fmt: skip
     y = y * (tl.load(scales + 1) if SCALED else 1.0)
     channels = tl.arange(0, WIDTH)

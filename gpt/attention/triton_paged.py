@@ -15,7 +15,7 @@ gpt/attention/fp8_kv_cache.py; of the rotary embedding, gpt/model/rotary_embeddi
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import e, log2
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from gpt.attention import triton_kernels as kernels
 from gpt.attention.backend import NormWeights, QKTransform, QKTransformBackend
 from gpt.attention.fp8_kv_cache import layer_scales
+from gpt.attention.options import AttentionOptions
 from gpt.attention.paged import KV, ragged_attention
 from gpt.attention.varlen import padded_sdpa
 from gpt.batch import Batch
@@ -82,6 +83,18 @@ class SegmentList:
     capacity: int  # Maximum number of segments.
 
 
+class KernelVariant(NamedTuple):
+    """The constants of the attention kernels that differ between the layers of a model."""
+
+    window: int  # 0: no window.
+    has_sinks: bool
+    has_alibi: bool
+
+    @classmethod
+    def of(cls, options: AttentionOptions) -> "KernelVariant":
+        return cls(options.window or 0, options.sinks is not None, options.alibi_slopes is not None)
+
+
 @dataclass(frozen=True)
 class WorkItems:
     """Work items of a step, on the device, which one launch per layer computes."""
@@ -90,8 +103,8 @@ class WorkItems:
     # the new tokens of the sequence.
     indices: Tensor
     tokens_max: int  # Maximum number of new tokens of a work item.
-    # By window. The first layer with a window prepares the launch, and the later layers reuse it.
-    launches: dict[int, "PreparedLaunch"] = field(default_factory=dict)
+    # The first layer with a kernel variant prepares the launch, and the later layers reuse it.
+    launches: dict["KernelVariant", "PreparedLaunch"] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -279,19 +292,31 @@ class TritonAttention(QKTransformBackend):
         return out[:, :heads], out[:, heads:], qkv[:, :, -1]
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        kv: KV | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Compute the same attention as gpt.attention.paged.ragged_attention."""
-        return self._attend(q, k, v, batch, kv, window, quantizes=False)[0]
+        return self._attend(q, k, v, batch, kv, options, quantizes=False)[0]
 
     def attend_and_quantize(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        kv: KV | None,
+        options: AttentionOptions,
     ) -> tuple[Tensor, Fp8Rows | None]:
         """Also quantize the output rows of a decode-only step with several queries per KV head.
 
         The kernel that merges the segments does it. Other steps have no such kernel.
         """
-        return self._attend(q, k, v, batch, kv, window, quantizes=True)
+        return self._attend(q, k, v, batch, kv, options, quantizes=True)
 
     def _attend(
         self,
@@ -300,16 +325,18 @@ class TritonAttention(QKTransformBackend):
         v: Tensor,
         batch: Batch,
         kv: KV | None,
-        window: int | None,
+        options: AttentionOptions,
         *,
         quantizes: bool,
     ) -> tuple[Tensor, Fp8Rows | None]:
         if kv is None:
-            return ragged_attention(q, k, v, batch, kv, window), None
-        if batch.is_first_prefill and window is None and q.dtype == kv.dtype in HALF_DTYPES:
+            return ragged_attention(q, k, v, batch, kv, options), None
+        variant = KernelVariant.of(options)
+        is_half = q.dtype == kv.dtype in HALF_DTYPES
+        if batch.is_first_prefill and variant == KernelVariant(0, False, False) and is_half:
             # No sequence has past tokens, so all visible keys are in `k`, and torch's fused kernels
             # are faster than a kernel that reads the pool.
-            return padded_sdpa(q, k, v, batch, window), None
+            return padded_sdpa(q, k, v, batch, options), None
         queries_per_kv_head = q.shape[1] // kv.shape[2]
         metadata = batch.attention_metadata.get(TritonMetadata)
         if metadata is None:
@@ -323,39 +350,46 @@ class TritonAttention(QKTransformBackend):
             fp8_rows = Fp8Rows.allocate(q.shape[0], q.shape[1] * q.shape[2], q.device)
         scales = layer_scales(self._scales, kv)
         for work_items in metadata.work_items:
-            launch = work_items.launches.get(window or 0)
+            launch = work_items.launches.get(variant)
             if launch is None:
                 if q.is_cuda:
-                    self.compile_kernels(q, kv, window, quantizes=quantizes)
-                launch = PreparedLaunch.make(work_items, metadata, q, kv, window or 0)
-                work_items.launches[window or 0] = launch
-            launch.run(q, kv, metadata.block_tables, scales, out, fp8_rows)
+                    self.compile_kernels(q, kv, options, quantizes=quantizes)
+                launch = PreparedLaunch.make(work_items, metadata, q, kv, variant)
+                work_items.launches[variant] = launch
+            launch.run(q, kv, metadata.block_tables, scales, options, out, fp8_rows)
         return out, fp8_rows
 
     def compile_kernels(
-        self, q: Tensor, kv: KV, window: int | None, *, quantizes: bool = False
+        self, q: Tensor, kv: KV, options: AttentionOptions, *, quantizes: bool = False
     ) -> None:
         """Compile all kernel variants that later steps may need.
 
         Compilation takes seconds, too long for a step that serves requests. The method launches
         each variant on dummy sequences with a context length of 0. It does this once for each
-        combination of the layers' shapes, dtypes and window. With `quantizes`, it also launches the
-        variant that quantizes the output.
+        combination of the layers' shapes, dtypes and kinds of options. With `quantizes`, it also
+        launches the variant that quantizes the output.
         """
         q = _contiguous_rows(q)
         # Triton also specializes the kernels on whether the strides are multiples of 16.
         stride_alignment = tuple(stride % 16 == 0 for stride in q.stride()[:2])
-        signature = (*q.shape[1:], stride_alignment, q.dtype, *kv.shape[2:], kv.dtype, window)
+        layout = (*q.shape[1:], stride_alignment, q.dtype, *kv.shape[2:], kv.dtype)
+        signature = (*layout, KernelVariant.of(options))
         if signature not in self._compiled:
             self._compiled.add(signature)
             for tokens in work_item_sizes(q, kv):
-                self._compile_variant(q, kv, window, tokens)
+                self._compile_variant(q, kv, options, tokens)
         if quantizes and (signature, "fp8") not in self._compiled:
             self._compiled.add((signature, "fp8"))
-            self._compile_variant(q, kv, window, 1, quantizes=True)
+            self._compile_variant(q, kv, options, 1, quantizes=True)
 
     def _compile_variant(
-        self, q: Tensor, kv: KV, window: int | None, tokens: int, *, quantizes: bool = False
+        self,
+        q: Tensor,
+        kv: KV,
+        options: AttentionOptions,
+        tokens: int,
+        *,
+        quantizes: bool = False,
     ) -> None:
         """Launch the kernels once, for a sequence with `tokens` new tokens and no context."""
         zeros = torch.zeros(1, 2, dtype=torch.int32, device=q.device)
@@ -369,14 +403,14 @@ class TritonAttention(QKTransformBackend):
         fp8_rows = None
         if quantizes:
             fp8_rows = Fp8Rows.allocate(tokens, shape[1] * shape[2], q.device)
-        launch = PreparedLaunch.make(items, metadata, dummy_q, kv, window or 0)
+        launch = PreparedLaunch.make(items, metadata, dummy_q, kv, KernelVariant.of(options))
         scales = layer_scales(self._scales, kv)
-        launch.run(dummy_q, kv, metadata.block_tables, scales, out, fp8_rows)
+        launch.run(dummy_q, kv, metadata.block_tables, scales, options, out, fp8_rows)
 
 
 @dataclass(frozen=True)
 class PreparedLaunch:
-    """What the launches of all layers with the same window have in common, in a step."""
+    """What the launches of all layers with the same kernel variant have in common, in a step."""
 
     kernel: Any  # `attend_single` or `attend_tile`.
     grid: tuple[int, int]
@@ -392,7 +426,12 @@ class PreparedLaunch:
 
     @classmethod
     def make(
-        cls, work_items: WorkItems, metadata: TritonMetadata, q: Tensor, kv: KV, window: int
+        cls,
+        work_items: WorkItems,
+        metadata: TritonMetadata,
+        q: Tensor,
+        kv: KV,
+        variant: KernelVariant,
     ) -> "PreparedLaunch":
         """Prepare the launches for layers with the shapes and dtypes of `q` and `kv`."""
         heads, head_dim = q.shape[1:]
@@ -400,7 +439,7 @@ class PreparedLaunch:
         padded_head_dim = max(ROWS_MIN, next_power_of_two(head_dim))
         queries_per_kv_head = heads // kv_heads
         tokens, is_split = work_items.tokens_max, work_items.is_split
-        segment_list = list_segments(work_items, metadata, window, kv_heads)
+        segment_list = list_segments(work_items, metadata, variant.window, kv_heads)
         partial_rows = segment_list.capacity * tokens * heads if is_split else 0
         # The programs of the longest segments start first. The work items of a prefill share keys,
         # so those of one KV head start together.
@@ -411,6 +450,7 @@ class PreparedLaunch:
             "SEGMENTS_MAX": SEGMENTS_MAX if is_split else 1,
             "FIELDS": SEGMENT_FIELDS,
             "ALIGNMENT": SEGMENT_ALIGNMENT,
+            "SINKS": variant.has_sinks,
         }
         has_single_query = tokens == queries_per_kv_head == 1
         return cls(
@@ -419,7 +459,8 @@ class PreparedLaunch:
             # The kernels compute exp(x) as exp2(x * log2(e)); the GPU has an instruction for exp2.
             log2(e) * head_dim**-0.5,
             constants
-            | {"GROUPS": kv_heads, "WINDOW": window, "BLOCK": kv.shape[3]}
+            | {"GROUPS": kv_heads, "WINDOW": variant.window, "BLOCK": kv.shape[3]}
+            | {"ALIBI": variant.has_alibi}
             | (
                 _single_constants(padded_head_dim, kv)
                 if has_single_query
@@ -438,6 +479,7 @@ class PreparedLaunch:
         kv: KV,
         block_tables: Tensor,
         scales: Tensor | None,
+        options: AttentionOptions,
         out: Tensor,
         fp8_rows: Fp8Rows | None,
     ) -> None:
@@ -449,12 +491,13 @@ class PreparedLaunch:
         inputs = [q, kv, block_tables, segment_list.segments]
         if self.kernel is kernels.attend_single:
             inputs.append(segment_list.arrivals)
-        outputs = (out, self.partial_out, self.softmax_stats, scales)
+        outputs = (out, self.partial_out, self.softmax_stats, scales, options.sinks)
         launcher.launch(
             self.kernel,
             self.grid,
             *inputs,
             *outputs,
+            options.alibi_slopes,
             *q.stride()[:2],
             block_tables.stride(0),
             self.softmax_scale,

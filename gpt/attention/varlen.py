@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt.attention.options import AttentionOptions, softmax_with_sinks
 from gpt.batch import Batch
 from gpt.device_transfers import to_device
 
@@ -38,6 +39,15 @@ def visible_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     distance = queries.unsqueeze(-1) - keys
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
+
+
+def key_distances(queries: Tensor, keys: Tensor, like: Tensor) -> Tensor:
+    """Return the number of positions from each key to each query, for ALiBi.
+
+    The shapes are those of `visible_mask`. The dtype is that of `like`, but at least fp32.
+    """
+    distances = queries.unsqueeze(-1) - keys
+    return distances.to(torch.promote_types(like.dtype, torch.float32))
 
 
 def visible_rows(batch: Batch, sequence: int) -> list[slice]:
@@ -79,8 +89,10 @@ class PaddedGroup:
     # Flat rows of the keys, (count, past + longest). None: all rows of the batch, in order.
     keys: Tensor | None
     mask: Tensor | None  # Visible keys, (longest, past + longest); None: the causal mask.
+    # With ALiBi: the number of positions from each key to each query, in the shape of the mask.
+    distances: Tensor | None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Return the output (count, longest, H, D).
 
         Padding comes after the tokens of its sequence, so the causal mask hides the padding from
@@ -92,8 +104,11 @@ class PaddedGroup:
             .transpose(1, 2)
             for x, rows in ((q, self.queries), (k, self.keys), (v, self.keys))
         )
+        mask = self.mask
+        if not options.has_plain_softmax:
+            mask, *padded_kv = self._add_softmax_terms(options, padded_q, *padded_kv)
         is_grouped_query = q.shape[1] != k.shape[1]
-        if is_grouped_query and self.mask is not None:
+        if is_grouped_query and mask is not None:
             # With a mask, the fused kernels need one KV head per query head.
             padded_kv = [x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in padded_kv]
             is_grouped_query = False
@@ -102,11 +117,35 @@ class PaddedGroup:
             padded_q,
             keys,
             values,
-            attn_mask=self.mask,
-            is_causal=self.mask is None,
+            attn_mask=mask,
+            is_causal=mask is None,
             enable_gqa=is_grouped_query,
         )
         return y.transpose(1, 2)
+
+    def _add_softmax_terms(
+        self, options: AttentionOptions, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return an additive mask (H, longest, past + longest) with ALiBi, and the keys and values.
+
+        A sink is a key and a value of zeros after the others; the mask has the sink's logit.
+        Shapes: `queries` (count, H, longest, D), `keys` and `values` (count, G, past + longest, D).
+        """
+        heads, query_count, key_count = queries.shape[1], queries.shape[2], keys.shape[2]
+        mask = queries.new_zeros(heads, query_count, key_count)
+        if options.alibi_slopes is not None:
+            assert self.distances is not None
+            slopes = options.alibi_slopes.to(self.distances.dtype)
+            mask = (slopes[:, None, None] * -self.distances).to(queries.dtype)
+        is_visible = self.mask
+        if is_visible is None:
+            is_visible = mask.new_ones(query_count, key_count, dtype=torch.bool).tril()
+        mask = mask.masked_fill(~is_visible, float("-inf"))
+        if options.sinks is not None:
+            sinks = options.sinks.to(mask.dtype)[:, None, None]
+            mask = torch.cat([mask, sinks.expand(-1, query_count, -1)], dim=-1)
+            keys, values = (F.pad(x, (0, 0, 0, 1)) for x in (keys, values))
+        return mask, keys, values
 
 
 def _select_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -131,32 +170,41 @@ class _SelectRows(torch.autograd.Function):
         return summed.to(grad.dtype), None
 
 
-def padded_sdpa(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None) -> Tensor:
+def padded_sdpa(q: Tensor, k: Tensor, v: Tensor, batch: Batch, options: AttentionOptions) -> Tensor:
     """Compute attention with torch's fused kernels, one padded group at a time, on any device."""
-    plan = batch.attention_metadata.get((padded_sdpa, window))
+    has_alibi = options.alibi_slopes is not None
+    key = (padded_sdpa, options.window, has_alibi)
+    plan = batch.attention_metadata.get(key)
     if plan is None:
-        plan = batch.attention_metadata[padded_sdpa, window] = _padded_groups(
-            batch, window, q.device
+        plan = batch.attention_metadata[key] = _padded_groups(
+            batch, options.window, q, has_alibi=has_alibi
         )
     groups, order = cast(tuple[list[PaddedGroup], Tensor | None], plan)
-    outputs = [group.attend(q, k, v).reshape(-1, *q.shape[1:]) for group in groups]
+    outputs = [group.attend(q, k, v, options).reshape(-1, *q.shape[1:]) for group in groups]
     if order is None:
         return outputs[0]
     return torch.cat(outputs).index_select(0, order)
 
 
 def _padded_groups(
-    batch: Batch, window: int | None, device: torch.device
+    batch: Batch, window: int | None, like: Tensor, *, has_alibi: bool
 ) -> tuple[list[PaddedGroup], Tensor | None]:
     """Return the padded groups, and for each token its row in the groups' concatenated outputs.
 
     The second value is None if the outputs are already in the order of the batch.
     """
-    lengths, past_lengths = batch.query_lengths, batch.past_lengths
+    lengths, past_lengths, device = batch.query_lengths, batch.past_lengths, like.device
+
+    def distances(past: int, length: int) -> Tensor | None:
+        if not has_alibi:
+            return None
+        keys = torch.arange(past + length, device=device)
+        return key_distances(keys[past:], keys, like)
+
     if not any(past_lengths) and min(lengths) == max(lengths):
-        return [
-            PaddedGroup(len(lengths), None, None, _sdpa_mask(0, lengths[0], window, device))
-        ], None
+        length = lengths[0]
+        mask = _sdpa_mask(0, length, window, device)
+        return [PaddedGroup(len(lengths), None, None, mask, distances(0, length))], None
     buckets: list[list[int]] = []
     longest_first = sorted(
         range(len(lengths)), key=lambda sequence: (-past_lengths[sequence], -lengths[sequence])
@@ -187,7 +235,11 @@ def _padded_groups(
         start += len(bucket) * longest
         mask = _sdpa_mask(past_lengths[bucket[0]], longest, window, device)
         query_rows, key_rows = (to_device(np.stack(rows), device) for rows in (queries, keys))
-        groups.append(PaddedGroup(len(bucket), query_rows, key_rows, mask))
+        groups.append(
+            PaddedGroup(
+                len(bucket), query_rows, key_rows, mask, distances(past_lengths[bucket[0]], longest)
+            )
+        )
     return groups, to_device(order, device)
 
 
@@ -205,7 +257,7 @@ def unfused_attention(
     v: Tensor,
     batch: Batch,
     kv: Tensor | None,
-    window: int | None,
+    options: AttentionOptions,
     *,
     dropout: AttentionDropout | None = None,
 ) -> Tensor:
@@ -216,10 +268,10 @@ def unfused_attention(
     """
     assert kv is None, "training with a KV pool is not supported"
     outputs = []
-    for sequence, tile in _cached_tiles(batch, window, q, (k.shape[1], max(batch.query_lengths))):
+    for sequence, tile in _cached_tiles(batch, options, q, (k.shape[1], max(batch.query_lengths))):
         keys, values = (_concat_rows(x, tile.keys) for x in (k, v))
         queries = _by_kv_head(q[tile.rows], k.shape[1])
-        probabilities = tile.attention_probabilities(queries, keys)
+        probabilities = tile.attention_probabilities(queries, keys, options)
         if dropout is not None:
             heads = probabilities.view(q.shape[1], -1, probabilities.shape[-1])
             probabilities = dropout(heads, sequence).view_as(probabilities)
@@ -228,9 +280,16 @@ def unfused_attention(
     return torch.cat(outputs)
 
 
-def memory_efficient(q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None) -> Tensor:
-    """Compute attention tile by tile, for a CPU, where torch's fused backward pass is slower."""
-    return cast(Tensor, _MemoryEfficient.apply(q, k, v, batch, window))  # type: ignore[no-untyped-call]
+def memory_efficient(
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, options: AttentionOptions
+) -> Tensor:
+    """Compute attention tile by tile, with gradients of queries, keys and values.
+
+    It is for a CPU, where torch's fused backward pass is slower, and for sinks and ALiBi, whose
+    parameters get no gradients.
+    """
+    y = _MemoryEfficient.apply(q, k, v, batch, options)  # type: ignore[no-untyped-call]
+    return cast(Tensor, y)
 
 
 @dataclass(frozen=True)
@@ -241,31 +300,44 @@ class Tile:
     keys: list[slice]  # Flat rows of the keys: in the parent, if any, then in the sequence.
     # Additive mask, (query heads per KV head x queries, keys): 0 for visible keys, -inf for others.
     mask: Tensor
+    # With ALiBi: the number of positions from each key to each query, (queries, keys).
+    distances: Tensor | None
 
-    def attention_probabilities(self, queries: Tensor, keys: Tensor) -> Tensor:
+    def attention_probabilities(
+        self, queries: Tensor, keys: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Return the probabilities (G, query heads per KV head x queries, keys).
 
         Shapes: `queries` (G, query heads per KV head x queries, D), `keys` (keys, G, D).
         """
-        mask = self.mask.unsqueeze(0).expand(len(queries), -1, -1)
+        groups, rows, _ = queries.shape
+        mask = self.mask.unsqueeze(0).expand(groups, -1, -1)
+        if options.alibi_slopes is not None:
+            assert self.distances is not None
+            slopes = options.alibi_slopes.to(self.distances.dtype).view(groups, -1, 1, 1)
+            mask = mask - (slopes * self.distances).flatten(1, 2)
+        sinks = None
+        if options.sinks is not None:
+            by_group = options.sinks.view(groups, -1)
+            sinks = by_group.repeat_interleave(rows // by_group.shape[1], dim=1)
         scale = queries.shape[-1] ** -0.5
-        scores = torch.baddbmm(mask, queries, keys.permute(1, 2, 0), alpha=scale)
-        return scores.softmax(-1)
+        scores = torch.baddbmm(mask.to(queries.dtype), queries, keys.permute(1, 2, 0), alpha=scale)
+        return softmax_with_sinks(scores, sinks)
 
 
 class _MemoryEfficient(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, batch: Batch, window: int | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, batch: Batch, options: AttentionOptions
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.batch = batch
-        ctx.window = window
+        ctx.options = options
         y = torch.empty_like(q)
-        for _, tile in _cached_tiles(batch, window, q, (k.shape[1], TILE_QUERIES)):
+        for _, tile in _cached_tiles(batch, options, q, (k.shape[1], TILE_QUERIES)):
             keys, values = (_concat_rows(x, tile.keys) for x in (k, v))
             probabilities = tile.attention_probabilities(
-                _by_kv_head(q[tile.rows], k.shape[1]), keys
+                _by_kv_head(q[tile.rows], k.shape[1]), keys, options
             )
             attended = torch.bmm(probabilities, values.transpose(0, 1))
             y[tile.rows] = _by_token(attended, q.shape[1])
@@ -280,10 +352,11 @@ class _MemoryEfficient(torch.autograd.Function):
         dq = torch.empty_like(q)
         dk = torch.zeros_like(k, dtype=sum_dtype)
         dv = torch.zeros_like(v, dtype=sum_dtype)
-        for _, tile in _cached_tiles(ctx.batch, ctx.window, q, (groups, TILE_QUERIES)):
+        for _, tile in _cached_tiles(ctx.batch, ctx.options, q, (groups, TILE_QUERIES)):
             keys, values = (_concat_rows(x, tile.keys) for x in (k, v))
             queries, dy = (_by_kv_head(x[tile.rows], groups) for x in (q, grads[0]))
-            p = tile.attention_probabilities(queries, keys)
+            # A sink has no value, so it adds nothing to the sum over the keys in `ds`.
+            p = tile.attention_probabilities(queries, keys, ctx.options)
             dvalues = torch.bmm(p.transpose(1, 2), dy)
             dp = torch.bmm(dy, values.permute(1, 2, 0))
             ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype).mul_(scale)
@@ -299,7 +372,7 @@ class _MemoryEfficient(torch.autograd.Function):
 
 
 def _cached_tiles(
-    batch: Batch, window: int | None, q: Tensor, sizes: tuple[int, int]
+    batch: Batch, options: AttentionOptions, q: Tensor, sizes: tuple[int, int]
 ) -> Iterator[tuple[int, Tile]]:
     """Return pairs of (index of a sequence, tile) for all tiles of a batch.
 
@@ -307,18 +380,22 @@ def _cached_tiles(
 
     `sizes`: (number of KV heads, maximum number of queries of a tile).
     """
-    key = (_cached_tiles, window, q.dtype, *sizes)
+    has_alibi = options.alibi_slopes is not None
+    key = (_cached_tiles, options.window, has_alibi, q.dtype, *sizes)
     tiles = batch.attention_metadata.get(key)
     if tiles is None:
-        tiles = batch.attention_metadata[key] = _make_tiles(batch, window, q, sizes)
+        tiles = batch.attention_metadata[key] = _make_tiles(
+            batch, options.window, q, sizes, has_alibi=has_alibi
+        )
     return iter(cast(Sequence[tuple[int, Tile]], tiles))
 
 
 def _make_tiles(
-    batch: Batch, window: int | None, q: Tensor, sizes: tuple[int, int]
+    batch: Batch, window: int | None, q: Tensor, sizes: tuple[int, int], *, has_alibi: bool
 ) -> list[tuple[int, Tile]]:
     groups, queries_max = sizes
     masks: dict[tuple[int, int, int], Tensor] = {}
+    distances: dict[tuple[int, int, int], Tensor] = {}
     tiles = []
     for sequence, (length, past) in enumerate(
         zip(batch.query_lengths, batch.past_lengths, strict=True)
@@ -338,6 +415,10 @@ def _make_tiles(
             )
             if shape not in masks:
                 masks[shape] = _additive_mask(shape, window, q, q.shape[1] // groups)
+                if has_alibi:
+                    first, _, key_count = shape
+                    positions = torch.arange(key_count, device=q.device)
+                    distances[shape] = key_distances(positions[first:], positions, q)
             keys = [
                 slice(rows.start + key_start, rows.stop) for rows in parent_rows if key_start < past
             ]
@@ -345,7 +426,7 @@ def _make_tiles(
                 slice(own_rows.start + max(0, key_start - past), own_rows.start + query_end)
             )
             rows = slice(own_rows.start + query_start, own_rows.start + query_end)
-            tiles.append((sequence, Tile(rows, keys, masks[shape])))
+            tiles.append((sequence, Tile(rows, keys, masks[shape], distances.get(shape))))
     return tiles
 
 

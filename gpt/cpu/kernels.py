@@ -23,7 +23,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-ABI = 16  # Must equal ABI in gpt/cpu/src/vectors.h.
+ABI = 17  # Must equal ABI in gpt/cpu/src/vectors.h.
 DTYPES = (torch.bfloat16, torch.float32)
 HEAD_DIM_MAX = 512
 # The instruction sets (ISA levels). A level's index in this tuple is its number in the library.
@@ -72,9 +72,9 @@ class _PrefillArgs(ctypes.Structure):
 # returns 1 if the machine has an int8 GEMM, else 0. Some functions exist only in a library for
 # x86-64. A test compares these tables and the structures with the C source.
 _ARGUMENT_KINDS = {
-    "preamble_decode_attention": "p p i i p p",
+    "preamble_decode_attention": "p p i i pp p p",
     "preamble_store_kv": "ppp ii pp iiii",
-    "preamble_prefill_attention": "p p i i p p",
+    "preamble_prefill_attention": "p p i i pp p p",
     "preamble_prefill_scratch_bytes": "",
     "preamble_prefill_task_queries": "i",
     "preamble_gemm": "p pi p i p p i p",
@@ -219,15 +219,24 @@ class DecodeAttention:
             )
         return self._args
 
-    def attend(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
+    def attend(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        out: Tensor,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
         """Write the attention output of these tokens to their rows of `out`.
 
-        `q` and `out`: (tokens of the batch, query heads, channels).
+        `q` and `out`: (tokens of the batch, query heads, channels). `sinks` and `alibi_slopes`:
+        (query heads,), as in gpt/attention/options.py.
         """
         keeps_gil = self._context_tokens * kv[0, :, :, 0].numel() <= KEEP_GIL_ELEMENTS_MAX
         lib = library_keeping_gil() if keeps_gil else library()
         assert lib is not None
-        _call_attention(lib.preamble_decode_attention, self.ctypes_args(q.shape[1], kv), q, kv, out)
+        args = self.ctypes_args(q.shape[1], kv)
+        _call_attention(lib.preamble_decode_attention, args, q, kv, out, sinks, alibi_slopes)
 
 
 def has_prefill_attention() -> bool:
@@ -315,15 +324,23 @@ class PrefillAttention:
             )
         return self._args
 
-    def attend(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
+    def attend(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        out: Tensor,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
         """Write the attention output of these runs to their rows of `out`.
 
-        `q` and `out`: (tokens of the batch, query heads, channels).
+        `q` and `out`: (tokens of the batch, query heads, channels). `sinks` and `alibi_slopes`:
+        (query heads,), as in gpt/attention/options.py.
         """
         lib = library()
         assert lib is not None
         args = self.ctypes_args(q.shape[1], kv)
-        _call_attention(lib.preamble_prefill_attention, args, q, kv, out)
+        _call_attention(lib.preamble_prefill_attention, args, q, kv, out, sinks, alibi_slopes)
 
 
 class PrefillTask(NamedTuple):
@@ -408,13 +425,30 @@ def _common_prefix_blocks(first: NDArray[np.int64], second: NDArray[np.int64], b
 
 
 def _call_attention(
-    function: Callable[..., int], args: ctypes.Structure, q: Tensor, kv: Tensor, out: Tensor
+    function: Callable[..., int],
+    args: ctypes.Structure,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
 ) -> None:
     if q.stride(-1) != 1:
         q = q.contiguous()
     row_stride, head_stride, _ = q.stride()
+    # These references keep the converted tensors allocated during the call.
+    sinks, alibi_slopes = (
+        None if x is None else x.detach().float().contiguous() for x in (sinks, alibi_slopes)
+    )
     if function(
-        ctypes.byref(args), q.data_ptr(), row_stride, head_stride, kv.data_ptr(), out.data_ptr()
+        ctypes.byref(args),
+        q.data_ptr(),
+        row_stride,
+        head_stride,
+        None if sinks is None else sinks.data_ptr(),
+        None if alibi_slopes is None else alibi_slopes.data_ptr(),
+        kv.data_ptr(),
+        out.data_ptr(),
     ):
         raise RuntimeError("the C library does not support the number of channels per head")
 

@@ -57,6 +57,7 @@ class _LayerRecord(ctypes.Structure):
         ("fc2", PackedWeight),
         ("fc2_bias", POINTER),
         ("pool_layer", INT),
+        ("sinks", POINTER),
     )
 
 
@@ -66,6 +67,7 @@ class _LayerRangeRecord(ctypes.Structure):
     _fields_ = (
         *((name, INT) for name in ("layers", "hidden", "groups", "queries", "width", "ffn")),
         *((name, INT) for name in ("activation", "parallel_residual", "rotary_dim", "interleaved")),
+        ("alibi_slopes", POINTER),
         ("layer_array", POINTER),
     )
 
@@ -103,6 +105,7 @@ class FusedDecoder:
         # the objects allocated.
         self._references: list[object] = []
         self._scratch = torch.empty(0, dtype=torch.bfloat16)
+        self._alibi_slopes: Tensor | None = None
         self._weight_elements = 0  # Number of elements of all packed weights.
         # Each range, with the MoE layer at its end. None: the range has no MoE layer.
         self._layer_ranges: list[tuple[_LayerRangeRecord, DecoderLayer | None]] = []
@@ -129,8 +132,6 @@ class FusedDecoder:
             config.norm_placement == "pre"
             and not (config.qk_layernorm and config.qk_layernorm_scope != "head")
             and not config.softmax_scale
-            and not config.attention_sinks
-            and config.position_embedding_type != "alibi"
             and activation_name(config) is not None
         )
         return not unsupported_width and not parallel_moe and has_equal_layers and has_common_layers
@@ -165,7 +166,11 @@ class FusedDecoder:
             len(self._layers) - 1
         )
         shape = AttentionShape(
-            config.num_attention_heads, config.num_query_groups, kv.block_tokens, config.window_size
+            config.num_attention_heads,
+            config.num_query_groups,
+            kv.block_tokens,
+            config.window_size,
+            config.position_embedding_type == "alibi",
         )
         plan = cached_plan(batch, shape, x[:, : config.kv_channels], first_layer_kv)
         assert batch.slot_mapping is not None and not plan.groups
@@ -240,12 +245,15 @@ class FusedDecoder:
             parallel_residual=config.parallel_residual,
             rotary_dim=config.rope.rotary_dim(config.kv_channels) if config.uses_rope else 0,
             interleaved=config.rotary_interleaved,
+            alibi_slopes=self._float_pointer(self._alibi_slopes),
             layer_array=ctypes.addressof(record_array),
         )
 
     def _make_layer(self, layer: DecoderLayer, index: int) -> _LayerRecord:
         attention = layer.self_attention
-        record = _LayerRecord(pool_layer=index)
+        options = attention.core_attention.options
+        self._alibi_slopes = options.alibi_slopes  # Equal in all layers.
+        record = _LayerRecord(pool_layer=index, sinks=self._float_pointer(options.sinks))
         record.norm = self._norm_record(_packed_linear(attention.linear_qkv).norm)
         record.qkv, record.qkv_bias = self._weight_record(attention.linear_qkv)
         if self.config.qk_layernorm:
@@ -259,6 +267,14 @@ class FusedDecoder:
             record.fc1, record.fc1_bias = self._weight_record(layer.mlp.linear_fc1)
             record.fc2, record.fc2_bias = self._weight_record(layer.mlp.linear_fc2)
         return record
+
+    def _float_pointer(self, x: Tensor | None) -> int | None:
+        """Return the address of an fp32 copy of `x`, which lives as long as this object."""
+        if x is None:
+            return None
+        copy = x.detach().float().contiguous()
+        self._references.append(copy)
+        return copy.data_ptr()
 
     def _norm_record(self, norm: CpuNorm | None) -> NormArgs:
         assert norm is not None, "the linear has no norm in front"

@@ -6,7 +6,7 @@ computes for virtual tokens (`PrefixKV`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from gpt.attention.backend import NormWeights, QKTransform, QKTransformBackend
+from gpt.attention.options import AttentionOptions, alibi_slopes_tensor
 from gpt.attention.paged import KV
 from gpt.attention.varlen import AttentionDropout, unfused_attention
 from gpt.batch import Batch
-from gpt.config import RopeConfig
+from gpt.config import LayerConfig, RopeConfig
 from gpt.dropout import Dropout
 from gpt.model.activation_checkpointing import checkpointed
 from gpt.model.build_context import BuildContext
@@ -67,6 +68,30 @@ class ForwardContext:
     rotary_tables: Mapping[RopeConfig, Tensor] = field(default_factory=dict)
 
 
+class CoreAttention(nn.Module):
+    """The options and parameters of the attention core of a layer, for the heads of this rank."""
+
+    softmax_offset: Tensor  # (query heads,) the sinks, if the layer has them.
+
+    def __init__(self, build: BuildContext, layer_config: LayerConfig, name: str) -> None:
+        super().__init__()
+        config, mesh = build.config, build.mesh
+        slopes = None
+        if config.position_embedding_type == "alibi":
+            all_slopes = alibi_slopes_tensor(config.num_attention_heads, build.device)
+            slopes = all_slopes.chunk(mesh.tp)[mesh.tp_rank]
+        self._options = AttentionOptions(layer_config.window_size, alibi_slopes=slopes)
+        self._has_sinks = layer_config.attention_sinks
+        if self._has_sinks:
+            build.allocate_parameters(self, name)
+
+    @property
+    def options(self) -> AttentionOptions:
+        return (
+            replace(self._options, sinks=self.softmax_offset) if self._has_sinks else self._options
+        )
+
+
 class Attention(nn.Module):
     """Self-attention over the heads of this rank."""
 
@@ -87,9 +112,7 @@ class Attention(nn.Module):
         self.query_factor = build.config.softmax_scale * build.config.kv_channels**0.5 or 1.0
         if build.config.qk_layernorm:
             self._add_qk_norms(build, name)
-        if self.layer_config.attention_sinks:
-            self.core_attention = nn.Module()
-            build.allocate_parameters(self.core_attention, f"{name}.core_attention")
+        self.core_attention = CoreAttention(build, self.layer_config, f"{name}.core_attention")
 
     def _add_qk_norms(self, build: BuildContext, name: str) -> None:
         self.q_layernorm: Norm | AllHeadsNorm
@@ -119,7 +142,7 @@ class Attention(nn.Module):
             q = q * self.query_factor
         if self.linear_proj.backend.accepts_fp8_rows:
             y, fp8_rows = self.backend.attend_and_quantize(
-                q, k, v, batch, kv, self.layer_config.window_size
+                q, k, v, batch, kv, self.core_attention.options
             )
         else:
             y, fp8_rows = self._core_attention(q, k, v, batch, kv), None
@@ -161,7 +184,7 @@ class Attention(nn.Module):
     def _core_attention(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None
     ) -> Tensor:
-        window, p = self.layer_config.window_size, self.config.attention_dropout
+        options, p = self.core_attention.options, self.config.attention_dropout
         attend = self.backend.attend
         saves_only_inputs = self.backend.saves_only_inputs
         if batch.dropout is not None and p:
@@ -171,8 +194,8 @@ class Attention(nn.Module):
                 dropout=AttentionDropout(p, partial(self._attention_dropout_mask, batch.dropout)),
             )
         if self.recompute.recomputes_core_attention and not saves_only_inputs:
-            return checkpointed(attend, q, k, v, batch, kv, window)
-        return attend(q, k, v, batch, kv, window)
+            return checkpointed(attend, q, k, v, batch, kv, options)
+        return attend(q, k, v, batch, kv, options)
 
     def _attention_dropout_mask(
         self, dropout: Dropout, sequence: int, shape: tuple[int, int], like: Tensor

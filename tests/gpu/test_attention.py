@@ -11,6 +11,7 @@ from torch import Tensor
 from gpt.attention.flashinfer import FlashInferAttention
 from gpt.attention.fp8_kv_cache import Fp8KVAttention, quantize_fp8
 from gpt.attention.kv_cache import FP8_DTYPE
+from gpt.attention.options import AttentionOptions
 from gpt.attention.paged import ragged_attention
 from gpt.batch import Batch
 from gpt.generation.generate import generate
@@ -104,7 +105,9 @@ def test_flashinfer_attention_equals_the_reference(seed: int) -> None:
         import_module("flashinfer")
     except Exception as error:
         pytest.skip(f"FlashInfer cannot be imported: {type(error).__name__}: {error}")
-    attention_case = replace(AttentionCase.draw(seed, widths=(64, 128)), dtype=torch.bfloat16)
+    attention_case = replace(
+        AttentionCase.draw(seed, widths=(64, 128)), dtype=torch.bfloat16, sinks=False, alibi=False
+    )
     queries_per_kv_head = attention_case.heads[1]
     check_store_and_attend(
         attention_case,
@@ -185,7 +188,7 @@ def test_a_captured_graph_replays_with_other_context_lengths(heads: tuple[int, i
             tables,
             device_context_lengths=context_lengths,
         )
-        return attention.attend(q, q, q, batch, kv, None)
+        return attention.attend(q, q, q, batch, kv, AttentionOptions())
 
     warmup_stream = torch.cuda.Stream()
     warmup_stream.wait_stream(torch.cuda.current_stream())
@@ -203,7 +206,7 @@ def test_a_captured_graph_replays_with_other_context_lengths(heads: tuple[int, i
         assert torch.equal(replayed, first)
         past = [context - 1 for context in contexts]
         batch = Batch.paged([1] * 3, past, captured_batch.block_tables, 16)
-        assert torch.equal(replayed, attention.attend(q, q, q, batch, kv, None))
+        assert torch.equal(replayed, attention.attend(q, q, q, batch, kv, AttentionOptions()))
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +253,8 @@ def test_decode_bandwidth(
     reference = Fp8KVAttention().attend if fp8_kv else ragged_attention
     # The first calls also compile the kernels and make the metadata, before the capture.
     outputs = [
-        attention.attend(q, q[:, :groups], q[:, :groups], batch, kv, None) for batch, q, kv in steps
+        attention.attend(q, q[:, :groups], q[:, :groups], batch, kv, AttentionOptions())
+        for batch, q, kv in steps
     ]
     got, (batch, q, kv) = outputs[0], steps[0]
     for row in {0, len(contexts) - 1}:
@@ -258,12 +262,12 @@ def test_decode_bandwidth(
         alone = Batch.paged([1], [contexts[row] - 1], batch.block_tables[row : row + 1], 16)
         row_q = q[row : row + 1]
         row_kv = row_q[:, :groups]  # Only its shape matters: all keys are in the pool.
-        want = reference(row_q, row_kv, row_kv, alone, kv, None)
+        want = reference(row_q, row_kv, row_kv, alone, kv, AttentionOptions())
         assert (got[row] - want[0]).abs().max() < 0.05 * want.abs().max()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for batch, q, kv in steps:
-            attention.attend(q, q[:, :groups], q[:, :groups], batch, kv, None)
+            attention.attend(q, q[:, :groups], q[:, :groups], batch, kv, AttentionOptions())
     graph.replay()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()

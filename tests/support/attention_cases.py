@@ -17,12 +17,13 @@ from torch import Tensor
 from gpt.attention.backend import AttentionBackend, TorchAttention
 from gpt.attention.fp8_kv_cache import Fp8KVAttention, quantize_fp8
 from gpt.attention.kv_cache import FP8_DTYPE, KVPool
-from gpt.attention.paged import reference_attention, store_kv
+from gpt.attention.paged import store_kv
 from gpt.batch import Batch
 from gpt.linear.norm_activation import quantize_e4m3
 from gpt.parallel.mesh import Mesh
 from tests.support.models import CLASSIC, build
-from tests.support.paged_steps import case
+from tests.support.paged_steps import FULL, case, draw_options
+from tests.support.plain_attention import plain_attention
 
 # Limit of the error against fp64, relative to the largest value. Sums are in fp32; in bf16 each
 # probability and the output are rounded, by about 2^-9 each; in fp16, by about 2^-12.
@@ -44,6 +45,8 @@ class AttentionCase:
     dtype: torch.dtype
     fp8_kv: bool = False
     scaled: bool = False
+    sinks: bool = False
+    alibi: bool = False
 
     @classmethod
     def draw(
@@ -60,6 +63,8 @@ class AttentionCase:
             draw.choice([torch.float32, torch.bfloat16, torch.float16]),
             fp8_kv=draw.random() < 0.4,
             scaled=draw.random() < 0.3,
+            sinks=draw.random() < 0.4,
+            alibi=draw.random() < 0.4,
         )
 
 
@@ -71,6 +76,26 @@ UNEVEN_CASES = (
     AttentionCase(((1, 2500), (1, 30)), (3, 1, 80), 16, 1000, torch.float32),
     AttentionCase(((1, 3), (1, 2500), (4, 1000), (3, 5)), (2, 4, 64), 32, None, torch.float16),
     AttentionCase(((2, 2000), (1, 2500), (30, 600)), (1, 9, 16), 16, 1500, torch.bfloat16),
+    AttentionCase(
+        ((1, 3), (1, 2500), (1, 0)), (4, 1, 64), 16, 1500, torch.float32, sinks=True, alibi=True
+    ),
+    AttentionCase(
+        ((1, 2500), (3, 900), (30, 600)), (2, 4, 64), 16, None, torch.bfloat16, sinks=True
+    ),
+    AttentionCase(
+        ((1, 2500), (4, 900), (9, 70)), (2, 3, 64), 16, 1000, torch.float16, sinks=True, alibi=True
+    ),
+    AttentionCase(
+        ((1, 2000), (1, 30)),
+        (2, 4, 64),
+        32,
+        900,
+        torch.bfloat16,
+        True,
+        True,
+        sinks=True,
+        alibi=True,
+    ),
 )
 
 
@@ -99,10 +124,16 @@ def check_store_and_attend(attention_case: AttentionCase, make: Make, device: to
     exact_kv = pools[0].double()
     if scales is not None:
         exact_kv = exact_kv * scales[1].double().view(1, 2, 1, 1, 1)
-    want = reference_attention(
-        q.double(), k.double(), v.double(), batch, exact_kv, attention_case.window
+    groups, queries, _ = attention_case.heads
+    options = draw_options(
+        attention_case.window,
+        groups * queries,
+        sinks=attention_case.sinks,
+        alibi=attention_case.alibi,
+        device=device,
     )
-    output = backend.attend(q, k, v, batch, pools[1], attention_case.window)
+    want = plain_attention(q, k, v, batch, exact_kv, options).to(device)
+    output = backend.attend(q, k, v, batch, pools[1], options)
     assert output.dtype == q.dtype and output.shape == q.shape
     error = (output.double() - want).abs().max() / exact_kv[:, 1].abs().max()
     assert error < FAR_MAX[attention_case.dtype], f"{float(error)} of the largest value away"
@@ -121,8 +152,8 @@ def check_device_context_lengths(make: Make, device: torch.device) -> None:
         tables = step.batch.block_tables.to(device)
         host_batch = Batch.paged([1] * 3, past_lengths, tables, 16)
         q, k, v, kv = (x.to(device) for x in (step.q, step.k, step.v, step.kv))
-        want = backend.attend(q, k, v, host_batch, kv, None)
-        assert torch.equal(backend.attend(q, k, v, host_batch, kv, None), want)
+        want = backend.attend(q, k, v, host_batch, kv, FULL)
+        assert torch.equal(backend.attend(q, k, v, host_batch, kv, FULL), want)
         ends = torch.tensor(host_batch.context_lengths, dtype=torch.int32, device=device)
         longer = torch.nn.functional.pad(tables.int(), (0, 7))
         recorded = Batch(
@@ -133,7 +164,7 @@ def check_device_context_lengths(make: Make, device: torch.device) -> None:
             longer,
             device_context_lengths=ends,
         )
-        assert torch.equal(backend.attend(q, k, v, recorded, kv, None), want)
+        assert torch.equal(backend.attend(q, k, v, recorded, kv, FULL), want)
 
 
 def check_padded_step(make: Make, device: torch.device) -> None:
@@ -156,7 +187,7 @@ def check_padded_step(make: Make, device: torch.device) -> None:
         batch = Batch.paged([1] * 3, [0, 40, 130], tables, 16)
         expected_kv = kv.clone()
         backend.store(k, v, batch, expected_kv)
-        want = backend.attend(q, k, v, batch, expected_kv, None)
+        want = backend.attend(q, k, v, batch, expected_kv, FULL)
         q, k, v = (torch.cat([x, x[:2]]) for x in (q, k, v))
         assert batch.slot_mapping is not None
         block, offset = (
@@ -173,7 +204,7 @@ def check_padded_step(make: Make, device: torch.device) -> None:
         )
         backend.store(k, v, padded, kv)
         assert torch.equal(kv, expected_kv)
-        output = backend.attend(q, k, v, padded, kv, None)
+        output = backend.attend(q, k, v, padded, kv, FULL)
         assert torch.equal(output[:3], want)
         assert not output[3:].any()
 
@@ -189,12 +220,12 @@ def check_quantized_rows(make: Make, device: torch.device) -> None:
         tables = step.batch.block_tables.to(device)
         q, k, v, kv = (x.to(device) for x in (step.q, step.k, step.v, step.kv))
         backend = make(None)
-        want = backend.attend(q, k, v, Batch.paged([1] * 3, [0, 40, 700], tables, 16), kv, None)
+        want = backend.attend(q, k, v, Batch.paged([1] * 3, [0, 40, 700], tables, 16), kv, FULL)
         # On the host, because on a CUDA device torch divides by a number inexactly.
         want_rows = quantize_e4m3(want.flatten(1).float().cpu())
         batch = Batch.paged([1] * 3, [0, 40, 700], tables, 16)
         for _ in range(2):
-            output, rows = backend.attend_and_quantize(q, k, v, batch, kv, None)
+            output, rows = backend.attend_and_quantize(q, k, v, batch, kv, FULL)
             assert rows is not None and torch.equal(output, want)
             assert torch.equal(rows.scales.cpu(), want_rows.scales)
             values, want_values = rows.values.cpu(), want_rows.values
@@ -204,8 +235,8 @@ def check_quantized_rows(make: Make, device: torch.device) -> None:
         assert step.batch.block_tables is not None
         batch = Batch.paged(lengths, [9, 9], step.batch.block_tables.to(device), 16)
         q, k, v, kv = (x.to(device) for x in (step.q, step.k, step.v, step.kv))
-        output, rows = make(None).attend_and_quantize(q, k, v, batch, kv, None)
-        assert rows is None and torch.equal(output, make(None).attend(q, k, v, batch, kv, None))
+        output, rows = make(None).attend_and_quantize(q, k, v, batch, kv, FULL)
+        assert rows is None and torch.equal(output, make(None).attend(q, k, v, batch, kv, FULL))
 
 
 def check_preparation(make: Make, device: torch.device) -> None:
@@ -214,7 +245,7 @@ def check_preparation(make: Make, device: torch.device) -> None:
         step = case([1], [3], heads, 16, torch.float32)
         prepared: Any = make(None)
         kv = torch.full_like(step.kv, float("nan")).to(device)
-        prepared.compile_kernels(step.q.to(device), kv, None, quantizes=heads[1] > 1)
+        prepared.compile_kernels(step.q.to(device), kv, FULL, quantizes=heads[1] > 1)
 
 
 def check_nan_isolation(make: Make, device: torch.device) -> None:
@@ -226,11 +257,11 @@ def check_nan_isolation(make: Make, device: torch.device) -> None:
         batch = Batch.paged([new_tokens] * 3, [40] * 3, tables, 32)
         backend = make(None)
         q, k, v, kv = (x.to(device) for x in (step.q, step.k, step.v, step.kv))
-        want = backend.attend(q, k, v, batch, kv, None)
+        want = backend.attend(q, k, v, batch, kv, FULL)
         kv[tables[0, 1], :, :, 8 + new_tokens :] = float("nan")
         kv[tables[1, 0], 0, 1, 3] = float("nan")
         kv[tables[2, 0], 1, 0, 3] = float("inf")
-        output = backend.attend(q, k, v, batch, kv, None)
+        output = backend.attend(q, k, v, batch, kv, FULL)
         assert torch.equal(output[:new_tokens], want[:new_tokens])
         finite = output.isfinite().all(-1)[new_tokens:].view(2, new_tokens, 2)
         assert finite[0].tolist() == [[True, False]] * new_tokens

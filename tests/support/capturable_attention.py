@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from gpt.attention.backend import TorchAttention
+from gpt.attention.options import AttentionOptions
 from gpt.attention.paged import KV, ragged_attention
 from gpt.batch import Batch
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, options: AttentionOptions
 ) -> Tensor:
     """Compute ragged attention from the context lengths on the device, or call the original."""
     if batch.device_context_lengths is None or kv is None:
-        return ragged_attention(q, k, v, batch, kv, window)
+        return ragged_attention(q, k, v, batch, kv, options)
     assert batch.block_tables is not None
     size = kv.shape[3]
     rows, heads, width = q.shape
@@ -29,8 +30,9 @@ def attend(
     keys, values = gathered.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
     places = torch.arange(keys.shape[2])
     unseen = places >= ends
-    if window is not None:
-        unseen |= places < ends - window
+    assert options.has_plain_softmax
+    if options.window is not None:
+        unseen |= places < ends - options.window
     scores = torch.einsum("rgqd,rgkd->rgqk", q.view(rows, groups, -1, width), keys) * width**-0.5
     weights = scores.masked_fill(unseen[:, None, None], float("-inf")).softmax(-1)
     return torch.einsum("rgqk,rgkd->rgqd", weights, values).reshape(rows, heads, width)
@@ -42,6 +44,12 @@ class CapturableAttention(TorchAttention):
     is_capturable = True
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        kv: KV | None,
+        options: AttentionOptions,
     ) -> Tensor:
-        return attend(q, k, v, batch, kv, window)
+        return attend(q, k, v, batch, kv, options)

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt.attention.paged import ragged_attention, reference_attention, store_kv
+from gpt.attention.options import AttentionOptions, alibi_slopes
+from gpt.attention.paged import ragged_attention, store_kv
 from gpt.batch import Batch
+from tests.support.plain_attention import plain_attention
+
+FULL = AttentionOptions()
 
 
 @dataclass
@@ -20,13 +24,23 @@ class Case:
     v: Tensor
     kv: Tensor
 
-    def attend(self, window: int | None) -> Tensor:
+    def attend(self, options: AttentionOptions = FULL) -> Tensor:
         store_kv(self.k, self.v, self.batch, self.kv)
-        return ragged_attention(self.q, self.k, self.v, self.batch, self.kv, window)
+        return ragged_attention(self.q, self.k, self.v, self.batch, self.kv, options)
 
-    def exact(self, window: int | None) -> Tensor:
-        q, k, v, kv = (x.double() for x in (self.q, self.k, self.v, self.kv))
-        return reference_attention(q, k, v, self.batch, kv, window)
+    def exact(self, options: AttentionOptions = FULL) -> Tensor:
+        return plain_attention(self.q, self.k, self.v, self.batch, self.kv, options)
+
+
+def draw_options(
+    window: int | None, heads: int, *, sinks: bool, alibi: bool, device: torch.device | str = "cpu"
+) -> AttentionOptions:
+    """Options with sinks and slopes that differ between heads, and that change the output."""
+    return AttentionOptions(
+        window,
+        torch.linspace(-2.0, 3.0, heads, device=device).roll(1) if sinks else None,
+        torch.tensor(alibi_slopes(heads), device=device) if alibi else None,
+    )
 
 
 def case(

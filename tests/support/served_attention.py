@@ -1,5 +1,6 @@
 """An attention layer that runs a server's steps, to see which Triton kernels they launch."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import torch
 
 from gpt.attention.backend import NormWeights, QKTransform
+from gpt.attention.options import AttentionOptions
 from gpt.attention.triton_paged import TritonAttention
 from gpt.batch import Batch
 from gpt.config import GPTConfig
@@ -24,7 +26,8 @@ TABLES = np.zeros((SLOTS, CONTEXT_TOKENS // BLOCK_TOKENS), np.int64)
 class ServedLayer:
     """An attention layer with a KV pool, which runs steps as a server does.
 
-    `rotary`: the layer has RoPE and qk-norm. `quantizes`: the next linear multiplies in fp8.
+    `rotary`: the layer has RoPE and qk-norm. `quantizes`: the next linear multiplies in fp8. With
+    several `options`, one such layer for each.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class ServedLayer:
         *,
         rotary: bool = False,
         quantizes: bool = False,
+        options: Sequence[AttentionOptions] = (AttentionOptions(),),
     ) -> None:
         groups, queries, channels = heads
         self._backend = TritonAttention()
@@ -45,6 +49,7 @@ class ServedLayer:
         self._transform = _qk_transform(heads, dtype) if rotary else None
         self._compiles = False
         self._quantizes = quantizes
+        self._options = options
         self._last_tokens = torch.zeros(SLOTS + 1, dtype=torch.long)
 
     def warm_up(self) -> None:
@@ -102,12 +107,13 @@ class ServedLayer:
             q = qkv[:, :, :-2].reshape(len(qkv), -1, qkv.shape[-1])
             k, v = qkv[:, :, -2], qkv[:, :, -1]
             self._backend.store(k, v, batch, self._kv)
-        if self._compiles:  # On a GPU the backend calls this itself.
-            self._backend.compile_kernels(q, self._kv, None, quantizes=self._quantizes)
-        if self._quantizes:
-            self._backend.attend_and_quantize(q, k, v, batch, self._kv, None)
-        else:
-            self._backend.attend(q, k, v, batch, self._kv, None)
+        for options in self._options:
+            if self._compiles:  # On a GPU the backend calls this itself.
+                self._backend.compile_kernels(q, self._kv, options, quantizes=self._quantizes)
+            if self._quantizes:
+                self._backend.attend_and_quantize(q, k, v, batch, self._kv, options)
+            else:
+                self._backend.attend(q, k, v, batch, self._kv, options)
 
 
 def _qk_transform(heads: tuple[int, int, int], dtype: torch.dtype) -> QKTransform:

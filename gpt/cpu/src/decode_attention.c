@@ -54,10 +54,12 @@ static void prefetch(const char *from, int64_t bytes)
 }
 
 /* Attention of some queries of an item over the keys [low, high), which are in one segment.
-   `next_keys` is the address of the next item's first keys, which are prefetched last. */
+   `slopes`: the ALiBi slope of each query, or NULL. `next_keys` is the address of the next item's
+   first keys, which are prefetched last. */
 static void attend_segment(const DecodeArgs *r, const AttentionOps *ops, const char *q,
-                           int64_t stride, int queries, const char *kv, int64_t item, int64_t low,
-                           int64_t high, const char *next_keys, PartialOutput *part)
+                           int64_t stride, int queries, const float *slopes, const char *kv,
+                           int64_t item, int64_t low, int64_t high, const char *next_keys,
+                           PartialOutput *part)
 {
     float scores[QUERIES * (SEGMENT + LANES)];
     int64_t group = item % r->groups, size = r->block_tokens;
@@ -92,6 +94,9 @@ static void attend_segment(const DecodeArgs *r, const AttentionOps *ops, const c
             key = next;
         }
         for (int i = 0; kind == 0 && i < queries; i++) {
+            if (slopes)
+                add_alibi(scores + i * (SEGMENT + LANES), high - low, slopes[i] / r->scale,
+                          r->context[item / r->groups] - 1 - low);
             ops->softmax(scores + i * (SEGMENT + LANES), high - low, r->scale, part->max + i,
                          part->sum + i);
             memset(part->out[i], 0, r->width * sizeof(float));
@@ -112,11 +117,14 @@ static void merge_partials(PartialOutput *merged, const PartialOutput *part, int
     }
 }
 
-static void store_normalized(const DecodeArgs *r, const PartialOutput *part, int queries, char *out)
+/* `sinks`: the logit of each query's sink, or NULL. */
+static void store_normalized(const DecodeArgs *r, const PartialOutput *part, int queries,
+                             const float *sinks, char *out)
 {
     for (int i = 0; i < queries; i++) {
         const float *sums = part->out[i];
-        float inverse_sum = 1.0f / part->sum[i];
+        float sum = sinks ? part->sum[i] + expf(sinks[i] - part->max[i]) : part->sum[i];
+        float inverse_sum = 1.0f / sum;
         for (int64_t c = 0; c < r->width; c++) {
             float x = sums[c] * inverse_sum;
             if (r->bf16) {
@@ -166,6 +174,7 @@ static const char *first_key_address(const DecodeArgs *r, const char *kv, int64_
 typedef struct {
     const DecodeArgs *args;
     const AttentionOps *ops;
+    const float *sinks, *slopes; /* Of each query head, or NULL. */
     const char *q, *kv;
     char *out;
     int64_t row_stride, head_stride, jobs_per_item, split;
@@ -192,6 +201,7 @@ static void store_job_output(const DecodeLoop *loop, const DecodeJob *job,
 {
     const int64_t bytes = loop->args->bf16 ? 2 : 4;
     store_normalized(loop->args, output, job->queries,
+                     loop->sinks ? loop->sinks + job->head : NULL,
                      loop->out + job->out_row * loop->args->width * bytes);
 }
 
@@ -205,20 +215,21 @@ static void run_decode_task(const DecodeLoop *loop, int64_t task)
                                      bytes;
     const int64_t next_item = item + 1 < r->rows * r->groups ? item + 1 : item;
     const char *next_keys = first_key_address(r, loop->kv, next_item);
+    const float *slopes = loop->slopes ? loop->slopes + job.head : NULL;
     int64_t low, high;
     if (loop->split > 1) {
         if (task % loop->split < segments) {
             segment_bounds(r, item, task % loop->split, &low, &high);
-            attend_segment(r, loop->ops, from, loop->head_stride, job.queries, loop->kv, item, low,
-                           high, next_keys, loop->parts + task);
+            attend_segment(r, loop->ops, from, loop->head_stride, job.queries, slopes, loop->kv,
+                           item, low, high, next_keys, loop->parts + task);
         }
         return;
     }
     PartialOutput merged, part;
     for (int64_t segment = 0; segment < segments; segment++) {
         segment_bounds(r, item, segment, &low, &high);
-        attend_segment(r, loop->ops, from, loop->head_stride, job.queries, loop->kv, item, low,
-                       high, next_keys, segment ? &part : &merged);
+        attend_segment(r, loop->ops, from, loop->head_stride, job.queries, slopes, loop->kv, item,
+                       low, high, next_keys, segment ? &part : &merged);
         if (segment)
             merge_partials(&merged, &part, job.queries, r->width);
     }
@@ -232,10 +243,12 @@ static void decode_range(void *context, int64_t first, int64_t end)
 }
 
 /* Attention for the rows of q that `args` (DecodeArgs) lists. `row_stride` and `head_stride` are
-   the strides of q in elements. Writes the output of row i of q to row i of `out`, which is
+   the strides of q in elements. `sinks` and `slopes` are the logits of the sinks and the ALiBi
+   slopes of the query heads, or NULL. Writes the output of row i of q to row i of `out`, which is
    contiguous. Returns nonzero if heads have more than HEAD_DIM_MAX channels. */
 int preamble_decode_attention(const void *args, const void *q, int64_t row_stride,
-                              int64_t head_stride, const void *kv, void *out)
+                              int64_t head_stride, const float *sinks, const float *slopes,
+                              const void *kv, void *out)
 {
     const DecodeArgs *r = args;
     const int64_t items = r->rows * r->groups;
@@ -254,7 +267,8 @@ int preamble_decode_attention(const void *args, const void *q, int64_t row_strid
     if (split > 1 && (parts = malloc(jobs * split * sizeof(PartialOutput))) == NULL)
         split = 1;
     const int64_t tasks = jobs * split;
-    DecodeLoop loop = {r, &ops, q, kv, out, row_stride, head_stride, jobs_per_item, split, parts};
+    DecodeLoop loop = {r,   &ops,       sinks,       slopes,        q,     kv,
+                       out, row_stride, head_stride, jobs_per_item, split, parts};
     /* A task prefetches keys of the next item. A thread gets chunks of adjacent tasks, so that
        usually the same thread computes the next item. */
     parallel_for(tasks, tasks / (r->threads * 8) + 1, r->threads, STEALING, decode_range, &loop);

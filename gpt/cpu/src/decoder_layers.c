@@ -21,6 +21,7 @@ typedef struct {
     PackedWeight fc2;
     const uint16_t *fc2_bias;
     int64_t pool_layer; /* The layer's index in the pool. */
+    const float *sinks; /* The logit of each query head's attention sink; NULL: no sinks. */
 } DecoderLayer;
 
 /* A range of layers. `groups`: KV heads; `queries`: query heads per KV head; `width`: channels per
@@ -31,6 +32,7 @@ typedef struct {
     int64_t parallel_residual; /* Nonzero: the MLP reads the layer's input, like attention. */
     int64_t rotary_dim;        /* Channels of a head that RoPE rotates; 0: no RoPE. */
     int64_t interleaved;       /* Nonzero: RoPE pairs channels 2i and 2i + 1; 0: the two halves. */
+    const float *alibi_slopes; /* Of each query head; NULL: no ALiBi. */
     const DecoderLayer *layer_array;
 } LayerRange;
 
@@ -221,10 +223,12 @@ int preamble_decoder_layers(const LayerRange *s, const StepArgs *p)
         parallel_for(p->rows, items_per_chunk(p->rows, threads), p->rows < LANES ? 1 : threads,
                      STEALING, split_qkv, &loop);
         if (p->decode &&
-            preamble_decode_attention(p->decode, scratch.q, row, head, pool, scratch.attended))
+            preamble_decode_attention(p->decode, scratch.q, row, head, l->sinks, s->alibi_slopes, pool,
+                                      scratch.attended))
             return 1;
         if (p->prefill &&
-            preamble_prefill_attention(p->prefill, scratch.q, row, head, pool, scratch.attended))
+            preamble_prefill_attention(p->prefill, scratch.q, row, head, l->sinks, s->alibi_slopes,
+                                       pool, scratch.attended))
             return 1;
         if (p->output_rows && l == s->layer_array + s->layers - 1)
             proj_and_mlp_of_rows(s, p, l, &scratch);

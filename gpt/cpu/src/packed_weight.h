@@ -39,9 +39,11 @@ void preamble_gemm(const PackedWeight *weight, const uint16_t *x, int64_t rows,
                    const uint16_t *bias, int64_t activation, const uint16_t *residual, void *out,
                    int64_t threads, const NormArgs *norm);
 int preamble_decode_attention(const void *args, const void *q, int64_t row_stride,
-                              int64_t head_stride, const void *kv, void *out);
+                              int64_t head_stride, const float *sinks, const float *slopes,
+                              const void *kv, void *out);
 int preamble_prefill_attention(const void *args, const void *q, int64_t row_stride,
-                               int64_t head_stride, const void *kv, void *out);
+                               int64_t head_stride, const float *sinks, const float *slopes,
+                               const void *kv, void *out);
 
 /* What the GEMM loop prefetches: the first address, and the bytes to advance for each pair of
    channels. */

@@ -49,6 +49,7 @@ typedef struct {
     uint16_t queries[TASK_QUERIES * 128];
     float out[OUT_ELEMENTS];
     float max[TASK_QUERIES], sum[TASK_QUERIES];
+    float slope[TASK_QUERIES]; /* ALiBi slopes, divided by the scale; 0 without ALiBi. */
     /* Each query sees the keys before this position; 0: the query is padding. */
     int64_t end[TASK_QUERIES];
 } WorkerScratch;
@@ -174,6 +175,9 @@ TARGET_AVX512_BF16 static void attend_tile(const PrefillArgs *r, int64_t start, 
     float rescale[TILE];
     for (int i = 0; i < TILE; i++) {
         rescale[i] = 1;
+        if (scratch->slope[first + i] != 0)
+            add_alibi(scores[i] + begin, end - begin, scratch->slope[first + i],
+                      scratch->end[first + i] - 1 - start - begin);
         if (visible[i][0] < visible[i][1])
             rescale[i] =
                 softmax_row(scores[i], weights[i], begin, end, visible[i][0], visible[i][1],
@@ -239,7 +243,8 @@ INLINE int64_t first_visible_key(const PrefillArgs *r, const RunPart *part)
 
 TARGET_AVX512_BF16 static void attend_task(const PrefillArgs *r, int64_t task, int64_t group,
                                            const uint16_t *q, int64_t row_stride,
-                                           int64_t head_stride, const char *kv, uint16_t *out)
+                                           int64_t head_stride, const float *sinks,
+                                           const float *slopes, const char *kv, uint16_t *out)
 {
     WorkerScratch *scratch = (WorkerScratch *)r->scratch + worker_index();
     const int64_t width = r->width, padded_width = (width + COLUMNS - 1) / COLUMNS * COLUMNS;
@@ -251,11 +256,14 @@ TARGET_AVX512_BF16 static void attend_task(const PrefillArgs *r, int64_t task, i
         for (int64_t i = 0; i < padded_queries(part); i++) {
             uint16_t *to = scratch->queries + (at + i) * width;
             scratch->max[at + i] = -INFINITY, scratch->sum[at + i] = scratch->end[at + i] = 0;
+            scratch->slope[at + i] = 0;
             if (i >= part->count) {
                 memset(to, 0, width * 2);
                 continue;
             }
             scratch->end[at + i] = r->past[part->run] + (part->first + i) / r->queries + 1;
+            if (slopes)
+                scratch->slope[at + i] = slopes[query_head(r, part, group, i)] / r->scale;
             memcpy(to,
                    q + token_row(r, part, i) * row_stride +
                        query_head(r, part, group, i) * head_stride,
@@ -275,7 +283,10 @@ TARGET_AVX512_BF16 static void attend_task(const PrefillArgs *r, int64_t task, i
             int64_t head = query_head(r, part, group, i);
             uint16_t *row_out =
                 out + (token_row(r, part, i) * r->groups * r->queries + head) * width;
-            float inverse_sum = 1.0f / scratch->sum[at + i];
+            float sum = scratch->sum[at + i];
+            if (sinks)
+                sum += expf(sinks[head] - scratch->max[at + i]);
+            float inverse_sum = 1.0f / sum;
             for (int64_t c = 0; c < width; c += LANES) {
                 __m512 x =
                     _mm512_loadu_ps(scratch->out + (at + i) * padded_width + c) * inverse_sum;
@@ -302,6 +313,7 @@ typedef struct {
     const PrefillArgs *args;
     const uint16_t *q;
     int64_t row_stride, head_stride;
+    const float *sinks, *slopes; /* Of each query head, or NULL. */
     const char *kv;
     uint16_t *out;
 } PrefillLoop;
@@ -315,20 +327,22 @@ static void prefill_range(void *context, int64_t first, int64_t end)
     for (int64_t i = first; i < end; i++) {
         const int64_t index = r->tasks * r->groups - 1 - i;
         attend_task(r, index / r->groups, index % r->groups, loop->q, loop->row_stride,
-                    loop->head_stride, loop->kv, loop->out);
+                    loop->head_stride, loop->sinks, loop->slopes, loop->kv, loop->out);
     }
 }
 
 /* Attention for the runs that `args` (PrefillArgs) lists; q is bf16. `row_stride` and `head_stride`
-   are the strides of q in elements. Writes the output of row i of q to row i of `out`, which is
+   are the strides of q in elements. `sinks` and `slopes` are the logits of the sinks and the ALiBi
+   slopes of the query heads, or NULL. Writes the output of row i of q to row i of `out`, which is
    contiguous. Returns nonzero if the kernel does not support the head dimension or the CPU. */
 int preamble_prefill_attention(const void *args, const void *q, int64_t row_stride,
-                               int64_t head_stride, const void *kv, void *out)
+                               int64_t head_stride, const float *sinks, const float *slopes,
+                               const void *kv, void *out)
 {
     const PrefillArgs *r = args;
     if (r->width > HEAD_DIM_MAX || r->width % 2 || isa_level < AVX512_BF16)
         return 1;
-    PrefillLoop loop = {r, q, row_stride, head_stride, kv, out};
+    PrefillLoop loop = {r, q, row_stride, head_stride, sinks, slopes, kv, out};
     parallel_for(r->tasks * r->groups, 1, r->threads, IN_ORDER, prefill_range, &loop);
     return 0;
 }

@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define ABI 16 /* Must equal ABI in gpt/cpu/kernels.py. */
+#define ABI 17 /* Must equal ABI in gpt/cpu/kernels.py. */
 #define LANES 16
 #define SEGMENT 256      /* Keys per segment. The scores of a segment are computed at once. */
 #define QUERIES 8        /* Maximum query heads of a KV head that decode computes at once. */
@@ -123,6 +123,14 @@ INLINE Floats sum_lanes_16(Floats *x)
 INLINE Floats select_lanes(Ints mask, Floats a, Floats b)
 {
     return (Floats)((mask & (Ints)a) | (~mask & (Ints)b));
+}
+
+/* Adds ALiBi to the scores of adjacent keys, before the scores are scaled. `slope`: the head's slope
+   divided by the scale. `distance`: the number of positions from the first key to the query. */
+INLINE void add_alibi(float *scores, int64_t keys, float slope, int64_t distance)
+{
+    for (int i = 0; i < keys; i++)
+        scores[i] -= slope * (float)((int)distance - i);
 }
 
 /* exp(x) for x <= 0; exp(-87) for x < -87. NaN stays NaN. */

@@ -6,9 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gpt.attention.options import AttentionOptions
 from gpt.attention.paged import ragged_attention, reference_attention, store_kv
 from gpt.attention.varlen import visible_mask
 from gpt.batch import Batch
+from tests.support.paged_steps import draw_options
+from tests.support.plain_attention import plain_attention
 
 BLOCK = 4
 DIM = 6
@@ -36,21 +39,27 @@ def qkv(tokens: int, groups: int, queries: int) -> tuple[Tensor, Tensor, Tensor]
     st.integers(1, 3),
     st.integers(1, 3),
     st.one_of(st.none(), st.integers(1, 12)),
+    st.booleans(),
+    st.booleans(),
     st.data(),
 )
-def test_paged_attention_equals_the_reference_and_unpaged_attention(
+def test_paged_and_unpaged_attention_equal_the_formula(
     new_and_past: tuple[list[int], list[int]],
     groups: int,
     queries: int,
     window: int | None,
+    sinks: bool,
+    alibi: bool,
     data: st.DataObject,
 ) -> None:
     lengths, past = new_and_past
     contexts = [n + p for n, p in zip(lengths, past, strict=True)]
     q, k, v = qkv(sum(contexts), groups, queries)
     unpaged = Batch.unpaged(contexts)
-    want = reference_attention(q, k, v, unpaged, None, window)
-    assert torch.allclose(ragged_attention(q, k, v, unpaged, None, window), want, atol=1e-12)
+    options = draw_options(window, q.shape[1], sinks=sinks, alibi=alibi)
+    want = plain_attention(q, k, v, unpaged, None, options)
+    for attend in (reference_attention, ragged_attention):
+        assert torch.allclose(attend(q, k, v, unpaged, None, options), want, atol=1e-12)
 
     # The same sequences with their past in a pool, with the blocks in a random order.
     needs = [-(-context // BLOCK) for context in contexts]
@@ -79,7 +88,7 @@ def test_paged_attention_equals_the_reference_and_unpaged_attention(
     step = Batch.paged(lengths, past, tables, BLOCK)
     store_kv(k[new_rows], v[new_rows], step, kv)
     for attend in (reference_attention, ragged_attention):
-        output = attend(q[new_rows], k[new_rows], v[new_rows], step, kv, window)
+        output = attend(q[new_rows], k[new_rows], v[new_rows], step, kv, options)
         assert torch.allclose(output, want[new_rows], atol=1e-12)
 
 
@@ -93,4 +102,6 @@ def test_gradients_flow_to_queries_keys_and_values(attend: object) -> None:
     assert callable(attend)
     q, k, v = (x.clone().requires_grad_() for x in qkv(7, 1, 2))
     batch = Batch.unpaged([3, 4])
-    assert torch.autograd.gradcheck(lambda *x: attend(*x, batch, None, None), (q, k, v))
+    assert torch.autograd.gradcheck(
+        lambda *x: attend(*x, batch, None, AttentionOptions()), (q, k, v)
+    )

@@ -2,11 +2,13 @@
 
 import random
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 
 from gpt.attention.kv_cache import FP8_DTYPE
+from gpt.attention.options import AttentionOptions
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton: make tools")
 
@@ -41,20 +43,42 @@ def test_steps_with_quantized_outputs_compile_no_kernel(heads: tuple[int, int, i
     assert_no_new_kernel(heads, torch.bfloat16, torch.bfloat16, 40, quantizes=True)
 
 
+@pytest.mark.parametrize("heads", HEADS[:3])
+def test_layers_with_sinks_and_alibi_share_the_kernels_of_each_window(
+    heads: tuple[int, int, int],
+) -> None:
+    count = heads[0] * heads[1]
+    # Views, so that the addresses have different alignments.
+    numbers = torch.zeros(count + 3)
+    layers = [
+        AttentionOptions(window, numbers[start : start + count], numbers[start : start + count])
+        for window in (None, 300)
+        for start in range(3)
+    ]
+    compiled = [
+        assert_no_new_kernel(heads, torch.bfloat16, torch.bfloat16, 20, options=options)
+        for options in (layers[::3], layers)
+    ]
+    assert compiled[0] == compiled[1]
+
+
 def assert_no_new_kernel(
     heads: tuple[int, int, int],
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     steps: int,
-    **options: bool,
-) -> None:
-    """Run random steps after the warm-up. `options`: of `ServedLayer`."""
+    **layer_options: Any,
+) -> int:
+    """Run random steps after the warm-up, and return the number of kernels.
+
+    `layer_options`: of `ServedLayer`.
+    """
     from tests.support.served_attention import ServedLayer
     from tests.support.triton_compiled import recorded_launches
 
     draw = random.Random(1)
     with recorded_launches() as launches:
-        layer = ServedLayer(heads, dtype, kv_dtype, **options)
+        layer = ServedLayer(heads, dtype, kv_dtype, **layer_options)
         layer.warm_up()
         prepared = set(launches)
         assert 0 < len(prepared) <= KERNELS_MAX
@@ -70,6 +94,7 @@ def assert_no_new_kernel(
                 lengths = [draw.randint(1, 5) for _ in range(count)]
             layer.run_lengths(lengths, [draw.randint(1, 1400) for _ in lengths])
         assert sorted(launches.keys() - prepared) == []
+    return len(prepared)
 
 
 def test_short_runs_beside_a_chunk_have_work_items_of_their_own() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpt.attention.paged import reference_attention
+from gpt.attention.paged import ragged_attention, reference_attention
 from gpt.attention.varlen import (
     TILE_QUERIES,
     AttentionDropout,
@@ -29,6 +29,8 @@ from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.vocab_parallel_cross_entropy import token_losses
 from tests.support.models import CLASSIC, MODERN, ODD, lively
+from tests.support.paged_steps import FULL, draw_options
+from tests.support.plain_attention import plain_attention
 from tests.support.ranks import ranks
 
 # The tolerance of fp64 sums in another order.
@@ -80,28 +82,34 @@ def lengths_and_parents(draw: st.DrawFn) -> tuple[list[int], list[int | None]]:
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
-@given(lengths_and_parents(), st.sampled_from([None, 1, 3, 30]))
-def test_varlen_attention_equals_the_reference_with_parents_and_windows(
-    family: tuple[list[int], list[int | None]], window: int | None
+@given(lengths_and_parents(), st.sampled_from([None, 1, 3, 30]), st.booleans(), st.booleans())
+def test_varlen_attention_equals_the_formula_with_parents_and_options(
+    family: tuple[list[int], list[int | None]], window: int | None, sinks: bool, alibi: bool
 ) -> None:
     lengths, parents = family
     batch = Batch.unpaged(lengths, parents=parents)
-    reference = partial(reference_attention, batch=batch, kv=None, window=window)
+    options = draw_options(window, HEADS, sinks=sinks, alibi=alibi)
+    reference = partial(plain_attention, batch=batch, kv=None, options=options)
     for core in (
-        partial(memory_efficient, batch=batch, window=window),
-        partial(padded_sdpa, batch=batch, window=window),
-        partial(unfused_attention, batch=batch, kv=None, window=window),
+        partial(memory_efficient, batch=batch, options=options),
+        partial(padded_sdpa, batch=batch, options=options),
+        partial(unfused_attention, batch=batch, kv=None, options=options),
+        partial(ragged_attention, batch=batch, kv=None, options=options),
     ):
         assert_equal_cores(core, reference, batch.tokens)
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_tiles_of_a_long_sequence_read_the_parent_and_all_earlier_keys(window: int | None) -> None:
+@pytest.mark.parametrize("softmax_terms", [False, True])
+def test_tiles_of_a_long_sequence_read_the_parent_and_all_earlier_keys(
+    window: int | None, softmax_terms: bool
+) -> None:
     lengths = (20, 2 * TILE_QUERIES + 5, TILE_QUERIES)
     batch = Batch.unpaged(lengths, parents=(None, 0, 0))
-    reference = partial(reference_attention, batch=batch, kv=None, window=window)
+    options = draw_options(window, HEADS, sinks=softmax_terms, alibi=softmax_terms)
+    reference = partial(reference_attention, batch=batch, kv=None, options=options)
     assert_equal_cores(
-        partial(memory_efficient, batch=batch, window=window), reference, batch.tokens
+        partial(memory_efficient, batch=batch, options=options), reference, batch.tokens
     )
 
 
@@ -111,9 +119,9 @@ def test_padded_groups_of_mixed_lengths_have_little_padding() -> None:
         lengths = [60, *torch.randint(16, 257, (32,), generator=generator).tolist()]
         batch = Batch.unpaged(lengths, parents=parents)
         x = torch.zeros(batch.tokens, 1, 2)
-        padded_sdpa(x, x, x, batch, None)
+        padded_sdpa(x, x, x, batch, FULL)
         groups, order = cast(
-            tuple[list[PaddedGroup], Tensor], batch.attention_metadata[padded_sdpa, None]
+            tuple[list[PaddedGroup], Tensor], batch.attention_metadata[padded_sdpa, None, False]
         )
         assert sorted(order.tolist()) != order.tolist()
         assert len(groups) <= 8
@@ -128,12 +136,12 @@ def test_attention_dropout_equals_the_reference() -> None:
         return Dropout(3).keep_mask((HEADS, *shape), 0.5, (sequence,), like)
 
     cores = [
-        partial(core, batch=batch, kv=None, window=None, dropout=AttentionDropout(0.5, keep_mask))
+        partial(core, batch=batch, kv=None, options=FULL, dropout=AttentionDropout(0.5, keep_mask))
         for core in (unfused_attention, reference_attention)
     ]
     assert_equal_cores(cores[0], cores[1], batch.tokens)
     without_dropout = core_gradients(
-        partial(unfused_attention, batch=batch, kv=None, window=None), batch.tokens
+        partial(unfused_attention, batch=batch, kv=None, options=FULL), batch.tokens
     )
     assert not torch.allclose(core_gradients(cores[0], batch.tokens)[0], without_dropout[0])
 

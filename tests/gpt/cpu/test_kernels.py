@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gpt.attention.paged import ragged_attention
 from gpt.batch import Batch
 from gpt.cpu import kernels
-from tests.support.paged_steps import case
+from tests.support.paged_steps import FULL, case, draw_options
 
 COMPILER = shutil.which("cc")
 if COMPILER is None:
@@ -53,6 +53,8 @@ def isa_level(request: pytest.FixtureRequest) -> Iterator[None]:
     st.sampled_from([4, 7, 16, 32]),
     st.sampled_from([None, 1, 5, 40, 256, 300]),
     st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+    st.booleans(),
 )
 def test_paged_attention_equals_the_reference(
     sizes: list[tuple[int, int]],
@@ -60,11 +62,14 @@ def test_paged_attention_equals_the_reference(
     block_tokens: int,
     window: int | None,
     dtype: torch.dtype,
+    sinks: bool,
+    alibi: bool,
 ) -> None:
     lengths = [length for length, _ in sizes]
     past = [count for _, count in sizes]
     step = case(lengths, past, heads, block_tokens, dtype)
-    error = (step.attend(window).double() - step.exact(window)).abs().max()
+    options = draw_options(window, heads[0] * heads[1], sinks=sinks, alibi=alibi)
+    error = (step.attend(options).double() - step.exact(options)).abs().max()
     assert error < ERROR_MAX[dtype] * max(step.v.abs().max(), step.kv.abs().max())
 
 
@@ -78,7 +83,7 @@ def test_rows_are_bit_identical_in_any_batch_and_thread_count(
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        batched = step.attend(None)
+        batched = step.attend()
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             for row in range(5):
@@ -88,7 +93,7 @@ def test_rows_are_bit_identical_in_any_batch_and_thread_count(
                 )
                 x = [y[row : row + 1] for y in (step.q, step.k, step.v)]
                 assert torch.equal(
-                    ragged_attention(x[0], x[1], x[2], alone, step.kv, None)[0], batched[row]
+                    ragged_attention(x[0], x[1], x[2], alone, step.kv, FULL)[0], batched[row]
                 )
     finally:
         torch.set_num_threads(threads)
@@ -98,12 +103,12 @@ def test_nan_in_prefill_does_not_leak_and_unused_slots_are_not_read() -> None:
     step = case([40, 40, 40], [40, 40, 40], (2, 2, 64), 32, torch.bfloat16)
     tables = step.batch.block_tables
     assert tables is not None
-    want = step.attend(None)
+    want = step.attend()
     if kernels.isa_level() == "avx512_bf16":  # torch multiplies unused slots of a block by 0.
         step.kv[tables[0, 2], :, :, 16:] = float("nan")  # Behind the end of the first context.
     step.kv[tables[1, 0], 0, 1, 3] = float("nan")
     step.kv[tables[2, 0], 1, 0, 3] = float("inf")
-    got = step.attend(None)
+    got = step.attend()
     assert torch.equal(got[:40], want[:40])
     assert not got[40:80, 2:].isfinite().any() and not got[80:, :2].isfinite().all(-1).any()
     assert torch.equal(got[40:80, :2], want[40:80, :2])
@@ -117,11 +122,11 @@ def test_nan_in_decode_does_not_leak_and_unused_slots_are_not_read(
     step = case([1, 1, 1, 1], [40, 40, 40, 70], (2, 2, 64), 32, dtype)
     tables = step.batch.block_tables
     assert tables is not None
-    want = step.attend(None)
+    want = step.attend()
     step.kv[tables[0, 1], 0, :, 9:] = float("nan")  # Behind the end of the first context.
     step.kv[tables[1, 0], 0, 1, 3] = float("nan")
     step.kv[tables[2, 0], 1, 0, 3] = float("inf")
-    got = step.attend(None)
+    got = step.attend()
     assert torch.equal(got[[0, 3]], want[[0, 3]])
     assert got[1].isfinite().all(-1).tolist() == [True, True, False, False]
     assert got[2].isfinite().all(-1).tolist() == [False, False, True, True]
@@ -131,7 +136,7 @@ def test_a_missing_library_is_logged_and_torch_is_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     step = case([1, 3], [40, 7], (2, 2, 64), 32, torch.float32)
-    want = step.attend(None)
+    want = step.attend()
     other_version = tmp_path / "other.so"
     (tmp_path / "other.c").write_text(
         "int preamble_abi(void) { return -1; }\n"
@@ -150,6 +155,6 @@ def test_a_missing_library_is_logged_and_torch_is_used(
         with caplog.at_level("INFO"):
             assert not kernels.supports_tensors(step.q, step.kv)
         assert reason in caplog.messages[-1]
-        assert torch.allclose(step.attend(None), want, atol=1e-5)
+        assert torch.allclose(step.attend(), want, atol=1e-5)
     monkeypatch.undo()
     kernels.library.cache_clear()

@@ -17,7 +17,7 @@ from tests.support.packed_linear_cases import (
     check_matmul_argmax,
     check_packed_gemm,
 )
-from tests.support.paged_steps import case
+from tests.support.paged_steps import case, draw_options
 
 pytestmark = pytest.mark.skipif(
     kernels.isa_level() != kernels.ISA_LEVELS[-1],
@@ -31,8 +31,9 @@ def test_a_prefill_is_bit_identical_for_any_chunks_and_threads() -> None:
     tables, threads = step.batch.block_tables, torch.get_num_threads()
     assert tables is not None
     try:
-        for window in (None, 100):
-            unchunked = step.attend(window)
+        for window, has_terms in ((None, False), (100, False), (None, True), (300, True)):
+            options = draw_options(window, 4, sinks=has_terms, alibi=has_terms)
+            unchunked = step.attend(options)
             step.batch.attention_metadata.clear()
             for count, cuts in (
                 (1, [0, 5, 261, 700]),
@@ -43,7 +44,7 @@ def test_a_prefill_is_bit_identical_for_any_chunks_and_threads() -> None:
                 for start, end in pairwise(cuts):
                     chunk = Batch.paged([end - start], [start], tables, 16)
                     q, k, v = (x[start:end] for x in (step.q, step.k, step.v))
-                    got = ragged_attention(q, k, v, chunk, step.kv, window)
+                    got = ragged_attention(q, k, v, chunk, step.kv, options)
                     assert torch.equal(got, unchunked[start:end])
     finally:
         torch.set_num_threads(threads)
@@ -65,6 +66,7 @@ def test_a_prefill_is_bit_identical_for_any_chunks_and_threads() -> None:
     st.sampled_from([7, 16, 512]),
     st.sampled_from([None, 40, 300]),
     st.sampled_from([1, 2]),
+    st.booleans(),
 )
 def test_runs_with_a_common_prefix_are_bit_identical_together_and_alone(
     runs: list[tuple[int, int, int, float]],
@@ -72,6 +74,7 @@ def test_runs_with_a_common_prefix_are_bit_identical_together_and_alone(
     block_tokens: int,
     window: int | None,
     threads: int,
+    has_terms: bool,
 ) -> None:
     lengths = [run[0] for run in runs]
     past = [run[1] for run in runs]
@@ -81,19 +84,20 @@ def test_runs_with_a_common_prefix_are_bit_identical_together_and_alone(
         blocks = min(row_past, past[earlier]) // block_tokens
         shared.append((earlier, int(common_part * blocks)))
     step = case(lengths, past, heads, block_tokens, torch.bfloat16, shared=shared)
+    options = draw_options(window, heads[0] * heads[1], sinks=has_terms, alibi=has_terms)
     threads_before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        together = step.attend(window)
+        together = step.attend(options)
     finally:
         torch.set_num_threads(threads_before)
-    assert (together.double() - step.exact(window)).abs().max() < 0.02
+    assert (together.double() - step.exact(options)).abs().max() < 0.02
     assert step.batch.block_tables is not None
     for row, start in enumerate(step.batch.query_starts):
         rows = slice(start, start + lengths[row])
         table = step.batch.block_tables[row : row + 1]
         batch = Batch.paged([lengths[row]], [past[row]], table, block_tokens)
-        alone = ragged_attention(step.q[rows], step.k[rows], step.v[rows], batch, step.kv, window)
+        alone = ragged_attention(step.q[rows], step.k[rows], step.v[rows], batch, step.kv, options)
         assert torch.equal(alone, together[rows])
 
 

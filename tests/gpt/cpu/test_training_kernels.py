@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt.attention.options import AttentionOptions
 from gpt.attention.paged import reference_attention
 from gpt.attention.varlen import memory_efficient
 from gpt.batch import Batch
@@ -147,9 +148,9 @@ def test_attention_and_its_gradients_equal_the_reference(
         return run(lambda q, k, v: training_kernels.varlen_attention(q, k, v, batch))
 
     exact_outputs = run(
-        lambda q, k, v: reference_attention(q, k, v, batch, None, None), torch.float64
+        lambda q, k, v: reference_attention(q, k, v, batch, None, AttentionOptions()), torch.float64
     )
-    torch_outputs = run(lambda q, k, v: memory_efficient(q, k, v, batch, None))
+    torch_outputs = run(lambda q, k, v: memory_efficient(q, k, v, batch, AttentionOptions()))
     outputs = by_kernels()
     for output, torch_output, exact in zip(outputs, torch_outputs, exact_outputs, strict=True):
         if exact.norm() < 1e-9:  # The gradient of the score of a single key is zero.

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gpt.attention.backend import TorchAttention
+from gpt.attention.options import AttentionOptions
 from gpt.attention.paged import KV
 from gpt.attention.varlen import unfused_attention
 from gpt.batch import Batch
@@ -61,9 +62,15 @@ class UnfusedAttention(TorchAttention):
     saves_only_inputs = False
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, kv: KV | None, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        kv: KV | None,
+        options: AttentionOptions,
     ) -> Tensor:
-        return unfused_attention(q, k, v, batch, kv, window)
+        return unfused_attention(q, k, v, batch, kv, options)
 
 
 @dataclass(frozen=True)
