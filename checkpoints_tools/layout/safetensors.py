@@ -18,17 +18,22 @@ from gpt.parallel.weight_sharding import ShardSpec
 
 @dataclass(frozen=True)
 class SafetensorsEntry:
-    """A tensor of a file: a part of a logical tensor, possibly transposed."""
+    """A tensor of a file: a part of a logical tensor, possibly transposed, or a stack of them."""
 
     key: str  # The tensor's name in the file.
-    name: str  # The logical tensor's name.
+    # The names of the logical tensors; of several, the parts are stacked in a new first dimension.
+    names: tuple[str, ...]
     part: ShardSpec
-    full_shape: tuple[int, ...]  # The logical tensor's shape.
+    full_shape: tuple[int, ...]  # The shape of each logical tensor.
     dtype: torch.dtype
     transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
+        return (len(self.names), *self.part_shape) if len(self.names) > 1 else self.part_shape
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
         shape = self.part.local_shape(self.full_shape)
         return shape[::-1] if self.transposed else shape
 
@@ -63,8 +68,9 @@ def plan_safetensors_file(
     placements = []
     end = len(header)
     for entry in ordered_entries:
-        placements.append(Placement(entry.name, entry.part, end, entry.dtype, entry.transposed))
-        end += entry.nbytes
+        for name in entry.names:
+            placements.append(Placement(name, entry.part, end, entry.dtype, entry.transposed))
+            end += entry.nbytes // len(entry.names)
     return TargetFile(path, end, (LiteralBytes(0, header),), tuple(placements))
 
 

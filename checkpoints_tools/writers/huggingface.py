@@ -8,6 +8,7 @@ config.json is written last, so that no software loads an incomplete target as a
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from checkpoints_tools.layout.layout import Layout, literal_file
@@ -21,7 +22,7 @@ from checkpoints_tools.writers.huggingface_config import choose_family
 from checkpoints_tools.writers.huggingface_tokenizer import plan_tokenizer
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
-from gpt.formats.huggingface.families.family import Family, FusedQKV
+from gpt.formats.huggingface.families.family import EXPERT_NUMBER, Family, FusedQKV
 from gpt.formats.huggingface.families.registry import FAMILIES
 from gpt.parallel.weight_sharding import (
     ParameterSpec,
@@ -90,12 +91,17 @@ def _parameter_entries(
     """Split one canonical parameter into the tensors that the family stores for it."""
     name, keys = parameter.name, family.tensor_keys(parameter.name)
     assert keys is not None, f"the family was chosen for this model, but has no key for {name}"
+    expert = EXPERT_NUMBER.search(name)
+    if expert is not None and family.writes_fused_experts:
+        if expert[0] == "0":
+            yield _stacked_experts(checkpoint, parameter, family)
+        return
 
     def make_entry(key: str, ranges: Ranges) -> SafetensorsEntry:
         part = ShardSpec(0, ranges, sum(stop - start for start, stop in ranges))
         dtype = checkpoint.tensors[name].dtype
         return SafetensorsEntry(
-            key, name, part, parameter.shape, dtype, family.stores_transposed(parameter)
+            key, (name,), part, parameter.shape, dtype, family.stores_transposed(parameter)
         )
 
     rows = parameter.shape[0]
@@ -112,6 +118,41 @@ def _parameter_entries(
             yield make_entry(up, ((rows // 2, rows),))
         case _:
             raise AssertionError(f"{name} cannot be split into {len(keys)} tensors")
+
+
+def _stacked_experts(
+    checkpoint: Checkpoint, parameter: ParameterSpec, family: Family
+) -> SafetensorsEntry:
+    """Return the tensor that stacks a parameter of all experts; `parameter` is expert 0's."""
+    keys = family.tensor_keys(parameter.name)
+    keys = (keys,) if isinstance(keys, str) else keys
+    assert isinstance(keys, tuple)
+    suffix, fused = next(
+        (suffix, fused)
+        for suffix, fused in family.fused_experts.items()
+        if keys[0].endswith(fused.parts[0].format(expert=0))
+    )
+    rows = parameter.shape[0]
+    ranges = _alternating_rows(rows, len(keys)) if fused.interleaved else ((0, rows),)
+    experts = range(checkpoint.config.num_experts)
+    return SafetensorsEntry(
+        keys[0].removesuffix(fused.parts[0].format(expert=0)) + suffix,
+        tuple(EXPERT_NUMBER.sub(str(expert), parameter.name) for expert in experts),
+        ShardSpec(0, ranges, rows),
+        parameter.shape,
+        checkpoint.tensors[parameter.name].dtype,
+        fused.transposed and len(parameter.shape) == 2,
+    )
+
+
+@cache  # The tensors of all experts share the long result.
+def _alternating_rows(rows: int, parts: int) -> Ranges:
+    """Return the first row of each of the equal parts, then the second row of each part, ..."""
+    if parts == 1:
+        return ((0, rows),)
+    height = rows // parts
+    starts = [part * height + row for row in range(height) for part in range(parts)]
+    return tuple((start, start + 1) for start in starts)
 
 
 def _qkv_ranges(config: GPTConfig) -> tuple[Ranges, Ranges, Ranges]:

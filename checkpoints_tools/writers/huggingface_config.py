@@ -499,7 +499,8 @@ def _window_fields(config: GPTConfig) -> ConfigRecord:
             "full_attention" if layer.window_size is None else "sliding_attention"
             for layer in config.layers
         ],
-        "sliding_window": config.window_size,
+        # transformers needs a number, even if no layer has sliding attention.
+        "sliding_window": config.window_size or config.max_position_embeddings,
     }
 
 
@@ -556,6 +557,19 @@ def _smollm3(config: GPTConfig) -> ConfigRecord:
     }
 
 
+def _gpt_oss(config: GPTConfig) -> ConfigRecord:
+    return {
+        **_llama_like(config),
+        "hidden_act": "silu",  # With the factor of the quick GELU, which is the default.
+        "intermediate_size": config.moe_ffn_hidden_size,
+        "attention_bias": config.qkv_bias,
+        "num_local_experts": config.num_experts,
+        "num_experts_per_tok": config.moe_router_topk,
+        "swiglu_limit": config.activation_func_clamp_value,
+        **_window_fields(config),
+    }
+
+
 def _phi3(config: GPTConfig) -> ConfigRecord:
     return {
         **_llama_like(config),
@@ -596,6 +610,7 @@ FAMILY_WRITERS: Mapping[str, FamilyWriter] = {
     "olmo3": FamilyWriter(_olmo3, "Olmo3ForCausalLM", "silu"),
     "smollm3": FamilyWriter(_smollm3, "SmolLM3ForCausalLM", "silu"),
     "phi3": FamilyWriter(_phi3, "Phi3ForCausalLM", "silu", heads_divide_hidden=True),
+    "gpt_oss": FamilyWriter(_gpt_oss, "GptOssForCausalLM", "quick_gelu", has_experts=True),
     "gpt2": FamilyWriter(_gpt2, "GPT2LMHeadModel", "gelu_tanh", heads_divide_hidden=True),
     "gpt_neox": FamilyWriter(_gpt_neox, "GPTNeoXForCausalLM", "gelu", heads_divide_hidden=True),
     "starcoder2": FamilyWriter(_starcoder2, "Starcoder2ForCausalLM", "gelu_tanh"),

@@ -23,7 +23,7 @@ def plan_layout(checkpoint: Checkpoint, *, shard_bytes_max: int = SHARD_BYTES_MA
     entries = []
     for name, logical in checkpoint.tensors.items():
         full_part = ShardSpec(0, ((0, logical.shape[0]),), logical.shape[0])
-        entries.append(SafetensorsEntry(name, name, full_part, logical.shape, logical.dtype))
+        entries.append(SafetensorsEntry(name, (name,), full_part, logical.shape, logical.dtype))
     shards = split_into_shards(entries, shard_bytes_max)
     files = [
         plan_safetensors_file(shard_file_name("model", index, len(shards)), shard)

@@ -256,5 +256,4 @@ def test_unknown_family_is_refused_with_valid_choices() -> None:
 
 
 def test_every_family_of_the_reader_can_be_written() -> None:
-    # The writer cannot stack the experts of GPT-OSS.
-    assert set(FAMILY_WRITERS) == set(FAMILIES) - {"gpt_oss"}
+    assert set(FAMILY_WRITERS) == set(FAMILIES)

@@ -267,6 +267,16 @@ CASES |= {
         "phi3",
         {"sliding_window": 9, "tie_word_embeddings": True, **partial(0.5)},
     ),
+    "gpt_oss": ("gpt_oss", {"rope_parameters": GPT_OSS_YARN}),
+    "gpt_oss, every layer full, one expert": (
+        "gpt_oss",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+            "layer_types": ["full_attention"] * 3,
+            "num_experts_per_tok": 1,
+            "swiglu_limit": 1.0,
+        },
+    ),
 }
 
 HEADED = {
@@ -287,6 +297,7 @@ HEADED = {
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
 }
 
 
@@ -383,6 +394,7 @@ NAMES: dict[str, dict[str, str]] = {
         "mlp.linear_fc1.layer_norm_": "model.layers.{n}.pre_feedforward_layernorm",
     },
     "olmo2": OLMO_NAMES,
+    "gpt_oss": {**MOE_NAMES, "mlp.router": "model.layers.{n}.mlp.router"},
     "olmo3": OLMO_NAMES,
     "phi3": {**LLAMA_NAMES, "mlp.linear_fc1": "model.layers.{n}.mlp.gate_up_proj"},
     "gpt2": {
@@ -483,6 +495,9 @@ def _joined(weights: dict[str, Tensor], config: GPTConfig, n: int) -> dict[str, 
             tensors[f"{canonical_prefix}mlp.linear_fc1.{kind}"] = torch.cat(gate_and_up)
     for expert in range(config.num_experts * config.moe_layers[n]):
         expert_prefix = f"{canonical_prefix}mlp.experts.local_experts.{expert}."
+        if config.moe_router_bias:
+            tensors |= _gpt_oss_expert(weights, hf_prefix, expert_prefix, expert)
+            continue
         tensors[f"{expert_prefix}linear_fc1.weight"] = weights[
             f"{hf_prefix}mlp.experts.gate_up_proj"
         ][expert]
@@ -502,9 +517,27 @@ def _joined(weights: dict[str, Tensor], config: GPTConfig, n: int) -> dict[str, 
         "shared_experts.gate_weight": "shared_expert_gate.weight",
         "router.expert_bias": "gate.e_score_correction_bias",
     }
+    if (sinks := weights.get(f"{hf_prefix}self_attn.sinks")) is not None:
+        tensors[f"{canonical_prefix}self_attention.core_attention.softmax_offset"] = sinks
     for name, key in other_keys.items():
         if (value := weights.get(f"{hf_prefix}mlp.{key}")) is not None:
             tensors[f"{mlp_prefix}{name}"] = value
+    return tensors
+
+
+def _gpt_oss_expert(
+    weights: dict[str, Tensor], hf_prefix: str, canonical_prefix: str, expert: int
+) -> dict[str, Tensor]:
+    """The columns of gate and up alternate, and the matrices are (in, out)."""
+    tensors: dict[str, Tensor] = {}
+    for number, name in ((1, "gate_up_proj"), (2, "down_proj")):
+        weight = weights[f"{hf_prefix}mlp.experts.{name}"][expert].T
+        bias = weights[f"{hf_prefix}mlp.experts.{name}_bias"][expert]
+        if number == 1:
+            weight = torch.cat([weight[0::2], weight[1::2]])
+            bias = torch.cat([bias[0::2], bias[1::2]])
+        tensors[f"{canonical_prefix}linear_fc{number}.weight"] = weight
+        tensors[f"{canonical_prefix}linear_fc{number}.bias"] = bias
     return tensors
 
 

@@ -55,6 +55,9 @@ class Family:
     key_renames: Mapping[str, str] = field(default_factory=dict)
     # By the suffix of a key that stacks all experts.
     fused_experts: Mapping[str, FusedExperts] = field(default_factory=dict)
+    # Whether files must have the stacked tensors. Other families are written with a tensor for each
+    # expert, which all versions of transformers read.
+    writes_fused_experts: bool = False
     # Keys of config.json for the number of layers for multi-token prediction. Files have these
     # layers after the model's layers; they are ignored.
     mtp_layer_keys: tuple[str, ...] = ()

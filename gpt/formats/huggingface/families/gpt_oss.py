@@ -59,7 +59,7 @@ def _gpt_oss(fields: ConfigJson) -> GPTConfig:
     fields.require("hidden_act", "silu")  # Its clamped form, with the factor `swiglu_alpha`.
     fields.require("swiglu_alpha", QUICK_GELU_FACTOR)
     bias, layers = fields.flag("attention_bias"), fields.count("num_hidden_layers")
-    if not {"rope_parameters", "rope_scaling"} & fields.record.keys():
+    if not (fields.record.get("rope_parameters") or fields.record.get("rope_scaling")):
         fields = ConfigJson({**fields.record, "rope_scaling": GPT_OSS_ROPE}, fields.path)
     return llama_like(
         fields,
@@ -81,5 +81,10 @@ def _gpt_oss(fields: ConfigJson) -> GPTConfig:
 
 
 GPT_OSS = Family(
-    _gpt_oss, GPT_OSS_KEYS, GPT_OSS_DEFAULTS, "model.", fused_experts=GPT_OSS_FUSED_EXPERTS
+    _gpt_oss,
+    GPT_OSS_KEYS,
+    GPT_OSS_DEFAULTS,
+    "model.",
+    fused_experts=GPT_OSS_FUSED_EXPERTS,
+    writes_fused_experts=True,
 )

@@ -49,9 +49,12 @@ def to_version_4(record: dict[str, Any]) -> None:
         if "partial_rotary_factor" in rope:
             percent = rope.pop("partial_rotary_factor")
             record["rotary_pct" if neox else "partial_rotary_factor"] = percent
-        record["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+        # Without rope_scaling, GPT-OSS has YaRN.
+        is_default = rope["rope_type"] == "default" and record["model_type"] != "gpt_oss"
+        record["rope_scaling"] = None if is_default else rope
     record["torch_dtype"] = record.pop("dtype")
-    if len(set(record.get("layer_types", []))) < 2:
+    by_layer = record["model_type"] == "gpt_oss" or len(set(record.get("layer_types", []))) > 1
+    if not by_layer:
         record.pop("layer_types", None)
 
 
