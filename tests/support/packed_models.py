@@ -13,7 +13,7 @@ from gpt.cpu_inference.fused_decoder import FusedDecoder
 from gpt.cpu_inference.weight_packing import pack_weights
 from gpt.linear.cpu_linear import CpuLinear
 from gpt.model.gpt_model import GPT
-from tests.support.models import CONFIGS, EXPERTS, MODERN, build
+from tests.support.models import CLASSIC, CONFIGS, EXPERTS, MODERN, build
 
 MORE = {
     "wide": MODERN.with_fields(kv_channels=64, hidden_size=96, window_size=None),
@@ -21,6 +21,10 @@ MORE = {
         kv_channels=80, rotary_percent=1.0, rotary_interleaved=True, qk_layernorm=False
     ),
     "biases": MODERN.with_fields(mlp_bias=True, proj_bias=True, activation="gelu_tanh"),
+    "sinks": MODERN.with_fields(attention_sinks=True),
+    "alibi": CLASSIC.with_fields(
+        position_embedding_type="alibi", num_attention_heads=8, num_query_groups=4
+    ),
     "experts last": EXPERTS.with_fields(moe_layers=(False, False, False, True)),
     "experts and dense": EXPERTS.with_fields(moe_layers=(False, True, False, False)),
 }

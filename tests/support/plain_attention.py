@@ -1,4 +1,4 @@
-"""Attention by its formula in fp64, one query and head at a time: the oracle of all backends."""
+"""Attention by its formula in fp64, one query and one head at a time: the oracle of backends."""
 
 import math
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,25 @@ def test_each_missing_gpu_requirement_is_named(
     with caplog.at_level("INFO"):
         assert select_backend("auto", config, gpu).name == "torch"
     assert "libcudart" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"attention_sinks": True}, "the model has attention sinks"),
+        ({"position_embedding_type": "alibi"}, "the model has ALiBi"),
+        (
+            {"window_size": 9, "window_layers": (True, *[False] * (CONFIG.num_layers - 1))},
+            "the model's layers have different windows",
+        ),
+    ],
+)
+def test_flashinfer_is_refused_for_layers_that_it_cannot_compute(
+    fields: dict[str, Any], reason: str
+) -> None:
+    config = CONFIG.with_fields(kv_channels=64, dtype="bfloat16", **fields)
+    with pytest.raises(ConfigError, match=reason):
+        select_backend("flashinfer", config, torch.device("cuda"))
 
 
 def test_fp8_kv_cache_is_refused_on_a_cpu() -> None:
