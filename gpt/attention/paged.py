@@ -1,9 +1,9 @@
 """Paged attention of a ragged batch of prefill and decode tokens, with a reference implementation.
 
 Attention is causal, with the options of gpt/attention/options.py. Keys and values of past tokens
-are in the KV pool. Keys and values of this step's tokens are in `k` and `v`, and after `store_kv` also in the
-pool. Without a pool, all keys and values are in `k` and `v`. `reference_attention` is a readable
-loop over sequences. With a pool, `ragged_attention` calls the C kernels. Where these are
+are in the KV pool. Keys and values of this step's tokens are in `k` and `v`, and after `store_kv`
+also in the pool. Without a pool, all keys and values are in `k` and `v`. `reference_attention` is a
+readable loop over sequences. With a pool, `ragged_attention` calls the C kernels. Where these are
 unsupported, torch computes groups of sequences, chosen so that little padding is needed. A group
 has decode sequences with similar context lengths, or prefill sequences that agree in the number of
 new tokens and in the number of past tokens. Shapes: q (T, H, D), k and v (T, G, D), for T tokens, H

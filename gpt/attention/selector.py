@@ -142,8 +142,8 @@ _BACKEND_REQUIREMENTS = {
     "channels up to 256",
     "flashinfer": "a CUDA build of torch with FlashInfer (pip install 'preamble[flashinfer]'), a "
     "GPU of compute capability 8.0 or later (8.9 with an fp8 KV cache), and a model in bfloat16 or "
-    "float16 whose heads have 64, 128 or 256 channels, without attention sinks and ALiBi, whose layers "
-    "have the same window",
+    "float16 whose heads have 64, 128 or 256 channels, without attention sinks and ALiBi, and with "
+    "the same window in all layers",
 }
 
 
