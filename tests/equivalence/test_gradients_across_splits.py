@@ -31,7 +31,17 @@ from ptuning.training.gradient_reduction import trainable_model_tensors, trainab
 from ptuning.training.optimizer import Optimizer
 from ptuning.training.pipeline import PipelineChannels, micro_batch_prefix, run_passes
 from ptuning.training.pipeline_schedule import schedule_1f1b, schedule_interleaved_1f1b
-from tests.support.models import CLASSIC, EXPERTS, MODERN, build, lively
+from tests.support.models import (
+    ALIBI,
+    CLASSIC,
+    EXPERTS,
+    LAYERED,
+    MODERN,
+    POST_NORMS,
+    SINKS,
+    build,
+    lively,
+)
 from tests.support.ranks import ranks
 
 EXACT = 1e-10  # Relative to the largest gradient: fp64 sums in another order.
@@ -43,6 +53,18 @@ MODELS = {
     "classic": CLASSIC.with_fields(num_layers=6, moe_layers=()),
     "modern": MODERN.with_fields(num_layers=6, moe_layers=()),
     "experts": EXPERTS.with_fields(num_layers=6, moe_layers=(True, False, True, True, False, True)),
+    "layered": LAYERED.with_fields(
+        num_layers=6,
+        moe_layers=(),
+        window_layers=(True, False, True, True, False, True),
+        rope_layers=(True, True, False, True, True, False),
+        untie_embeddings_and_output_weights=True,
+    ),
+    "post norms": POST_NORMS.with_fields(num_layers=6, moe_layers=(), window_layers=()),
+    "sinks": SINKS.with_fields(
+        num_layers=6, moe_layers=(True,) * 6, window_layers=(True, False) * 3
+    ),
+    "ALiBi": ALIBI.with_fields(num_layers=6, moe_layers=()),
 }
 
 
@@ -118,11 +140,15 @@ def covering_cases() -> tuple[Case, ...]:
 def model_of(case: Case) -> str:
     """Experts are slow, so only a few cases have them."""
     number = covering_cases().index(case)
-    return "experts" if number % 6 == 4 else ("classic", "modern")[number % 2]
+    if number % 6 == 4:
+        return ("experts", "sinks")[number // 6 % 2]
+    return ("classic", "modern", "layered", "post norms", "ALiBi")[number % 5]
 
 
 def trains_all_weights(case: Case) -> bool:
-    return covering_cases().index(case) % 4 in (0, 3)
+    # Sinks and norms of all heads are frozen, as all weights are in prompt learning.
+    is_frozen = model_of(case) in ("sinks", "post norms")
+    return covering_cases().index(case) % 4 in (0, 3) and not is_frozen
 
 
 @cache

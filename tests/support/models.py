@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.checkpoint.random_init import generated_checkpoint
-from gpt.config import GPTConfig, RopeScaling
+from gpt.config import GPTConfig, RopeConfig, RopeScaling
 from gpt.model.gpt_model import GPT
 from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
@@ -94,12 +94,94 @@ SIGMOID_EXPERTS = EXPERTS.with_fields(
     moe_router_topk_scaling_factor=2.5,
     mlp_bias=False,
 )
+YARN = RopeScaling(
+    "yarn",
+    4.0,
+    original_max_position_embeddings=16,
+    beta_fast=8.0,
+    truncate=False,
+    attention_factor=1.2,
+)
+# As Gemma 3, with layers that differ in windows and rotary embeddings.
+LAYERED = GPTConfig(
+    num_layers=4,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=10,
+    ffn_hidden_size=44,
+    vocab_size=102,
+    max_position_embeddings=64,
+    position_embedding_type="rope",
+    rotary_base=1000.0,
+    rope_scaling=YARN,
+    rope_layers=(True, True, False, True),
+    window_rope=RopeConfig(base=100.0),
+    window_size=7,
+    window_layers=(True, False, True, True),
+    normalization="RMSNorm",
+    layernorm_zero_centered_gamma=True,
+    norm_placement="pre_and_post",
+    activation="gelu_tanh",
+    gated=True,
+    qkv_bias=False,
+    proj_bias=False,
+    mlp_bias=False,
+    qk_layernorm=True,
+    softmax_scale=0.4,
+    embedding_multiplier=1.5,
+)
+# As OLMo 3.
+POST_NORMS = LAYERED.with_fields(
+    layernorm_zero_centered_gamma=False,
+    norm_placement="post",
+    activation="silu",
+    qk_layernorm_scope="all_heads",
+    rope_layers=(),
+    softmax_scale=0.0,
+    embedding_multiplier=1.0,
+    untie_embeddings_and_output_weights=True,
+)
+# As GPT-OSS.
+SINKS = LAYERED.with_fields(
+    window_layers=(True, False, True, False),
+    window_rope=None,
+    rope_layers=(),
+    layernorm_zero_centered_gamma=False,
+    norm_placement="pre",
+    qk_layernorm=False,
+    softmax_scale=0.0,
+    embedding_multiplier=1.0,
+    attention_sinks=True,
+    activation="quick_gelu",
+    activation_func_clamp_value=1.5,
+    glu_linear_offset=1.0,
+    qkv_bias=True,
+    proj_bias=True,
+    mlp_bias=True,
+    num_experts=5,
+    moe_layers=(True,) * 4,
+    moe_ffn_hidden_size=24,
+    moe_router_bias=True,
+)
+# As BLOOM, with a number of heads that is no power of two.
+ALIBI = CLASSIC.with_fields(
+    num_attention_heads=12,
+    num_query_groups=12,
+    kv_channels=4,
+    position_embedding_type="alibi",
+    embedding_layernorm=True,
+)
 CONFIGS = {
     "classic": CLASSIC,
     "modern": MODERN,
     "odd": ODD,
     "experts": EXPERTS,
     "sigmoid experts": SIGMOID_EXPERTS,
+    "layered": LAYERED,
+    "post norms": POST_NORMS,
+    "sinks": SINKS,
+    "ALiBi": ALIBI,
 }
 
 

@@ -68,7 +68,7 @@ def test_ranks_cover_every_tensor_once_except_copied_kv_heads(name: str, tp: int
         extent = parameter.shape[parts[0].dim]
         covered = [row for p in parts for start, stop in p.ranges for row in range(start, stop)]
         assert set(covered) == set(range(extent)), parameter
-        copies = {ShardRule.REPLICATED, ShardRule.QKV} if tp > 1 else set()
+        copies = {ShardRule.REPLICATED, ShardRule.QKV, ShardRule.KV_HEADS} if tp > 1 else set()
         assert len(covered) == extent or parameter.shard_rule in copies, parameter
         assert len({p.size for p in parts}) == 1, parameter
 

@@ -23,7 +23,16 @@ from ptuning.run.artifacts import gather_model
 from ptuning.training.pipeline import PipelineChannels, run_passes
 from ptuning.training.pipeline_schedule import schedule_1f1b, schedule_forward_only
 from ptuning.training.trainer import Trainer
-from tests.support.models import CLASSIC, EXPERTS, MODERN, ODD, SIGMOID_EXPERTS, build, lively
+from tests.support.models import (
+    CLASSIC,
+    CONFIGS,
+    EXPERTS,
+    MODERN,
+    ODD,
+    SIGMOID_EXPERTS,
+    build,
+    lively,
+)
 from tests.support.ranks import ranks
 from tests.support.trainers import examples, learn, settings, trainer
 
@@ -55,13 +64,17 @@ def test_same_seed_trains_the_same_table() -> None:
     assert not torch.equal(first_table, other_seed_table)
 
 
-@pytest.mark.parametrize("config", [CLASSIC, MODERN, ODD], ids=["classic", "modern", "odd"])
-@pytest.mark.parametrize("portion", [None, 1, 3])
-def test_loss_and_gradient_equal_a_plain_loop_over_examples(
-    config: GPTConfig, portion: int | None
-) -> None:
+PLAIN_LOOP_CASES = [
+    (name, portion) for name in ("classic", "modern", "odd") for portion in (0, 1, 3)
+]
+PLAIN_LOOP_CASES += [(name, 3) for name in ("layered", "post norms", "sinks", "ALiBi")]
+
+
+@pytest.mark.parametrize(("name", "portion"), PLAIN_LOOP_CASES)
+def test_loss_and_gradient_equal_a_plain_loop_over_examples(name: str, portion: int) -> None:
+    config = CONFIGS[name]
     model = build(config)
-    trainer_ = trainer(model, micro_batch_examples=portion, gradient_norm_max=1e9, steps=10)
+    trainer_ = trainer(model, micro_batch_examples=portion or None, gradient_norm_max=1e9, steps=10)
     assert trainer_.encoder is not None
     table = trainer_.current_table()
     assert table is not None
