@@ -435,8 +435,15 @@ def _describe_architecture(config: GPTConfig) -> Iterator[tuple[str, str]]:
         kind = "MQA"
     else:
         kind = "GQA"
-    window_text = f", sliding window {config.window_size:,}" if config.window_size else ""
+    window_text = ""
+    if config.window_size:
+        window_text = f", sliding window {config.window_size:,}"
+        if config.window_layers:
+            window_text += f" in {sum(config.window_layers)} of {config.num_layers} layers"
+    window_text += ", sinks" if config.attention_sinks else ""
     qk_norm_text = ", norms on queries and keys" if config.qk_layernorm else ""
+    if config.qk_layernorm and config.qk_layernorm_scope == "all_heads":
+        qk_norm_text += " of all heads"
     yield (
         "attention",
         f"{config.num_attention_heads} heads of {config.kv_channels} in {config.num_query_groups} "
@@ -459,11 +466,18 @@ def _describe_architecture(config: GPTConfig) -> Iterator[tuple[str, str]]:
         rope_text = f", base {config.rotary_base:,.0f}, {config.rotary_percent:.0%} of a head"
         rope_text += ", interleaved" if config.rotary_interleaved else ""
         rope_text += f", {scaling.kind} scaling by {scaling.factor:g}" if scaling else ""
+        if config.rope_layers:
+            rope_text += f", in {sum(config.rope_layers)} of {config.num_layers} layers"
+        if config.window_rope is not None:
+            rope_text += f"; base {config.window_rope.base:,.0f} in layers with a window"
     yield (
         "positions",
         f"{config.position_embedding_type} up to {config.max_position_embeddings:,}{rope_text}",
     )
     norm_suffix = ", stored as gamma - 1" if config.layernorm_zero_centered_gamma else ""
+    if config.norm_placement != "pre":
+        places = {"post": "behind", "pre_and_post": "in front of and behind"}
+        norm_suffix += f", {places[config.norm_placement]} attention and MLP"
     yield "norm", f"{config.normalization}, epsilon {config.layernorm_epsilon:g}{norm_suffix}"
     biases = {"QKV": config.qkv_bias, "projection": config.proj_bias, "MLP": config.mlp_bias}
     yield "biases", ", ".join(name for name, used in biases.items() if used) or "none"

@@ -15,7 +15,7 @@ from typing import Any
 from gpt.checkpoint.logical_tensor import summarize_names
 from gpt.config import Activation, GPTConfig
 from gpt.errors import CheckpointError, ConfigError
-from gpt.formats.huggingface.config_json import ConfigJson
+from gpt.formats.huggingface.families.config_json import ConfigJson
 from gpt.formats.huggingface.families.registry import FAMILIES
 
 ConfigRecord = dict[str, Any]
@@ -570,6 +570,13 @@ def _gpt_oss(config: GPTConfig) -> ConfigRecord:
     }
 
 
+def _minimax_m2(config: GPTConfig) -> ConfigRecord:
+    return {
+        **_mixtral(config),
+        **_rotary_fields(config, "rope_theta", "partial_rotary_factor"),
+    }
+
+
 def _phi3(config: GPTConfig) -> ConfigRecord:
     return {
         **_llama_like(config),
@@ -610,6 +617,7 @@ FAMILY_WRITERS: Mapping[str, FamilyWriter] = {
     "olmo3": FamilyWriter(_olmo3, "Olmo3ForCausalLM", "silu"),
     "smollm3": FamilyWriter(_smollm3, "SmolLM3ForCausalLM", "silu"),
     "phi3": FamilyWriter(_phi3, "Phi3ForCausalLM", "silu", heads_divide_hidden=True),
+    "minimax_m2": FamilyWriter(_minimax_m2, "MiniMaxM2ForCausalLM", "silu", has_experts=True),
     "gpt_oss": FamilyWriter(_gpt_oss, "GptOssForCausalLM", "quick_gelu", has_experts=True),
     "gpt2": FamilyWriter(_gpt2, "GPT2LMHeadModel", "gelu_tanh", heads_divide_hidden=True),
     "gpt_neox": FamilyWriter(_gpt_neox, "GPTNeoXForCausalLM", "gelu", heads_divide_hidden=True),

@@ -85,6 +85,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "checkpoint costs",
         "checkpoint/files attention",
         "formats/mappings",
+        "formats/huggingface/families",
         "formats/huggingface formats/megatron",
         "formats/nemo",
         "formats",

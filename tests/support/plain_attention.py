@@ -25,7 +25,7 @@ def plain_attention(
             position = batch.past_lengths[sequence] + token
             first = 0 if options.window is None else max(0, position + 1 - options.window)
             heads = [
-                _attend_one(
+                _attend_query(
                     q[row, head].double().cpu(),
                     *(
                         x[first : position + 1, head // (q.shape[1] // k.shape[1])]
@@ -65,7 +65,7 @@ def _keys_and_values(
     return k[rows], v[rows]
 
 
-def _attend_one(
+def _attend_query(
     query: Tensor, keys: Tensor, values: Tensor, *, sink: float | None, slope: float
 ) -> Tensor:
     """Attention of one query, whose own key is the last one."""

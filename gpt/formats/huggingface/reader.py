@@ -40,7 +40,7 @@ from gpt.checkpoint.logical_tensor import (
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError, ConfigError
-from gpt.formats.huggingface.config_json import ConfigJson
+from gpt.formats.huggingface.families.config_json import ConfigJson
 from gpt.formats.huggingface.families.family import Family, FusedExperts, FusedQKV
 from gpt.formats.huggingface.families.registry import FAMILIES
 from gpt.parallel.vocabulary_padding import refuse_larger_vocabulary

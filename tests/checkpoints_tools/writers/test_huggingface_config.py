@@ -10,7 +10,7 @@ import pytest
 from checkpoints_tools.writers.huggingface_config import FAMILY_WRITERS, choose_family
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError, ConfigError
-from gpt.formats.huggingface.config_json import ConfigJson
+from gpt.formats.huggingface.families.config_json import ConfigJson
 from gpt.formats.huggingface.families.registry import FAMILIES
 from tests.support.checkpoints.hf_models import edit_json
 from tests.support.checkpoints.hf_targets import EXPERTS, GATED, MODELS, PLAIN, ROTARY, SQUARED

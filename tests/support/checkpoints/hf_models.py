@@ -267,6 +267,11 @@ CASES |= {
         "phi3",
         {"sliding_window": 9, "tie_word_embeddings": True, **partial(0.5)},
     ),
+    "minimax_m2": ("minimax_m2", {"rotary_dim": 6}),
+    "minimax_m2, three experts of five, full rotary, tied": (
+        "minimax_m2",
+        {"num_experts_per_tok": 3, "tie_word_embeddings": True, **partial(1.0)},
+    ),
     "gpt_oss": ("gpt_oss", {"rope_parameters": GPT_OSS_YARN}),
     "gpt_oss, every layer full, one expert": (
         "gpt_oss",
@@ -297,6 +302,7 @@ HEADED = {
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM"),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
 }
 
@@ -313,6 +319,7 @@ def sizes_of(family: str) -> dict[str, Any]:
         "phi3": SIZES | {"pad_token_id": 0},
         "smollm3": SIZES | {"pad_token_id": 0},
         "gpt_oss": GPT_OSS_SIZES,
+        "minimax_m2": SIZES | {"head_dim": 12, "num_local_experts": 5, "num_experts_per_tok": 2},
     }
     return sizes.get(family, SIZES)
 
@@ -394,6 +401,7 @@ NAMES: dict[str, dict[str, str]] = {
         "mlp.linear_fc1.layer_norm_": "model.layers.{n}.pre_feedforward_layernorm",
     },
     "olmo2": OLMO_NAMES,
+    "minimax_m2": MOE_NAMES,
     "gpt_oss": {**MOE_NAMES, "mlp.router": "model.layers.{n}.mlp.router"},
     "olmo3": OLMO_NAMES,
     "phi3": {**LLAMA_NAMES, "mlp.linear_fc1": "model.layers.{n}.mlp.gate_up_proj"},
@@ -517,6 +525,8 @@ def _joined(weights: dict[str, Tensor], config: GPTConfig, n: int) -> dict[str, 
         "shared_experts.gate_weight": "shared_expert_gate.weight",
         "router.expert_bias": "gate.e_score_correction_bias",
     }
+    if (bias := weights.get(f"{hf_prefix}mlp.e_score_correction_bias")) is not None:
+        tensors[f"{mlp_prefix}router.expert_bias"] = bias
     if (sinks := weights.get(f"{hf_prefix}self_attn.sinks")) is not None:
         tensors[f"{canonical_prefix}self_attention.core_attention.softmax_offset"] = sinks
     for name, key in other_keys.items():

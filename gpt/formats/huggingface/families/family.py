@@ -1,4 +1,4 @@
-"""Family: how a model_type of Hugging Face becomes a GPTConfig and canonical tensors."""
+"""Family of Hugging Face models: the conversion of its config, and its tensor keys."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpt.config import GPTConfig
-from gpt.formats.huggingface.config_json import ConfigJson
+from gpt.formats.huggingface.families.config_json import ConfigJson
 from gpt.parallel.weight_sharding import LAYERS_PREFIX, ParameterSpec, layer_number
 
 # The number of an expert in a canonical name.

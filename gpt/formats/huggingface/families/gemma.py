@@ -1,12 +1,12 @@
-"""Gemma 3, text models and the text part of models with images."""
+"""The model family Gemma 3: text models."""
 
 from collections.abc import Mapping
 
 from gpt.config import GPTConfig
-from gpt.formats.huggingface.config_json import ConfigJson
+from gpt.formats.huggingface.families.config_json import ConfigJson
 from gpt.formats.huggingface.families.family import Family, TensorKeys
+from gpt.formats.huggingface.families.layer_fields import rotary_fields_by_type, window_fields
 from gpt.formats.huggingface.families.llama import LLAMA_DEFAULTS, LLAMA_KEYS, llama_like
-from gpt.formats.huggingface.layer_fields import rotary_fields_by_type, window_fields
 
 GEMMA3_KEYS: Mapping[str, TensorKeys] = {
     **LLAMA_KEYS,

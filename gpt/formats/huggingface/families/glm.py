@@ -1,9 +1,9 @@
-"""GLM-4.5 to GLM-4.7."""
+"""The model family GLM-4.5 to GLM-4.7."""
 
 from collections.abc import Mapping
 
 from gpt.config import GPTConfig
-from gpt.formats.huggingface.config_json import ConfigJson
+from gpt.formats.huggingface.families.config_json import ConfigJson
 from gpt.formats.huggingface.families.expert_keys import MOE_FUSED_EXPERTS, MOE_KEYS
 from gpt.formats.huggingface.families.family import Family, TensorKeys
 from gpt.formats.huggingface.families.llama import LLAMA_DEFAULTS, llama_like

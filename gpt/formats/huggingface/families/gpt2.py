@@ -1,9 +1,9 @@
-"""GPT-2."""
+"""The model family GPT-2."""
 
 from collections.abc import Mapping
 
 from gpt.config import GPTConfig
-from gpt.formats.huggingface.config_json import ConfigJson
+from gpt.formats.huggingface.families.config_json import ConfigJson
 from gpt.formats.huggingface.families.family import Family, FusedQKV, TensorKeys
 
 GPT2_KEYS: Mapping[str, TensorKeys] = {

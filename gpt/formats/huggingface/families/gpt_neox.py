@@ -1,9 +1,9 @@
-"""GPT-NeoX and Pythia."""
+"""The model family GPT-NeoX, with Pythia."""
 
 from collections.abc import Mapping
 
 from gpt.config import GPTConfig
-from gpt.formats.huggingface.config_json import ConfigJson
+from gpt.formats.huggingface.families.config_json import ConfigJson
 from gpt.formats.huggingface.families.family import Family, TensorKeys
 from gpt.formats.huggingface.families.llama import llama_like
 

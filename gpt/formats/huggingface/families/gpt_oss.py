@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpt.config import QUICK_GELU_FACTOR, GPTConfig
-from gpt.formats.huggingface.config_json import ConfigJson
+from gpt.formats.huggingface.families.config_json import ConfigJson
 from gpt.formats.huggingface.families.expert_keys import MOE_KEYS
 from gpt.formats.huggingface.families.family import Family, FusedExperts, TensorKeys
+from gpt.formats.huggingface.families.layer_fields import window_fields
 from gpt.formats.huggingface.families.llama import LLAMA_DEFAULTS, llama_like
-from gpt.formats.huggingface.layer_fields import window_fields
 
 _EXPERT_PREFIX = "model.layers.{n}.mlp.experts.{expert}."
 GPT_OSS_KEYS: Mapping[str, TensorKeys] = {

@@ -1,10 +1,14 @@
-"""Llama and Mistral, and what the families that resemble Llama share."""
+"""The model families Llama and Mistral, and the conversion that similar families share."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from gpt.config import GPTConfig
-from gpt.formats.huggingface.config_json import ConfigJson, refuse_mixed_attention, rotary_fields
+from gpt.formats.huggingface.families.config_json import (
+    ConfigJson,
+    refuse_mixed_attention,
+    rotary_fields,
+)
 from gpt.formats.huggingface.families.family import Family, TensorKeys
 
 

@@ -1,9 +1,9 @@
-"""Mixtral."""
+"""The model family Mixtral."""
 
 from collections.abc import Mapping
 
 from gpt.config import GPTConfig
-from gpt.formats.huggingface.config_json import ConfigJson, refuse_mixed_attention
+from gpt.formats.huggingface.families.config_json import ConfigJson, refuse_mixed_attention
 from gpt.formats.huggingface.families.family import Family, FusedExperts, TensorKeys
 from gpt.formats.huggingface.families.llama import LLAMA_KEYS, MISTRAL_DEFAULTS, llama_like
 

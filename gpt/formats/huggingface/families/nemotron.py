@@ -1,7 +1,7 @@
-"""Nemotron (without Mamba layers)."""
+"""The model family Nemotron, without Mamba layers."""
 
 from gpt.config import GPTConfig
-from gpt.formats.huggingface.config_json import ConfigJson
+from gpt.formats.huggingface.families.config_json import ConfigJson
 from gpt.formats.huggingface.families.family import Family
 from gpt.formats.huggingface.families.llama import LLAMA_DEFAULTS, UNGATED_KEYS, llama_like
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpt.config import GPTConfig
-from gpt.formats.huggingface.config_json import ConfigJson
+from gpt.formats.huggingface.families.config_json import ConfigJson
 from gpt.formats.huggingface.families.family import Family, TensorKeys
+from gpt.formats.huggingface.families.layer_fields import rotary_fields_by_type, window_fields
 from gpt.formats.huggingface.families.llama import LLAMA_DEFAULTS, LLAMA_KEYS, llama_like
-from gpt.formats.huggingface.layer_fields import rotary_fields_by_type, window_fields
 
 OLMO_KEYS: Mapping[str, TensorKeys] = {
     **{name: keys for name, keys in LLAMA_KEYS.items() if "layer_norm_weight" not in name},

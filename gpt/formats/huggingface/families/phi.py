@@ -1,11 +1,11 @@
-"""Phi-3, Phi-3.5 and Phi-4."""
+"""The model families Phi-3, Phi-3.5 and Phi-4."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from gpt.config import GPTConfig, RopeScaling
-from gpt.formats.huggingface.config_json import ConfigJson, rotary_fields
+from gpt.formats.huggingface.families.config_json import ConfigJson, rotary_fields
 from gpt.formats.huggingface.families.family import Family, FusedQKV, TensorKeys
 from gpt.formats.huggingface.families.llama import LLAMA_DEFAULTS, LLAMA_KEYS, llama_like
 

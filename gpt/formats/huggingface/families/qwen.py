@@ -1,11 +1,15 @@
-"""Qwen2 and Qwen3, dense and with experts."""
+"""The model families Qwen2 and Qwen3, dense and with experts."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
-from gpt.formats.huggingface.config_json import ATTENTION_TYPES, ConfigJson, refuse_mixed_attention
+from gpt.formats.huggingface.families.config_json import (
+    ATTENTION_TYPES,
+    ConfigJson,
+    refuse_mixed_attention,
+)
 from gpt.formats.huggingface.families.expert_keys import MOE_FUSED_EXPERTS, MOE_KEYS
 from gpt.formats.huggingface.families.family import Family, TensorKeys
 from gpt.formats.huggingface.families.llama import LLAMA_DEFAULTS, LLAMA_KEYS, llama_like

@@ -9,6 +9,7 @@ from gpt.formats.huggingface.families.gpt2 import GPT2
 from gpt.formats.huggingface.families.gpt_neox import GPT_NEOX
 from gpt.formats.huggingface.families.gpt_oss import GPT_OSS
 from gpt.formats.huggingface.families.llama import LLAMA, MISTRAL
+from gpt.formats.huggingface.families.minimax import MINIMAX_M2
 from gpt.formats.huggingface.families.mixtral import MIXTRAL
 from gpt.formats.huggingface.families.nemotron import NEMOTRON
 from gpt.formats.huggingface.families.olmo import OLMO2, OLMO3
@@ -36,4 +37,5 @@ FAMILIES: Mapping[str, Family] = {
     "olmo3": OLMO3,
     "smollm3": SMOLLM3,
     "phi3": PHI3,
+    "minimax_m2": MINIMAX_M2,
 }

@@ -1,10 +1,10 @@
 """SmolLM3: Llama without rotary embedding in some layers."""
 
 from gpt.config import GPTConfig
-from gpt.formats.huggingface.config_json import ConfigJson
+from gpt.formats.huggingface.families.config_json import ConfigJson
 from gpt.formats.huggingface.families.family import Family
+from gpt.formats.huggingface.families.layer_fields import window_fields
 from gpt.formats.huggingface.families.llama import LLAMA_DEFAULTS, LLAMA_KEYS, llama_like
-from gpt.formats.huggingface.layer_fields import window_fields
 
 SMOLLM3_DEFAULTS = LLAMA_DEFAULTS | {
     "max_position_embeddings": 32768,

@@ -1,9 +1,9 @@
-"""StarCoder2."""
+"""The model family StarCoder2."""
 
 from collections.abc import Mapping
 
 from gpt.config import GPTConfig
-from gpt.formats.huggingface.config_json import ConfigJson, refuse_mixed_attention
+from gpt.formats.huggingface.families.config_json import ConfigJson, refuse_mixed_attention
 from gpt.formats.huggingface.families.family import Family, TensorKeys
 from gpt.formats.huggingface.families.llama import LLAMA_DEFAULTS, UNGATED_KEYS, llama_like
 

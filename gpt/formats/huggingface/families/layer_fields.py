@@ -5,7 +5,7 @@ from typing import Any
 
 from gpt.config import RopeConfig
 from gpt.errors import CheckpointError
-from gpt.formats.huggingface.config_json import ATTENTION_TYPES, ConfigJson, rotary_fields
+from gpt.formats.huggingface.families.config_json import ATTENTION_TYPES, ConfigJson, rotary_fields
 
 # The keys of `rope_parameters` in files with one mapping for each attention type.
 FULL, SLIDING = "full_attention", "sliding_attention"
