@@ -27,6 +27,7 @@ class SafetensorsEntry:
     full_shape: tuple[int, ...]  # The shape of each logical tensor.
     dtype: torch.dtype
     transposed: bool = False
+    zero_rows: int = 0  # Rows of zeros in front of the part.
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -34,7 +35,8 @@ class SafetensorsEntry:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        shape = self.part.local_shape(self.full_shape)
+        rows, *columns = self.part.local_shape(self.full_shape)
+        shape = (self.zero_rows + rows, *columns)
         return shape[::-1] if self.transposed else shape
 
     @property
@@ -65,13 +67,17 @@ def plan_safetensors_file(
     header = encode_header(
         [(entry.key, entry.dtype, entry.shape) for entry in ordered_entries], metadata or {}
     )
-    placements = []
+    placements, literals = [], [LiteralBytes(0, header)]
     end = len(header)
     for entry in ordered_entries:
+        zero_bytes = entry.nbytes // entry.part_shape[0] * entry.zero_rows
+        if zero_bytes:
+            literals.append(LiteralBytes(end, bytes(zero_bytes)))
         for name in entry.names:
-            placements.append(Placement(name, entry.part, end, entry.dtype, entry.transposed))
+            offset = end + zero_bytes
+            placements.append(Placement(name, entry.part, offset, entry.dtype, entry.transposed))
             end += entry.nbytes // len(entry.names)
-    return TargetFile(path, end, (LiteralBytes(0, header),), tuple(placements))
+    return TargetFile(path, end, tuple(literals), tuple(placements))
 
 
 def shard_file_name(stem: str, index: int, count: int) -> str:

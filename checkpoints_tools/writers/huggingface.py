@@ -8,6 +8,7 @@ config.json is written last, so that no software loads an incomplete target as a
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,7 +23,7 @@ from checkpoints_tools.writers.huggingface_config import choose_family
 from checkpoints_tools.writers.huggingface_tokenizer import plan_tokenizer
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
-from gpt.formats.huggingface.families.family import EXPERT_NUMBER, Family, FusedQKV
+from gpt.formats.huggingface.families.family import EXPERT_NUMBER, Family, FusedQKV, OffsetRows
 from gpt.formats.huggingface.families.registry import FAMILIES
 from gpt.parallel.weight_sharding import (
     ParameterSpec,
@@ -108,6 +109,8 @@ def _parameter_entries(
     match keys:
         case str():
             yield make_entry(keys, ((0, rows),))
+        case OffsetRows(key, zero_rows):
+            yield replace(make_entry(key, ((0, rows),)), zero_rows=zero_rows)
         case FusedQKV(key):
             yield make_entry(key, sum(_qkv_ranges(checkpoint.config), ()))
         case _ if parameter.shard_rule is ShardRule.QKV:

@@ -577,6 +577,36 @@ def _minimax_m2(config: GPTConfig) -> ConfigRecord:
     }
 
 
+def _opt(config: GPTConfig) -> ConfigRecord:
+    return {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "word_embed_proj_dim": config.hidden_size,
+        "ffn_dim": config.ffn_hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "activation_function": LEGACY_ACTIVATIONS[config.activation],
+        "do_layer_norm_before": True,
+        "enable_bias": config.qkv_bias,
+        "dropout": config.hidden_dropout,
+        "attention_dropout": config.attention_dropout,
+        "pad_token_id": None,
+    }
+
+
+def _bloom(config: GPTConfig) -> ConfigRecord:
+    return {
+        "n_layer": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "n_head": config.num_attention_heads,
+        "layer_norm_epsilon": config.layernorm_epsilon,
+        "seq_length": config.max_position_embeddings,
+        "apply_residual_connection_post_layernorm": False,
+        "hidden_dropout": config.hidden_dropout,
+        "attention_dropout": config.attention_dropout,
+    }
+
+
 def _phi3(config: GPTConfig) -> ConfigRecord:
     return {
         **_llama_like(config),
@@ -620,6 +650,8 @@ FAMILY_WRITERS: Mapping[str, FamilyWriter] = {
     "minimax_m2": FamilyWriter(_minimax_m2, "MiniMaxM2ForCausalLM", "silu", has_experts=True),
     "gpt_oss": FamilyWriter(_gpt_oss, "GptOssForCausalLM", "quick_gelu", has_experts=True),
     "gpt2": FamilyWriter(_gpt2, "GPT2LMHeadModel", "gelu_tanh", heads_divide_hidden=True),
+    "opt": FamilyWriter(_opt, "OPTForCausalLM", "relu", heads_divide_hidden=True),
+    "bloom": FamilyWriter(_bloom, "BloomForCausalLM", "gelu_tanh", heads_divide_hidden=True),
     "gpt_neox": FamilyWriter(_gpt_neox, "GPTNeoXForCausalLM", "gelu", heads_divide_hidden=True),
     "starcoder2": FamilyWriter(_starcoder2, "Starcoder2ForCausalLM", "gelu_tanh"),
     "nemotron": FamilyWriter(_nemotron, "NemotronForCausalLM", "relu2"),

@@ -41,7 +41,7 @@ from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError, ConfigError
 from gpt.formats.huggingface.families.config_json import ConfigJson
-from gpt.formats.huggingface.families.family import Family, FusedExperts, FusedQKV
+from gpt.formats.huggingface.families.family import Family, FusedExperts, FusedQKV, OffsetRows
 from gpt.formats.huggingface.families.registry import FAMILIES
 from gpt.parallel.vocabulary_padding import refuse_larger_vocabulary
 from gpt.parallel.weight_sharding import ParameterSpec, ShardRule, parameter_specs
@@ -339,6 +339,8 @@ def _pack_tensor(
             (fused_tensor, (heads + groups) * d),
         )
         return concat_rows(_qkv_row_runs(config, starts), transposed=transposed)
+    if isinstance(keys, OffsetRows):
+        return concat_rows([(find_source(keys.key, rows + keys.rows), keys.rows, rows)])
     if isinstance(keys, str):
         stored = find_source(
             keys, finder.vocab_rows if parameter.shard_rule is ShardRule.VOCAB else rows

@@ -250,9 +250,9 @@ def test_impossible_head_width_is_named() -> None:
 
 def test_unknown_family_is_refused_with_valid_choices() -> None:
     with pytest.raises(
-        ConfigError, match=r"family 'bloom' cannot be written; choose one of llama, mistral"
+        ConfigError, match=r"family 'falcon' cannot be written; choose one of llama, mistral"
     ):
-        choose_family(PLAIN, Path("model"), "bloom")
+        choose_family(PLAIN, Path("model"), "falcon")
 
 
 def test_every_family_of_the_reader_can_be_written() -> None:

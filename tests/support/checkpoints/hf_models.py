@@ -267,6 +267,13 @@ CASES |= {
         "phi3",
         {"sliding_window": 9, "tie_word_embeddings": True, **partial(0.5)},
     ),
+    "opt": ("opt", {}),
+    "opt, untied, no biases, tanh": (
+        "opt",
+        {"tie_word_embeddings": False, "enable_bias": False, "activation_function": "gelu_new"},
+    ),
+    "bloom": ("bloom", {}),
+    "bloom, untied, six heads": ("bloom", {"tie_word_embeddings": False, "n_head": 6}),
     "minimax_m2": ("minimax_m2", {"rotary_dim": 6}),
     "minimax_m2, three experts of five, full rotary, tied": (
         "minimax_m2",
@@ -302,6 +309,8 @@ HEADED = {
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "opt": ("OPTConfig", "OPTForCausalLM"),
+    "bloom": ("BloomConfig", "BloomForCausalLM"),
     "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM"),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
 }
@@ -319,6 +328,8 @@ def sizes_of(family: str) -> dict[str, Any]:
         "phi3": SIZES | {"pad_token_id": 0},
         "smollm3": SIZES | {"pad_token_id": 0},
         "gpt_oss": GPT_OSS_SIZES,
+        "opt": NEOX_SIZES | {"ffn_dim": 80, "pad_token_id": 0},
+        "bloom": {"vocab_size": VOCABULARY, "hidden_size": 48, "n_layer": 3, "n_head": 4},
         "minimax_m2": SIZES | {"head_dim": 12, "num_local_experts": 5, "num_experts_per_tok": 2},
     }
     return sizes.get(family, SIZES)
@@ -336,6 +347,9 @@ def random_model(family: str, fields: dict[str, Any]) -> "PreTrainedModel":
     return random_model_
 
 
+EMBEDDING_WORDS = ("wte", "embed_tokens", "embed_in", "word_embeddings.", "lm_head")
+
+
 @torch.no_grad()
 def model_of(case: str, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
     """Random biases and norms, and logits with a standard deviation of five and more."""
@@ -349,10 +363,12 @@ def model_of(case: str, dtype: torch.dtype = torch.float32) -> "PreTrainedModel"
             # The norms of these families add one to the stored weight.
             scale = name.endswith("weight") and family not in ("nemotron", "gemma3_text")
             value.copy_(random * 0.2 + float(scale))
-        elif any(word in name for word in ("wte", "embed_tokens", "embed_in", "lm_head")):
+        elif any(word in name for word in EMBEDDING_WORDS):
             value.copy_(random)
         else:
             value.copy_(random * value.shape[-1] ** -0.5)
+        if name.endswith("embed_positions.weight"):
+            value[:2] = 0.0  # OPT does not use these rows, so the writer has no values for them.
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):  # Float32 in models of every dtype.
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
@@ -402,6 +418,29 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "olmo2": OLMO_NAMES,
     "minimax_m2": MOE_NAMES,
+    "opt": {
+        "embedding.word_embeddings": "model.decoder.embed_tokens",
+        "embedding.position_embeddings": "model.decoder.embed_positions",
+        "decoder.final_layernorm": "model.decoder.final_layer_norm",
+        "output_layer": "lm_head",
+        "self_attention.linear_qkv.layer_norm_": "model.decoder.layers.{n}.self_attn_layer_norm",
+        "self_attention.linear_proj": "model.decoder.layers.{n}.self_attn.out_proj",
+        "mlp.linear_fc1.layer_norm_": "model.decoder.layers.{n}.final_layer_norm",
+        "mlp.linear_fc1": "model.decoder.layers.{n}.fc1",
+        "mlp.linear_fc2": "model.decoder.layers.{n}.fc2",
+    },
+    "bloom": {
+        "embedding.word_embeddings": "transformer.word_embeddings",
+        "embedding.word_embeddings_layernorm": "transformer.word_embeddings_layernorm",
+        "decoder.final_layernorm": "transformer.ln_f",
+        "output_layer": "lm_head",
+        "self_attention.linear_qkv.layer_norm_": "transformer.h.{n}.input_layernorm",
+        "self_attention.linear_qkv": "transformer.h.{n}.self_attention.query_key_value",
+        "self_attention.linear_proj": "transformer.h.{n}.self_attention.dense",
+        "mlp.linear_fc1.layer_norm_": "transformer.h.{n}.post_attention_layernorm",
+        "mlp.linear_fc1": "transformer.h.{n}.mlp.dense_h_to_4h",
+        "mlp.linear_fc2": "transformer.h.{n}.mlp.dense_4h_to_h",
+    },
     "gpt_oss": {**MOE_NAMES, "mlp.router": "model.layers.{n}.mlp.router"},
     "olmo3": OLMO_NAMES,
     "phi3": {**LLAMA_NAMES, "mlp.linear_fc1": "model.layers.{n}.mlp.gate_up_proj"},
@@ -466,6 +505,8 @@ def packed(model: Any, config: GPTConfig) -> dict[str, Tensor]:
                     continue
                 transposed = family == "gpt2" and value.dim() == 2 and n is not None
                 full = canonical + kind if canonical.endswith("_") else f"{canonical}.{kind}"
+                if family == "opt" and "position" in name:
+                    value = value[2:]
                 tensors[full] = value.T if transposed else value
     for n in range(config.num_layers):
         tensors |= _joined(weights, config, n)
@@ -483,7 +524,12 @@ def _joined(weights: dict[str, Tensor], config: GPTConfig, n: int) -> dict[str, 
         return torch.cat([t.view(*sizes, *t.shape[1:]) for t in (q, k, v)], dim=1).flatten(0, 2)
 
     for kind in ("weight", "bias"):
-        keys = [f"{hf_prefix}self_attn.{letter}_proj.{kind}" for letter in "qkv"]
+        decoder_prefix = hf_prefix.replace("model.", "model.decoder.")  # OPT.
+        keys = [
+            f"{prefix}self_attn.{letter}_proj.{kind}"
+            for prefix in (hf_prefix, decoder_prefix)
+            for letter in "qkv"
+        ]
         three = [weights[key] for key in keys if key in weights]
         fused = weights.get(f"transformer.h.{n}.attn.c_attn.{kind}")
         if fused is not None:

@@ -21,6 +21,14 @@ class FusedQKV:
 
 
 @dataclass(frozen=True)
+class OffsetRows:
+    """The key of a tensor that has `rows` unused rows in front, as OPT's position embeddings."""
+
+    key: str
+    rows: int
+
+
+@dataclass(frozen=True)
 class FusedExperts:
     """How a tensor that stacks a parameter of all experts maps to the experts' keys.
 
@@ -33,7 +41,7 @@ class FusedExperts:
     interleaved: bool = False  # The outputs of the parts alternate.
 
 
-TensorKeys = str | tuple[str, ...] | FusedQKV
+TensorKeys = str | tuple[str, ...] | FusedQKV | OffsetRows
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,8 @@ class Family:
                 return format_key(keys)
             case FusedQKV(key):
                 return FusedQKV(format_key(key))
+            case OffsetRows(key, rows):
+                return OffsetRows(format_key(key), rows)
         return tuple(map(format_key, keys))
 
     def stores_transposed(self, parameter: ParameterSpec) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from gpt.formats.huggingface.families.bloom import BLOOM
 from gpt.formats.huggingface.families.family import Family
 from gpt.formats.huggingface.families.gemma import GEMMA3_TEXT
 from gpt.formats.huggingface.families.glm import GLM4_MOE
@@ -13,6 +14,7 @@ from gpt.formats.huggingface.families.minimax import MINIMAX_M2
 from gpt.formats.huggingface.families.mixtral import MIXTRAL
 from gpt.formats.huggingface.families.nemotron import NEMOTRON
 from gpt.formats.huggingface.families.olmo import OLMO2, OLMO3
+from gpt.formats.huggingface.families.opt import OPT
 from gpt.formats.huggingface.families.phi import PHI3
 from gpt.formats.huggingface.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from gpt.formats.huggingface.families.smollm import SMOLLM3
@@ -32,6 +34,8 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron": NEMOTRON,
     "gpt_neox": GPT_NEOX,
     "gpt_oss": GPT_OSS,
+    "bloom": BLOOM,
+    "opt": OPT,
     "gemma3_text": GEMMA3_TEXT,
     "olmo2": OLMO2,
     "olmo3": OLMO3,

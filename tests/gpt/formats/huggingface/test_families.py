@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown architecture": (
         "llama, multi-head",
         {"model_type": "falcon"},
-        "'falcon' is not supported; it must be one of gemma3_text, glm4_moe, gpt2, ",
+        "'falcon' is not supported; it must be one of bloom, gemma3_text, ",
     ),
     "no architecture": ("llama, multi-head", {"model_type": None}, "model_type 'None' is not"),
     "yarn with a text for a flag": (
@@ -150,6 +150,21 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "olmo3, windows in three layers of four, yarn",
         {"sliding_window": None},
         "sliding_window is null; it must be a whole number",
+    ),
+    "OPT with norms after the residual sums": (
+        "opt",
+        {"do_layer_norm_before": False},
+        "do_layer_norm_before is false: this is OPT-350M or .*; take another size of OPT",
+    ),
+    "OPT with projected embeddings": (
+        "opt",
+        {"word_embed_proj_dim": 24},
+        "word_embed_proj_dim is 24, which Preamble does not support; it must be 48",
+    ),
+    "BLOOM with residuals behind the norm": (
+        "bloom",
+        {"apply_residual_connection_post_layernorm": True},
+        "apply_residual_connection_post_layernorm is true, which Preamble does not support",
     ),
     "a soft cap": (
         "gemma3_text, windows in two layers of three",
