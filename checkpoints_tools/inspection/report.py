@@ -26,12 +26,13 @@ from gpt.checkpoint.files.torch_dcp import read_index
 from gpt.checkpoint.logical_tensor import (
     TOKENIZER_FILE_SUFFIXES,
     Checkpoint,
+    ComputedTensor,
     LogicalTensor,
     summarize_names,
 )
 from gpt.config import DTYPE_BYTES, GPTConfig
 from gpt.costs.inference import parameter_count, rank_costs
-from gpt.dtypes import FLOAT_DTYPE_NAMES
+from gpt.dtypes import FLOAT_DTYPE_NAMES, FLOAT_DTYPES
 from gpt.errors import CheckpointError, ConfigError
 from gpt.formats.manifest import MANIFEST
 from gpt.formats.mappings.hybrid_layers import show_layers
@@ -227,7 +228,12 @@ def _count_dtypes(checkpoint: Checkpoint) -> "Counter[str]":
     }
     counts: Counter[str] = Counter()
     for source in sources.values():
-        counts[FLOAT_DTYPE_NAMES[source.dtype]] += prod(source.shape)
+        name = (
+            source.stored_dtype_name
+            if isinstance(source, ComputedTensor)
+            else FLOAT_DTYPE_NAMES[source.dtype]
+        )
+        counts[name] += prod(source.shape)
     return counts
 
 
@@ -353,8 +359,10 @@ def _find_remarks(checkpoint: Checkpoint, report: InspectReport) -> Iterator[str
             f"all {config.vocab_size:,} rows of the embedding count as tokens; if some are padding,"
             " the model could generate them as tokens: give --true-vocab-size"
         )
-    if len(report.dtypes) > 1:
-        mixed = ", ".join(f"{count:,} of {name}" for name, count in report.dtypes.items())
+    # Quantized weights beside unquantized ones are usual.
+    float_dtypes = {name: n for name, n in report.dtypes.items() if name in FLOAT_DTYPES}
+    if len(float_dtypes) > 1:
+        mixed = ", ".join(f"{count:,} of {name}" for name, count in float_dtypes.items())
         yield f"weights have several dtypes: {mixed}"
     head = checkpoint.tensors.get(HEAD)
     if (

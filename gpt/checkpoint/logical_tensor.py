@@ -8,6 +8,7 @@ rank reads its own shard. The module is independent of the checkpoint formats; e
 builds the slices.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,39 @@ class InMemoryTensor:
         return self.torch_tensor.detach()
 
 
+class ComputedTensor(ABC):
+    """A stored tensor whose elements are computed when they are read, as of quantized weights."""
+
+    dtype: torch.dtype  # Of the computed elements.
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    @abstractmethod
+    def location(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def stored_dtype_name(self) -> str:
+        """The form of the elements in the file, such as float8_e4m3fn."""
+
+    @abstractmethod
+    def compute_box(self, *box: slice) -> Tensor:
+        """Compute the elements in a box; `box` has one slice per dimension."""
+
+    def tensor(self) -> Tensor:
+        return self.compute_box(*(slice(0, size) for size in self.shape))
+
+
+def read_box(stored: StoredTensor, *box: slice) -> Tensor:
+    """Return a box of a stored tensor, which must not be written; only the box is computed."""
+    if isinstance(stored, ComputedTensor):
+        return stored.compute_box(*box)
+    return stored.tensor()[box]
+
+
 @dataclass(frozen=True, slots=True)
 class SourceSlice:
     """A box of a logical tensor, and the position in a stored tensor where the box starts.
@@ -86,16 +120,21 @@ class SourceSlice:
     transposed: bool = False
 
     def view(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-        """Return a view of the given logical rows and columns, which must be inside this slice."""
-        stored = _as_matrix(self.source.tensor())
-        stored = stored.T if self.transposed else stored
+        """Return the given logical rows and columns, which must be inside this slice.
+
+        The result is a view of the stored tensor; of a computed tensor, a new tensor.
+        """
         row_start = self.source_row + (rows[0] - self.rows[0]) * self.row_stride
         row_stop = row_start + (rows[1] - rows[0] - 1) * self.row_stride + 1
         column_start = self.source_column + columns[0] - (self.columns[0] if self.columns else 0)
-        return stored[
-            row_start : row_stop : self.row_stride,
-            column_start : column_start + columns[1] - columns[0],
-        ]
+        row_box = slice(row_start, row_stop, self.row_stride)
+        column_box = slice(column_start, column_start + columns[1] - columns[0])
+        if isinstance(self.source, ComputedTensor):
+            if self.transposed:
+                return self.source.compute_box(column_box, row_box).T
+            return self.source.compute_box(row_box, column_box)
+        stored = _as_matrix(self.source.tensor())
+        return (stored.T if self.transposed else stored)[row_box, column_box]
 
     def required_shape(self, width: int) -> tuple[int, int]:
         """Return the smallest (rows, columns) of a stored tensor that contains this slice.
@@ -194,6 +233,8 @@ class LogicalTensor:
         """
         if len(self.slices) != 1 or self.slices[0].source.dtype != self.dtype:
             return None
+        if isinstance(self.slices[0].source, ComputedTensor):
+            return None
         view = self.slices[0].view((0, self.shape[0]), (0, self._columns))
         # is_contiguous() ignores the stride of a dimension of size 1, but view(dtype) checks it.
         is_viewable = view.is_contiguous() and view.stride(-1) == 1 and view.device.type == "cpu"
@@ -204,10 +245,18 @@ class LogicalTensor:
             slice_columns = source_slice.columns or (0, self._columns)
             top, bottom = max(rows[0], source_slice.rows[0]), min(rows[1], source_slice.rows[1])
             left, right = max(columns[0], slice_columns[0]), min(columns[1], slice_columns[1])
-            if top < bottom and left < right:
-                target = out[top - rows[0] : bottom - rows[0], left - columns[0] :]
-                overlap = source_slice.view((top, bottom), (left, right))
-                target.narrow(1, 0, right - left).copy_(overlap)
+            if top >= bottom or left >= right:
+                continue
+            target = out[top - rows[0] : bottom - rows[0], left - columns[0] :]
+            target = target.narrow(1, 0, right - left)
+            rows_per_copy = bottom - top
+            if isinstance(source_slice.source, ComputedTensor):
+                # The elements are computed in fp32, a block of a few MB at a time.
+                rows_per_copy = max(1, BLOCK_BYTES // (4 * (right - left)))
+            for first in range(top, bottom, rows_per_copy):
+                stop = min(bottom, first + rows_per_copy)
+                overlap = source_slice.view((first, stop), (left, right))
+                target[first - top : stop - top].copy_(overlap)
 
     def mapping_error(self) -> str | None:
         """Describe the first error of the mapping onto stored tensors; None if there is none.

@@ -26,6 +26,7 @@ from gpt.checkpoint.files.safetensors_file import open_safetensors, read_small_f
 from gpt.checkpoint.files.torch_save import open_state_dict
 from gpt.checkpoint.logical_tensor import (
     Checkpoint,
+    ComputedTensor,
     LogicalTensor,
     ReplicaPair,
     StoredTensor,
@@ -40,9 +41,11 @@ from gpt.checkpoint.logical_tensor import (
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError, ConfigError
-from gpt.formats.huggingface.families.config_json import ConfigJson
+from gpt.formats.huggingface.families.config_json import ConfigJson, refuse_unknown_layer_types
 from gpt.formats.huggingface.families.family import Family, FusedExperts, FusedQKV, OffsetRows
 from gpt.formats.huggingface.families.registry import FAMILIES
+from gpt.formats.huggingface.quantization import dequantize_tensors, read_quantization
+from gpt.formats.mappings.unsupported_architectures import refuse_hf_config
 from gpt.parallel.vocabulary_padding import refuse_larger_vocabulary
 from gpt.parallel.weight_sharding import ParameterSpec, ShardRule, parameter_specs
 
@@ -60,13 +63,17 @@ def open_huggingface(
 ) -> Checkpoint:
     """Open a directory with config.json and weights. `overrides` replaces fields of GPTConfig."""
     record = _read_json(path / "config.json")
+    refuse_hf_config(record, str(path / "config.json"))
     family = _find_family(record, path / "config.json")
     fields = ConfigJson({**family.defaults, **record}, path / "config.json")
-    fields.require("quantization_config", None)
+    refuse_unknown_layer_types(fields)
+    quantization = read_quantization(fields)
     fields.check_end_ids()
     stored, files = _read_weights(path)
+    stored, quantization_notes = dequantize_tensors(stored, fields, quantization)
     stored = _normalize_keys(_add_missing_prefix(stored, family), family)
-    stored, notes = _drop_mtp_layers(stored, family, fields)
+    stored, mtp_notes = _drop_mtp_layers(stored, family, fields)
+    notes = quantization_notes + mtp_notes
     dtype = majority_dtype(stored.values())
     try:
         config = family.to_gpt_config(fields)
@@ -225,6 +232,37 @@ class _ExpertSlice:
         return (matrix.T if self.transposed else matrix)[self.outputs]
 
 
+@dataclass(frozen=True)
+class _ComputedExpertSlice(ComputedTensor):
+    """A parameter of one expert in a computed tensor, of which a read computes only a box."""
+
+    source: _ExpertSlice
+    stacked_tensor: ComputedTensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def location(self) -> str:
+        return self.source.location
+
+    @property
+    def stored_dtype_name(self) -> str:
+        return self.stacked_tensor.stored_dtype_name
+
+    def compute_box(self, *box: slice) -> Tensor:
+        rows, columns = box
+        stacked_outputs = self.stacked_tensor.shape[2 if self.source.transposed else 1]
+        outputs = range(stacked_outputs)[self.source.outputs][rows]
+        output_box = slice(outputs.start, outputs.stop, outputs.step)
+        expert = slice(self.source.expert, self.source.expert + 1)
+        if self.source.transposed:
+            return self.stacked_tensor.compute_box(expert, columns, output_box)[0].T
+        return self.stacked_tensor.compute_box(expert, output_box, columns)[0]
+
+
 def _normalize_keys(stored: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
     """Rename keys to the keys of the family's table, and split fused experts."""
     normalized_tensors: dict[str, StoredTensor] = {}
@@ -259,7 +297,11 @@ def _split_experts(tensor: StoredTensor, fused: FusedExperts) -> Iterator[tuple[
                 stop = None if index == parts - 1 else (index + 1) * (outputs // parts)
                 part_outputs = slice(index * (outputs // parts), stop)
             part = _ExpertSlice(tensor, expert, part_outputs, transposed)
-            yield suffix.format(expert=expert), part
+            if isinstance(tensor, ComputedTensor):
+                computed = _ComputedExpertSlice(part, tensor, tensor.dtype)
+                yield suffix.format(expert=expert), computed
+            else:
+                yield suffix.format(expert=expert), part
 
 
 def _drop_mtp_layers(

@@ -11,17 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpt.errors import CheckpointError
+from gpt.formats.mappings.unsupported_architectures import architecture_of_symbol
 from gpt.parallel.weight_sharding import LAYERS_PREFIX
 
 ATTENTION, MLP, MOE = "*", "-", "E"
 SEGMENT_END, MTP_SEPARATOR = "|", "/"
-# Symbols of layers that Preamble does not compute, for error messages.
-UNSUPPORTED_SYMBOLS = {
-    "M": "Mamba",
-    "G": "gated delta net",
-    "D": "DeepSeek sparse attention",
-    "+": "multi-latent attention",
-}
 LAYERS_MAX = 1 << 16  # Limit of a pattern's length; a longer pattern is broken or hostile.
 LAYERS_SHOWN_MAX = 40  # Symbols of a pattern in a message.
 
@@ -55,11 +49,10 @@ def parse_pattern(text: str, origin: str) -> HybridPattern:
     main_pattern, separator, heads = text.partition(MTP_SEPARATOR)
     layers = main_pattern.replace(SEGMENT_END, "")
     for symbol in layers:
-        if symbol in UNSUPPORTED_SYMBOLS:
+        if (architecture := architecture_of_symbol(symbol)) is not None:
             raise CheckpointError(
-                f"{origin} is {show_layers(layers)!r}; {symbol} is {UNSUPPORTED_SYMBOLS[symbol]}, "
-                "which Preamble does not support; give a model of attention (*), MLP (-) and MoE "
-                "(E) layers"
+                f"{origin} is {show_layers(layers)!r}; {symbol} is {architecture.name}, which "
+                f"Preamble does not support; {architecture.way_out}"
             )
         if symbol not in (ATTENTION, MLP, MOE):
             raise CheckpointError(

@@ -16,6 +16,7 @@ from typing import Any
 from gpt.config import GPTConfig, yarn_attention_factor
 from gpt.errors import CheckpointError, ConfigError
 from gpt.formats.mappings.megatron_names import EMBEDDING, POSITION_EMBEDDING
+from gpt.formats.mappings.unsupported_architectures import refuse_args
 from gpt.parallel.vocabulary_padding import refuse_larger_vocabulary
 from gpt.settings import short_repr
 
@@ -98,16 +99,10 @@ ARCHITECTURE_ARGS: tuple[str, ...] = (
 )
 
 # Args of unsupported features, and the values that switch the feature off. The feature is also off
-# if the arg is absent or None.
+# if the arg is absent or None. `unsupported_architectures` has the args of other architectures.
 UNSUPPORTED_ARGS: Mapping[str, tuple[object, ...]] = {
-    "multi_latent_attention": (False,),
     "softmax_type": ("vanilla", "learnable"),
     "attention_output_gate": (False,),
-    "experimental_attention_variant": (),
-    "linear_attention_freq": (),
-    "linear_attention_type": (),
-    "heterogeneous_layers_config_path": (),
-    "heterogeneous_layers_config_encoded_json": (),
     "use_mup": (False,),
     "moe_latent_size": (),
     "glu_activation": (),
@@ -116,13 +111,10 @@ UNSUPPORTED_ARGS: Mapping[str, tuple[object, ...]] = {
     "normformer": (False,),
     "headscale": (False,),
     "use_alibi": (False,),
-    "qk_l2_norm": (False,),
     "moe_router_force_load_balancing": (False,),
     "moe_apply_probs_on_input": (False,),
     "retro_add_retriever": (False,),
     "spec": ([],),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
     "query_pre_attn_scalar": (),
     "apply_embedding_scaling": (False,),
 }
@@ -277,6 +269,7 @@ class PartialConfig:
 
 def config_from_gpt_args(args: MegatronArgs, weights: WeightShapes) -> PartialConfig:
     """Convert the args of a GPT of any Megatron version to config fields."""
+    refuse_args(args.values, args.location, args.display_name)
     for name, accepted_values in UNSUPPORTED_ARGS.items():
         value = args.get(name)
         is_plain = isinstance(value, bool | int | float | str | list | tuple)

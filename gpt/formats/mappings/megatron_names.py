@@ -18,6 +18,7 @@ from torch import Tensor
 from gpt.checkpoint.logical_tensor import InMemoryTensor
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError
+from gpt.formats.mappings.unsupported_architectures import refuse_tensor
 from gpt.parallel.weight_sharding import LAYERS_PREFIX
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -66,17 +67,10 @@ NON_LAYER_RENAMES: tuple[tuple[str, str], ...] = (
     (r"word_embeddings(?:_for_head)?\.weight", HEAD),
 )
 
-# Name patterns of unsupported architectures, and the architectures for the error message. The first
-# match is used.
+# Name patterns of other unsupported parts, and their names for the error message. The first match
+# is used. `unsupported_architectures` has the patterns of other architectures.
 UNSUPPORTED_PARTS: tuple[tuple[str, str], ...] = (
-    (r"inter_attention|cross_attention|cross_attn", "an encoder-decoder such as T5, or Retro"),
-    (r"binary_head|pooler|tokentype_embeddings|lm_head", "BERT"),
-    (r"encoder\.layers\.\d+\.self_attention\.linear_qkv", "BERT or T5 of Megatron-Core"),
-    (r"mixer\.", "Mamba or another hybrid"),
-    (r"self_attention\.(in_proj|conv1d|dt_bias|A_log|out_norm|out_proj)", "gated delta net layers"),
     (r"vision_|image_|projector", "a multimodal model"),
-    (r"linear_(q|kv)_(down|up)_proj|linear_q_proj", "multi-latent or cross attention"),
-    (r"softmax_offset", "attention with sinks"),
     (r"adapter|lora_|prompt_(table|encoder|embeddings)", "an adapter"),
     (r"layers\.\d+\.mlp\.local_experts", "the Switch experts of Megatron's older classes"),
     (r"(query|key|value)_weight", "Transformer Engine's layer with separate queries and keys"),
@@ -199,10 +193,11 @@ def _plain_tensor(value: object, location: str) -> Tensor:
 
 def refuse_unsupported_part(key: str, location: str) -> None:
     """Refuse a key of a model that is not a GPT or is not supported."""
-    for pattern, architecture in UNSUPPORTED_PARTS:
+    refuse_tensor(key, location)
+    for pattern, name in UNSUPPORTED_PARTS:
         if re.search(pattern, key):
             raise CheckpointError(
-                f"{location} has {key}, a part of {architecture}, which Preamble does not support; "
+                f"{location} has {key}, a part of {name}, which Preamble does not support; "
                 "give the checkpoint of a GPT model"
             )
 

@@ -27,6 +27,7 @@ from gpt.formats.mappings.megatron_args import (
 )
 from gpt.formats.mappings.megatron_names import HEAD
 from gpt.formats.mappings.nemo_yaml import NemoConfig
+from gpt.formats.mappings.unsupported_architectures import MARKER_ARGS, refuse_class
 from gpt.parallel.vocabulary_padding import VOCABULARY_MULTIPLE, padded_vocab_size
 from gpt.settings import short_repr
 
@@ -34,6 +35,7 @@ from gpt.settings import short_repr
 SHARED_FIELDS = {
     *ARCHITECTURE_ARGS,
     *UNSUPPORTED_ARGS,
+    *MARKER_ARGS,
     "hidden_dropout",
     "attention_dropout",
     "disable_bias_linear",
@@ -177,9 +179,10 @@ POSITION_TYPES: Mapping[str, str] = {
     "none": "none",
 }
 # Model classes with unsupported computations, such as scaled embeddings, that no field records.
+# `unsupported_architectures` has the classes of other architectures.
 UNSUPPORTED_MODELS = re.compile(
-    r"(?i)gemma|mamba|hyena|ssm|griffin|falcon|retro|bert|t5|vision|llava|llama4|gpt_?oss|diffusion"
-    r"|embedding|rerank|olmoe|ministral"
+    r"(?i)gemma|hyena|griffin|falcon|retro|vision|llava|gpt_?oss|diffusion|embedding|rerank|olmoe"
+    r"|ministral"
 )
 # Classes of Megatron-Core's HybridModel under its current and its former names. They are supported
 # if the config has the pattern of the layers, because the pattern tells whether a layer is Mamba.
@@ -276,8 +279,9 @@ def config_from_transformer(fields: NemoConfig, weights: WeightShapes) -> Partia
     target_class = fields.text("_target_")
     class_name = target_class.rpartition(".")[2]
     has_pattern = any(fields.get(name) is not None for name in HYBRID_ARGS[:2])
-    is_hybrid = has_pattern and HYBRID_CLASSES.fullmatch(class_name) is not None
-    if UNSUPPORTED_MODELS.search(class_name) and not is_hybrid:
+    if not (has_pattern and HYBRID_CLASSES.fullmatch(class_name)):
+        refuse_class(target_class, fields.location, "_target_")
+    if UNSUPPORTED_MODELS.search(class_name):
         raise CheckpointError(
             f"{fields.location}: _target_ is {target_class[-60:]}, which Preamble does not "
             "support; give a GPT model such as Llama, Mistral, Mixtral, Nemotron or Qwen"
@@ -463,6 +467,7 @@ def _refuse_unsupported(fields: NemoConfig) -> None:
         if value is not None and value not in accepted_values:
             raise _unsupported_field_error(fields, name)
     for name in ("name", "target"):
+        refuse_class(fields.text(name), fields.location, name)
         if UNSUPPORTED_MODELS.search(fields.text(name).rpartition(".")[2]):
             raise _unsupported_field_error(fields, name)
 

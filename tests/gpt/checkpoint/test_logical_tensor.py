@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpt.checkpoint.logical_tensor import (
+    ComputedTensor,
     InMemoryTensor,
     LogicalTensor,
     SourceSlice,
@@ -97,6 +98,27 @@ def test_read_does_not_record_gradients() -> None:
     assert parameter.is_leaf and parameter.grad_fn is None and parameter.sum() == 3
 
 
+class Halved(ComputedTensor):
+    """Elements that are computed: half of the stored values."""
+
+    stored_dtype_name = "doubled"
+    location = "file: key"
+    dtype = torch.float32
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = 2 * values
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    def compute_box(self, *box: slice) -> Tensor:
+        assert all(
+            0 <= part.start < part.stop <= n for part, n in zip(box, self.shape, strict=True)
+        )
+        return self.values[box] / 2
+
+
 @st.composite
 def draw_mapped_matrix(draw: st.DrawFn) -> tuple[Tensor, LogicalTensor]:
     """A matrix, and its map in bands of boxes, each at another offset of its own file."""
@@ -114,7 +136,8 @@ def draw_mapped_matrix(draw: st.DrawFn) -> tuple[Tensor, LogicalTensor]:
             offset = draw(st.integers(0, 2))
             file = torch.full((above + (bottom - top) * step, offset + right - left), -1.0)
             file[above::step, offset:] = matrix[top:bottom, left:right]
-            source = stored(file.T.contiguous() if transposed else file)
+            file = file.T.contiguous() if transposed else file
+            source = Halved(file) if draw(st.booleans()) else stored(file)
             spot = (above, step, offset, transposed)
             pieces.append(SourceSlice(source, (top, bottom), (left, right), *spot))
     order = draw(st.permutations(pieces))

@@ -1,5 +1,7 @@
 """Models with sinks, ALiBi and windows of some layers equal the formula of attention."""
 
+from typing import cast
+
 import pytest
 import torch
 from torch import Tensor
@@ -54,7 +56,7 @@ def paged_logits(config: GPTConfig, mesh: Mesh) -> Tensor:
 
     def step(pieces: list[Tensor], past: list[int], rows: list[int]) -> Tensor:
         batch = Batch.paged([len(piece) for piece in pieces], past, tables[rows], 8)
-        return model(torch.cat(pieces), batch, pool)
+        return cast(Tensor, model(torch.cat(pieces), batch, pool))
 
     chunk = step([first[:10]], [0], [0])
     prompts = step([first[10:22], second[:8]], [10, 0], [0, 1])
@@ -65,7 +67,7 @@ def paged_logits(config: GPTConfig, mesh: Mesh) -> Tensor:
 @torch.inference_mode()
 def plain_logits(config: GPTConfig) -> Tensor:
     model = build(config, attention_backend=PlainAttention())
-    logits = model(token_ids(config), Batch.unpaged(LENGTHS), None)
+    logits: Tensor = model(token_ids(config), Batch.unpaged(LENGTHS), None)
     assert logits.std() >= 5
     return logits
 

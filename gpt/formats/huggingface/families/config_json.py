@@ -176,6 +176,16 @@ class ConfigJson:
         )
 
 
+def refuse_unknown_layer_types(fields: ConfigJson) -> None:
+    """Refuse words in `layer_types` that no supported family has, whatever the family reads."""
+    unknown = sorted(set(fields.layer_types() or ()) - ATTENTION_TYPES)
+    if unknown:
+        raise CheckpointError(
+            f"{fields.path}: layer_types has {unknown[0][:60]!r}, which Preamble does not support; "
+            f"it must have only {' and '.join(sorted(ATTENTION_TYPES))}: give another model"
+        )
+
+
 def refuse_mixed_attention(fields: ConfigJson) -> None:
     """Refuse layers of several attention types, and types other than full and sliding attention."""
     attention_types = set(fields.layer_types() or ())

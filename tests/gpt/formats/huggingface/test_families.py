@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown type of layer": (
         "gemma3_text, windows in two layers of three",
         {"layer_types": ["full_attention", "chunked_attention", "sliding_attention"]},
-        "layer_types has 'chunked_attention', which Preamble does not support",
+        "layer_types has 'chunked_attention', a sign of the attention of Llama 4",
     ),
     "types of too few layers": (
         "gemma3_text, windows in two layers of three",
@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a soft cap": (
         "gemma3_text, windows in two layers of three",
         {"final_logit_softcapping": 30.0},
-        "final_logit_softcapping is 30.0, which Preamble does not support",
+        "final_logit_softcapping is 30.0, a sign of logit softcaps",
     ),
     "layers without positions of another number": (
         "smollm3",
@@ -218,7 +218,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "quantized": (
         "llama, multi-head",
         {"quantization_config": {"quant_method": "gptq"}},
-        "quantization_config .*gptq",
+        "quantization_config.quant_method is 'gptq'",
     ),
     "mixed windows by number": (
         "qwen2",

@@ -133,9 +133,12 @@ def test_a_period_without_rotary_positions_of_mlp_layers_has_no_effect() -> None
 # Changes of the args, and words of the error.
 REFUSED_ARGS: dict[str, tuple[dict[str, Any], str]] = {
     "Mamba": ({"hybrid_layer_pattern": "M-*-*-*-"}, "is 'M-[*]-[*]-[*]-'; M is Mamba"),
-    "gated delta net": ({"hybrid_layer_pattern": "G-*-*-*-"}, "G is gated delta net"),
+    "gated delta net": ({"hybrid_layer_pattern": "G-*-*-*-"}, "G is linear attention"),
     "sparse attention": ({"hybrid_layer_pattern": "D-D-D-D-"}, "D is DeepSeek sparse attention"),
-    "latent attention": ({"hybrid_override_pattern": "+-+-+-+-"}, "[+] is multi-latent attention"),
+    "latent attention": (
+        {"hybrid_override_pattern": "+-+-+-+-"},
+        "[+] is multi-head latent attention",
+    ),
     "an unknown symbol": ({"hybrid_layer_pattern": "*-*-*-*x"}, "'x' is not a layer symbol"),
     "a line end": ({"hybrid_layer_pattern": "*-*-\n*-*-"}, r"'\\n' is not a layer symbol"),
     "attention twice": ({"hybrid_layer_pattern": "**--*-*-"}, "layer 1 is [*] instead of - or E"),

@@ -137,11 +137,11 @@ BROKEN_TENSORS: dict[str, tuple[Callable[[str], str | None], str]] = {
     ),
     "Mamba": (
         lambda name: name.replace("layers.0.self_attention.linear_qkv", "layers.0.mixer.in_proj"),
-        "mixer.in_proj.*Mamba or another hybrid",
+        "mixer.in_proj.*Mamba layers",
     ),
     "gated delta net": (
         lambda name: name.replace("self_attention.linear_qkv", "self_attention.in_proj"),
-        "gated delta net",
+        "Gated Delta Net",
     ),
     "a layer of both kinds": (
         lambda name: name.replace("layers.1.mlp.linear_fc2", "layers.0.mlp.linear_fc2"),
