@@ -67,6 +67,35 @@ EXPERTS = {
     "moe_ffn_hidden_size": 24,
     "rotary_percent": 1.0,
 }
+GPT_OSS = {
+    **EXPERTS,
+    "swiglu": False,
+    "quick_geglu": True,
+    "activation_func_clamp_value": 1.5,
+    "glu_linear_offset": 1.0,
+    "add_bias_linear": True,
+    "qk_layernorm": False,
+    "softmax_type": "learnable",
+    "window_size": (6, 0),
+    "window_attn_skip_freq": 2,
+    "position_embedding_type": "yarn",
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 16,
+    "yarn_beta_fast": 8.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": None,
+    "yarn_mscale_all_dim": None,
+    "yarn_correction_range_round_to_int": False,
+}
+# Fields of TransformerConfig that only some cases set.
+OPTIONAL_FIELDS = (
+    "window_attn_skip_freq",
+    "no_rope_freq",
+    "softmax_type",
+    "softmax_scale",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
+)
 CASES = {
     "classic, TP 2 x PP 2 x VPP 2": Case(2, 2, 2),
     "classic, erf, TP 4": Case(4, args={"bias_gelu_fusion": False}),
@@ -109,6 +138,18 @@ CASES = {
             "moe_shared_expert_intermediate_size": 20,
         },
     ),
+    "windows, RoPE of some layers, scaled scores, TP 2 x PP 2": Case(
+        2,
+        2,
+        args={
+            **MODERN,
+            "window_size": (6, 0),
+            "window_attn_skip_freq": [1, 0, 1, 1],
+            "no_rope_freq": [0, 0, 1, 0],
+            "softmax_scale": 0.4,
+        },
+    ),
+    "as GPT-OSS, PP 2 x EP 2": Case(pp=2, ep=2, args=GPT_OSS),
     "experts, softmax first": Case(args={**EXPERTS, "moe_router_pre_softmax": True}),
 }
 
@@ -302,15 +343,19 @@ def _config(args: dict[str, Any]) -> Any:
         "pipeline_model_parallel_layout",
     )
     uneven = ("first", "last")
-    activation = _core("activations").squared_relu if args["squared_relu"] else F.gelu
-    return _core("transformer.transformer_config").TransformerConfig(
+    activations = _core("activations")
+    activation = activations.squared_relu if args["squared_relu"] else F.gelu
+    if args.get("quick_geglu"):
+        activation = activations.quick_gelu
+    config = _core("transformer.transformer_config").TransformerConfig(
         **{name: args[name] for name in shared_fields},
+        **{name: args[name] for name in OPTIONAL_FIELDS if args.get(name) is not None},
         num_query_groups=args["num_query_groups"] if args["group_query_attention"] else None,
         num_moe_experts=args["num_experts"],
         num_layers_in_first_pipeline_stage=args[f"decoder_{uneven[0]}_pipeline_num_layers"],
         num_layers_in_last_pipeline_stage=args[f"decoder_{uneven[1]}_pipeline_num_layers"],
         activation_func=F.silu if args["swiglu"] else activation,
-        gated_linear_unit=args["swiglu"],
+        gated_linear_unit=args["swiglu"] or bool(args.get("quick_geglu")),
         bias_activation_fusion=args["bias_gelu_fusion"],
         use_cpu_initialization=True,
         pipeline_dtype=torch.float32,
@@ -320,6 +365,10 @@ def _config(args: dict[str, Any]) -> Any:
         moe_token_dispatcher_type="allgather",
         gradient_accumulation_fusion=False,
     )
+    # GPTModel reads these from the config, although TransformerConfig does not declare them.
+    for name in (name for name in args if name.startswith("yarn_")):
+        setattr(config, name, args[name])
+    return config
 
 
 @torch.no_grad()
