@@ -116,8 +116,8 @@ def check_supported(config: GPTConfig, split: ParallelSplit, model: ModelClass =
             raise ConfigError(f"Megatron's HybridModel has {missing_trait}; choose --model gpt")
     if any(config.moe_layers) and config.mlp_bias and split.tp > 1:
         raise ConfigError(
-            f"Megatron-Core does not split experts with biases over tensor ranks (--tp {split.tp}); "
-            "give --tp 1"
+            "Megatron-Core does not split experts with biases over tensor ranks "
+            f"(--tp {split.tp}); give --tp 1"
         )
     if config.dtype not in DTYPES:
         raise ConfigError(

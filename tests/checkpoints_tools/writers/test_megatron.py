@@ -21,7 +21,7 @@ from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
 from tests.support.checkpoints.mcore_models import Case, load_and_run
 from tests.support.checkpoints.plain_writer import write_plainly
-from tests.support.models import CLASSIC, EXPERTS, MODERN, SIGMOID_EXPERTS, lively
+from tests.support.models import CLASSIC, EXPERTS, MODERN, SIGMOID_EXPERTS, SINKS, lively
 from tests.support.ranks import ranks
 
 TOLERANCE = 1e-3  # Between two correct fp32 implementations; a wrong layout is off by whole logits.
@@ -40,7 +40,15 @@ SPARSE = EXPERTS.with_fields(
 SIGMOID = SIGMOID_EXPERTS.with_fields(
     num_experts=6, activation="gelu", gated=False, proj_bias=False, moe_shared_expert_gate=False
 )
+BY_LAYER = MODERN.with_fields(
+    window_layers=(True, False, True, True, False),
+    rope_layers=(True, True, False, True, True),
+    softmax_scale=0.3,
+)
+GPT_OSS = SINKS.with_fields(rope_scaling=None, qkv_bias=True)
 CASES: dict[str, tuple[GPTConfig, ParallelSplit, LayerSpec]] = {
+    "windows and rotary positions by layer": (BY_LAYER, ParallelSplit(2, 2), "te"),
+    "sinks, experts with biases": (GPT_OSS, ParallelSplit(pp=2, ep=5), "te"),
     "one rank": (CLASSIC, ParallelSplit(), "te"),
     "one rank, local names": (CLASSIC, ParallelSplit(), "local"),
     "tied, every kind of rank": (CLASSIC, ParallelSplit(2, 2, 2), "te"),
@@ -224,6 +232,8 @@ def test_impossible_split_is_refused_before_planning() -> None:
 
 
 MEGATRON: dict[str, tuple[GPTConfig, ParallelSplit]] = {
+    "windows and rotary positions by layer": (BY_LAYER, ParallelSplit(2, 2)),
+    "sinks, experts with biases": (GPT_OSS, ParallelSplit(pp=2)),
     "gated, untied, TP 2 x PP 2": (
         MODERN.with_fields(num_layers=4, moe_layers=()),
         ParallelSplit(2, 2),

@@ -25,7 +25,7 @@ from tests.support.checkpoints.distcp_reader import load_with_torch
 from tests.support.checkpoints.mcore_dist import Loaded, Split, load_and_run
 from tests.support.checkpoints.megatron_writer import DENSE, GATED, GROUPED, MIXED
 from tests.support.checkpoints.plain_writer import write_plainly
-from tests.support.models import ODD, lively
+from tests.support.models import ODD, SINKS, lively
 from tests.support.ranks import ranks
 
 # Two correct fp32 implementations differ by rounding; a wrong layout differs by whole logits.
@@ -45,6 +45,7 @@ CONFIGS = {
     "one layer": DENSE.with_fields(num_layers=1, moe_layers=()),
     "gated, grouped queries, query norms, untied": GATED,
     "one group, scaled positions": ROTARY,
+    "sinks, experts with biases": SINKS.with_fields(rope_scaling=None),
     "experts": MIXED_WITHOUT_BIAS.with_fields(**ALL_MOE),
     "experts in some layers": MIXED_WITHOUT_BIAS,
     "experts with a bias for choosing, a gate": GROUPED.with_fields(**ALL_MOE),
