@@ -52,6 +52,12 @@ from gpt.parallel.weight_sharding import ParameterSpec, ShardRule, parameter_spe
 # Buffers (causal masks, rotary frequencies) that old files contain beside the weights.
 BUFFER_KEYS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
+# Families of models with images, and the families of their text parts.
+TEXT_FAMILIES: Mapping[object, str] = {"gemma3": "gemma3_text"}
+# The keys of their parts for images, and what precedes the keys of their text part.
+IMAGE_KEYS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+TEXT_KEY_PREFIXES = re.compile(r"^(model\.)?language_model\.")
+
 # The longest file name that common file systems support.
 NAME_BYTES_MAX = 255
 
@@ -64,16 +70,20 @@ def open_huggingface(
     """Open a directory with config.json and weights. `overrides` replaces fields of GPTConfig."""
     record = _read_json(path / "config.json")
     refuse_hf_config(record, str(path / "config.json"))
+    has_images = record.get("model_type") in TEXT_FAMILIES
+    if has_images:
+        record = _text_config(record, path / "config.json")
     family = _find_family(record, path / "config.json")
     fields = ConfigJson({**family.defaults, **record}, path / "config.json")
     refuse_unknown_layer_types(fields)
     quantization = read_quantization(fields)
     fields.check_end_ids()
     stored, files = _read_weights(path)
+    stored, image_notes = _drop_image_parts(stored) if has_images else (stored, ())
     stored, quantization_notes = dequantize_tensors(stored, fields, quantization)
     stored = _normalize_keys(_add_missing_prefix(stored, family), family)
     stored, mtp_notes = _drop_mtp_layers(stored, family, fields)
-    notes = quantization_notes + mtp_notes
+    notes = image_notes + quantization_notes + mtp_notes
     dtype = majority_dtype(stored.values())
     try:
         config = family.to_gpt_config(fields)
@@ -103,6 +113,34 @@ def open_huggingface(
     )
     checkpoint.check()
     return checkpoint
+
+
+def _text_config(record: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the config of the text part of a model with images."""
+    text_config = record.get("text_config")
+    if not isinstance(text_config, dict):
+        raise CheckpointError(f"{path}: text_config is absent or no mapping; fetch the file again")
+    shared = {
+        key: record[key]
+        for key in ("dtype", "torch_dtype", "quantization_config", "eos_token_id")
+        if key in record
+    }
+    return {**shared, **text_config, "model_type": TEXT_FAMILIES[record["model_type"]]}
+
+
+def _drop_image_parts(
+    stored: Mapping[str, StoredTensor],
+) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """Return the tensors of the text part, under the keys of a text model, and a note."""
+    text_tensors: dict[str, StoredTensor] = {}
+    for key, tensor in stored.items():
+        if not IMAGE_KEYS.match(key):
+            text_tensors[TEXT_KEY_PREFIXES.sub("", key, count=1)] = tensor
+    prefixed = {
+        key if key.startswith(("model.", "lm_head.")) else f"model.{key}": tensor
+        for key, tensor in text_tensors.items()
+    }
+    return prefixed, ("the parts for images are ignored; the text model is complete",)
 
 
 def _find_family(record: dict[str, Any], path: Path) -> Family:

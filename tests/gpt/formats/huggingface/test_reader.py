@@ -21,7 +21,15 @@ from gpt.errors import CheckpointError
 from gpt.formats.registry import open_checkpoint
 from gpt.generation.generate import generate
 from gpt.sampling_params import SamplingParams
-from tests.support.checkpoints.hf_models import CASES, edit_json, ids, logits_of, model_of, packed
+from tests.support.checkpoints.hf_models import (
+    CASES,
+    edit_json,
+    ids,
+    logits_of,
+    model_of,
+    packed,
+    sizes_of,
+)
 from tests.support.models import first_tie, recompute_greedy
 
 LOGITS_ATOL = 1e-4  # fp32 sums in another order, over logits of a few tens.
@@ -215,6 +223,28 @@ def test_transformers_5_keys_are_checked_against_the_config(
     save_file(tensors, tmp_path / WEIGHTS)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_the_text_part_of_a_model_with_images_opens(original: bool, tmp_path: Path) -> None:
+    import transformers
+
+    case = "gemma3_text, windows in two layers of three"
+    family, fields = CASES[case]
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision = {**sizes, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(
+        text_config={**sizes_of(family), **fields}, vision_config=vision, mm_tokens_per_image=4
+    )
+    model: Any = transformers.Gemma3ForConditionalGeneration(config)
+    text_model: Any = model_of(case)
+    model.model.language_model.load_state_dict(text_model.model.state_dict())
+    model.train(False)
+    model.save_pretrained(tmp_path, save_original_format=original)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.notes == ("the parts for images are ignored; the text model is complete",)
+    logits = gpt.load(tmp_path).logits(ids())
+    assert float((logits - logits_of(text_model, ids())).abs().max()) <= LOGITS_ATOL
 
 
 def remove_weights(folder: Path) -> None:
