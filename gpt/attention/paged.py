@@ -125,7 +125,7 @@ def ragged_attention(
     for native in plan.native:
         native.attend(q, kv, y, options.sinks, options.alibi_slopes)
     for group in plan.groups:
-        group.attend(q, k, v, kv, options, plan.gather_buffer, y)
+        group.attend(q, k, v, kv, options, gather_buffer=plan.gather_buffer, out=y)
     return y
 
 
@@ -183,6 +183,7 @@ class EqualLengthGroup:
         v: Tensor,
         kv: KV,
         options: AttentionOptions,
+        *,
         gather_buffer: Tensor,
         out: Tensor,
     ) -> None:

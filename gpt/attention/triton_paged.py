@@ -356,7 +356,7 @@ class TritonAttention(QKTransformBackend):
                     self.compile_kernels(q, kv, options, quantizes=quantizes)
                 launch = PreparedLaunch.make(work_items, metadata, q, kv, variant)
                 work_items.launches[variant] = launch
-            launch.run(q, kv, metadata.block_tables, scales, options, out, fp8_rows)
+            launch.run(q, kv, metadata.block_tables, scales, options, out=out, fp8_rows=fp8_rows)
         return out, fp8_rows
 
     def compile_kernels(
@@ -405,7 +405,7 @@ class TritonAttention(QKTransformBackend):
             fp8_rows = Fp8Rows.allocate(tokens, shape[1] * shape[2], q.device)
         launch = PreparedLaunch.make(items, metadata, dummy_q, kv, KernelVariant.of(options))
         scales = layer_scales(self._scales, kv)
-        launch.run(dummy_q, kv, metadata.block_tables, scales, options, out, fp8_rows)
+        launch.run(dummy_q, kv, metadata.block_tables, scales, options, out=out, fp8_rows=fp8_rows)
 
 
 @dataclass(frozen=True)
@@ -480,6 +480,7 @@ class PreparedLaunch:
         block_tables: Tensor,
         scales: Tensor | None,
         options: AttentionOptions,
+        *,
         out: Tensor,
         fp8_rows: Fp8Rows | None,
     ) -> None:

@@ -236,7 +236,8 @@ class DecodeAttention:
         lib = library_keeping_gil() if keeps_gil else library()
         assert lib is not None
         args = self.ctypes_args(q.shape[1], kv)
-        _call_attention(lib.preamble_decode_attention, args, q, kv, out, sinks, alibi_slopes)
+        attend = lib.preamble_decode_attention
+        _call_attention(attend, args, q, kv, out, sinks=sinks, alibi_slopes=alibi_slopes)
 
 
 def has_prefill_attention() -> bool:
@@ -340,7 +341,8 @@ class PrefillAttention:
         lib = library()
         assert lib is not None
         args = self.ctypes_args(q.shape[1], kv)
-        _call_attention(lib.preamble_prefill_attention, args, q, kv, out, sinks, alibi_slopes)
+        attend = lib.preamble_prefill_attention
+        _call_attention(attend, args, q, kv, out, sinks=sinks, alibi_slopes=alibi_slopes)
 
 
 class PrefillTask(NamedTuple):
@@ -430,6 +432,7 @@ def _call_attention(
     q: Tensor,
     kv: Tensor,
     out: Tensor,
+    *,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
 ) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from gpt.attention.backend import AttentionBackend, TorchAttention
 from gpt.attention.fp8_kv_cache import Fp8KVAttention, quantize_fp8
 from gpt.attention.kv_cache import FP8_DTYPE, KVPool
+from gpt.attention.options import AttentionOptions
 from gpt.attention.paged import store_kv
 from gpt.batch import Batch
 from gpt.linear.norm_activation import quantize_e4m3
@@ -139,21 +141,27 @@ def check_store_and_attend(attention_case: AttentionCase, make: Make, device: to
     assert error < FAR_MAX[attention_case.dtype], f"{float(error)} of the largest value away"
 
 
+def both_terms(heads: tuple[int, int, int], device: torch.device) -> AttentionOptions:
+    """Options with sinks and ALiBi."""
+    return draw_options(None, heads[0] * heads[1], sinks=True, alibi=True, device=device)
+
+
 def check_device_context_lengths(make: Make, device: torch.device) -> None:
     """Check that context lengths on the device give the same output, in longer block tables too.
 
     The layers of a step, which share the metadata of the batch, must give the same output too.
     """
     past_lengths = [0, 40, 700]
-    for heads in ((2, 1, 64), (2, 4, 64)):
+    for heads, has_terms in product(((2, 1, 64), (2, 4, 64)), (False, True)):
+        options = both_terms(heads, device) if has_terms else FULL
         step = case([1] * 3, past_lengths, heads, 16, torch.float32)
         assert step.batch.block_tables is not None
         backend = make(None)
         tables = step.batch.block_tables.to(device)
         host_batch = Batch.paged([1] * 3, past_lengths, tables, 16)
         q, k, v, kv = (x.to(device) for x in (step.q, step.k, step.v, step.kv))
-        want = backend.attend(q, k, v, host_batch, kv, FULL)
-        assert torch.equal(backend.attend(q, k, v, host_batch, kv, FULL), want)
+        want = backend.attend(q, k, v, host_batch, kv, options)
+        assert torch.equal(backend.attend(q, k, v, host_batch, kv, options), want)
         ends = torch.tensor(host_batch.context_lengths, dtype=torch.int32, device=device)
         longer = torch.nn.functional.pad(tables.int(), (0, 7))
         recorded = Batch(
@@ -164,7 +172,7 @@ def check_device_context_lengths(make: Make, device: torch.device) -> None:
             longer,
             device_context_lengths=ends,
         )
-        assert torch.equal(backend.attend(q, k, v, recorded, kv, FULL), want)
+        assert torch.equal(backend.attend(q, k, v, recorded, kv, options), want)
 
 
 def check_padded_step(make: Make, device: torch.device) -> None:
@@ -178,7 +186,9 @@ def check_padded_step(make: Make, device: torch.device) -> None:
         buffer[1:] = x.flatten()
         return buffer[1:].view(x.shape)
 
-    for heads, dtype in (((2, 1, 64), torch.float16), ((2, 4, 64), torch.bfloat16)):
+    layers = (((2, 1, 64), torch.float16), ((2, 4, 64), torch.bfloat16))
+    for (heads, dtype), has_terms in product(layers, (False, True)):
+        options = both_terms(heads, device) if has_terms else FULL
         step = case([1] * 3, [0, 40, 130], heads, 16, dtype)
         assert step.batch.block_tables is not None and step.batch.slot_mapping is not None
         backend = make(None)
@@ -187,7 +197,7 @@ def check_padded_step(make: Make, device: torch.device) -> None:
         batch = Batch.paged([1] * 3, [0, 40, 130], tables, 16)
         expected_kv = kv.clone()
         backend.store(k, v, batch, expected_kv)
-        want = backend.attend(q, k, v, batch, expected_kv, FULL)
+        want = backend.attend(q, k, v, batch, expected_kv, options)
         q, k, v = (torch.cat([x, x[:2]]) for x in (q, k, v))
         assert batch.slot_mapping is not None
         block, offset = (
@@ -204,7 +214,7 @@ def check_padded_step(make: Make, device: torch.device) -> None:
         )
         backend.store(k, v, padded, kv)
         assert torch.equal(kv, expected_kv)
-        output = backend.attend(q, k, v, padded, kv, FULL)
+        output = backend.attend(q, k, v, padded, kv, options)
         assert torch.equal(output[:3], want)
         assert not output[3:].any()
 
@@ -214,18 +224,20 @@ def check_quantized_rows(make: Make, device: torch.device) -> None:
 
     Steps without a merge kernel for all of their rows have no such rows.
     """
-    for heads, dtype in (((2, 4, 64), torch.bfloat16), ((1, 9, 6), torch.float32)):
+    layers = (((2, 4, 64), torch.bfloat16), ((1, 9, 6), torch.float32))
+    for (heads, dtype), has_terms in product(layers, (False, True)):
+        options = both_terms(heads, device) if has_terms else FULL
         step = case([1] * 3, [0, 40, 700], heads, 16, dtype)
         assert step.batch.block_tables is not None
         tables = step.batch.block_tables.to(device)
         q, k, v, kv = (x.to(device) for x in (step.q, step.k, step.v, step.kv))
         backend = make(None)
-        want = backend.attend(q, k, v, Batch.paged([1] * 3, [0, 40, 700], tables, 16), kv, FULL)
+        want = backend.attend(q, k, v, Batch.paged([1] * 3, [0, 40, 700], tables, 16), kv, options)
         # On the host, because on a CUDA device torch divides by a number inexactly.
         want_rows = quantize_e4m3(want.flatten(1).float().cpu())
         batch = Batch.paged([1] * 3, [0, 40, 700], tables, 16)
         for _ in range(2):
-            output, rows = backend.attend_and_quantize(q, k, v, batch, kv, FULL)
+            output, rows = backend.attend_and_quantize(q, k, v, batch, kv, options)
             assert rows is not None and torch.equal(output, want)
             assert torch.equal(rows.scales.cpu(), want_rows.scales)
             values, want_values = rows.values.cpu(), want_rows.values

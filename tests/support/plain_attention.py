@@ -1,4 +1,4 @@
-"""Attention by its formula in fp64, one query and one head at a time: the oracle of backends."""
+"""Attention by its formula in fp64, one query at a time: the oracle of backends."""
 
 import math
 
@@ -19,26 +19,16 @@ def plain_attention(
     """
     outputs = []
     for sequence, length in enumerate(batch.query_lengths):
-        keys, values = (x.double().cpu() for x in _keys_and_values(k, v, batch, kv, sequence))
+        keys, values = (
+            x.double().cpu().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+            for x in _keys_and_values(k, v, batch, kv, sequence)
+        )
         for token in range(length):
-            row = batch.query_starts[sequence] + token
+            query = q[batch.query_starts[sequence] + token].double().cpu()
             position = batch.past_lengths[sequence] + token
             first = 0 if options.window is None else max(0, position + 1 - options.window)
-            heads = [
-                _attend_query(
-                    q[row, head].double().cpu(),
-                    *(
-                        x[first : position + 1, head // (q.shape[1] // k.shape[1])]
-                        for x in (keys, values)
-                    ),
-                    sink=None if options.sinks is None else float(options.sinks[head]),
-                    slope=0.0
-                    if options.alibi_slopes is None
-                    else float(options.alibi_slopes[head]),
-                )
-                for head in range(q.shape[1])
-            ]
-            outputs.append(torch.stack(heads))
+            visible = slice(first, position + 1)
+            outputs.append(_attend_query(query, keys[visible], values[visible], options))
     return torch.stack(outputs)
 
 
@@ -65,15 +55,15 @@ def _keys_and_values(
     return k[rows], v[rows]
 
 
-def _attend_query(
-    query: Tensor, keys: Tensor, values: Tensor, *, sink: float | None, slope: float
-) -> Tensor:
-    """Attention of one query, whose own key is the last one."""
-    distances = torch.arange(len(keys) - 1, -1, -1, dtype=torch.float64)
-    scores = keys @ query / math.sqrt(len(query)) - slope * distances
-    largest = (
-        float(scores.detach().max()) if sink is None else max(sink, float(scores.detach().max()))
-    )
+def _attend_query(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
+    """Attention of the heads of one query (H, D), whose own key is the last one of (keys, H, D)."""
+    scores = torch.einsum("hd,khd->hk", query, keys) / math.sqrt(query.shape[1])
+    if options.alibi_slopes is not None:
+        distances = torch.arange(len(keys) - 1, -1, -1, dtype=torch.float64)
+        scores = scores - options.alibi_slopes.double().cpu().unsqueeze(1) * distances
+    largest = scores.detach().amax(1, keepdim=True)
     weights = (scores - largest).exp()
-    total = weights.sum() + (0.0 if sink is None else math.exp(sink - largest))
-    return weights @ values / total
+    totals = weights.sum(1, keepdim=True)
+    if options.sinks is not None:
+        totals = totals + (options.sinks.detach().double().cpu().unsqueeze(1) - largest).exp()
+    return torch.einsum("hk,khd->hd", weights / totals, values)

@@ -1,5 +1,7 @@
 """Paged attention equals its slow reference, for any ragged batch."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -39,8 +41,7 @@ def qkv(tokens: int, groups: int, queries: int) -> tuple[Tensor, Tensor, Tensor]
     st.integers(1, 3),
     st.integers(1, 3),
     st.one_of(st.none(), st.integers(1, 12)),
-    st.booleans(),
-    st.booleans(),
+    st.fixed_dictionaries({"sinks": st.booleans(), "alibi": st.booleans()}),
     st.data(),
 )
 def test_paged_and_unpaged_attention_equal_the_formula(
@@ -48,15 +49,14 @@ def test_paged_and_unpaged_attention_equal_the_formula(
     groups: int,
     queries: int,
     window: int | None,
-    sinks: bool,
-    alibi: bool,
+    softmax_terms: dict[str, Any],
     data: st.DataObject,
 ) -> None:
     lengths, past = new_and_past
     contexts = [n + p for n, p in zip(lengths, past, strict=True)]
     q, k, v = qkv(sum(contexts), groups, queries)
     unpaged = Batch.unpaged(contexts)
-    options = draw_options(window, q.shape[1], sinks=sinks, alibi=alibi)
+    options = draw_options(window, q.shape[1], **softmax_terms)
     want = plain_attention(q, k, v, unpaged, None, options)
     for attend in (reference_attention, ragged_attention):
         assert torch.allclose(attend(q, k, v, unpaged, None, options), want, atol=1e-12)

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,8 +54,7 @@ def isa_level(request: pytest.FixtureRequest) -> Iterator[None]:
     st.sampled_from([4, 7, 16, 32]),
     st.sampled_from([None, 1, 5, 40, 256, 300]),
     st.sampled_from([torch.float32, torch.bfloat16]),
-    st.booleans(),
-    st.booleans(),
+    st.fixed_dictionaries({"sinks": st.booleans(), "alibi": st.booleans()}),
 )
 def test_paged_attention_equals_the_reference(
     sizes: list[tuple[int, int]],
@@ -62,13 +62,12 @@ def test_paged_attention_equals_the_reference(
     block_tokens: int,
     window: int | None,
     dtype: torch.dtype,
-    sinks: bool,
-    alibi: bool,
+    softmax_terms: dict[str, Any],
 ) -> None:
     lengths = [length for length, _ in sizes]
     past = [count for _, count in sizes]
     step = case(lengths, past, heads, block_tokens, dtype)
-    options = draw_options(window, heads[0] * heads[1], sinks=sinks, alibi=alibi)
+    options = draw_options(window, heads[0] * heads[1], **softmax_terms)
     error = (step.attend(options).double() - step.exact(options)).abs().max()
     assert error < ERROR_MAX[dtype] * max(step.v.abs().max(), step.kv.abs().max())
 

@@ -1,7 +1,5 @@
 """Models with sinks, ALiBi and windows of some layers equal the formula of attention."""
 
-from typing import cast
-
 import pytest
 import torch
 from torch import Tensor
@@ -56,7 +54,8 @@ def paged_logits(config: GPTConfig, mesh: Mesh) -> Tensor:
 
     def step(pieces: list[Tensor], past: list[int], rows: list[int]) -> Tensor:
         batch = Batch.paged([len(piece) for piece in pieces], past, tables[rows], 8)
-        return cast(Tensor, model(torch.cat(pieces), batch, pool))
+        logits: Tensor = model(torch.cat(pieces), batch, pool)
+        return logits
 
     chunk = step([first[:10]], [0], [0])
     prompts = step([first[10:22], second[:8]], [10, 0], [0, 1])
