@@ -6,7 +6,8 @@ and stops it, so nothing runs. `Launch.compile` compiles what a GPU would have r
 
 As a program it compiles the kernels of some attention steps and prints their resources as JSON:
 python -m tests.support.triton_compiled CASE, such as "90 8 1 128 bfloat16 float8_e4m3fn": compute
-capability, KV heads, queries per KV head, channels, dtype of the model, dtype of the KV pool. The
+capability, KV heads, queries per KV head, channels, dtype of the model, dtype of the KV pool, and
+"sinks" or "alibi" if the layers have them; layers with sinks also have a window. The
 case "90 sampler bfloat16" is the kernel of the sampler, for logits in this dtype, and "90 linear
 bfloat16" are the kernels of linears with few rows.
 With --write instead of a case it writes the resources of all core cases to the golden file.
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 
+from gpt.attention.options import AttentionOptions
 from gpt.linear.unquantized_matmul import COMPILED_ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +40,8 @@ CORE_CASES = (
     "90 8 1 128 bfloat16 bfloat16",
     "80 8 4 64 float16 float16",
     "100 4 8 128 bfloat16 float8_e4m3fn",
+    "90 8 8 64 bfloat16 bfloat16 sinks",
+    "90 14 1 128 bfloat16 bfloat16 alibi",
     "90 sampler bfloat16",
     "90 sampler float64",
     "90 linear bfloat16",
@@ -210,8 +214,13 @@ def compile_case(case: str) -> Resources:
         return _compile_linears(case)
     from tests.support.served_attention import ServedLayer
 
-    *numbers, dtype, kv_dtype = case.split()
-    capability, groups, queries, channels = map(int, numbers)
+    *shape, dtype, kv_dtype = case.removesuffix(" sinks").removesuffix(" alibi").split()
+    capability, groups, queries, channels = map(int, shape)
+    options = AttentionOptions()
+    if case.endswith("sinks"):
+        options = AttentionOptions(128, sinks=torch.zeros(groups * queries, dtype=torch.bfloat16))
+    elif case.endswith("alibi"):
+        options = AttentionOptions(alibi_slopes=torch.zeros(groups * queries))
     with recorded_launches(capability) as launches:
         for rotary in (False, True):
             layer = ServedLayer(
@@ -219,6 +228,7 @@ def compile_case(case: str) -> Resources:
                 getattr(torch, dtype),
                 getattr(torch, kv_dtype),
                 rotary=rotary,
+                options=[options],
             )
             layer.run_lengths([1] * 60 + [3, 200], [300] * 62)
         if capability >= FP8_CAPABILITY_MIN:
@@ -227,6 +237,7 @@ def compile_case(case: str) -> Resources:
                 getattr(torch, dtype),
                 getattr(torch, kv_dtype),
                 quantizes=True,
+                options=[options],
             )
             layer.run_lengths([1] * 60, [300] * 60)
     return {launch.label: asdict(launch.compile()) for launch in launches.values()}
