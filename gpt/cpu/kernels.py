@@ -439,10 +439,11 @@ def _call_attention(
     if q.stride(-1) != 1:
         q = q.contiguous()
     row_stride, head_stride, _ = q.stride()
-    # These references keep the converted tensors allocated during the call.
-    sinks, alibi_slopes = (
-        None if x is None else x.detach().float().contiguous() for x in (sinks, alibi_slopes)
-    )
+    # The variables keep the converted tensors allocated during the call.
+    if sinks is not None:
+        sinks = sinks.detach().float().contiguous()
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.float().contiguous()
     if function(
         ctypes.byref(args),
         q.data_ptr(),

@@ -7,7 +7,7 @@ loaded: TRITON_INTERPRET=1 python -m tests.support.attention_cases FIRST COUNT
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import product
 from typing import Any
@@ -173,6 +173,26 @@ def check_device_context_lengths(make: Make, device: torch.device) -> None:
             device_context_lengths=ends,
         )
         assert torch.equal(backend.attend(q, k, v, recorded, kv, options), want)
+
+
+def check_layers_with_different_options(make: Make, device: torch.device) -> None:
+    """Layers of one step, which share the metadata of the batch, attend with their own options."""
+    for queries in (1, 2):
+        step = case([1, 3, 20], [700, 100, 0], (2, queries, 16), 16, torch.float32)
+        assert step.batch.block_tables is not None
+        tables = step.batch.block_tables.to(device)
+        batch = Batch.paged([1, 3, 20], [700, 100, 0], tables, 16)
+        q, k, v, kv = (x.to(device) for x in (step.q, step.k, step.v, step.kv))
+        backend = make(None)
+        backend.store(k, v, batch, kv)
+        for window, sinks, alibi, sign in product((None, 9), (False, True), (False, True), (1, -1)):
+            options = draw_options(window, 2 * queries, sinks=sinks, alibi=alibi, device=device)
+            if options.sinks is not None:
+                options = replace(options, sinks=sign * options.sinks)
+            want = plain_attention(q, k, v, batch, kv, options).to(device)
+            output = backend.attend(q, k, v, batch, kv, options)
+            error = (output.double() - want).abs().max() / kv[:, 1].abs().max()
+            assert error < FAR_MAX[torch.float32], f"{options}: {float(error)}"
 
 
 def check_padded_step(make: Make, device: torch.device) -> None:
@@ -420,6 +440,7 @@ def main(first: int, count: int) -> None:
             raise
     for check in (
         check_device_context_lengths,
+        check_layers_with_different_options,
         check_padded_step,
         check_nan_isolation,
         check_row_without_slot,

@@ -8,10 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gpt.attention.backend import TorchAttention
 from gpt.attention.options import AttentionOptions
 from gpt.attention.paged import ragged_attention, reference_attention, store_kv
 from gpt.attention.varlen import visible_mask
 from gpt.batch import Batch
+from gpt.cpu import kernels
+from tests.support.attention_cases import check_layers_with_different_options
 from tests.support.paged_steps import draw_options
 from tests.support.plain_attention import plain_attention
 
@@ -105,3 +108,12 @@ def test_gradients_flow_to_queries_keys_and_values(attend: object) -> None:
     assert torch.autograd.gradcheck(
         lambda *x: attend(*x, batch, None, AttentionOptions()), (q, k, v)
     )
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_layers_of_a_step_attend_with_their_own_options(
+    is_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_native:
+        monkeypatch.setattr(kernels, "supports_tensors", lambda *_: False)
+    check_layers_with_different_options(lambda _: TorchAttention(), torch.device("cpu"))
