@@ -126,7 +126,7 @@ class PaddedGroup:
     def _add_softmax_terms(
         self, options: AttentionOptions, queries: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return an additive mask (H, longest, past + longest) with ALiBi, and the keys and values.
+        """Return an additive mask (1, H, longest, keys) with ALiBi, and the keys and values.
 
         A sink is a key and a value of zeros after the others; the mask has the sink's logit.
         Shapes: `queries` (count, H, longest, D), `keys` and `values` (count, G, past + longest, D).
@@ -145,7 +145,7 @@ class PaddedGroup:
             sinks = options.sinks.to(mask.dtype)[:, None, None]
             mask = torch.cat([mask, sinks.expand(-1, query_count, -1)], dim=-1)
             keys, values = (F.pad(x, (0, 0, 0, 1)) for x in (keys, values))
-        return mask, keys, values
+        return mask.unsqueeze(0), keys, values
 
 
 def _select_rows(x: Tensor, rows: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import cast
 
 import pytest
@@ -97,6 +98,16 @@ def test_varlen_attention_equals_the_formula_with_parents_and_options(
         partial(ragged_attention, batch=batch, kv=None, options=options),
     ):
         assert_equal_cores(core, reference, batch.tokens)
+
+
+def test_layers_of_a_batch_attend_with_their_own_options() -> None:
+    batch = Batch.unpaged((5, 30, 2), parents=(None, 0, None))
+    terms = (False, True)
+    for window, sinks, alibi in product((None, 9), terms, terms):
+        options = draw_options(window, HEADS, sinks=sinks, alibi=alibi)
+        reference = partial(plain_attention, batch=batch, kv=None, options=options)
+        for core in (memory_efficient, padded_sdpa):
+            assert_equal_cores(partial(core, batch=batch, options=options), reference, batch.tokens)
 
 
 @pytest.mark.parametrize("window", [None, 50])
