@@ -21,8 +21,8 @@ MORE = {
         kv_channels=80, rotary_percent=1.0, rotary_interleaved=True, qk_layernorm=False
     ),
     "biases": MODERN.with_fields(mlp_bias=True, proj_bias=True, activation="gelu_tanh"),
-    "sinks": MODERN.with_fields(attention_sinks=True),
-    "alibi": CLASSIC.with_fields(
+    "sinks in all layers": MODERN.with_fields(attention_sinks=True),
+    "ALiBi, grouped queries": CLASSIC.with_fields(
         position_embedding_type="alibi", num_attention_heads=8, num_query_groups=4
     ),
     "experts last": EXPERTS.with_fields(moe_layers=(False, False, False, True)),
