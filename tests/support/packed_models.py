@@ -30,6 +30,14 @@ MORE = {
 }
 
 
+# The networks whose layers the fused decoder computes.
+DECODER_CONFIGS = {
+    name: config
+    for name, config in (CONFIGS | MORE).items()
+    if FusedDecoder.supports_config(config)
+}
+
+
 def packed_model(config: GPTConfig, *, int8: bool = False) -> GPT:
     model = build(config, dtype=torch.bfloat16)
     pack_weights(model, int8=int8)

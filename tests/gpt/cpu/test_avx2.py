@@ -13,14 +13,19 @@ import torch
 
 from gpt.cpu import kernels, packed_linear
 from gpt.cpu_inference.weight_packing import is_batch_invariant
-from tests.support.models import CONFIGS
 from tests.support.packed_linear_cases import (
     check_fused_norm,
     check_independent_rows,
     check_matmul_argmax,
     check_packed_gemm,
 )
-from tests.support.packed_models import MORE, STEPS, check_fused_decoder, packed_model, run_step
+from tests.support.packed_models import (
+    DECODER_CONFIGS,
+    STEPS,
+    check_fused_decoder,
+    packed_model,
+    run_step,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -51,14 +56,14 @@ def test_fused_norm_equals_torch() -> None:
 
 
 @pytest.mark.parametrize("kind", ["one", "several"])
-@pytest.mark.parametrize("name", [*CONFIGS, *MORE])
+@pytest.mark.parametrize("name", DECODER_CONFIGS)
 def test_fused_decode_equals_the_modules(name: str, kind: str) -> None:
     check_fused_decoder(name, kind)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", DECODER_CONFIGS)
 def test_prefill_uses_the_modules(name: str) -> None:
-    model = packed_model(CONFIGS[name])
+    model = packed_model(DECODER_CONFIGS[name])
     assert not is_batch_invariant(model)
     got, pool = run_step(model, *STEPS["all kinds"], fused=True)
     want, other_pool = run_step(model, *STEPS["all kinds"], fused=False)

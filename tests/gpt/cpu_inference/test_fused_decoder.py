@@ -7,8 +7,13 @@ from torch import Tensor
 from gpt.attention.kv_cache import KVPool
 from gpt.batch import Batch
 from gpt.cpu import kernels
-from tests.support.models import CONFIGS
-from tests.support.packed_models import MORE, STEPS, check_fused_decoder, packed_model, run_step
+from tests.support.packed_models import (
+    DECODER_CONFIGS,
+    STEPS,
+    check_fused_decoder,
+    packed_model,
+    run_step,
+)
 
 pytestmark = pytest.mark.skipif(
     kernels.isa_level() != kernels.ISA_LEVELS[-1],
@@ -17,9 +22,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("name", [*CONFIGS, *MORE])
+@pytest.mark.parametrize("name", DECODER_CONFIGS)
 def test_skipping_unneeded_rows_does_not_change_other_rows(name: str, fused: bool) -> None:
-    model, (lengths, past) = packed_model((CONFIGS | MORE)[name]), STEPS["all kinds"]
+    model, (lengths, past) = packed_model(DECODER_CONFIGS[name]), STEPS["all kinds"]
     all_logits, pool = run_step(model, lengths, past, fused=fused)
     for needed in ([0, 13, 14, 16, 41], [41], [30, 2]):
         rows = torch.tensor(needed)
@@ -29,7 +34,7 @@ def test_skipping_unneeded_rows_does_not_change_other_rows(name: str, fused: boo
 
 
 @pytest.mark.parametrize("kind", STEPS)
-@pytest.mark.parametrize("name", [*CONFIGS, *MORE])
+@pytest.mark.parametrize("name", DECODER_CONFIGS)
 def test_fused_decoder_equals_the_modules(name: str, kind: str) -> None:
     check_fused_decoder(name, kind)
 
@@ -37,7 +42,7 @@ def test_fused_decoder_equals_the_modules(name: str, kind: str) -> None:
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("name", ["classic", "modern", "odd", "turned in pairs"])
 def test_rows_are_bit_identical_in_any_batch(name: str, int8: bool) -> None:
-    model = packed_model((CONFIGS | MORE)[name], int8=int8)
+    model = packed_model(DECODER_CONFIGS[name], int8=int8)
     generator = torch.Generator().manual_seed(3)
     prompts = [
         torch.randint(model.config.vocab_size, (length,), generator=generator)
