@@ -286,11 +286,15 @@ class SlotInit(_Part, frozen=True):
 
 
 class BlockTableUpdate(_Part, frozen=True):
-    """Write `blocks` into the block table of a slot, from index `start` on."""
+    """Write `blocks` into the block table of a slot, from index `start` on.
+
+    Block 0 stands for a block that was freed, because it is behind the window of its KV group.
+    """
 
     slot: int
     start: int
     blocks: list[int]
+    group: int = 0  # The KV group; a slot has a block table in each.
 
 
 class AdapterRowsWrite(_Part, frozen=True):
@@ -310,8 +314,10 @@ class PrefixKVWrite(_Part, frozen=True):
     digest: str
     start: int  # First row; row i of a prefix adapter has position i in the sequence.
     count: int
-    blocks: list[int]  # The sequence's blocks, from the block of position `start` on.
+    # The sequence's blocks in the first KV group, from the block of position `start` on.
+    blocks: list[int]
     data: bytes = b""  # The rows, fp32, contiguous. The engine loop sets them before the launch.
+    other_group_blocks: list[list[int]] = []  # `blocks` in each of the other KV groups.
 
 
 class Step(_Message, frozen=True):

@@ -542,6 +542,7 @@ def build_engine_loop(
         stages=mesh.pp,
         prefix_write_tokens_max=prefix_write_tokens_max(model_config),
         async_scheduling=runner.async_scheduling,
+        windows=runner.windows,
     )
     return EngineLoop(
         scheduler,

@@ -10,6 +10,7 @@ This module allocates no block and reads no tensor.
 """
 
 from array import array
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -28,21 +29,39 @@ def hash_strings(*strings: str) -> bytes:
     return blake2b(encoded_bytes, digest_size=KEY_BYTES).digest()
 
 
+def blocks_behind_window(window: int | None, tokens: int, block_tokens: int) -> int:
+    """Number of leading blocks that no token from position `tokens` on attends to.
+
+    The token at this position attends to the `window` - 1 tokens before it.
+    """
+    return 0 if window is None else max(0, tokens - window + 1) // block_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
     """The leading tokens of a sequence whose keys and values are cached."""
 
-    tokens: int = 0
-    blocks: list[int] = field(default_factory=list)  # Full blocks, to be retained and shared.
-    # A cached block to copy: its first tokens continue the match after the full blocks. 0: none.
-    partial_block: int = 0
+    tokens: int
+    # For each KV group, its table of full blocks, to be retained and shared. An entry is 0 where
+    # the block is behind the group's window.
+    tables: list[list[int]]
+    # For each KV group, a cached block to copy: its first tokens continue the match after the full
+    # blocks. Empty: no partial block matches.
+    partial_blocks: list[int] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> list[int]:
+        """The full blocks of all groups, in the order of the tables."""
+        return [block for table in self.tables for block in table if block]
 
 
 class PrefixCache:
     """Computes keys, matches prompts and publishes blocks.
 
     `enabled=False`: no prompt matches, no block is published, and no sequence waits for a key.
-    `shared=True`: all tenants share cached blocks.
+    `shared=True`: all tenants share cached blocks. `windows`: the window of each KV group. Each
+    group has a block for a key. A match needs all of its blocks in a group without a window, and in
+    a group with a window of w tokens those of its last w - 1 tokens.
     """
 
     def __init__(
@@ -54,6 +73,7 @@ class PrefixCache:
         enabled: bool = True,
         *,
         shared: bool = False,
+        windows: Collection[int | None] = (None,),
     ) -> None:
         self._block_pool = block_pool
         self._block_tokens = block_tokens
@@ -61,6 +81,9 @@ class PrefixCache:
         self._model_digest = model_digest
         self._enabled = enabled
         self._shares_tenants = shared
+        self._windows = tuple(windows)
+        # By KV group: what is appended to a key for the group's blocks.
+        self._key_suffixes = [b"", *(bytes([group]) for group in range(1, len(self._windows)))]
         # By pending key (not published yet): the prefilling sequence that computes its block.
         self._pending: dict[bytes, Sequence] = {}
         # By pending key: the sequences that are parked until it is published.
@@ -119,29 +142,70 @@ class PrefixCache:
     def match_prefix(self, sequence: Sequence) -> PrefixMatch:
         """The longest cached prefix of a sequence."""
         tokens_max = sequence.cache_match_max
-        find_cached = self._block_pool.find_cached
         if not self._enabled or tokens_max <= 0:
-            return PrefixMatch()
-        blocks = []
-        for key in sequence.block_keys[: tokens_max // self._block_tokens]:
-            block = find_cached(key)
-            if block is None:
-                break
-            blocks.append(block)
-        tokens, partial_block = self._match_partial_block(sequence, len(blocks), tokens_max)
-        return PrefixMatch(tokens, blocks, partial_block)
+            return PrefixMatch(0, [[] for _ in self._windows])
+        tables = self._match_full_blocks(sequence.block_keys[: tokens_max // self._block_tokens])
+        tokens, partial_blocks = self._match_partial_block(sequence, len(tables[0]), tokens_max)
+        return PrefixMatch(tokens, tables, partial_blocks)
+
+    def _match_full_blocks(self, keys: list[bytes]) -> list[list[int]]:
+        """The tables of the longest match of full blocks; `keys` are the keys of all blocks."""
+        find_cached = self._block_pool.find_cached
+        tables = list[list[int]]()
+        for group, window in enumerate(self._windows):
+            suffix = self._key_suffixes[group]
+            table = list[int]()
+            for key in keys:
+                block = find_cached(key + suffix if suffix else key)
+                if block is None and window is None:
+                    break
+                table.append(block or 0)
+            tables.append(table)
+            if window is None:
+                keys = keys[: len(table)]
+        if self._windows == (None,):
+            return tables
+        count = self._window_match(tables, len(keys))
+        for group, window in enumerate(self._windows):
+            unneeded_count = self._blocks_behind_window(window, count * self._block_tokens)
+            tables[group] = [0] * unneeded_count + tables[group][unneeded_count:count]
+        return tables
+
+    def _window_match(self, tables: list[list[int]], count_max: int) -> int:
+        """The largest number of blocks, at most `count_max`, that match in all groups."""
+        count = count_max
+        while count:
+            # The last missing block that a window covers. No match between its end and `count`
+            # is possible, because the windows of shorter matches begin earlier.
+            missing = -1
+            for table, window in zip(tables, self._windows, strict=True):
+                start = self._blocks_behind_window(window, count * self._block_tokens)
+                if window is not None:
+                    missing = max(
+                        missing,
+                        next((i for i in range(count - 1, start - 1, -1) if not table[i]), -1),
+                    )
+            if missing < 0:
+                return count
+            count = missing
+        return 0
+
+    def _blocks_behind_window(self, window: int | None, tokens: int) -> int:
+        """Number of leading blocks that no token from position `tokens` on attends to."""
+        return blocks_behind_window(window, tokens, self._block_tokens)
 
     def _match_partial_block(
         self, sequence: Sequence, block_index: int, tokens_max: int
-    ) -> tuple[int, int]:
+    ) -> tuple[int, list[int]]:
         """The longest published partial block that continues a match of `block_index` full blocks.
 
-        Returns the position where the match ends, at most `tokens_max`, and the partial block. If
-        no partial block matches, the position is the end of the full blocks, and the block is 0.
+        Returns the position where the match ends, at most `tokens_max`, and the partial block of
+        each KV group. If no partial block matches, the position is the end of the full blocks, and
+        there are no blocks.
         """
         full_block_tokens = block_index * self._block_tokens
         if tokens_max <= full_block_tokens:
-            return full_block_tokens, 0
+            return full_block_tokens, []
         partial_keys = sequence.partial_keys.get(block_index, [])
         if (
             block_index < len(sequence.block_keys)
@@ -151,14 +215,12 @@ class PrefixCache:
             # partial block that ends at `tokens_max`.
             partial_keys = [*partial_keys, (tokens_max, sequence.block_keys[block_index])]
         for position, key in reversed(partial_keys):
-            block = (
-                self._block_pool.find_cached(key)
-                if full_block_tokens < position <= tokens_max
-                else None
-            )
-            if block is not None:
-                return position, block
-        return full_block_tokens, 0
+            if full_block_tokens < position <= tokens_max:
+                blocks = [self._block_pool.find_cached(key + s) for s in self._key_suffixes]
+                cached_blocks = [block for block in blocks if block is not None]
+                if len(cached_blocks) == len(blocks):
+                    return position, cached_blocks
+        return full_block_tokens, []
 
     def has_write_in_flight(self, block: int) -> bool:
         """Whether a step in flight writes into a published block.
@@ -168,7 +230,14 @@ class PrefixCache:
         writer = self._writers.get(block)
         if writer is None or writer.steps_in_flight == 0:
             return False
-        return block in writer.block_table[writer.computed_tokens // self._block_tokens :]
+        start = writer.computed_tokens // self._block_tokens
+        return any(block in table[start:] for table in writer.block_tables)
+
+    def forget_writer(self, sequence: Sequence, blocks: Iterable[int]) -> None:
+        """Record that a running sequence frees `blocks`, so that it does not write them again."""
+        for block in blocks:
+            if self._writers.get(block) is sequence:
+                del self._writers[block]
 
     # -------------------------------------------------------------------------------- publishing
 
@@ -183,21 +252,22 @@ class PrefixCache:
             return woken
         self.extend_keys(sequence)
         for block_index in range(start // block_tokens, end // block_tokens):
-            self._publish_block(
-                sequence, sequence.block_keys[block_index], sequence.block_table[block_index], woken
-            )
+            self._publish_blocks(sequence, sequence.block_keys[block_index], block_index, woken)
         if start < sequence.prompt_tokens:
             for block_index in range(start // block_tokens, (end - 1) // block_tokens + 1):
                 for position, key in sequence.partial_keys.get(block_index, ()):
                     if start < position <= end:
-                        self._publish_block(sequence, key, sequence.block_table[block_index], woken)
-                        self._writers[sequence.block_table[block_index]] = sequence
+                        self._publish_blocks(sequence, key, block_index, woken)
+                        for table in sequence.block_tables:
+                            self._writers[table[block_index]] = sequence
         return woken
 
-    def _publish_block(
-        self, sequence: Sequence, key: bytes, block: int, woken: list[Sequence]
+    def _publish_blocks(
+        self, sequence: Sequence, key: bytes, block_index: int, woken: list[Sequence]
     ) -> None:
-        self._block_pool.publish(key, block)
+        """Publish the block of each KV group under a key."""
+        for table, suffix in zip(sequence.block_tables, self._key_suffixes, strict=True):
+            self._block_pool.publish(key + suffix, table[block_index])
         if self._pending.get(key) is sequence:
             del self._pending[key]
         woken.extend(self._parked_by_key.pop(key, ()))
@@ -223,10 +293,10 @@ class PrefixCache:
                 del self._pending[key]
                 woken.extend(self._parked_by_key.pop(key, ()))
         for block_index in sequence.partial_keys:
-            if block_index < len(sequence.block_table):
-                block = sequence.block_table[block_index]
-                if self._writers.get(block) is sequence:
-                    del self._writers[block]
+            if block_index < sequence.table_length:
+                self.forget_writer(
+                    sequence, [table[block_index] for table in sequence.block_tables]
+                )
         return woken
 
     def _unpublished_keys(self, sequence: Sequence) -> list[bytes]:

@@ -9,19 +9,26 @@ collected in `ResourceUpdates` for the next step.
 Blocks are allocated as sequences grow. If the block pool has too few blocks, `PreemptionPolicy`
 chooses running sequences as victims. The allocator releases their resources and pushes them to the
 waiting queue; their published blocks stay cached.
+
+A sequence has a block table in each KV group (gpt/kv_groups.py). All groups allocate from the same
+block pool. When a step has completed, the blocks behind the window of a group are freed.
 """
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from gpt.kv_groups import window_blocks_max
 from serving.config import CacheConfig, SchedulerConfig
 from serving.messages import AdapterRowsWrite, BlockTableUpdate
 from serving.scheduler.adapter_row_pool import AdapterRowPool
 from serving.scheduler.block_pool import BlockPool
 from serving.scheduler.preemption import PreemptionPolicy
-from serving.scheduler.prefix_cache import PrefixCache, PrefixMatch
+from serving.scheduler.prefix_cache import PrefixCache, PrefixMatch, blocks_behind_window
 from serving.scheduler.sequence import LEVELS_TO_LATENCY, SchedulingPriority, Sequence
 from serving.scheduler.waiting_queue import WaitingQueue
+
+UNLIMITED_TOKENS = 1 << 62  # The KV cache does not limit the length of a sequence.
 
 
 class AdmissionResult(Enum):
@@ -56,7 +63,8 @@ class ResourceAllocator:
     """Owns slots, blocks and adapter rows, and the running sequences that hold them.
 
     `blocks` is the number of KV blocks, including block 0. Preempted sequences, and parked
-    sequences whose wait is over, are pushed to `waiting`.
+    sequences whose wait is over, are pushed to `waiting`. `windows`: the window of each KV group.
+    `stages`: the number of steps that may be in flight.
     """
 
     def __init__(
@@ -67,6 +75,9 @@ class ResourceAllocator:
         cache_config: CacheConfig,
         waiting: WaitingQueue,
         model_digest: str,
+        *,
+        windows: SequenceOf[int | None] = (None,),
+        stages: int = 1,
     ) -> None:
         self._block_tokens = cache_config.kv_block_tokens
         self._age_s = scheduler_config.priority_age_s
@@ -81,7 +92,18 @@ class ResourceAllocator:
             model_digest,
             enabled=cache_config.prefix_cache,
             shared=cache_config.shared_prefix_cache,
+            windows=windows,
         )
+        self._windows = tuple(windows)
+        self._has_windows = any(self._windows)
+        # The largest numbers of blocks that a sequence holds in the groups with a window. In each
+        # step in flight it may have a prefill chunk.
+        self._window_limits = [
+            window_blocks_max(window, stages * scheduler_config.step_tokens_max, self._block_tokens)
+            for window in self._windows
+            if window is not None
+        ]
+        self._full_groups = self._windows.count(None)
         self._adapter_rows = AdapterRowPool(cache_config.adapter_rows_max)
         self._slot_count = scheduler_config.running_requests_max
         self._free_slots = list(range(self._slot_count - 1, -1, -1))
@@ -103,8 +125,32 @@ class ResourceAllocator:
 
     @property
     def kv_tokens(self) -> int:
-        """Capacity of the KV cache, in tokens."""
-        return self._block_pool.capacity * self._block_tokens
+        """Capacity of the KV cache, in tokens of a sequence that runs alone."""
+        capacity = self._block_pool.capacity
+        # With these blocks in the groups with a window, a sequence of any length makes progress: it
+        # frees a block before it needs the next one.
+        window_blocks = sum(
+            window_blocks_max(window, 1, self._block_tokens)
+            for window in self._windows
+            if window is not None
+        )
+        if not self._full_groups and capacity >= window_blocks:
+            return UNLIMITED_TOKENS
+        group_count = len(self._windows)
+        in_windows = (capacity - window_blocks) // max(1, self._full_groups)
+        return max(capacity // group_count, in_windows) * self._block_tokens
+
+    @property
+    def window_groups_blocks(self) -> int:
+        """Number of blocks that running sequences hold in groups with a window."""
+        return sum(
+            len(table) - freed_count
+            for sequence in self._running.values()
+            for table, freed_count, window in zip(
+                sequence.block_tables, sequence.freed_counts, self._windows, strict=True
+            )
+            if window is not None
+        )
 
     @property
     def block_count(self) -> int:
@@ -201,7 +247,7 @@ class ResourceAllocator:
                 now - other.planned_at >= self._starvation_s for other in throughput
             )
             sequences = [*throughput[:starved_count], *sequences, *throughput[starved_count:]]
-        if self._block_pool.available < len(sequences):
+        if self._block_pool.available < len(sequences) * len(self._windows):
             sequences.sort(key=self._scheduling_priority, reverse=True)
         return sequences
 
@@ -252,6 +298,8 @@ class ResourceAllocator:
             or past < sequence.prefill_target
         ):
             self._wake(self._prefix_cache.publish(sequence, past))
+        if self._has_windows and sequence.end_reason is None:
+            self._free_behind_windows(sequence)
         if (
             sequence.steps_in_flight == 0
             and sequence.end_reason is None
@@ -286,7 +334,9 @@ class ResourceAllocator:
             - cached blocks of the sequence
             + blocks reserved for running sequences  <=  available blocks
 
-        Sequences of lower priority are preempted if necessary.
+        A sequence that needs more blocks than the pool has, because of its prefill chunks in groups
+        with a window, needs all blocks: its chunks will be shorter. Sequences of lower priority are
+        preempted if necessary.
         """
         prefix_match = self._prefix_cache.match_prefix(sequence)
         if self._prefix_cache.park_if_pending(sequence, prefix_match):
@@ -294,13 +344,13 @@ class ResourceAllocator:
         needs_rows = _needs_adapter_rows(sequence, prefix_match)
         if needs_rows and not (may_pin_adapter_rows and self._adapter_rows_fit(sequence)):
             return AdmissionResult.NO_ADAPTER_ROWS
-        partial_block = prefix_match.partial_block
-        if partial_block and self._prefix_cache.has_write_in_flight(partial_block):
+        if any(map(self._prefix_cache.has_write_in_flight, prefix_match.partial_blocks)):
             return AdmissionResult.BLOCK_COPY_IN_FLIGHT
         # The matching blocks are retained first, so that they do not count as available.
-        self._block_pool.retain(prefix_match.blocks)
-        if not self._preempt_to_fit(sequence, len(prefix_match.blocks), now):
-            self._block_pool.release(prefix_match.blocks)
+        matched_blocks = prefix_match.blocks
+        self._block_pool.retain(matched_blocks)
+        if not self._preempt_to_fit(sequence, len(matched_blocks), now):
+            self._block_pool.release(matched_blocks)
             return AdmissionResult.NO_SPACE
         self._start_running(sequence, prefix_match, now)
         if needs_rows:
@@ -308,22 +358,26 @@ class ResourceAllocator:
         return AdmissionResult.ADMITTED
 
     def _start_running(self, sequence: Sequence, prefix_match: PrefixMatch, now: float) -> None:
-        block_table = list(prefix_match.blocks)
-        if prefix_match.partial_block:
-            (block,) = self._block_pool.allocate(1)
-            block_table.append(block)
-            if block != prefix_match.partial_block:
-                self._updates.block_copies.append((prefix_match.partial_block, block))
-        sequence.start_running(self._free_slots.pop(), block_table, prefix_match.tokens, now)
+        block_tables = prefix_match.tables
+        if prefix_match.partial_blocks:
+            targets = self._block_pool.allocate(len(block_tables))
+            for table, source, target in zip(
+                block_tables, prefix_match.partial_blocks, targets, strict=True
+            ):
+                table.append(target)
+                if source != target:
+                    self._updates.block_copies.append((source, target))
+        sequence.start_running(self._free_slots.pop(), block_tables, prefix_match.tokens, now)
         self._running[sequence.sequence_id] = sequence
         self._prefilling[sequence.sequence_id] = sequence
         if self._reserved_total is not None:
             self._reserved_total += self._reserved_blocks(sequence)
         self._prefix_cache.announce(sequence)
-        if block_table:
-            self._updates.block_table_updates.append(
-                BlockTableUpdate(sequence.slot, 0, list(block_table))
-            )
+        if block_tables[0]:
+            self._updates.block_table_updates += [
+                BlockTableUpdate(sequence.slot, 0, list(table), group)
+                for group, table in enumerate(block_tables)
+            ]
 
     def _preempt_to_fit(self, sequence: Sequence, matched_blocks: int, now: float) -> bool:
         """Make a slot and enough blocks available for a waiting sequence; return whether they are.
@@ -335,7 +389,8 @@ class ResourceAllocator:
                 [self._reserved_blocks(other) for other in self._running.values()]
             )
         tokens_needed = min(len(sequence.tokens) + self._block_tokens, sequence.kv_tokens_max)
-        blocks_needed = self._blocks_for(tokens_needed) - matched_blocks
+        blocks_needed = self._blocks_in_groups(tokens_needed)
+        blocks_needed = min(blocks_needed, self._block_pool.capacity) - matched_blocks
         blocks_missing = blocks_needed + self._reserved_total - self._block_pool.available
         if blocks_missing <= 0 and self._free_slots:
             return True
@@ -363,14 +418,14 @@ class ResourceAllocator:
         other sequence shares.
         """
         return self._reserved_blocks(sequence) + sum(
-            self._block_pool.ref_count(block) == 1 for block in sequence.block_table
+            self._block_pool.ref_count(block) == 1 for block in _held_blocks(sequence)
         )
 
     def _reserved_blocks(self, sequence: Sequence) -> int:
-        """Number of blocks that are reserved for a running sequence, beyond its block table.
+        """Number of blocks that are reserved for a running sequence, beyond its block tables.
 
             blocks for min(max(prefill_target, planned_tokens) + block_tokens, kv_tokens_max)
-            - blocks in the block table
+            - blocks in the block tables
 
         If the difference is negative, the number is 0.
         """
@@ -378,10 +433,17 @@ class ResourceAllocator:
             max(sequence.prefill_target, sequence.planned_tokens) + self._block_tokens,
             sequence.kv_tokens_max,
         )
-        return max(0, self._blocks_for(tokens_needed) - len(sequence.block_table))
+        return max(0, self._blocks_in_groups(tokens_needed) - sequence.held_blocks)
 
     def _blocks_for(self, tokens: int) -> int:
+        """Number of entries of a block table for `tokens` tokens."""
         return -(-tokens // self._block_tokens)
+
+    def _blocks_in_groups(self, tokens: int) -> int:
+        """Number of blocks that a sequence of `tokens` tokens holds in all groups, at most."""
+        blocks = self._blocks_for(tokens)
+        window_blocks = sum([min(blocks, limit) for limit in self._window_limits])
+        return self._full_groups * blocks + window_blocks
 
     # -------------------------------------------------------------------------------- adapter rows
 
@@ -407,35 +469,57 @@ class ResourceAllocator:
     # ------------------------------------------------------------------ growth of running sequences
 
     def allocate_blocks(self, sequence: Sequence, tokens: int, now: float) -> bool:
-        """Extend the block table of a running sequence to `tokens` tokens.
+        """Extend the block tables of a running sequence to `tokens` tokens.
 
         Preempts sequences of lower priority if necessary. Returns False, and allocates no block, if
         there are not enough blocks even then.
         """
-        count = self._blocks_for(tokens) - len(sequence.block_table)
+        count = self._blocks_for(tokens) - sequence.table_length
         if count <= 0:
             return True
-        if count > self._block_pool.available:
-            self._preempt_below(sequence, count, now)
-            if count > self._block_pool.available:
+        group_count = len(self._windows)
+        if count * group_count > self._block_pool.available:
+            self._preempt_below(sequence, count * group_count, now)
+            if count * group_count > self._block_pool.available:
                 return False
-        new_blocks = self._block_pool.allocate(count)
-        self._updates.block_table_updates.append(
-            BlockTableUpdate(sequence.slot, len(sequence.block_table), new_blocks)
-        )
+        new_blocks = [self._block_pool.allocate(count) for _ in range(group_count)]
+        self._updates.block_table_updates += [
+            BlockTableUpdate(sequence.slot, sequence.table_length, blocks, group)
+            for group, blocks in enumerate(new_blocks)
+        ]
         sequence.append_blocks(new_blocks)
         return True
 
+    def _free_behind_windows(self, sequence: Sequence) -> None:
+        """Free the blocks of a running sequence that none of its next tokens attends to.
+
+        The entries of the ranks' block tables become 0, so that no kernel reads what the next owner
+        of a block writes, not even to mask it.
+        """
+        for group, window in enumerate(self._windows):
+            end = blocks_behind_window(window, sequence.computed_tokens, self._block_tokens)
+            start = sequence.freed_counts[group]
+            if end <= start:
+                continue
+            blocks = sequence.remove_blocks(group, end)
+            self._prefix_cache.forget_writer(sequence, blocks)
+            self._block_pool.release(blocks)
+            self._updates.block_table_updates.append(
+                BlockTableUpdate(sequence.slot, start, [0] * len(blocks), group)
+            )
+
     def kv_tokens_available(self, sequence: Sequence) -> int:
         """Capacity in tokens of the sequence's blocks and of all available blocks together."""
-        return sequence.kv_capacity + self._block_pool.available * self._block_tokens
+        blocks = self._block_pool.available // len(self._windows)
+        return sequence.kv_capacity + blocks * self._block_tokens
 
     def kv_tokens_spare(self, sequence: Sequence) -> int:
         """Like `kv_tokens_available`, minus one available block for each running sequence.
 
-        Each running sequence may need a block in the next step.
+        Each running sequence may need a block, in each KV group, in the next step.
         """
-        spare_blocks = max(0, self._block_pool.available - len(self._running))
+        blocks = self._block_pool.available // len(self._windows)
+        spare_blocks = max(0, blocks - len(self._running))
         return sequence.kv_capacity + spare_blocks * self._block_tokens
 
     def can_grow_all(self, sequences: list[Sequence]) -> bool:
@@ -443,7 +527,7 @@ class ResourceAllocator:
         blocks_needed = sum(
             sequence.planned_tokens == sequence.kv_capacity for sequence in sequences
         )
-        return blocks_needed <= self._block_pool.available
+        return blocks_needed * len(self._windows) <= self._block_pool.available
 
     def _preempt_below(self, sequence: Sequence, blocks_needed: int, now: float) -> None:
         """Preempt sequences of lower priority than `sequence`.
@@ -482,14 +566,22 @@ class ResourceAllocator:
         self._wake(self._prefix_cache.withdraw(sequence))
         if sequence.has_nonfinite_kv:
             self._clear_nonfinite_blocks(sequence)
-        self._block_pool.release(sequence.block_table)
+        self._block_pool.release(_held_blocks(sequence))
+        if self._has_windows:
+            # The slot may get another sequence before the next step, which has these updates.
+            self._updates.block_table_updates = [
+                update
+                for update in self._updates.block_table_updates
+                if update.slot != sequence.slot
+            ]
         self._free_slots.append(sequence.slot)
         self._unpin_adapter_rows(sequence)
         sequence.stop_running()
 
     def _clear_nonfinite_blocks(self, sequence: Sequence) -> None:
         """Unpublish the blocks that may contain NaN or infinity, and let the ranks zero them."""
-        nonfinite_blocks = sequence.block_table[sequence.computed_tokens // self._block_tokens :]
+        start = sequence.computed_tokens // self._block_tokens
+        nonfinite_blocks = [block for table in sequence.block_tables for block in table[start:]]
         for block in nonfinite_blocks:
             assert self._block_pool.ref_count(block) == 1, "a block with NaN or infinity is shared"
             self._block_pool.unpublish(block)
@@ -516,7 +608,7 @@ class ResourceAllocator:
     def check_totals(self) -> None:
         """Assert that no block and no slot is lost; compares only sums."""
         self._block_pool.check_totals(
-            sum([len(sequence.block_table) for sequence in self._running.values()])
+            sum([sequence.held_blocks for sequence in self._running.values()])
         )
         assert len(self._free_slots) + len(self._running) == self._slot_count, "a slot is lost"
 
@@ -524,7 +616,7 @@ class ResourceAllocator:
         """Assert that no resource is lost or assigned twice, and that sequences are consistent."""
         self.check_totals()
         running = list(self._running.values())
-        self._block_pool.check([sequence.block_table for sequence in running])
+        self._block_pool.check([_held_blocks(sequence) for sequence in running])
         self._prefix_cache.check(running)
         self._adapter_rows.check(sum(sequence.adapter_row_start >= 0 for sequence in running))
         slots = {sequence.slot for sequence in running} | set(self._free_slots)
@@ -557,3 +649,12 @@ def _needs_adapter_rows(sequence: Sequence, match: PrefixMatch) -> bool:
         and not adapter_ref.is_prefix
         and sequence.virtual_end > match.tokens
     )
+
+
+def _held_blocks(sequence: Sequence) -> list[int]:
+    """The blocks in a running sequence's block tables; the blocks of later tokens come last."""
+    if len(sequence.block_tables) == 1:
+        return sequence.block_tables[0][sequence.freed_counts[0] :]
+    return [
+        block for blocks in zip(*sequence.block_tables, strict=True) for block in blocks if block
+    ]

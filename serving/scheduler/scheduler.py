@@ -20,7 +20,7 @@ a token, and a row of the block-table tensor a slot. The setting `speculate_rows
 tokens, is the exception.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from serving.config import CacheConfig, SchedulerConfig
@@ -71,7 +71,7 @@ class Scheduler:
 
     `blocks` is the number of KV blocks, including block 0; `context_tokens_max` bounds prompt plus
     output of a sequence; `prefix_write_tokens_max` bounds the prefix adapter tokens that one step
-    writes.
+    writes; `windows` has the window of each KV group (gpt/kv_groups.py).
 
     Steps must run in the order in which they were planned, and be committed in that order. At most
     `stages` steps are in flight. With `async_scheduling` one more step may be in flight: the next
@@ -95,6 +95,7 @@ class Scheduler:
         model_digest: str = "",
         prefix_write_tokens_max: int = 256,
         async_scheduling: bool = False,
+        windows: Collection[int | None] = (None,),
     ) -> None:
         assert not (async_scheduling and scheduler_config.speculate_tokens_max), (
             "speculative decoding and asynchronous scheduling exclude each other"
@@ -116,7 +117,14 @@ class Scheduler:
         self._tenants = TenantFairness()
         self._waiting = WaitingQueue(self._tenants, scheduler_config.priority_age_s)
         self._allocator = ResourceAllocator(
-            vocab_size, blocks, scheduler_config, cache_config, self._waiting, model_digest
+            vocab_size,
+            blocks,
+            scheduler_config,
+            cache_config,
+            self._waiting,
+            model_digest,
+            windows=tuple(windows),
+            stages=stages + async_scheduling,
         )
         self._limits = SubmissionLimits(
             vocab_size, context_tokens_max, self._allocator.kv_tokens, cache_config.adapter_rows_max

@@ -1,4 +1,4 @@
-"""Sequence state: tokens, KV progress, block table, waiting time and scheduling priority.
+"""Sequence state: tokens, KV progress, block tables, waiting time and scheduling priority.
 
 A sequence owns its state: other objects read its attributes, and change them only through its
 methods. A preempted sequence keeps its tokens; after its next admission their keys and values are
@@ -50,8 +50,11 @@ class Sequence:
 
     slot: int = -1  # -1: waiting.
     is_parked: bool = False  # Waiting for KV that another sequence computes.
-    block_table: list[int] = field(default_factory=list)
-    kv_capacity: int = 0  # Tokens whose keys and values fit into the blocks of `block_table`.
+    # One block table for each KV group, all of the same length. The leading entries of a group with
+    # a window are 0 where the blocks were freed; `freed_counts` has their number for each group.
+    block_tables: list[list[int]] = field(default_factory=list)
+    freed_counts: list[int] = field(default_factory=list)
+    kv_capacity: int = 0  # Tokens whose keys and values fit into the block tables.
     # Length of `tokens` at admission. The sequence is prefilling until these tokens are planned.
     prefill_target: int = 0
     # Tokens whose keys and values are computed, or will be computed by the steps in flight.
@@ -177,6 +180,16 @@ class Sequence:
         """
         return self.submission.guide is None and self.submission.sampling.is_stateless
 
+    @property
+    def table_length(self) -> int:
+        """Number of entries of each block table."""
+        return len(self.block_tables[0])
+
+    @property
+    def held_blocks(self) -> int:
+        """Number of blocks in the block tables of all KV groups."""
+        return sum(map(len, self.block_tables)) - sum(self.freed_counts)
+
     def aging_level(self, now: float, age_s: float) -> int:
         """Priority levels gained by waiting: one for each `age_s` seconds of all waits."""
         waited = self.waited_s + (now - self.queued_at if self.is_waiting else 0.0)
@@ -240,13 +253,18 @@ class Sequence:
         self.is_parked = False
 
     def start_running(
-        self, slot: int, block_table: list[int], matched_tokens: int, now: float
+        self, slot: int, block_tables: list[list[int]], matched_tokens: int, now: float
     ) -> None:
-        """Take a slot and blocks, which contain the KV of the first `matched_tokens` tokens."""
+        """Take a slot and blocks, which contain the KV of the first `matched_tokens` tokens.
+
+        In the tables of groups with a window, leading entries may be 0: these blocks are not
+        needed.
+        """
         self.waited_s += now - self.queued_at
         self.slot = slot
-        self.block_table = block_table
-        self.kv_capacity = len(block_table) * self.block_tokens
+        self.block_tables = block_tables
+        self.freed_counts = [table.count(0) for table in block_tables]
+        self.kv_capacity = self.table_length * self.block_tokens
         self.prefill_target = len(self.tokens)
         self.planned_tokens = matched_tokens
         self.computed_tokens = matched_tokens
@@ -262,9 +280,19 @@ class Sequence:
         self.cached_tokens = min(self.computed_tokens, self.prompt_tokens)
         return True
 
-    def append_blocks(self, blocks: list[int]) -> None:
-        self.block_table += blocks
-        self.kv_capacity = len(self.block_table) * self.block_tokens
+    def append_blocks(self, new_blocks: list[list[int]]) -> None:
+        """Extend the block table of each KV group by its new blocks, equally many for each."""
+        for table, blocks in zip(self.block_tables, new_blocks, strict=True):
+            table += blocks
+        self.kv_capacity = self.table_length * self.block_tokens
+
+    def remove_blocks(self, group: int, end: int) -> list[int]:
+        """Remove the blocks before entry `end` of a group's table, and return them."""
+        table, start = self.block_tables[group], self.freed_counts[group]
+        blocks = table[start:end]
+        table[start:end] = [0] * len(blocks)
+        self.freed_counts[group] = start + len(blocks)
+        return blocks
 
     def pin_adapter_rows(self, row_start: int) -> None:
         self.adapter_row_start = row_start
@@ -275,7 +303,8 @@ class Sequence:
     def stop_running(self) -> None:
         """Give up the slot, the blocks and all computed KV; the tokens stay."""
         self.slot = -1
-        self.block_table = []
+        self.block_tables = []
+        self.freed_counts = []
         self.kv_capacity = 0
         self.planned_tokens = 0
         self.computed_tokens = 0
@@ -451,7 +480,9 @@ class Sequence:
             <= len(self.tokens) + unknown_tokens
         )
         assert not self.draft_tokens or self.steps_in_flight == 1
-        assert self.kv_capacity == len(self.block_table) * self.block_tokens
+        assert {len(table) * self.block_tokens for table in self.block_tables} == {self.kv_capacity}
+        for table, freed_count in zip(self.block_tables, self.freed_counts, strict=True):
+            assert table.count(0) == freed_count and not any(table[:freed_count])
         assert self.planned_tokens <= self.kv_capacity
 
 

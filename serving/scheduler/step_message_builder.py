@@ -93,8 +93,11 @@ class StepMessageBuilder:
         )
         start = sequence.planned_tokens
         block_tokens = sequence.block_tokens
-        blocks = sequence.block_table[start // block_tokens : -(-(start + count) // block_tokens)]
-        self._prefix_writes.append(PrefixKVWrite(adapter_ref.digest, start, count, blocks))
+        entries = slice(start // block_tokens, -(-(start + count) // block_tokens))
+        blocks, *other_blocks = [table[entries] for table in sequence.block_tables]
+        self._prefix_writes.append(
+            PrefixKVWrite(adapter_ref.digest, start, count, blocks, other_group_blocks=other_blocks)
+        )
         self.prefix_tokens_left -= count
 
     def add_prefill(self, sequence: Sequence, count: int) -> None:

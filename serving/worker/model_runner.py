@@ -25,6 +25,7 @@ from torch import Tensor
 from gpt.attention.kv_cache import KV_DTYPES, KVPool
 from gpt.device_transfers import PendingHostCopy, to_device
 from gpt.host_limits import available_memory_bytes
+from gpt.kv_groups import kv_groups
 from gpt.model import pipeline
 from gpt.model.gpt_model import GPT
 from gpt.parallel.collectives import barrier, broadcast_from_first_rank
@@ -90,9 +91,14 @@ class ModelRunner:
             dtype=KV_DTYPES.get(cache_config.kv_dtype, model.dtype),
             device=mesh.device,
         )
-        # A sequence has no more blocks than the KV pool, however long the model's context is.
+        groups = kv_groups(model_config)
+        # The window of each KV group. Layers with different windows share one group.
+        self.windows = tuple(group.window for group in groups) if len(groups) == 1 else (None,)
+        # Without a window, a sequence has no more blocks than the KV pool, however long the model's
+        # context is.
         context_blocks = -(-model_config.max_position_embeddings // cache_config.kv_block_tokens)
-        table_width = context_blocks if is_profile else min(context_blocks, blocks)
+        is_limited = None in self.windows and not is_profile
+        table_width = min(context_blocks, blocks) if is_limited else context_blocks
         self._block_tables = np.zeros((slots, table_width), np.int64)
         self._adapter_rows: Tensor | None = None
         if model.is_first_stage:

@@ -401,6 +401,7 @@ def lead(model: GPT, scenario: Scenario, address: str = "") -> ScenarioRun:
         stages=mesh.pp,
         prefix_write_tokens_max=scenario.prefix_write_tokens_max,
         async_scheduling=config.uses_async_scheduling("cpu"),
+        windows=runner.windows,
     )
     feeder = _Feeder(scenario)
     peers = OtherRanks(address, mesh.tp * mesh.pp - 1) if mesh.tp * mesh.pp > 1 else None

@@ -1,16 +1,25 @@
 """Fake ranks without a model: they execute steps and check every read of the KV cache.
 
 In place of keys and values, a block holds for each token a hash of the tenant and of all tokens up
-to this one. A block that is shared wrongly, copied too early or used after it was freed therefore
-fails the check when it is read.
+to this one, which depends on the KV group. A block that is shared wrongly, copied too early or used
+after it was freed therefore fails the check when it is read. In a group with a window, only the
+tokens in the window are read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from zlib import crc32
 
-from serving.messages import AdapterRef, Outcome, PrefixKVWrite, Step, Submission, TokenScore
+from serving.messages import (
+    AdapterRef,
+    BlockTableUpdate,
+    Outcome,
+    PrefixKVWrite,
+    Step,
+    Submission,
+    TokenScore,
+)
 
 VOCAB_SIZE = 50
 NONFINITE = -1  # In place of a hash: keys or values that are NaN or infinite.
@@ -40,6 +49,11 @@ def next_state(state: int, token: TokenIdentity) -> int:
 def prefix_state(digest: str, row: int) -> int:
     """Return the hash that stands for one token of a prefix adapter, for every tenant."""
     return hash((stable_hash(digest), row))
+
+
+def group_state(state: int, group: int) -> int:
+    """Return the content of a KV group's block for a token; a negative number stays as it is."""
+    return state if group == 0 or state < 0 else state ^ group
 
 
 def sample_token(state: int, seed: int, position: int) -> int:
@@ -109,8 +123,9 @@ class ExpectedSequence:
 @dataclass
 class _Slot:
     expected: ExpectedSequence
-    block_table: list[int] = field(default_factory=list)
+    block_tables: list[list[int]] = field(default_factory=list)  # By KV group.
     output_tokens: list[int] = field(default_factory=list)
+    is_nonfinite: bool = False  # A step of the sequence was non-finite.
     # Of the last step: its draft tokens, and the hash after each token up to its end.
     draft_tokens: list[int] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
@@ -122,9 +137,16 @@ class FakeRanks:
     The seed of a submission is its sequence id, so a `SlotInit` says which sequence a slot holds.
     """
 
-    def __init__(self, blocks: int, block_tokens: int, breaks: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        block_tokens: int,
+        breaks: Callable[[int], bool],
+        windows: Sequence[int | None] = (None,),
+    ) -> None:
         self.kv_cache = [[CLEARED] * block_tokens for _ in range(blocks)]
         self.block_tokens = block_tokens
+        self.windows = windows  # The window of each KV group.
         self.adapter_rows: dict[int, tuple[str, int]] = {}  # Rows of the adapter cache.
         self.row_counts: dict[str, int] = {}  # By the digest of an adapter.
         self.slots: dict[int, _Slot] = {}
@@ -204,26 +226,38 @@ class FakeRanks:
         for prefix_write in step.prefix_writes:
             self._write_prefix(prefix_write)
         for slot_init in step.slot_inits:
-            slot = _Slot(self.expected[slot_init.sampling.seed])
+            slot = _Slot(self.expected[slot_init.sampling.seed], [[] for _ in self.windows])
             slot.output_tokens = list(slot_init.output_tokens)
             self.slots[slot_init.slot] = slot
             prompt = slot.expected.submission.prompt
             assert slot_init.prompt == [token if token < VOCAB_SIZE else -1 for token in prompt]
             assert slot.output_tokens == slot.expected.tokens[: len(slot.output_tokens)]
         for update in step.block_table_updates:
-            slot = self.slots[update.slot]
-            assert update.start == len(slot.block_table), "a block table with a gap"
             assert update.blocks, "an update without blocks"
-            assert 0 not in update.blocks, "block 0 is assigned"
-            slot.block_table += update.blocks
+            self._update_table(self.slots[update.slot].block_tables[update.group], update)
+
+    def _update_table(self, table: list[int], update: BlockTableUpdate) -> None:
+        """Append blocks to a table, after zeros for unneeded ones; or free blocks with zeros."""
+        window = self.windows[update.group]
+        if any(update.blocks):
+            assert update.start == len(table), "a block table with a gap"
+            freed_count = update.blocks.count(0)
+            assert not any(update.blocks[:freed_count]), "block 0 is assigned"
+            assert not freed_count or (window is not None and not table)
+        else:
+            assert window is not None, "a block is freed in a group without a window"
+            assert not any(table[: update.start]), "blocks are not freed in order"
+        table[update.start : update.start + len(update.blocks)] = update.blocks
 
     def _write_prefix(self, write: PrefixKVWrite) -> None:
         first = write.start // self.block_tokens
-        assert len(write.blocks) == -(-(write.start + write.count) // self.block_tokens) - first
-        assert write.count > 0 and 0 not in write.blocks
-        for row in range(write.start, write.start + write.count):
-            block = self.kv_cache[write.blocks[row // self.block_tokens - first]]
-            block[row % self.block_tokens] = prefix_state(write.digest, row)
+        assert write.count > 0 and len(write.other_group_blocks) == len(self.windows) - 1
+        for group, blocks in enumerate([write.blocks, *write.other_group_blocks]):
+            assert len(blocks) == -(-(write.start + write.count) // self.block_tokens) - first
+            assert 0 not in blocks
+            for row in range(write.start, write.start + write.count):
+                block = self.kv_cache[blocks[row // self.block_tokens - first]]
+                block[row % self.block_tokens] = group_state(prefix_state(write.digest, row), group)
         self.prefix_tokens_written += write.count
 
     def _write_all(self, step: Step) -> list[int]:
@@ -273,10 +307,15 @@ class FakeRanks:
             self.decodes += 1
         else:
             self.prompt_tokens += len(ids)
-        nonfinite = self._breaks(sequence_id) or self._reads_nonfinite(slot, past, end)
-        for position in range(past, end):
-            block = self.kv_cache[slot.block_table[position // self.block_tokens]]
-            block[position % self.block_tokens] = NONFINITE if nonfinite else slot.states[position]
+        # A step in flight behind a non-finite step reads its values, if only to mask them.
+        nonfinite = slot.is_nonfinite = self._breaks(sequence_id) or slot.is_nonfinite
+        for group, table in enumerate(slot.block_tables):
+            for position in range(past, end):
+                block = table[position // self.block_tokens]
+                assert block, "a block that was freed is written"
+                self.kv_cache[block][position % self.block_tokens] = (
+                    NONFINITE if nonfinite else group_state(slot.states[position], group)
+                )
         return nonfinite
 
     def _check_counts(
@@ -297,24 +336,29 @@ class FakeRanks:
         )
         assert scores_prompt or not step.prompt_score_counts[index]
 
-    def _reads_nonfinite(self, slot: _Slot, past: int, end: int) -> bool:
-        size = self.block_tokens
-        blocks = [self.kv_cache[block] for block in slot.block_table[: -(-end // size)]]
-        return any(
-            NONFINITE in block[: max(0, min(size, past - index * size))]
-            for index, block in enumerate(blocks)
-        )
-
     def _check_read(self, step: Step, index: int) -> None:
         """Check the blocks that attention reads: each token's state, and no non-finite padding."""
         slot = self.slots[step.slots[index]]
+        past = step.past[index]
+        end = past + step.lengths[index]
+        for group, table in enumerate(slot.block_tables):
+            states = self._visible_states(slot, group, past, end)
+            expected = [group_state(state, group) for state in slot.states[end - len(states) : end]]
+            assert states == expected, "keys and values of another prefix"
+            for block in table[: -(-end // self.block_tokens)]:
+                # Attention reads and masks all of the table's blocks.
+                assert NONFINITE not in self.kv_cache[block], "non-finite values are masked"
+
+    def _visible_states(self, slot: _Slot, group: int, past: int, end: int) -> list[int]:
+        """Return the contents up to `end` that the tokens from position `past` on attend to."""
+        window = self.windows[group]
+        start = 0 if window is None else max(0, past - window + 1)
         size = self.block_tokens
-        end = step.past[index] + step.lengths[index]
-        for block_index in range(-(-end // size)):
-            block = self.kv_cache[slot.block_table[block_index]]
-            states = slot.states[block_index * size : min(end, (block_index + 1) * size)]
-            assert block[: len(states)] == states, "keys and values of another prefix"
-            assert NONFINITE not in block, "non-finite values behind the end of a sequence"
+        table = slot.block_tables[group]
+        return [
+            self.kv_cache[table[position // size]][position % size]
+            for position in range(start, end)
+        ]
 
 
 def make_adapter_ref(name: str, count: int, kind: str = "rows") -> AdapterRef:

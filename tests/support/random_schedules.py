@@ -14,9 +14,12 @@ ADAPTERS = [
 
 
 class RandomSchedule:
-    """A random scheduler and its random callers."""
+    """A random scheduler and its random callers.
 
-    def __init__(self, seed: int, **settings: object) -> None:
+    `has_windows`: the model has several KV groups, or one with a window.
+    """
+
+    def __init__(self, seed: int, *, has_windows: bool = False, **settings: object) -> None:
         self.random = random = Random(seed)
         block_tokens = random.choice([1, 2, 4, 4, 4, 8])
         self.context = random.choice([8, 20, 40])
@@ -40,6 +43,13 @@ class RandomSchedule:
             "speculate_tokens_max": random.choice([0, 0, 1, 3, 5]),
             "speculate_rows_max": random.choice([2, 8, 8, 100]),
         }
+        if has_windows:
+            groups = random.choice([1, 1, 2, 3])
+            windows = [random.choice([1, 2, 5, 8, 13]) for _ in range(groups)]
+            if random.random() < 0.5:
+                windows[0] = None  # type: ignore[call-overload]
+            drawn_settings["windows"] = windows
+            drawn_settings["blocks"] = (blocks - 1) * groups + 1
         self.harness = SchedulerHarness(**drawn_settings | settings)
         self.harness.records_steps = False
 

@@ -1,7 +1,7 @@
 """Scheduler harness: a scheduler with fake ranks and a simulated clock, checked at every step."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from gpt.sampling_params import SamplingParams
 from serving.config import ServerConfig
@@ -37,6 +37,7 @@ class SchedulerHarness:
         stages: int = 1,
         context: int = 10_000,
         prefix_write_tokens_max: int = 256,
+        windows: Sequence[int | None] = (None,),
         breaks: Callable[[int], bool] = lambda sequence_id: False,
         **config: object,
     ) -> None:
@@ -57,9 +58,10 @@ class SchedulerHarness:
             stages=stages,
             prefix_write_tokens_max=prefix_write_tokens_max,
             async_scheduling=async_scheduling,
+            windows=windows,
         )
         self.prefix_write_tokens_max = prefix_write_tokens_max
-        self.ranks = FakeRanks(blocks, self.config.cache_config.kv_block_tokens, breaks)
+        self.ranks = FakeRanks(blocks, self.config.cache_config.kv_block_tokens, breaks, windows)
         self.now = 0.0
         self.submissions = 0
         self.in_flight: deque[tuple[Step, Outcome]] = deque()

@@ -150,7 +150,9 @@ def test_prefix_adapters_row_adapters_and_plain_prompts_share_steps(
     check_answers(build(CONFIGS[name]), scenario, scenario_run)
     assert bool(scenario_run.load.cached_tokens) == (case != "no prefix cache")
     # Small blocks: adapter_bytes_max is 1, so sequences of different adapters do not run together.
-    assert scenario_run.load.preemptions or case == "small blocks"
+    # The window of "modern" frees the blocks for which sequences of "odd" are preempted.
+    needs_preemption = case != "small blocks" and CONFIGS[name].window_size is None
+    assert scenario_run.load.preemptions or not needs_preemption
 
 
 @pytest.mark.parametrize(("name", "tp", "pp"), [("odd", 2, 1), ("modern", 1, 2)])

@@ -40,8 +40,8 @@ def new_running_sequence(
     block_count: int = 1,
 ) -> Sequence:
     sequence = new_sequence(sequence_id, service, priority)
-    blocks = list(range(block_count))
-    sequence.start_running(sequence_id, blocks, matched_tokens=0, now=waited_s)
+    blocks = list(range(1, 1 + block_count))
+    sequence.start_running(sequence_id, [blocks], matched_tokens=0, now=waited_s)
     return sequence
 
 
@@ -52,7 +52,7 @@ def admission_victims(
         waiting,
         running,
         blocks_missing=blocks_missing,
-        blocks_gained=lambda sequence: len(sequence.block_table),
+        blocks_gained=lambda sequence: sequence.held_blocks,
     )
 
 

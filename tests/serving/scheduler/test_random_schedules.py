@@ -12,6 +12,19 @@ CHUNKS = 20
 SCHEDULES_PER_CHUNK = 100
 
 
+@pytest.mark.parametrize(
+    "chunk",
+    [0, 1, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(2, CHUNKS))],
+)
+def test_a_sequence_in_kv_groups_with_windows_has_the_same_output_as_alone(chunk: int) -> None:
+    for seed in range(chunk * SCHEDULES_PER_CHUNK, (chunk + 1) * SCHEDULES_PER_CHUNK):
+        try:
+            RandomSchedule(seed, has_windows=True).run(arrivals=8)
+        except Exception as error:
+            error.add_note(f"schedule {seed}")
+            raise
+
+
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_a_sequence_in_a_random_schedule_has_the_same_output_as_alone(chunk: int) -> None:
     for seed in range(chunk * SCHEDULES_PER_CHUNK, (chunk + 1) * SCHEDULES_PER_CHUNK):

@@ -160,7 +160,7 @@ def test_updates_are_returned_once() -> None:
     resources.admit(sequence)
     assert resources.allocator.allocate_blocks(sequence, 6, 0.0)
     updates = resources.allocator.pop_updates()
-    assert updates.block_table_updates == [BlockTableUpdate(0, 0, sequence.block_table)]
+    assert updates.block_table_updates == [BlockTableUpdate(0, 0, sequence.block_tables[0])]
     assert resources.allocator.pop_updates().block_table_updates == []
 
 
@@ -169,7 +169,7 @@ def test_blocks_with_nan_are_cleared_and_not_cached() -> None:
     sequence = resources.new_sequence(text_ids(6))
     resources.admit(sequence)
     assert resources.allocator.allocate_blocks(sequence, 6, 0.0)
-    blocks = list(sequence.block_table)
+    blocks = list(sequence.block_tables[0])
     sequence.mark_nonfinite()
     sequence.end("fault")
     resources.allocator.release(sequence)

@@ -28,7 +28,7 @@ def new_sequence(prompt: list[int], max_new_tokens: int = 8, **options: object) 
 
 def test_a_preempted_sequence_keeps_its_tokens_and_loses_its_kv() -> None:
     sequence = new_sequence(text_ids(5))
-    sequence.start_running(slot=3, block_table=[1, 2], matched_tokens=0, now=2.0)
+    sequence.start_running(slot=3, block_tables=[[1, 2]], matched_tokens=0, now=2.0)
     sequence.plan_tokens(5, 2.0)
     sequence.complete_step()
     assert sequence.advance(5, [9]) == [9]
@@ -38,8 +38,8 @@ def test_a_preempted_sequence_keeps_its_tokens_and_loses_its_kv() -> None:
     sequence.enqueue(3.0)
     assert sequence.is_waiting
     assert sequence.tokens == [*text_ids(5), 9]
-    assert (sequence.computed_tokens, sequence.block_table, sequence.kv_capacity) == (0, [], 0)
-    sequence.start_running(slot=0, block_table=[4, 5], matched_tokens=4, now=6.0)
+    assert (sequence.computed_tokens, sequence.block_tables, sequence.kv_capacity) == (0, [], 0)
+    sequence.start_running(slot=0, block_tables=[[4, 5]], matched_tokens=4, now=6.0)
     # Waits of one and of three seconds; the generated token belongs to the prefill now.
     assert sequence.waited_s == 4.0
     assert sequence.unplanned_prefill_tokens == 2
@@ -47,7 +47,7 @@ def test_a_preempted_sequence_keeps_its_tokens_and_loses_its_kv() -> None:
 
 def test_rejected_drafts_are_planned_again() -> None:
     sequence = new_sequence(text_ids(3))
-    sequence.start_running(slot=0, block_table=[1, 2, 3], matched_tokens=3, now=1.0)
+    sequence.start_running(slot=0, block_tables=[[1, 2, 3]], matched_tokens=3, now=1.0)
     sequence.plan_tokens(1, 1.0)
     sequence.plan_drafts([5, 6, 7])
     assert sequence.planned_tokens == 7
@@ -66,7 +66,7 @@ def test_the_first_end_reason_is_reported() -> None:
 
 def test_only_the_first_output_has_the_phases() -> None:
     sequence = new_sequence(text_ids(3))
-    sequence.start_running(slot=0, block_table=[1], matched_tokens=0, now=1.5)
+    sequence.start_running(slot=0, block_tables=[[1]], matched_tokens=0, now=1.5)
     first = sequence.step_output([4], [], [], now=2.5)
     assert first.phases is not None
     assert (first.phases.queue_s, first.phases.prefill_s) == (0.5, 1.0)

@@ -13,7 +13,7 @@ def running_sequence(submission: Submission, *, slot: int, matched_tokens: int =
         submission, arrival_order=slot, vocab_size=VOCAB_SIZE, block_tokens=4, now=0.0
     )
     block_table = [10 * slot + index for index in range(1, 5)]
-    sequence.start_running(slot, block_table, matched_tokens, now=0.0)
+    sequence.start_running(slot, [block_table], matched_tokens, now=0.0)
     return sequence
 
 

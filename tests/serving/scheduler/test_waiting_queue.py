@@ -102,7 +102,7 @@ def test_waiting_time_is_summed_over_preemptions() -> None:
     queue = Queue()
     sequence = queue.push_new(0.0)
     assert queue.pop_all(15.0) == [0]
-    sequence.start_running(slot=0, block_table=[], matched_tokens=0, now=15.0)
+    sequence.start_running(slot=0, block_tables=[[]], matched_tokens=0, now=15.0)
     sequence.stop_running()
     sequence.enqueue(100.0)
     assert sequence.aging_level(106.0, AGE_S) == 2

@@ -1,0 +1,58 @@
+"""KV groups: the layers of each window in groups of about equal size, spread over the depth."""
+
+import pytest
+
+from gpt.kv_groups import kv_groups, layers_per_block, window_blocks_max
+from tests.support.models import CLASSIC
+
+
+def group_sizes(layers: int, is_windowed: list[bool]) -> list[tuple[int | None, int]]:
+    pattern = tuple(is_windowed[i % len(is_windowed)] for i in range(layers))
+    config = CLASSIC.with_fields(
+        num_layers=layers, window_size=8, window_layers=pattern, moe_layers=()
+    )
+    groups = kv_groups(config)
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(layers))
+    for group in groups:
+        assert {config.layers[layer].window_size for layer in group.layers} == {group.window}
+    return [(group.window, len(group.layers)) for group in groups]
+
+
+def test_layers_with_equal_windows_are_one_group() -> None:
+    assert group_sizes(6, [False]) == [(None, 6)]
+    assert group_sizes(6, [True]) == [(8, 6)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "pattern", "sizes"),
+    [
+        (24, [True, False], [(None, 12), (8, 12)]),  # GPT-OSS 20B.
+        (26, [True] * 5 + [False], [(None, 4), *[(8, 4)] * 4, *[(8, 3)] * 2]),  # Gemma 3 1B.
+        (5, [True, False], [(None, 2), (8, 2), (8, 1)]),
+        (9, [True, False], [(None, 4), (8, 5)]),
+    ],
+)
+def test_frequent_windows_have_several_groups(
+    layers: int, pattern: list[bool], sizes: list[tuple[int | None, int]]
+) -> None:
+    actual = group_sizes(layers, pattern)
+    assert sorted(actual, key=str) == sorted(sizes, key=str)
+    assert actual[0][0] is None
+
+
+def test_the_groups_are_about_equal_in_each_pipeline_stage() -> None:
+    pattern = tuple(layer % 6 != 5 for layer in range(62))
+    config = CLASSIC.with_fields(num_layers=62, window_size=8, window_layers=pattern, moe_layers=())
+    groups = kv_groups(config)
+    assert len(groups) == 7 and layers_per_block(groups, range(62)) == 10
+    stages = range(0, 31), range(31, 62)
+    assert [layers_per_block(groups, stage) for stage in stages] == [5, 6]
+
+
+def test_a_sequence_holds_the_blocks_of_its_new_tokens_and_of_its_window() -> None:
+    for window in range(1, 12):
+        for new_tokens in range(1, 9):
+            spans = [
+                (end - 1) // 4 - (end - new_tokens - window + 1) // 4 + 1 for end in range(40, 44)
+            ]
+            assert max(spans) <= window_blocks_max(window, new_tokens, 4) <= max(spans) + 1
