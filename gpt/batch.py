@@ -6,7 +6,7 @@ blocks. A batch describes one step; the module contains no scheduling policy and
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -46,6 +46,9 @@ class Batch:
     # sequence of the batch that has no parent. Each child sequence begins with the parent's tokens,
     # which are computed only once. An empty tuple: no sequence has a parent.
     parents: tuple[int | None, ...] = ()
+    # This batch for each KV group after the first (gpt/kv_groups.py), with the group's slot mapping
+    # and block tables.
+    other_groups: tuple["Batch", ...] = ()
     # Cache of attention metadata (gpt/attention/paged.py): the first layer computes it, and the
     # later layers reuse it.
     attention_metadata: dict[object, object] = field(
@@ -108,6 +111,28 @@ class Batch:
             block_tables,
             logit_rows,
         )
+
+    def with_groups(self, tables: Sequence[tuple[Tensor, Tensor]]) -> "Batch":
+        """Return the batch with other KV groups.
+
+        `tables`: for each of them, the block number of each token's slot, and the block tables.
+        """
+        assert self.slot_mapping is not None
+        offsets = self.slot_mapping[1]
+        other_groups = tuple(
+            replace(
+                self,
+                slot_mapping=(slot_blocks, offsets),
+                block_tables=block_tables,
+                attention_metadata={},
+            )
+            for slot_blocks, block_tables in tables
+        )
+        return replace(self, other_groups=other_groups)
+
+    def in_group(self, group: int) -> "Batch":
+        """Return the batch for a KV group."""
+        return self.other_groups[group - 1] if group else self
 
     @cached_property
     def tokens(self) -> int:

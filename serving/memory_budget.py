@@ -33,15 +33,21 @@ class KVBlockLayout:
     """The size of one rank's KV blocks. Every KV pool has a block 0, which no sequence uses."""
 
     block_tokens: int
-    bytes_per_token: int  # Summed over the rank's layers and KV heads.
+    # Summed over the KV heads, and over the rank's layers in one KV group (gpt/kv_groups.py).
+    bytes_per_token: int
+    # KV groups. A token has a block in each of them, until the block is behind the group's window.
+    groups: int = 1
 
     @property
     def block_bytes(self) -> int:
         return self.block_tokens * self.bytes_per_token
 
     def pool_blocks(self, tokens: int) -> int:
-        """Return the number of blocks, block 0 included, of a pool for `tokens` tokens."""
-        return -(-tokens // self.block_tokens) + 1
+        """Return the number of blocks, block 0 included, of a pool for `tokens` tokens.
+
+        No block is assumed to be behind a window.
+        """
+        return self.groups * -(-tokens // self.block_tokens) + 1
 
     def blocks_within(self, kv_bytes: int) -> int:
         """Return the number of blocks that fit into `kv_bytes` bytes."""
@@ -49,7 +55,7 @@ class KVBlockLayout:
 
     def token_capacity(self, blocks: int) -> int:
         """Return the number of tokens that fit into a pool. `blocks` includes block 0."""
-        return max(0, blocks - 1) * self.block_tokens
+        return max(0, blocks - 1) // self.groups * self.block_tokens
 
 
 def kv_cache_bytes(memory_bytes: int, reserved_bytes: int, *, on_cpu: bool) -> int:

@@ -118,6 +118,8 @@ class LayerwiseDecoder:
         context = self._forward_context(batch, kv, prefix)
         for index, layer in enumerate(self._layers):
             layer_kv = None if kv is None else kv.layer(layer.layer)
+            if kv is not None and batch.other_groups:
+                context = replace(context, batch=batch.in_group(kv.group(layer.layer)))
             if index == len(self._layers) - 1 and self._selects_rows_early(batch, kv):
                 context = replace(context, output_rows=batch.logit_rows)
             y = (

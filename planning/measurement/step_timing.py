@@ -178,8 +178,9 @@ def _time_step(runner: ModelRunner, step_shape: StepShape, clock: Callable[[], f
     """
     count, blocks = step_shape.sequences, _blocks_per_sequence(step_shape)
     tables = [
-        BlockTableUpdate(slot, 0, list(range(1 + slot * blocks, 1 + (slot + 1) * blocks)))
+        BlockTableUpdate(slot, 0, list(range(1 + slot * blocks, 1 + (slot + 1) * blocks)), group)
         for slot in range(count)
+        for group in range(len(runner.windows))
     ]
     slot_inits = [SlotInit(slot, SamplingParams(), [0], []) for slot in range(count)]
     runner.run_step(Step(0, slot_inits=slot_inits, block_table_updates=tables))

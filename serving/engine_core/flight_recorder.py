@@ -195,6 +195,7 @@ def _step_record(recorded_step: RecordedStep, with_token_ids: bool) -> dict[str,
                 "digest": prefix_write.digest,
                 "start": prefix_write.start,
                 "blocks": prefix_write.blocks,
+                "other_group_blocks": prefix_write.other_group_blocks,
                 "bytes": size,
             }
             for prefix_write, size in zip(

@@ -45,14 +45,22 @@ def warmup_steps(
         tokens_left -= lengths[-1]
         free_blocks -= -(-lengths[-1] // block_tokens)
     count = min(sequences_max, model_runner.blocks - 1)
-    prefill_step = _synthetic_step(lengths, 0, block_tokens)
+    groups = len(model_runner.windows)
+    prefill_step = _synthetic_step(lengths, 0, block_tokens, groups)
     past = min(block_tokens, context) - 1
-    greedy_step = _synthetic_step([1] * count, past, block_tokens)
+    greedy_step = _synthetic_step([1] * count, past, block_tokens, groups)
     sampled_step = _synthetic_step(
-        [1] * count, past, block_tokens, SamplingParams(temperature=1.0, top_p=0.9, top_k=50)
+        [1] * count,
+        past,
+        block_tokens,
+        groups,
+        SamplingParams(temperature=1.0, top_p=0.9, top_k=50),
     )
     mixed_step = _synthetic_step(
-        _mixed_lengths(sequences_max, past, block_tokens, config, model_runner), past, block_tokens
+        _mixed_lengths(sequences_max, past, block_tokens, config, model_runner),
+        past,
+        block_tokens,
+        groups,
     )
     block_max = max(
         table.blocks[-1]
@@ -91,7 +99,11 @@ def _mixed_lengths(
 
 
 def _synthetic_step(
-    lengths: list[int], past: int, block_tokens: int, sampling: SamplingParams = GREEDY
+    lengths: list[int],
+    past: int,
+    block_tokens: int,
+    groups: int,
+    sampling: SamplingParams = GREEDY,
 ) -> Step:
     """A step with `len(lengths)` sequences; sequence i has `lengths[i]` new tokens.
 
@@ -102,7 +114,9 @@ def _synthetic_step(
     first_block = 1
     for slot, length in enumerate(lengths):
         end_block = first_block + -(-(past + length) // block_tokens)
-        block_table_updates.append(BlockTableUpdate(slot, 0, list(range(first_block, end_block))))
+        blocks = list(range(first_block, end_block))
+        # Each KV group writes its keys and values over those of the other groups.
+        block_table_updates += [BlockTableUpdate(slot, 0, blocks, group) for group in range(groups)]
         first_block = end_block
     count = len(lengths)
     return Step(

@@ -146,10 +146,10 @@ class CudaGraphRunner:
 
     After a `GraphCaptureError` the object must not be used any more.
 
-    `block_tables`: the block tables on the host, one for each slot. `last_tokens`: each slot's last
-    sampled token, on the device, and a last entry for padding rows. With `broadcasts_ids`, only the
-    `last_tokens` of the first tensor rank are used. Padding rows write their keys and values to
-    block `scratch_block` of the pool.
+    `block_tables`: the block tables on the host, (KV groups, slots, blocks). `last_tokens`: each
+    slot's last sampled token, on the device, and a last entry for padding rows. With
+    `broadcasts_ids`, only the `last_tokens` of the first tensor rank are used. Padding rows write
+    their keys and values to block `scratch_block` of the pool.
     """
 
     def __init__(
@@ -172,18 +172,21 @@ class CudaGraphRunner:
         self._host_tables = block_tables
         self._last_tokens = last_tokens
         self._broadcasts_ids = broadcasts_ids
-        slots, self._width = block_tables.shape
-        # There are two more block tables than slots. Padding rows have table `slots`. Table
+        groups, slots, self._width = block_tables.shape
+        # Each KV group has two more block tables than slots. Padding rows have table `slots`. Table
         # `slots + 1` is a discard area: unused entries of the list of changed cells write there.
         self._pad_slot = slots
         self._discard_cell = (slots + 1) * self._width
-        device_tables = torch.zeros(slots + 2, self._width, dtype=torch.int32, device=device)
-        device_tables[slots] = scratch_block
+        self._group_cells = (slots + 2) * self._width
+        device_tables = torch.zeros(
+            groups, slots + 2, self._width, dtype=torch.int32, device=device
+        )
+        device_tables[:, slots] = scratch_block
         self._device_tables = device_tables
         self._device_cells = device_tables.view(-1)
-        # By slot: the range (start, end) of its block table that has changed on the host and is not
-        # on the device yet; `end` is exclusive.
-        self._changed_entries: dict[int, tuple[int, int]] = {}
+        # By slot and group: the range (start, end) of the block table that has changed on the host
+        # and is not on the device yet; `end` is exclusive.
+        self._changed_entries: dict[tuple[int, int], tuple[int, int]] = {}
         self.sizes = tuple(sizes)
         self._captured_graphs: dict[int, tuple[_GraphBuffers, Work]] = {}
         rows = self.sizes[-1]
@@ -233,10 +236,11 @@ class CudaGraphRunner:
         """Whether not every size is captured."""
         return len(self._captured_graphs) < len(self.sizes)
 
-    def mark_changed(self, slot: int, start: int, end: int) -> None:
-        """Record that entries [start, end) of a slot's block table have changed on the host."""
-        low, high = self._changed_entries.get(slot, (start, end))
-        self._changed_entries[slot] = min(low, start), max(high, end)
+    def mark_changed(self, slot: int, start: int, end: int, group: int = 0) -> None:
+        """Record that entries [start, end) of a block table have changed on the host."""
+        key = slot, group
+        low, high = self._changed_entries.get(key, (start, end))
+        self._changed_entries[key] = min(low, start), max(high, end)
 
     def run(self, step: Step, x: Tensor | None) -> GraphOutput:
         """Launch the step without waiting for it. A graph that is large enough must be captured.
@@ -271,8 +275,7 @@ class CudaGraphRunner:
             count = len(step.slots)
             fields[IDS, :count], fields[POSITIONS, :count] = step.token_ids, step.past
             fields[SLOTS, :count] = step.slots
-            cells = self._changed_cells(step.slots)
-            blocks = self._host_tables.ravel()[cells]
+            cells, blocks = self._changed_cells(step.slots)
             if len(cells) <= size:
                 fields[TABLE_CELLS, : len(cells)], fields[BLOCKS, : len(cells)] = cells, blocks
             else:  # New sequences can change more cells than the packed array has entries.
@@ -282,17 +285,21 @@ class CudaGraphRunner:
                 )
         return host_inputs
 
-    def _changed_cells(self, slots: Sequence[int]) -> NDArray[np.int64]:
-        """Return the changed cells of these slots, and mark them as unchanged.
+    def _changed_cells(self, slots: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the changed cells of these slots with their blocks, and mark them as unchanged.
 
-        Cells are flat indices into the array of all block tables.
+        Cells are flat indices into the tensor of all block tables on the device.
         """
-        spans = [
-            np.arange(*self._changed_entries.pop(slot)) + slot * self._width
-            for slot in (slots if self._changed_entries else ())
-            if slot in self._changed_entries
-        ]
-        return np.concatenate(spans) if spans else np.zeros(0, np.int64)
+        cells = [np.zeros(0, np.int64)]
+        blocks = [np.zeros(0, np.int64)]
+        for slot in slots if self._changed_entries else ():
+            for group, tables in enumerate(self._host_tables):
+                if (slot, group) in self._changed_entries:
+                    start, end = self._changed_entries.pop((slot, group))
+                    first_cell = group * self._group_cells + slot * self._width
+                    cells.append(np.arange(start, end) + first_cell)
+                    blocks.append(tables[slot, start:end])
+        return np.concatenate(cells), np.concatenate(blocks)
 
     def _copy_inputs(self, packed: Tensor, buffers: _GraphBuffers) -> None:
         buffers.packed_inputs.copy_(packed, non_blocking=True)
@@ -340,8 +347,9 @@ class CudaGraphRunner:
         fields = buffers.packed_inputs.long()
         self._device_cells.index_copy_(0, fields[TABLE_CELLS], buffers.packed_inputs[BLOCKS])
         slots, positions = fields[SLOTS], fields[POSITIONS]
-        tables = self._device_tables.index_select(0, slots)
-        block = tables.gather(1, (positions // block_tokens).unsqueeze(1)).squeeze(1).long()
+        columns = (positions // block_tokens).unsqueeze(1)
+        group_tables = [tables.index_select(0, slots) for tables in self._device_tables]
+        group_blocks = [tables.gather(1, columns).squeeze(1).long() for tables in group_tables]
         # The context may be longer than all KV blocks.
         context = min(model.config.max_position_embeddings, self._width * block_tokens)
         count, position_max = len(slots), context - 1
@@ -349,10 +357,12 @@ class CudaGraphRunner:
             (1,) * count,
             (position_max,) * count,
             positions,
-            (block, positions % block_tokens),
-            tables,
+            (group_blocks[0], positions % block_tokens),
+            group_tables[0],
             device_context_lengths=buffers.packed_inputs[POSITIONS] + 1,
         )
+        if len(group_tables) > 1:
+            batch = batch.with_groups(list(zip(group_blocks[1:], group_tables[1:], strict=True)))
         x = buffers.hidden
         if x is None:
             ids = fields[IDS]

@@ -5,7 +5,7 @@ Decode-only steps are the most frequent ones and have a shorter path: every sequ
 token and samples the next.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 
 import numpy as np
@@ -49,22 +49,47 @@ def build_input_batch(
 ) -> InputBatch:
     """Build the flat input tensors of a step.
 
-    `block_tables`: the block numbers of each slot. `last_tokens`: each slot's last sampled token,
-    on the model's device. With asynchronous scheduling a step may be planned before the host knows
-    this token. The step then has the id -1 instead, which this function replaces by the token.
+    `block_tables`: the block numbers, (KV groups, slots, blocks). `last_tokens`: each slot's last
+    sampled token, on the model's device. With asynchronous scheduling a step may be planned before
+    the host knows this token. The step then has the id -1 instead, which this function replaces by
+    the token.
     """
     slots, ids = np.array(step.slots), np.array(step.token_ids, np.int64)
     is_decode_only = (
         len(ids) == len(slots) and all(step.draws) and not any(step.prompt_score_counts)
     )
     table_width = -(-max(map(add, step.past, step.lengths)) // block_tokens)
+    tables = block_tables[0, slots, :table_width]
     inputs = (_decode_batch if is_decode_only else _mixed_batch)(
-        step, ids, block_tables[slots, :table_width], block_tokens, last_tokens.device
+        step, ids, tables, block_tokens, last_tokens.device
     )
+    if len(block_tables) > 1:
+        other_tables = block_tables[1:, slots, :table_width]
+        batch = _with_groups(inputs, step, other_tables, block_tokens, last_tokens.device)
+        inputs = replace(inputs, batch=batch)
     if ids.min() < 0:
         sampled_ids = last_tokens[to_device(slots[inputs.row_sequences], last_tokens.device)]
         inputs.token_ids.copy_(torch.where(inputs.token_ids < 0, sampled_ids, inputs.token_ids))
     return inputs
+
+
+def _with_groups(
+    inputs: InputBatch,
+    step: Step,
+    tables: IntArray,
+    block_tokens: int,
+    device: torch.device,
+) -> Batch:
+    """Return the batch with the KV groups after the first, whose block tables are `tables`."""
+    _, row_sequences, table_columns, _ = token_indices(step.lengths, step.past, block_tokens)
+    slot_blocks = tables[:, row_sequences, table_columns]
+    packed = to_device(np.concatenate([slot_blocks.ravel(), tables.ravel()]), device)
+    group_blocks, group_tables = packed.split([slot_blocks.size, tables.size])
+    return inputs.batch.with_groups(
+        list(
+            zip(group_blocks.view(slot_blocks.shape), group_tables.view(tables.shape), strict=True)
+        )
+    )
 
 
 def _decode_batch(

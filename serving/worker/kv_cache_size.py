@@ -13,6 +13,7 @@ from gpt.costs.inference import kv_bytes_per_token
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import ConfigError
 from gpt.host_limits import available_memory_bytes
+from gpt.kv_groups import kv_groups, layers_per_block
 from gpt.model.gpt_model import GPT
 from serving.config import CacheConfig, SchedulerConfig
 from serving.memory_budget import KVBlockLayout, kv_cache_bytes, running_kv_tokens_max
@@ -98,9 +99,12 @@ def _block_layout(model: GPT, cache_config: CacheConfig) -> KVBlockLayout:
     dtype = cache_config.kv_dtype
     if dtype not in KV_DTYPES:
         dtype = FLOAT_DTYPE_NAMES[model.dtype]
+    groups = kv_groups(model.config)
+    layers = layers_per_block(groups, model.layers)
     return KVBlockLayout(
         cache_config.kv_block_tokens,
-        kv_bytes_per_token(model.config, len(model.layers), model.mesh.tp, dtype),
+        kv_bytes_per_token(model.config, layers, model.mesh.tp, dtype),
+        len(groups),
     )
 
 

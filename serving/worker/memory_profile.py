@@ -17,6 +17,7 @@ import torch
 
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
+from gpt.kv_groups import kv_groups
 from gpt.model.gpt_model import GPT
 from gpt.parallel.collectives import barrier
 from gpt.sampling_params import SamplingParams
@@ -160,9 +161,13 @@ def largest_steps(
     first step makes the history of penalties as large as it can become, because it stays allocated.
     """
     context, block_tokens = model_config.max_position_embeddings, cache_config.kv_block_tokens
-    if cache_config.kv_tokens_max is not None:  # A sequence is not longer than the KV cache.
+    windows = [group.window for group in kv_groups(model_config)]
+    # Without windows, a sequence is not longer than the KV cache.
+    if cache_config.kv_tokens_max is not None and not any(windows):
         context = min(context, -(-cache_config.kv_tokens_max // block_tokens) * block_tokens)
-    builder = _StepBuilder(context, block_tokens, virtual_token=model_config.vocab_size)
+    builder = _StepBuilder(
+        context, block_tokens, virtual_token=model_config.vocab_size, groups=len(windows)
+    )
     requests, tokens = scheduler_config.running_requests_max, scheduler_config.step_tokens_max
     # Prompts of the most tokens, in few sequences.
     prompts = [_Run(length) for length in _unequal_lengths(tokens, requests, context)]
@@ -230,6 +235,7 @@ class _StepBuilder:
     context: int
     block_tokens: int
     virtual_token: int
+    groups: int  # KV groups.
 
     def build(
         self,
@@ -258,8 +264,9 @@ class _StepBuilder:
             draft_counts=[run.drafts for run in runs] if any(run.drafts for run in runs) else [],
             slot_inits=list(self._slot_inits(runs, rules)),
             block_table_updates=[
-                BlockTableUpdate(slot, 0, [SHARED_BLOCK] * self._block_count(run))
+                BlockTableUpdate(slot, 0, [SHARED_BLOCK] * self._block_count(run), group)
                 for slot, run in enumerate(runs)
+                for group in range(self.groups)
             ],
             block_copies=[(SHARED_BLOCK, SHARED_BLOCK)] * count if copies else [],
         )

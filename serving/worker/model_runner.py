@@ -82,6 +82,7 @@ class ModelRunner:
         if reason is not None and mesh.device.type == "cuda" and not is_profile:
             log.info("event=no_graphs reason=%r", reason)
         has_graphs = reason is None and not is_profile
+        groups = kv_groups(model_config)
         self.pool = KVPool(
             model_config,
             model.layers,
@@ -90,16 +91,15 @@ class ModelRunner:
             block_tokens=cache_config.kv_block_tokens,
             dtype=KV_DTYPES.get(cache_config.kv_dtype, model.dtype),
             device=mesh.device,
+            groups=groups,
         )
-        groups = kv_groups(model_config)
-        # The window of each KV group. Layers with different windows share one group.
-        self.windows = tuple(group.window for group in groups) if len(groups) == 1 else (None,)
+        self.windows = tuple(group.window for group in groups)  # Of each KV group.
         # Without a window, a sequence has no more blocks than the KV pool, however long the model's
         # context is.
         context_blocks = -(-model_config.max_position_embeddings // cache_config.kv_block_tokens)
         is_limited = None in self.windows and not is_profile
         table_width = min(context_blocks, blocks) if is_limited else context_blocks
-        self._block_tables = np.zeros((slots, table_width), np.int64)
+        self._block_tables = np.zeros((len(groups), slots, table_width), np.int64)
         self._adapter_rows: Tensor | None = None
         if model.is_first_stage:
             shape = (cache_config.adapter_rows_max, model_config.hidden_size)
@@ -196,14 +196,17 @@ class ModelRunner:
             write_prefix_kv(self.pool, self.model, prefix_write)
         for slot_init in step.slot_inits:
             # Unset entries point to block 0, which no sequence owns.
-            self._block_tables[slot_init.slot] = 0
+            self._block_tables[:, slot_init.slot] = 0
             if self._sampler is not None:
                 self._init_slot(slot_init, self._sampler)
         for table_update in step.block_table_updates:
             end = table_update.start + len(table_update.blocks)
-            self._block_tables[table_update.slot, table_update.start : end] = table_update.blocks
+            table = self._block_tables[table_update.group, table_update.slot]
+            table[table_update.start : end] = table_update.blocks
             if self._graphs is not None:
-                self._graphs.mark_changed(table_update.slot, table_update.start, end)
+                self._graphs.mark_changed(
+                    table_update.slot, table_update.start, end, table_update.group
+                )
 
     def _write_adapter_rows(self, adapter_write: AdapterRowsWrite) -> None:
         if self._adapter_rows is None:

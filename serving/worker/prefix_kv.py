@@ -22,8 +22,7 @@ def write_prefix_kv(pool: KVPool, model: GPT, prefix_write: PrefixKVWrite) -> No
     rows = torch.frombuffer(bytearray(prefix_write.data), dtype=torch.float32)
     rows = rows.view(prefix_write.count, model_config.prefix_width)
     own_part = prefix_shard(rows, model_config, model.layers, mesh.tp_rank, mesh.tp)
-    pool.write_tokens(
-        prefix_write.blocks,
-        prefix_write.start % pool.block_tokens,
-        to_device(own_part, mesh.device),
-    )
+    values = to_device(own_part, mesh.device)
+    start = prefix_write.start % pool.block_tokens
+    for group, blocks in enumerate([prefix_write.blocks, *prefix_write.other_group_blocks]):
+        pool.write_tokens(blocks, start, values, group)

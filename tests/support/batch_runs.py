@@ -19,7 +19,7 @@ from tests.support.engine_scenarios import (
     ScenarioRun,
     run_scenarios,
 )
-from tests.support.models import CONFIGS, MARGIN, build
+from tests.support.models import MARGIN, SERVED_CONFIGS, build
 from tests.support.ranks import ranks
 
 # Tolerance of logits of about 10, in fp64 and in fp32: batches add in another order.
@@ -29,7 +29,7 @@ SIZES = [1, 3, 5]  # Rows of the adapters.
 
 @cache
 def oracle(name: str, dtype: str) -> GPT:
-    return build(CONFIGS[name], dtype=getattr(torch, dtype))
+    return build(SERVED_CONFIGS[name], dtype=getattr(torch, dtype))
 
 
 @cache

@@ -44,7 +44,7 @@ from serving.scheduler.scheduler import Scheduler
 from serving.worker.kv_cache_size import available_kv_blocks
 from serving.worker.model_runner import ModelRunner
 from tests.support.capturable_attention import CapturableAttention
-from tests.support.models import CONFIGS, build
+from tests.support.models import SERVED_CONFIGS, build
 
 WAIT_S = 240.0  # A time-out for hangs: ranks load, and run the scenarios one after another.
 
@@ -135,7 +135,7 @@ def draw_scenario(
 ) -> Scenario:
     """A scenario from a seed. Requests in fp32 are greedy: margins show where rounding decides."""
     draw = random.Random(f"{name} {seed}")
-    network = CONFIGS[name]
+    network = SERVED_CONFIGS[name]
     block = draw.choice([1, 2, 3, 4, 8])
     running = draw.randint(2, 6)
     settings = {
@@ -181,7 +181,7 @@ def draw_scenario(
 
 def preemption_scenario(name: str, adapters: AdapterFiles) -> Scenario:
     """A scenario that needs preemption, chunked prefill, prefix cache hits, and a cancellation."""
-    network = CONFIGS[name]
+    network = SERVED_CONFIGS[name]
     draw = random.Random(name)
     settings = {
         "kv_block_tokens": 4,
@@ -206,7 +206,7 @@ def preemption_scenario(name: str, adapters: AdapterFiles) -> Scenario:
 
 def shared_document_scenario(name: str, adapters: AdapterFiles) -> Scenario:
     """Several adapters on one document, whose last block is copied: virtual tokens follow it."""
-    network = CONFIGS[name]
+    network = SERVED_CONFIGS[name]
     settings = {"kv_block_tokens": 8, "step_tokens_max": 8, "running_requests_max": 4}
     rule = SamplingParams(max_new_tokens=6, logprobs=2)
     document = _draw_tokens(random.Random(name), network, 30)
@@ -219,7 +219,7 @@ def shared_document_scenario(name: str, adapters: AdapterFiles) -> Scenario:
 
 def overflow_scenario(name: str, adapters: AdapterFiles) -> Scenario:
     """In fp32, requests whose activations overflow among finite ones, with little memory."""
-    network = CONFIGS[name]
+    network = SERVED_CONFIGS[name]
     draw = random.Random(name)
     settings = {
         "kv_block_tokens": 4,
@@ -373,7 +373,7 @@ def run_scenarios(
         key = scenario.name, scenario.dtype
         if key not in models:
             models[key] = build(
-                CONFIGS[scenario.name],
+                SERVED_CONFIGS[scenario.name],
                 mesh,
                 dtype=getattr(torch, scenario.dtype),
                 attention_backend=CapturableAttention(),

@@ -172,6 +172,10 @@ ALIBI = CLASSIC.with_fields(
     position_embedding_type="alibi",
     embedding_layernorm=True,
 )
+# Three KV groups of two layers.
+MIXED_WINDOWS = MODERN.with_fields(
+    num_layers=6, moe_layers=(), window_layers=(True, True, False) * 2
+)
 CONFIGS = {
     "classic": CLASSIC,
     "modern": MODERN,
@@ -183,6 +187,8 @@ CONFIGS = {
     "sinks": SINKS,
     "ALiBi": ALIBI,
 }
+# Also a configuration that only tests of serving use.
+SERVED_CONFIGS = CONFIGS | {"mixed windows": MIXED_WINDOWS}
 
 
 def _random(seed: int, shape: tuple[int, ...]) -> Tensor:

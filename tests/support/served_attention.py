@@ -83,7 +83,7 @@ class ServedLayer:
         )
 
     def run_step(self, step: Step) -> None:
-        self._run(build_input_batch(step, TABLES, BLOCK_TOKENS, self._last_tokens).batch)
+        self._run(build_input_batch(step, TABLES[None], BLOCK_TOKENS, self._last_tokens).batch)
 
     def run_captured(self, size: int) -> None:
         """Run a decode step as CudaGraphRunner does: the lengths are on the device."""

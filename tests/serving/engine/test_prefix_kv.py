@@ -162,7 +162,9 @@ def test_each_rank_writes_its_part_of_a_prefix(
     scenario = mixed_adapters_scenario(name, adapters[name])
     scenario_run = ranks(tp * pp, run_scenarios, tp, pp, [scenario], str(tmp_path))[0][0]
     check_answers(build(CONFIGS[name]), scenario, scenario_run)
-    assert scenario_run.load.preemptions and scenario_run.load.cached_tokens
+    assert scenario_run.load.cached_tokens
+    # The window of "modern" frees the blocks for which sequences of "odd" are preempted.
+    assert scenario_run.load.preemptions or CONFIGS[name].window_size is not None
 
 
 @pytest.mark.slow

@@ -87,7 +87,13 @@ def test_a_dump_describes_the_recorded_steps(tmp_path: Path) -> None:
     assert first["drafts"] == [0, 1]
     assert (first["tokens"], first["copies"], first["clears"]) == (3, [[4, 5]], [6])
     assert first["rewrites"] == [{"start": 0, "digest": "d" * 64, "bytes": 24}]
-    prefix_write = {"digest": "e" * 64, "start": 2, "blocks": [5], "bytes": 30}
+    prefix_write = {
+        "digest": "e" * 64,
+        "start": 2,
+        "blocks": [5],
+        "other_group_blocks": [],
+        "bytes": 30,
+    }
     assert first["fills"] == [prefix_write]
     begin = first["begins"][0]
     assert (begin["slot"], begin["prompt_tokens"], begin["made_tokens"]) == (1, 2, 1)

@@ -35,7 +35,9 @@ def test_the_decode_batch_equals_the_mixed_batch(slots: list[int], data: st.Data
     ids = [data.draw(st.integers(0, 99)) for _ in slots]
     step = decode_step(slots, past, ids)
     device = torch.device("cpu")
-    actual = input_batch.build_input_batch(step, BLOCK_TABLES, BLOCK_TOKENS, LAST_SAMPLED_TOKENS)
+    actual = input_batch.build_input_batch(
+        step, BLOCK_TABLES[None], BLOCK_TOKENS, LAST_SAMPLED_TOKENS
+    )
     tables = BLOCK_TABLES[slots, : max(past) // BLOCK_TOKENS + 1]
     expected = input_batch._mixed_batch(step, np.array(ids), tables, BLOCK_TOKENS, device)
     for name in ("token_ids", "logits_rows"):
@@ -62,7 +64,7 @@ def test_the_decode_batch_equals_the_mixed_batch(slots: list[int], data: st.Data
 def test_negative_ids_take_the_last_sampled_token() -> None:
     decode = decode_step([3, 1], [5, 6], [7, -1])
     decode_batch = input_batch.build_input_batch(
-        decode, BLOCK_TABLES, BLOCK_TOKENS, LAST_SAMPLED_TOKENS
+        decode, BLOCK_TABLES[None], BLOCK_TOKENS, LAST_SAMPLED_TOKENS
     )
     assert decode_batch.token_ids.tolist() == [7, 101]
     mixed = Step(
@@ -75,7 +77,7 @@ def test_negative_ids_take_the_last_sampled_token() -> None:
         prompt_score_counts=[0, 0],
     )
     mixed_batch = input_batch.build_input_batch(
-        mixed, BLOCK_TABLES, BLOCK_TOKENS, LAST_SAMPLED_TOKENS
+        mixed, BLOCK_TABLES[None], BLOCK_TOKENS, LAST_SAMPLED_TOKENS
     )
     assert mixed_batch.token_ids.tolist() == [102, 8, 9, 6]
     assert not mixed_batch.samples_every_row
