@@ -201,7 +201,8 @@ class EngineStats(_Part, frozen=True):
 class Ready(_Message, frozen=True):
     """The ranks have loaded the model and accept submissions."""
 
-    kv_tokens: int  # Capacity of the KV cache, in tokens.
+    # Capacity of the KV cache, in tokens that are in no sequence behind a window.
+    kv_tokens: int
     weight_bytes: int  # Sum over all ranks.
     dtype: str
     # Comparison of the model's logits with the checkpoint's proof (reference logits): largest
@@ -215,6 +216,9 @@ class Ready(_Message, frozen=True):
     # The memory that the largest step needs beside the weights and the KV cache, on the rank that
     # needs the most; 0 on a CPU, where it is not measured.
     step_bytes: int = 0
+    # Capacity of the KV cache for one sequence; more than `kv_tokens` if layers have windows, which
+    # free blocks while the sequence runs. 0: it is `kv_tokens`.
+    sequence_kv_tokens: int = 0
 
 
 class StepSize(_Part, frozen=True):

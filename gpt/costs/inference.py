@@ -10,6 +10,7 @@ from functools import lru_cache
 from math import prod
 
 from gpt.config import DTYPE_BYTES, GPTConfig
+from gpt.kv_groups import kv_groups, layers_per_block
 from gpt.parallel.pipeline_stages import stage_layers
 from gpt.parallel.weight_sharding import (
     check_split,
@@ -67,6 +68,7 @@ def rank_costs(
     - `stages`: the number of layers of each stage; None: an even division.
     """
     check_split(config, tp, pp, stages)
+    groups = kv_groups(config)
     dtype = dtype or config.dtype
     kv_cache_dtype = dtype if kv_dtype == "auto" else kv_dtype
     parameter_table = parameter_specs(config)
@@ -89,7 +91,10 @@ def rank_costs(
                     weight_bytes=sum(
                         count * _bytes_per_parameter(name, dtype) for name, count in counts.items()
                     ),
-                    kv_bytes_per_token=kv_bytes_per_token(config, len(layers), tp, kv_cache_dtype),
+                    # In blocks of several KV groups, some room may be unused.
+                    kv_bytes_per_token=kv_bytes_per_token(
+                        config, len(groups) * layers_per_block(groups, layers), tp, kv_cache_dtype
+                    ),
                 )
             )
     return costs

@@ -38,7 +38,8 @@ LABEL_BYTES_MAX = 256  # Bytes of a tenant's name or of a cache salt.
 class Admission:
     """Validates the asks for one model.
 
-    `kv_tokens` returns the KV cache capacity in tokens, or None before the engine is up.
+    `kv_tokens` returns the KV cache capacity for one sequence in tokens, or None before the engine
+    is up.
     """
 
     tokenizer: Tokenizer

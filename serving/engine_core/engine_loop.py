@@ -466,7 +466,8 @@ class EngineLoop:
         `report`: the combined start-up report of all ranks.
         """
         return Ready(
-            kv_tokens=(self._runner.blocks - 1) * self._block_tokens,
+            kv_tokens=(self._runner.blocks - 1) // len(self._runner.windows) * self._block_tokens,
+            sequence_kv_tokens=self._scheduler.sequence_kv_tokens,
             weight_bytes=report.weight_bytes,
             step_bytes=report.step_bytes,
             dtype=FLOAT_DTYPE_NAMES[self._runner.model.dtype],

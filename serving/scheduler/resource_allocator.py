@@ -141,18 +141,6 @@ class ResourceAllocator:
         return max(capacity // group_count, in_windows) * self._block_tokens
 
     @property
-    def window_groups_blocks(self) -> int:
-        """Number of blocks that running sequences hold in groups with a window."""
-        return sum(
-            len(table) - freed_count
-            for sequence in self._running.values()
-            for table, freed_count, window in zip(
-                sequence.block_tables, sequence.freed_counts, self._windows, strict=True
-            )
-            if window is not None
-        )
-
-    @property
     def block_count(self) -> int:
         return self._block_pool.capacity
 

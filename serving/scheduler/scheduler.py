@@ -547,6 +547,11 @@ class Scheduler:
     # ---------------------------------------------------------------------------------- reporting
 
     @property
+    def sequence_kv_tokens(self) -> int:
+        """Capacity of the KV cache for one sequence, in tokens."""
+        return self._allocator.kv_tokens
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether any sequence waits or runs."""
         return len(self._live) > 0

@@ -325,7 +325,9 @@ class Service:
 
     def _kv_tokens(self) -> int | None:
         ready_message = self._engine.ready_message if self._engine else None
-        return ready_message.kv_tokens if ready_message else None
+        if ready_message is None:
+            return None
+        return ready_message.sequence_kv_tokens or ready_message.kv_tokens
 
     def _check_adapter(self, adapter: Adapter) -> None:
         card = adapter.card

@@ -36,7 +36,7 @@ SHAPES = {
 class KVHeld:
     """Compares the KV that is held during decode steps with the bound, in tokens x layers."""
 
-    def __init__(self, config: GPTConfig, **settings: object) -> None:
+    def __init__(self, config: GPTConfig, *, blocks: int, prefix_cache: bool = True) -> None:
         groups = kv_groups(config)
         self.config = config
         self.layers_per_block = layers_per_block(groups, range(config.num_layers))
@@ -44,7 +44,8 @@ class KVHeld:
             windows=[group.window for group in groups],
             kv_block_tokens=BLOCK_TOKENS,
             step_tokens_max=16,
-            **settings,
+            blocks=blocks,
+            prefix_cache=prefix_cache,
         )
         self.checked_steps = 0
 
