@@ -406,7 +406,7 @@ class ResourceAllocator:
         other sequence shares.
         """
         return self._reserved_blocks(sequence) + sum(
-            self._block_pool.ref_count(block) == 1 for block in _held_blocks(sequence)
+            self._block_pool.ref_count(block) == 1 for block in _blocks_of(sequence)
         )
 
     def _reserved_blocks(self, sequence: Sequence) -> int:
@@ -421,7 +421,7 @@ class ResourceAllocator:
             max(sequence.prefill_target, sequence.planned_tokens) + self._block_tokens,
             sequence.kv_tokens_max,
         )
-        return max(0, self._blocks_in_groups(tokens_needed) - sequence.held_blocks)
+        return max(0, self._blocks_in_groups(tokens_needed) - sequence.block_count)
 
     def _blocks_for(self, tokens: int) -> int:
         """Number of entries of a block table for `tokens` tokens."""
@@ -554,7 +554,7 @@ class ResourceAllocator:
         self._wake(self._prefix_cache.withdraw(sequence))
         if sequence.has_nonfinite_kv:
             self._clear_nonfinite_blocks(sequence)
-        self._block_pool.release(_held_blocks(sequence))
+        self._block_pool.release(_blocks_of(sequence))
         if self._has_windows:
             # The slot may get another sequence before the next step, which has these updates.
             self._updates.block_table_updates = [
@@ -596,7 +596,7 @@ class ResourceAllocator:
     def check_totals(self) -> None:
         """Assert that no block and no slot is lost; compares only sums."""
         self._block_pool.check_totals(
-            sum([sequence.held_blocks for sequence in self._running.values()])
+            sum([sequence.block_count for sequence in self._running.values()])
         )
         assert len(self._free_slots) + len(self._running) == self._slot_count, "a slot is lost"
 
@@ -604,7 +604,7 @@ class ResourceAllocator:
         """Assert that no resource is lost or assigned twice, and that sequences are consistent."""
         self.check_totals()
         running = list(self._running.values())
-        self._block_pool.check([_held_blocks(sequence) for sequence in running])
+        self._block_pool.check([_blocks_of(sequence) for sequence in running])
         self._prefix_cache.check(running)
         self._adapter_rows.check(sum(sequence.adapter_row_start >= 0 for sequence in running))
         slots = {sequence.slot for sequence in running} | set(self._free_slots)
@@ -639,7 +639,7 @@ def _needs_adapter_rows(sequence: Sequence, match: PrefixMatch) -> bool:
     )
 
 
-def _held_blocks(sequence: Sequence) -> list[int]:
+def _blocks_of(sequence: Sequence) -> list[int]:
     """The blocks in a running sequence's block tables; the blocks of later tokens come last."""
     if len(sequence.block_tables) == 1:
         return sequence.block_tables[0][sequence.freed_counts[0] :]

@@ -186,7 +186,7 @@ class Sequence:
         return len(self.block_tables[0])
 
     @property
-    def held_blocks(self) -> int:
+    def block_count(self) -> int:
         """Number of blocks in the block tables of all KV groups."""
         return sum(map(len, self.block_tables)) - sum(self.freed_counts)
 

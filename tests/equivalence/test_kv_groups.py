@@ -8,6 +8,7 @@ import pytest
 
 from serving.config import ServerConfig
 from serving.messages import Step
+from serving.scheduler.block_pool import BlockPool
 from serving.worker.model_runner import ModelRunner
 from tests.support.batch_runs import SIZES, run_and_check
 from tests.support.engine_scenarios import (
@@ -62,26 +63,38 @@ def test_tokens_are_equal_with_preemption_and_prefix_hits(
     assert bool(coverage.replayed) == captured
 
 
+@pytest.mark.slow
 def test_blocks_behind_a_window_are_not_read(
     adapters: AdapterFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks that no sequence has in a block table are NaN while the step runs."""
+    """Blocks that are free for the scheduler are NaN while a step runs."""
     apply_updates = ModelRunner._apply_updates
+    allocate, release = BlockPool.allocate, BlockPool.release
+    freed: set[int] = set()
     poisoned_total = 0
 
-    def poison_unused_blocks(runner: ModelRunner, step: Step) -> None:
+    def allocate_and_record(block_pool: BlockPool, count: int) -> list[int]:
+        blocks = allocate(block_pool, count)
+        freed.difference_update(blocks)
+        return blocks
+
+    def release_and_record(block_pool: BlockPool, blocks: list[int]) -> None:
+        release(block_pool, blocks)
+        freed.update(blocks)
+
+    def poison_freed_blocks(runner: ModelRunner, step: Step) -> None:
         nonlocal poisoned_total
         apply_updates(runner, step)
-        unused = sorted(set(range(1, runner.blocks)) - set(runner._block_tables.flat))
-        pool = runner.pool
         for layer in runner.model.layers:
-            kv = pool.layer(layer)
+            kv = runner.pool.layer(layer)
             # A block that a sequence gets again must be finite behind the sequence's end.
-            kv[1:][kv[1:].isnan()] = 0
-            kv[unused] = math.nan
-        poisoned_total += len(unused)
+            kv[kv.isnan()] = 0
+            kv[sorted(freed)] = math.nan
+        poisoned_total += len(freed)
 
-    monkeypatch.setattr(ModelRunner, "_apply_updates", poison_unused_blocks)
+    monkeypatch.setattr(BlockPool, "allocate", allocate_and_record)
+    monkeypatch.setattr(BlockPool, "release", release_and_record)
+    monkeypatch.setattr(ModelRunner, "_apply_updates", poison_freed_blocks)
     scenario = preemption_scenario(NAME, adapters)
     scenario = replace(scenario, settings=scenario.settings | {"prefix_cache": False})
     run_and_check([scenario], (1, 1), tmp_path, adapters)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from gpt.attention.kv_cache import KVPool
+from gpt.kv_groups import kv_groups
 from tests.support.models import CLASSIC
 from tests.support.servers import eventually
 
@@ -107,3 +108,19 @@ def test_prefault_stops_when_the_pool_is_freed() -> None:
 def test_pool_on_another_device_is_not_prefaulted() -> None:
     KVPool(CLASSIC, [0], 2, device="meta", dtype=torch.bfloat16).prefault(lambda: 1 << 50)
     eventually(lambda: not prefault_threads())
+
+
+def test_layers_of_different_groups_share_memory_and_have_blocks_of_their_own() -> None:
+    windows = (True, True, False, True)
+    config = CLASSIC.with_fields(num_layers=4, moe_layers=(), window_size=8, window_layers=windows)
+    layers = [1, 2, 3]  # The second of two stages that are unequal.
+    pool = KVPool(config, layers, 4, block_tokens=2, groups=kv_groups(config))
+    values = torch.rand(3, len(layers), 2, config.num_query_groups, config.kv_channels)
+    for group, blocks in enumerate([[1, 2], [3, 1], [2, 3], [1, 2]]):
+        if all(pool.group(layer) != group for layer in layers):
+            continue
+        pool.write_tokens(blocks, 0, values, group)
+        for row, layer in enumerate(layers):
+            if pool.group(layer) == group:
+                stored = pool.layer(layer)[blocks].permute(0, 3, 1, 2, 4).flatten(0, 1)[:3]
+                assert torch.equal(stored, values[:, row])

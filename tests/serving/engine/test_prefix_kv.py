@@ -20,7 +20,7 @@ from serving.messages import AdapterRef, Submission, TokenScore
 from tests.support import prefix_adapters
 from tests.support.engine_scenarios import Scenario, ScenarioRun, run_scenarios
 from tests.support.fake_ranks import make_adapter_ref, text_ids, virtual_ids
-from tests.support.models import CONFIGS, build
+from tests.support.models import SERVED_CONFIGS, build
 from tests.support.ranks import ranks
 from tests.support.scheduler_harness import SchedulerHarness
 
@@ -29,7 +29,8 @@ V_LONG = 18
 TEXT = [7, 3, 60, 3, 21, 90, 8]
 WHEN_IDLE = 1000  # An arrival after more updates than the submissions before need.
 RULE = SamplingParams(max_new_tokens=6, logprobs=1)
-NETWORKS = ["modern", "odd"]  # Two KV heads and one; learned positions and rotary ones.
+# Two KV heads and one; learned positions and rotary ones; one KV group and three.
+NETWORKS = ["modern", "odd", "mixed windows"]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Adapter
     generator = torch.Generator().manual_seed(1)
     for name in NETWORKS:
         folder = tmp_path_factory.mktemp("adapters")
-        config = CONFIGS[name]
+        config = SERVED_CONFIGS[name]
         references[name] = [
             prefix_adapters.save_prefix_adapter(
                 folder, f"prefix-{seed}", prefix_adapters.draw_prefix_table(config, count, seed)
@@ -60,7 +61,7 @@ def build_submission(
     sampling: SamplingParams = RULE,
     **scheduling: int,
 ) -> Submission:
-    size = CONFIGS[name].vocab_size
+    size = SERVED_CONFIGS[name].vocab_size
     ids = [size + row for row in range(rows.row_count if rows else 0)] + text
     return Submission(number, ids, sampling, adapter_ref=rows, **scheduling)  # type: ignore[arg-type]
 
@@ -147,11 +148,11 @@ def test_prefix_adapters_row_adapters_and_plain_prompts_share_steps(
 ) -> None:
     scenario = mixed_adapters_scenario(name, adapters[name], **SETTINGS[case])
     (scenario_run,) = run_scenarios(0, 1, 1, [scenario], str(tmp_path))
-    check_answers(build(CONFIGS[name]), scenario, scenario_run)
+    check_answers(build(SERVED_CONFIGS[name]), scenario, scenario_run)
     assert bool(scenario_run.load.cached_tokens) == (case != "no prefix cache")
     # Small blocks: adapter_bytes_max is 1, so sequences of different adapters do not run together.
-    # The window of "modern" frees the blocks for which sequences of "odd" are preempted.
-    needs_preemption = case != "small blocks" and CONFIGS[name].window_size is None
+    # Windows free the blocks for which sequences of "odd" are preempted.
+    needs_preemption = case != "small blocks" and SERVED_CONFIGS[name].window_size is None
     assert scenario_run.load.preemptions or not needs_preemption
 
 
@@ -161,10 +162,10 @@ def test_each_rank_writes_its_part_of_a_prefix(
 ) -> None:
     scenario = mixed_adapters_scenario(name, adapters[name])
     scenario_run = ranks(tp * pp, run_scenarios, tp, pp, [scenario], str(tmp_path))[0][0]
-    check_answers(build(CONFIGS[name]), scenario, scenario_run)
+    check_answers(build(SERVED_CONFIGS[name]), scenario, scenario_run)
     assert scenario_run.load.cached_tokens
     # The window of "modern" frees the blocks for which sequences of "odd" are preempted.
-    assert scenario_run.load.preemptions or CONFIGS[name].window_size is not None
+    assert scenario_run.load.preemptions or SERVED_CONFIGS[name].window_size is not None
 
 
 @pytest.mark.slow
@@ -174,7 +175,7 @@ def test_each_of_four_ranks_writes_its_part_of_a_prefix(
 ) -> None:
     scenario = mixed_adapters_scenario(name, adapters[name])
     scenario_run = ranks(tp * pp, run_scenarios, tp, pp, [scenario], str(tmp_path))[0][0]
-    check_answers(build(CONFIGS[name]), scenario, scenario_run)
+    check_answers(build(SERVED_CONFIGS[name]), scenario, scenario_run)
 
 
 @pytest.mark.parametrize("chunk", [1, V - 1, V, V + 1])
@@ -194,7 +195,7 @@ def test_equally_long_prefixes_share_no_blocks(
     }
     scenario = Scenario(name, "float64", settings, submissions)
     (scenario_run,) = run_scenarios(0, 1, 1, [scenario], str(tmp_path))
-    check_answers(build(CONFIGS[name]), scenario, scenario_run)
+    check_answers(build(SERVED_CONFIGS[name]), scenario, scenario_run)
     answers = [scenario_run.answers[number] for number in range(4)]
     assert answers[0].tokens != answers[1].tokens
     assert [answer.cached for answer in answers] == [0, 0, V + 6, V + 6]

@@ -33,7 +33,7 @@ SHAPES = {
 }
 
 
-class KVHeld:
+class KVMeasurement:
     """Compares the KV that is held during decode steps with the bound, in tokens x layers."""
 
     def __init__(self, config: GPTConfig, *, blocks: int, prefix_cache: bool = True) -> None:
@@ -60,46 +60,46 @@ class KVHeld:
         is_decode = set(step.lengths) == {1} and len(step.slots) == stats.running
         if not is_decode or min(contexts) < LONG:
             return
-        held = stats.blocks_held * BLOCK_TOKENS * self.layers_per_block
+        stored = stats.blocks_held * BLOCK_TOKENS * self.layers_per_block
         needed = sum(
             min(context, context if layer.window_size is None else WINDOW + BLOCK_TOKENS)
             for layer in self.config.layers
             for context in contexts
         )
-        assert held <= RATIO_MAX * needed
+        assert stored <= RATIO_MAX * needed
         self.checked_steps += 1
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_long_sequence_holds_little_more_than_its_windows(name: str) -> None:
-    held = KVHeld(SHAPES[name], blocks=2000)
-    held.harness.submit(text_ids(100), new=60)
-    held.finish()
-    assert held.checked_steps > 20
+    measurement = KVMeasurement(SHAPES[name], blocks=2000)
+    measurement.harness.submit(text_ids(100), new=60)
+    measurement.finish()
+    assert measurement.checked_steps > 20
 
 
 @pytest.mark.parametrize("name", ["Gemma 3 1B", "GPT-OSS 20B"])
 def test_sequences_hold_no_more_after_preemption(name: str) -> None:
     # The sequences do not fit together at their full lengths.
     blocks = {"Gemma 3 1B": 240, "GPT-OSS 20B": 110}[name]
-    held = KVHeld(SHAPES[name], blocks=blocks, prefix_cache=False)
+    measurement = KVMeasurement(SHAPES[name], blocks=blocks, prefix_cache=False)
     for seed in range(3):
-        held.harness.submit(text_ids(20, seed), new=150)
-    held.finish()
-    assert held.checked_steps > 20
-    assert held.harness.scheduler.stats.preemptions
+        measurement.harness.submit(text_ids(20, seed), new=150)
+    measurement.finish()
+    assert measurement.checked_steps > 20
+    assert measurement.harness.scheduler.stats.preemptions
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_sequences_with_a_cached_prefix_hold_no_more(name: str) -> None:
-    held = KVHeld(SHAPES[name], blocks=2000)
-    held.harness.submit(text_ids(120), new=30)
-    held.finish()
+    measurement = KVMeasurement(SHAPES[name], blocks=2000)
+    measurement.harness.submit(text_ids(120), new=30)
+    measurement.finish()
     for seed in range(3):
-        held.harness.submit([*text_ids(120), *text_ids(4, seed)], new=30)
-    held.finish()
-    assert held.checked_steps > 40
-    assert [held.harness.cached_tokens[number] for number in range(4)] == [0, 120, 120, 120]
+        measurement.harness.submit([*text_ids(120), *text_ids(4, seed)], new=30)
+    measurement.finish()
+    assert measurement.checked_steps > 40
+    assert [measurement.harness.cached_tokens[number] for number in range(4)] == [0, 120, 120, 120]
 
 
 def test_a_match_needs_only_the_last_tokens_of_a_window_group() -> None:

@@ -52,7 +52,7 @@ def admission_victims(
         waiting,
         running,
         blocks_missing=blocks_missing,
-        blocks_gained=lambda sequence: sequence.held_blocks,
+        blocks_gained=lambda sequence: sequence.block_count,
     )
 
 
