@@ -462,7 +462,8 @@ class ResourceAllocator:
         Preempts sequences of lower priority if necessary. Returns False, and allocates no block, if
         there are not enough blocks even then.
         """
-        count = self._blocks_for(tokens) - sequence.table_length
+        start = sequence.table_length
+        count = self._blocks_for(tokens) - start
         if count <= 0:
             return True
         group_count = len(self._windows)
@@ -472,7 +473,7 @@ class ResourceAllocator:
                 return False
         new_blocks = [self._block_pool.allocate(count) for _ in range(group_count)]
         self._updates.block_table_updates += [
-            BlockTableUpdate(sequence.slot, sequence.table_length, blocks, group)
+            BlockTableUpdate(sequence.slot, start, blocks, group)
             for group, blocks in enumerate(new_blocks)
         ]
         sequence.append_blocks(new_blocks)

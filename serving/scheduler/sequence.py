@@ -54,6 +54,7 @@ class Sequence:
     # a window are 0 where the blocks were freed; `freed_counts` has their number for each group.
     block_tables: list[list[int]] = field(default_factory=list)
     freed_counts: list[int] = field(default_factory=list)
+    block_count: int = 0  # Blocks in the block tables of all KV groups.
     kv_capacity: int = 0  # Tokens whose keys and values fit into the block tables.
     # Length of `tokens` at admission. The sequence is prefilling until these tokens are planned.
     prefill_target: int = 0
@@ -185,11 +186,6 @@ class Sequence:
         """Number of entries of each block table."""
         return len(self.block_tables[0])
 
-    @property
-    def block_count(self) -> int:
-        """Number of blocks in the block tables of all KV groups."""
-        return sum(map(len, self.block_tables)) - sum(self.freed_counts)
-
     def aging_level(self, now: float, age_s: float) -> int:
         """Priority levels gained by waiting: one for each `age_s` seconds of all waits."""
         waited = self.waited_s + (now - self.queued_at if self.is_waiting else 0.0)
@@ -264,6 +260,7 @@ class Sequence:
         self.slot = slot
         self.block_tables = block_tables
         self.freed_counts = [table.count(0) for table in block_tables]
+        self.block_count = sum(map(len, block_tables)) - sum(self.freed_counts)
         self.kv_capacity = self.table_length * self.block_tokens
         self.prefill_target = len(self.tokens)
         self.planned_tokens = matched_tokens
@@ -284,6 +281,7 @@ class Sequence:
         """Extend the block table of each KV group by its new blocks, equally many for each."""
         for table, blocks in zip(self.block_tables, new_blocks, strict=True):
             table += blocks
+            self.block_count += len(blocks)
         self.kv_capacity = self.table_length * self.block_tokens
 
     def remove_blocks(self, group: int, end: int) -> list[int]:
@@ -292,6 +290,7 @@ class Sequence:
         blocks = table[start:end]
         table[start:end] = [0] * len(blocks)
         self.freed_counts[group] = start + len(blocks)
+        self.block_count -= len(blocks)
         return blocks
 
     def pin_adapter_rows(self, row_start: int) -> None:
@@ -305,6 +304,7 @@ class Sequence:
         self.slot = -1
         self.block_tables = []
         self.freed_counts = []
+        self.block_count = 0
         self.kv_capacity = 0
         self.planned_tokens = 0
         self.computed_tokens = 0
@@ -483,6 +483,7 @@ class Sequence:
         assert {len(table) * self.block_tokens for table in self.block_tables} == {self.kv_capacity}
         for table, freed_count in zip(self.block_tables, self.freed_counts, strict=True):
             assert table.count(0) == freed_count and not any(table[:freed_count])
+        assert self.block_count == sum(map(len, self.block_tables)) - sum(self.freed_counts)
         assert self.planned_tokens <= self.kv_capacity
 
 
