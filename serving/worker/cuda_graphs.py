@@ -108,9 +108,8 @@ def unsupported_reason(model: GPT, config: SchedulerConfig) -> str | None:
         return "cuda_graphs is off"
     if model.mesh.device.type != "cuda":
         return "the device is not a CUDA device"
-    # The hidden states between pipeline stages are exchanged outside the graphs.
-    if model.mesh.tp > 1 and model.mesh.stages_through_host:
-        return "the tensor ranks share a device, and their collectives go through host memory"
+    if model.mesh.stages_through_host:
+        return "the ranks share a device, and communicate through host memory"
     if not all(layer.experts_backend.is_capturable for layer in _moe_layers(model)):
         return "MoE routing reads the number of rows of each expert on the host"
     if not model.attention_backend.is_capturable:

@@ -209,8 +209,7 @@ def run_stage(rank: int, folder: str) -> list[int]:
         step = next_step(step, Outcome(step.step_id, tokens), lambda slot, token: token)
         step = msgspec.structs.replace(step, may_capture_graph=True)
         outcomes = [runner.run_step(step) for runner in (plain, capturing)]
-        replayed = [outcome is not None and outcome.replayed for outcome in outcomes]
-        assert rank == 0 or replayed == [False, True]
+        assert not any(outcome is not None and outcome.replayed for outcome in outcomes)
     return all_tokens
 
 
@@ -221,6 +220,6 @@ def _wait_for(path: Path, seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def test_pipeline_stages_on_one_device_replay_their_own_graphs(tmp_path: Path) -> None:
+def test_pipeline_stages_that_share_a_device_have_the_same_tokens_without_graphs(tmp_path: Path) -> None:
     first, last = ranks(2, run_stage, str(tmp_path), timeout_s=180)
     assert first == last and len(first) == 5 * len(RULES)

@@ -15,7 +15,7 @@ import torch
 from gpt.errors import ConfigError
 from gpt.linear.grouped_experts import group_experts
 from gpt.model.moe import MoELayer
-from gpt.parallel.mesh import Mesh, ProcessGroup
+from gpt.parallel.mesh import ProcessGroup
 from gpt.sampling_params import SamplingParams
 from serving.messages import AdapterRowsWrite, BlockTableUpdate, SlotInit, Step
 from serving.worker import cuda_graphs
@@ -258,7 +258,7 @@ def test_the_reason_without_graphs_is_reported() -> None:
     assert cuda_graphs.graph_bytes_max(model, CONFIG.scheduler_config) == 0
 
 
-def test_tensor_ranks_that_communicate_through_the_host_have_no_graphs() -> None:
+def test_ranks_that_communicate_through_the_host_have_no_graphs() -> None:
     class Gloo(StubGroup):
         def name(self) -> str:
             return "gloo"
@@ -266,16 +266,11 @@ def test_tensor_ranks_that_communicate_through_the_host_have_no_graphs() -> None
     model = build(MODERN, attention_backend=CapturableAttention())
     mesh = stub_mesh(torch.device("cuda"), 2)
     for group, reason in (
-        (Gloo(), "the tensor ranks share a device, and their collectives go through host memory"),
+        (Gloo(), "the ranks share a device, and communicate through host memory"),
         (StubGroup(), None),
     ):
         model.mesh = replace(mesh, tp_group=cast(ProcessGroup, group))
         assert cuda_graphs.unsupported_reason(model, CONFIG.scheduler_config) == reason
-    # Pipeline stages exchange hidden states outside the graphs.
-    stages = Mesh(torch.device("cuda"), pp=2, pp_group=cast(ProcessGroup, Gloo()))
-    model.mesh = stages
-    assert stages.stages_through_host
-    assert cuda_graphs.unsupported_reason(model, CONFIG.scheduler_config) is None
 
 
 def test_experts_are_captured_only_if_no_layer_reads_values_on_the_host() -> None:
