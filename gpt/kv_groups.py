@@ -52,6 +52,13 @@ def layers_per_block(groups: Collection[KVGroup], layers: Collection[int]) -> in
     return max(len(own_layers.intersection(group.layers)) for group in groups)
 
 
+def kept_tokens(group: KVGroup, context_tokens: int, block_tokens: int) -> int:
+    """Return for how many tokens of a context the group keeps keys and values, at most."""
+    if group.window is None:
+        return context_tokens
+    return min(context_tokens, group.window + block_tokens)
+
+
 def window_blocks_max(window: int, new_tokens: int, block_tokens: int) -> int:
     """Return how many blocks a sequence holds in a group with this window, at most.
 

@@ -20,6 +20,7 @@ from checkpoints_tools.flags import source_overrides
 from checkpoints_tools.inspection.full_scan import scan_checkpoint, scan_tasks, tied_head_message
 from checkpoints_tools.inspection.parallel_read import OpenProgress, ProgressCounter, format_bytes
 from checkpoints_tools.inspection.verify import PrintLine
+from gpt.attention.kv_cache import BLOCK_TOKENS
 from gpt.checkpoint.digest import lookup_identity
 from gpt.checkpoint.files.file_tree import scan_folder
 from gpt.checkpoint.files.torch_dcp import read_index
@@ -40,6 +41,7 @@ from gpt.formats.mappings.megatron_names import EMBEDDING, HEAD, LOCAL_EXPERT
 from gpt.formats.megatron.rank_files import TRACKER_FILE, newer_iteration_notes
 from gpt.formats.megatron.torch_dist_config import COMMON_KEY, read_common_args
 from gpt.formats.registry import open_checkpoint
+from gpt.kv_groups import kept_tokens, kv_groups
 from gpt.parallel.weight_sharding import parameter_specs
 from gpt.tokenizers.tokenizer import check_tokenizer, open_tokenizer
 
@@ -81,7 +83,8 @@ class SplitMemory:
     pp: int
     weight_bytes: int
     kv_bytes_per_token: int
-    kv_bytes_per_context: int  # KV cache of one sequence of max_position_embeddings tokens.
+    # KV cache of one sequence of max_position_embeddings tokens, without blocks behind windows.
+    kv_bytes_per_context: int
     dtype: str
     # Smallest size in GPU_GB that is enough for the weights and one full context. None: all sizes
     # are too small.
@@ -275,6 +278,11 @@ def _serving_splits(config: GPTConfig) -> list[SplitMemory]:
 
 def _splits_for_dtype(config: GPTConfig, dtype: str) -> Iterator[SplitMemory]:
     is_large = len(parameter_specs(config)) > PARAMETER_TENSORS_MAX
+    groups = kv_groups(config)
+    # Summed over the KV groups.
+    context_tokens = sum(
+        kept_tokens(group, config.max_position_embeddings, BLOCK_TOKENS) for group in groups
+    )
     for tp in SPLIT_SIZES:
         for pp in SPLIT_SIZES[:1] if is_large else SPLIT_SIZES:
             if tp * pp > RANKS_MAX:
@@ -285,7 +293,7 @@ def _splits_for_dtype(config: GPTConfig, dtype: str) -> Iterator[SplitMemory]:
                 continue  # This split is impossible for the model.
             kv_bytes_per_token = max(rank.kv_bytes_per_token for rank in ranks)
             weight_bytes = max(rank.weight_bytes for rank in ranks)
-            context_bytes = kv_bytes_per_token * config.max_position_embeddings
+            context_bytes = kv_bytes_per_token * context_tokens // len(groups)
             yield SplitMemory(
                 tp,
                 pp,

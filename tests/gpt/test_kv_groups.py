@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpt.kv_groups import kv_groups, layers_per_block, window_blocks_max
+from gpt.kv_groups import kept_tokens, kv_groups, layers_per_block, window_blocks_max
 from tests.support.models import CLASSIC
 
 
@@ -56,3 +56,11 @@ def test_a_sequence_holds_the_blocks_of_its_new_tokens_and_of_its_window() -> No
                 (end - 1) // 4 - (end - new_tokens - window + 1) // 4 + 1 for end in range(40, 44)
             ]
             assert max(spans) <= window_blocks_max(window, new_tokens, 4) <= max(spans) + 1
+
+
+def test_a_group_with_a_window_keeps_the_window_and_one_block() -> None:
+    groups = kv_groups(
+        CLASSIC.with_fields(num_layers=2, moe_layers=(), window_size=8, window_layers=(True, False))
+    )
+    assert [kept_tokens(group, 100, 4) for group in groups] == [100, 12]
+    assert [kept_tokens(group, 10, 4) for group in groups] == [10, 10]

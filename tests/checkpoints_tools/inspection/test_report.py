@@ -11,6 +11,7 @@ import torch
 
 import preamble
 from checkpoints_tools.inspection.report import InspectReport, _smallest_gpu_gb
+from gpt.attention.kv_cache import BLOCK_TOKENS
 from gpt.config import GPTConfig
 from gpt.costs.inference import parameter_count, rank_costs
 from gpt.formats.native import open_native
@@ -80,7 +81,8 @@ def test_serving_memory_matches_the_cost_model(run: Run, tmp_path: Path) -> None
     assert fp32_splits[2, 2]["weight_bytes"] == max(cost.weight_bytes for cost in costs)
     token = max(cost.kv_bytes_per_token for cost in costs)
     assert fp32_splits[2, 2]["kv_bytes_per_token"] == token
-    assert fp32_splits[2, 2]["kv_bytes_per_context"] == token * MODERN.max_position_embeddings
+    # The window of 7 tokens is kept, and one block.
+    assert fp32_splits[2, 2]["kv_bytes_per_context"] == token * (7 + BLOCK_TOKENS)
     assert fp32_splits[2, 2]["gpu_gb"] == 16, "the smallest that is listed"
     halves = [split for split in report["splits"] if split["dtype"] == "bfloat16"]
     assert 2 * halves[0]["weight_bytes"] == fp32_splits[1, 1]["weight_bytes"]
