@@ -9,6 +9,7 @@ import torch
 from gpt.attention.kv_cache import KVPool
 from gpt.config import GPTConfig
 from gpt.costs.inference import kv_bytes_per_token, parameter_count, rank_costs
+from gpt.kv_groups import kv_groups
 from gpt.model.gpt_model import GPT
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_stages import stage_layers
@@ -30,9 +31,10 @@ def test_bytes_of_each_rank_equal_those_of_its_model(
         parameters = list(model.parameters())
         assert cost.parameters == sum(p.numel() for p in parameters)
         assert cost.weight_bytes == sum(p.numel() * p.element_size() for p in parameters)
-        pool = KVPool(config, layers, 2, tp=tp, dtype=model.dtype, device="meta")
-        kv = sum(x.numel() * x.element_size() for n in layers for x in pool.layer(n))
-        assert cost.kv_bytes_per_token * 2 * pool.block_tokens == kv
+        groups = kv_groups(config)
+        pool = KVPool(config, layers, 2, tp=tp, dtype=model.dtype, device="meta", groups=groups)
+        # A token has a block in each group.
+        assert cost.kv_bytes_per_token * pool.block_tokens == len(groups) * pool.block_bytes
 
 
 def test_fp8_kv_cache_takes_half_of_bf16() -> None:
