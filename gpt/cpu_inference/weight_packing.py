@@ -22,6 +22,7 @@ from gpt.cpu.int8_linear import Int8PackedLinear
 from gpt.cpu.kernels import has_prefill_attention
 from gpt.cpu.packed_linear import CpuNorm, PackedLinear
 from gpt.cpu_inference.fused_decoder import FusedDecoder
+from gpt.linear import cpu_experts
 from gpt.linear.cpu_linear import CpuLinear, OneDnnLinear, make_input_norm, make_norm
 from gpt.linear.quantization_check import Divergence, DivergenceProbe, enforce_limit
 from gpt.model.activation import activation_name
@@ -68,6 +69,7 @@ def pack_weights(model: GPT, *, int8: bool = False) -> None:
     for linear in linears:
         norm = make_input_norm(linear) if fuses_norms else None
         linear.use_backend(packer.pack(linear.weight, norm, gated=linear in gated_linears))
+    cpu_experts.use_native_experts(model)
     if fuses_norms and FusedDecoder.supports_config(model.config):
         model.use_decoder_backend(FusedDecoder(model))
     layout = "int8" if int8 else "panels" if packer.uses_panels else "onednn"

@@ -6,6 +6,8 @@
 
 #if defined(__x86_64__)
 
+/* From this number of rows on, a GEMM is faster if `interleave_tile` interleaves the rows first. */
+#define INTERLEAVE_ROWS_MIN (2 * TILE)
 #define GROUP_CHANNELS 64 /* Channels of a row that share a scale in the int8 GEMM. */
 
 #define HIDDEN __attribute__((visibility("hidden")))
@@ -69,6 +71,19 @@ HIDDEN void update_argmax(const Gemm *p, const __m512 (*sum)[2], int64_t first, 
                           int rows);
 HIDDEN void update_bounds(const Gemm *p, const __m512 (*sum)[2], int64_t first, int64_t column,
                           int rows);
+
+/* Defined in gemm_bf16.c. `multiply_panel` computes a panel's columns for the rows from `first` to
+   `end`; for an int8 weight, always for all rows. */
+HIDDEN void multiply_panel(const Gemm *p, int64_t panel, int64_t first, int64_t end);
+/* Interleaves a tile's rows: the first pair of channels of each row, then the second pair of each
+   row, and so on. */
+HIDDEN void interleave_tile(const uint16_t *from, int64_t channels, uint16_t *to);
+/* The number of elements from one staged row to the next. If the addresses of rows differ by a
+   multiple of 4096 bytes, the rows evict each other from the L1 cache. Padding prevents this. */
+HIDDEN int64_t padded_stride(int64_t channels);
+/* The number of rows of a block. A block stays in the cache while all panels are read. The number
+   is a multiple of TILE, and makes the blocks of a GEMM about equally large. */
+HIDDEN int64_t cache_block_rows(int64_t rows, int64_t channels);
 
 /* The tanh or erf term of GELU. */
 INLINE Floats tanh_or_erf(Floats x, int tanh_form)

@@ -7,9 +7,6 @@
 #include "thread_pool.h"
 
 #if defined(__x86_64__)
-/* From this number of rows on, the GEMM is faster if `interleave_tile` interleaves the rows
-   first. */
-#define INTERLEAVE_ROWS_MIN (2 * TILE)
 /* Maximum bytes of a block of rows. A core's private cache must also have space for two panels. */
 #define CACHE_BLOCK_BYTES (384 << 10)
 /* For fewer elements, starting a parallel loop takes longer than staging the rows. */
@@ -64,9 +61,7 @@ TARGET_AVX512_BF16 static void gemm_panel(const Gemm *p, const uint16_t *panel, 
         }
 }
 
-/* The number of rows of a block. A block stays in the cache while all panels are read. The number
-   is a multiple of TILE, and makes the blocks of a GEMM about equally large. */
-static int64_t cache_block_rows(int64_t rows, int64_t channels)
+int64_t cache_block_rows(int64_t rows, int64_t channels)
 {
     const int64_t fitting_rows = CACHE_BLOCK_BYTES / (channels * 2) / TILE * TILE,
                   block_rows = fitting_rows > TILE ? fitting_rows : TILE;
@@ -103,16 +98,12 @@ void norm_row(const NormArgs *norm, const uint16_t *x, int64_t width, uint16_t *
     (isa_level < AVX512_BF16 ? norm_row_avx2 : norm_row_avx512)(norm, x, width, out);
 }
 
-/* The number of elements from one staged row to the next. If the addresses of rows differ by a
-   multiple of 4096 bytes, the rows evict each other from the L1 cache. Padding prevents this. */
-static int64_t padded_stride(int64_t channels)
+int64_t padded_stride(int64_t channels)
 {
     return channels + (channels % 2048 ? 0 : COLUMNS);
 }
 
-/* Interleaves a tile's rows: the first pair of channels of each row, then the second pair of each
-   row, and so on. */
-TARGET_AVX512_BF16 static void interleave_tile(const uint16_t *from, int64_t channels, uint16_t *to)
+TARGET_AVX512_BF16 void interleave_tile(const uint16_t *from, int64_t channels, uint16_t *to)
 {
     for (int64_t c = 0; c < channels; c += 2 * LANES) {
         const int64_t left = (channels - c) / 2, pairs = left < LANES ? left : LANES;
@@ -209,21 +200,26 @@ typedef struct {
     int64_t block_rows, panels;
 } PanelLoop;
 
+void multiply_panel(const Gemm *p, int64_t panel, int64_t first, int64_t end)
+{
+    const PackedWeight *weight = p->weight;
+    const int64_t size = weight->channels * COLUMNS;
+    if (weight->scales)
+        gemm_int8_panel(p, panel);
+    else
+        (isa_level < AVX512_BF16 ? gemm_panel_avx2 : gemm_panel)(
+            p, (const uint16_t *)weight->panels + panel * size, panel * COLUMNS, first, end);
+}
+
 static void gemm_range(void *context, int64_t first, int64_t end)
 {
     const PanelLoop *loop = context;
     const Gemm *p = loop->product;
-    const PackedWeight *weight = p->weight;
-    const int64_t size = weight->channels * COLUMNS;
     for (int64_t i = first; i < end; i++) {
         const int64_t panel = i % loop->panels, row = i / loop->panels * loop->block_rows;
         const int64_t end_row =
             row + loop->block_rows < p->rows ? row + loop->block_rows : p->rows;
-        if (weight->scales)
-            gemm_int8_panel(p, panel);
-        else
-            (isa_level < AVX512_BF16 ? gemm_panel_avx2 : gemm_panel)(
-                p, (const uint16_t *)weight->panels + panel * size, panel * COLUMNS, row, end_row);
+        multiply_panel(p, panel, row, end_row);
     }
 }
 

@@ -1,0 +1,107 @@
+"""Packed experts of a mixture-of-experts layer on a CPU: one call computes all experts of a batch.
+
+The C code is in gpt/cpu/src/experts.c. The experts' weights are the panels of `PackedLinear` or
+`Int8PackedLinear`; they are not copied.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpt.cpu.kernels import (
+    INT,
+    KEEP_GIL_ELEMENTS_MAX,
+    KEEP_GIL_ROWS_MAX,
+    POINTER,
+    library,
+    library_keeping_gil,
+)
+from gpt.cpu.packed_linear import PackedLinear, PackedWeight, activation_code
+
+
+class _Experts(ctypes.Structure):
+    """The struct Experts in gpt/cpu/src/experts.c."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("fc1", "fc2", "fc1_biases", "fc2_biases")),
+        *((name, INT) for name in ("experts", "activation")),
+    )
+
+
+class ExpertLinears(NamedTuple):
+    """The packed weights and the biases of one expert."""
+
+    fc1: PackedLinear
+    fc1_bias: Tensor | None
+    fc2: PackedLinear
+    fc2_bias: Tensor | None
+
+
+class PackedExperts:
+    """The experts of one layer.
+
+    The output of a token does not depend on the other tokens, bit for bit. The sums over channels
+    and over a token's experts are in fp32; an output is rounded once.
+    """
+
+    def __init__(self, experts: Sequence[ExpertLinears], activation: str | None) -> None:
+        """`activation`: as in `PackedLinear`; if it is gated, the weights of fc1 must be too."""
+        # This object keeps the panels allocated, because the library gets their addresses.
+        self._experts = list(experts)
+        first = experts[0].fc1
+        self._hidden_size = int(first.weight_args.channels)
+        self._expert_elements = first.numel + experts[0].fc2.numel
+        self._arrays = (
+            _weight_array([expert.fc1 for expert in experts], fp32_output=False),
+            _weight_array([expert.fc2 for expert in experts], fp32_output=True),
+            _bias_array([expert.fc1_bias for expert in experts]),
+            _bias_array([expert.fc2_bias for expert in experts]),
+        )
+        self._args = _Experts(
+            *(None if array is None else ctypes.addressof(array) for array in self._arrays),
+            len(self._experts),
+            activation_code(activation, gated=bool(first.weight_args.gated)),
+        )
+
+    def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """Return the weighted sum of the outputs of each row's experts.
+
+        `topk_ids` (int64) and `topk_weights`: (rows, experts per token).
+        """
+        x, ids, weights = x.contiguous(), topk_ids.contiguous(), topk_weights.float().contiguous()
+        rows, topk = ids.shape
+        assert x.dtype == torch.bfloat16 and x.shape == (rows, self._hidden_size)
+        assert ids.dtype == torch.int64 and weights.shape == ids.shape
+        elements = min(rows * topk, len(self._experts)) * self._expert_elements
+        keeps_gil = rows <= KEEP_GIL_ROWS_MAX and elements <= KEEP_GIL_ELEMENTS_MAX
+        lib = library_keeping_gil() if keeps_gil else library()
+        assert lib is not None
+        y = torch.empty_like(x)
+        lib.preamble_experts(
+            ctypes.byref(self._args),
+            x.data_ptr(),
+            rows,
+            ids.data_ptr(),
+            weights.data_ptr(),
+            topk,
+            y.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return y
+
+
+def _weight_array(
+    linears: Sequence[PackedLinear], *, fp32_output: bool
+) -> "ctypes.Array[PackedWeight]":
+    array = (PackedWeight * len(linears))(*(linear.weight_args for linear in linears))
+    for weight in array:  # Copies of `weight_args`.
+        weight.fp32_output = fp32_output
+    return array
+
+
+def _bias_array(biases: Sequence[Tensor | None]) -> "ctypes.Array[ctypes.c_void_p] | None":
+    addresses = [bias.data_ptr() for bias in biases if bias is not None]
+    return (POINTER * len(addresses))(*addresses) if addresses else None

@@ -1,0 +1,251 @@
+/* The experts of a mixture-of-experts layer: two grouped GEMMs over pairs of a token and an expert.
+
+   The pairs are sorted by expert; the pairs of one expert are a group. One parallel loop multiplies
+   all groups by their experts' panels, so that the threads share the work evenly, although the
+   groups have different numbers of rows. A group's panel is read from memory once for each block of
+   rows, and few rows are one block. The time for few tokens is that of reading the weights: T tokens
+   with k of E experts each choose about E(1 - (1 - k/E)^T) experts, and an expert with a gated
+   activation has 3 x (intermediate size) x (hidden size) weights. */
+
+#include "gemm.h"
+#include "thread_pool.h"
+
+#if defined(__x86_64__)
+
+/* Pairs that are computed at once. This limits the memory for their rows. */
+#define PAIRS_MAX (8 << 10)
+/* For fewer elements, starting a parallel loop takes longer than the loop. */
+#define PARALLEL_ELEMENTS_MIN (8 << 10)
+
+/* The experts of a layer; each array has an element for each expert. */
+typedef struct {
+    const PackedWeight *fc1, *fc2; /* The outputs of fc2 are fp32. */
+    const uint16_t *const *fc1_biases, *const *fc2_biases; /* NULL if there are no biases. */
+    int64_t experts, activation;
+} Experts;
+
+/* The rows of one expert. */
+typedef struct {
+    Gemm product; /* Its first row is the group's first row. */
+    int64_t first_row, first_tile;
+    int64_t first_item; /* The items are pairs of a block of rows and a panel. */
+    int64_t block_rows, panels;
+} Group;
+
+typedef struct {
+    Group *groups;
+    int64_t count, rows, tiles, items;
+    const uint16_t *x;      /* The rows before staging. */
+    const int64_t *sources; /* For each row of the groups, its row of x; NULL if they are equal. */
+    uint16_t *tile_memory;  /* For one tile of each thread. */
+} GroupedGemm;
+
+/* The pairs of some tokens, sorted by expert. */
+typedef struct {
+    const float *weights;
+    int64_t tokens, topk;
+    int64_t *sources;   /* For each sorted pair, its token. */
+    int64_t *positions; /* For each pair of a token, its index in the sorted order. */
+    int64_t *ends;      /* For each expert, the index after its last pair. */
+} Pairs;
+
+static void sort_pairs(const Pairs *pairs, const int64_t *ids, int64_t experts)
+{
+    const int64_t count = pairs->tokens * pairs->topk;
+    memset(pairs->ends, 0, experts * sizeof *pairs->ends);
+    for (int64_t i = 0; i < count; i++)
+        pairs->ends[ids[i]]++;
+    for (int64_t expert = 0, first = 0; expert < experts; expert++) {
+        const int64_t rows = pairs->ends[expert];
+        pairs->ends[expert] = first;
+        first += rows;
+    }
+    for (int64_t i = 0; i < count; i++) { /* Each end grows from its group's first pair. */
+        const int64_t position = pairs->ends[ids[i]]++;
+        pairs->sources[position] = i / pairs->topk;
+        pairs->positions[i] = position;
+    }
+}
+
+/* Stages up to TILE rows of a group. */
+static void stage_group_tile(const GroupedGemm *g, const Group *group, int64_t tile)
+{
+    const Gemm *p = &group->product;
+    const int64_t width = p->weight->channels, first = tile * TILE;
+    const int64_t count = p->rows - first < TILE ? p->rows - first : TILE;
+    const int interleaved = first < p->interleaved_rows;
+    uint16_t *target = p->staged + first * p->x_stride;
+    uint16_t *rows = interleaved ? g->tile_memory + worker_index() * TILE * width : target;
+    const int64_t stride = interleaved ? width : p->x_stride;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t row = group->first_row + first + i;
+        const uint16_t *from = g->x + (g->sources ? g->sources[row] : row) * width;
+        if (p->weight->scales)
+            quantize_row(from, width, p->groups + (first + i) * group_count(width));
+        else
+            memcpy(rows + i * stride, from, width * sizeof *from);
+    }
+    if (interleaved)
+        interleave_tile(rows, width, target);
+}
+
+static void stage_groups(void *context, int64_t first, int64_t end)
+{
+    const GroupedGemm *g = context;
+    const Group *group = g->groups;
+    for (int64_t i = first; i < end; i++) {
+        while (group + 1 < g->groups + g->count && i >= group[1].first_tile)
+            group++;
+        stage_group_tile(g, group, i - group->first_tile);
+    }
+}
+
+static void multiply_groups(void *context, int64_t first, int64_t end)
+{
+    const GroupedGemm *g = context;
+    const Group *group = g->groups;
+    for (int64_t i = first; i < end; i++) {
+        while (group + 1 < g->groups + g->count && i >= group[1].first_item)
+            group++;
+        const int64_t item = i - group->first_item, rows = group->product.rows;
+        const int64_t row = item / group->panels * group->block_rows;
+        const int64_t end_row = row + group->block_rows < rows ? row + group->block_rows : rows;
+        multiply_panel(&group->product, item % group->panels, row, end_row);
+    }
+}
+
+/* Adds a group for each expert that has pairs. `outputs`: of all sorted pairs. */
+static void plan_groups(GroupedGemm *g, const Pairs *pairs, int64_t experts,
+                        const PackedWeight *weights, const uint16_t *const *biases,
+                        int64_t activation, void *outputs, uint16_t *staged,
+                        QuantizedGroup *quantized)
+{
+    g->count = g->rows = g->tiles = g->items = 0;
+    for (int64_t expert = 0; expert < experts; expert++) {
+        const PackedWeight *w = weights + expert;
+        const int64_t rows = pairs->ends[expert] - g->rows, first = g->rows;
+        const int64_t stride = padded_stride(w->channels);
+        if (!rows)
+            continue;
+        Group *group = g->groups + g->count++;
+        const int interleave =
+            !w->scales && rows >= INTERLEAVE_ROWS_MIN && isa_level == AVX512_BF16;
+        *group = (Group){
+            .product = {.weight = w,
+                        .x = staged + first * stride,
+                        .bias = biases ? biases[expert] : NULL,
+                        .out = (char *)outputs +
+                               first * w->columns * (w->fp32_output ? sizeof(float) : sizeof *staged),
+                        .rows = rows,
+                        .activation = activation,
+                        .groups = quantized + first * group_count(w->channels),
+                        .x_stride = stride,
+                        .staged = staged + first * stride,
+                        .interleaved_rows = interleave ? rows / TILE * TILE : 0},
+            .first_row = first,
+            .first_tile = g->tiles,
+            .first_item = g->items,
+            .block_rows = w->scales ? rows : cache_block_rows(rows, w->channels),
+            .panels = ((w->columns << w->gated) + COLUMNS - 1) / COLUMNS};
+        g->rows += rows;
+        g->tiles += (rows + TILE - 1) / TILE;
+        g->items += (rows + group->block_rows - 1) / group->block_rows * group->panels;
+    }
+}
+
+static void run_groups(GroupedGemm *g, int64_t threads)
+{
+    const int64_t elements = g->rows * g->groups->product.weight->channels;
+    parallel_for(g->tiles, items_per_chunk(g->tiles, threads),
+                 elements < PARALLEL_ELEMENTS_MIN ? 1 : threads, STEALING, stage_groups, g);
+    parallel_for(g->items, items_per_chunk(g->items, threads), threads, STEALING, multiply_groups,
+                 g);
+}
+
+/* The sums of the tokens' outputs, as the context of a parallel loop over tokens. */
+typedef struct {
+    const Pairs *pairs;
+    const float *outputs;
+    uint16_t *out;
+    int64_t hidden;
+} WeightedSum;
+
+TARGET_AVX512_BF16 static void sum_token_avx512(const WeightedSum *s, int64_t token)
+{
+    const int64_t topk = s->pairs->topk;
+    for (int64_t c = 0; c < s->hidden; c += LANES) {
+        const __mmask16 mask = lane_mask(s->hidden - c);
+        __m512 sum = _mm512_setzero_ps();
+        for (int64_t i = token * topk; i < (token + 1) * topk; i++) {
+            const float *output = s->outputs + s->pairs->positions[i] * s->hidden + c;
+            sum += _mm512_maskz_loadu_ps(mask, output) * s->pairs->weights[i];
+        }
+        _mm256_mask_storeu_epi16(s->out + token * s->hidden + c, mask,
+                                 (__m256i)_mm512_cvtneps_pbh(sum));
+    }
+}
+
+static void sum_token(const WeightedSum *s, int64_t token)
+{
+    const int64_t topk = s->pairs->topk;
+    for (int64_t c = 0; c < s->hidden; c++) {
+        float sum = 0;
+        for (int64_t i = token * topk; i < (token + 1) * topk; i++)
+            sum += s->outputs[s->pairs->positions[i] * s->hidden + c] * s->pairs->weights[i];
+        s->out[token * s->hidden + c] = fp32_to_bf16(sum);
+    }
+}
+
+static void sum_tokens(void *context, int64_t first, int64_t end)
+{
+    for (int64_t token = first; token < end; token++)
+        (isa_level < AVX512_BF16 ? sum_token : sum_token_avx512)(context, token);
+}
+
+static int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Stores the weighted sums of the experts' outputs in `out`, (tokens, hidden). `ids` and `weights`:
+   the numbers of each token's experts and their weights, (tokens, topk). */
+void preamble_experts(const Experts *e, const uint16_t *x, int64_t tokens, const int64_t *ids,
+                      const float *weights, int64_t topk, uint16_t *out, int64_t threads)
+{
+    const int64_t hidden = e->fc1->channels, columns = e->fc1->columns;
+    const int64_t tokens_max = PAIRS_MAX / topk + 1, chunk = tokens < tokens_max ? tokens : tokens_max;
+    const int64_t pairs_max = chunk * topk, width = largest(hidden, columns);
+    const int64_t quantized_numel = e->fc1->scales ? pairs_max * group_count(width) : 0;
+    const int64_t staged_numel =
+        pairs_max * largest(padded_stride(hidden), padded_stride(columns));
+    if (!tokens)
+        return;
+    QuantizedGroup *quantized = thread_scratch(
+        quantized_numel * sizeof *quantized + e->experts * (sizeof(Group) + sizeof(int64_t)) +
+        2 * pairs_max * sizeof(int64_t) + pairs_max * hidden * sizeof(float) +
+        (staged_numel + pairs_max * columns + threads * TILE * width) * sizeof *x);
+    Group *groups = (Group *)(quantized + quantized_numel);
+    Pairs pairs = {.topk = topk, .ends = (int64_t *)(groups + e->experts)};
+    pairs.sources = pairs.ends + e->experts;
+    pairs.positions = pairs.sources + pairs_max;
+    float *outputs = (float *)(pairs.positions + pairs_max);
+    uint16_t *staged = (uint16_t *)(outputs + pairs_max * hidden);
+    uint16_t *activated = staged + staged_numel;
+    GroupedGemm g = {.groups = groups, .tile_memory = activated + pairs_max * columns};
+    for (int64_t first = 0; first < tokens; first += chunk) {
+        pairs.tokens = tokens - first < chunk ? tokens - first : chunk;
+        pairs.weights = weights + first * topk;
+        sort_pairs(&pairs, ids + first * topk, e->experts);
+        g.x = x + first * hidden, g.sources = pairs.sources;
+        plan_groups(&g, &pairs, e->experts, e->fc1, e->fc1_biases, e->activation, activated, staged,
+                    quantized);
+        run_groups(&g, threads);
+        g.x = activated, g.sources = NULL;
+        plan_groups(&g, &pairs, e->experts, e->fc2, e->fc2_biases, NO_ACTIVATION, outputs, staged,
+                    quantized);
+        run_groups(&g, threads);
+        WeightedSum sum = {&pairs, outputs, out + first * hidden, hidden};
+        const int64_t elements = pairs.tokens * topk * hidden;
+        parallel_for(pairs.tokens, items_per_chunk(pairs.tokens, threads),
+                     elements < PARALLEL_ELEMENTS_MIN ? 1 : threads, STEALING, sum_tokens, &sum);
+    }
+}
+
+#endif
