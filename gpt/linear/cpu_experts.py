@@ -29,7 +29,7 @@ class CpuExperts(ExpertsBackend):
     def __init__(
         self, experts: list[MLP], expert_bias: Tensor | None, config: GPTConfig, mesh: Mesh
     ) -> None:
-        """`expert_bias`: of the router, which affects the choice of experts; None if there is none."""
+        """`expert_bias`: the router's, which affects the choice of experts; None without one."""
         self._expert_bias = expert_bias
         self._config = config
         self._mesh = mesh

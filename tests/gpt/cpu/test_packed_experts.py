@@ -14,9 +14,9 @@ from gpt.cpu.packed_linear import PackedLinear, packed_numel
 from gpt.model.activation import ACTIVATIONS
 
 EXPERTS, TOPK, HIDDEN, COLUMNS = 6, 2, 72, 40  # Neither width is a multiple of a panel's columns.
-# The largest permitted error, relative to the largest output. The activated rows and the outputs are
-# rounded to bf16, each with a relative error of up to 2**-9. A wrong expert or weight has an error of
-# about 1.
+# The largest permitted error, relative to the largest output. The activated rows and the outputs
+# are rounded to bf16, each with a relative error of up to 2**-9. A wrong expert or weight has an
+# error of about 1.
 ERROR_MAX = 2.0**-7
 
 

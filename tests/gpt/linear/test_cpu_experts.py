@@ -1,0 +1,127 @@
+"""Native experts on a CPU equal torch's loop over the experts, in packed models too."""
+
+import logging
+
+import pytest
+import torch
+
+from gpt.cpu.packed_linear import supports_weight
+from gpt.cpu_inference.weight_packing import pack_weights, weight_bytes
+from gpt.linear.cpu_experts import CpuExperts
+from gpt.model.gpt_model import GPT
+from gpt.model.moe import ExpertsBackend, MoELayer, TorchExperts
+from gpt.parallel.mesh import Mesh
+from tests.support.experts_cases import CONFIGS, ROW_COUNTS, SMALL, moe_layer, routings
+from tests.support.models import CONFIGS as MODELS
+from tests.support.models import EXPERTS, build
+from tests.support.ranks import ranks
+
+IDS = torch.arange(2, 26).view(2, 12)
+pytestmark = pytest.mark.skipif(
+    not supports_weight(torch.empty(32, 32, dtype=torch.bfloat16)),
+    reason="the C library has no bf16 GEMM for this CPU",
+)
+
+
+def backends(model: GPT) -> set[type[ExpertsBackend]]:
+    layers = (layer.mlp for layer in model.decoder_layers)
+    return {type(layer.experts_backend) for layer in layers if isinstance(layer, MoELayer)}
+
+
+def use_torch_experts(model: GPT) -> None:
+    """Compute the experts one after the other, from the packed weights."""
+    for layer in model.decoder_layers:
+        if isinstance(layer.mlp, MoELayer):
+            moe = layer.mlp
+            moe.use_experts_backend(
+                TorchExperts(moe.local_experts, moe.router, moe.config, moe.mesh)
+            )
+
+
+def std(error: torch.Tensor) -> float:
+    return float(error.double().square().mean()) ** 0.5
+
+
+@pytest.mark.parametrize("rows", ROW_COUNTS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_native_experts_are_as_accurate_as_the_loop(name: str, rows: int) -> None:
+    config = CONFIGS[name]
+    model, exact = build(config, dtype=torch.bfloat16), build(config)
+    for values, weight in zip(exact.parameters(), model.parameters(), strict=True):
+        values.data.copy_(weight)  # Rounded to bf16.
+    layer, exact_experts = moe_layer(model), moe_layer(exact).experts_backend
+    looped = layer.experts_backend
+    x = torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cases = {key: value.bfloat16() for key, value in routings(rows, config.num_experts).items()}
+    plain = {key: looped.forward(x, logits, rows) for key, logits in cases.items()}
+    pack_weights(model)
+    assert type(layer.experts_backend) is CpuExperts
+    for key, logits in cases.items():
+        want = exact_experts.forward(x.double(), logits.double(), rows)
+        native = layer.experts_backend.forward(x, logits, rows)
+        assert std(native - want) < 1.1 * std(plain[key] - want), key
+
+
+def test_equal_scores_choose_the_experts_of_the_loop() -> None:
+    model = build(SMALL, dtype=torch.bfloat16)
+    pack_weights(model)
+    layer = moe_layer(model)
+    x = torch.randn(5, SMALL.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits = torch.zeros(5, SMALL.num_experts, dtype=torch.bfloat16)
+    native = layer.experts_backend.forward(x, logits, 5)
+    use_torch_experts(model)
+    looped = layer.experts_backend.forward(x, logits, 5)
+    assert std(native - looped) < 0.01 * std(looped)
+
+
+@pytest.mark.parametrize("name", ["experts", "sigmoid experts"])
+def test_a_packed_model_is_as_close_to_fp64_as_with_the_loop(name: str) -> None:
+    exact = build(MODELS[name]).logits(IDS)
+    model = build(MODELS[name], dtype=torch.bfloat16)
+    pack_weights(model)
+    assert backends(model) == {CpuExperts}
+    native = model.logits(IDS)
+    use_torch_experts(model)
+    assert std(native - exact) < 1.2 * std(model.logits(IDS) - exact)
+
+
+def check_tensor_parallel_model(_rank: int) -> None:
+    # Each of two ranks has 12 of the 24 columns of an expert.
+    exact = build(EXPERTS).logits(IDS)
+    model = build(EXPERTS, Mesh.create(2, 1), dtype=torch.bfloat16)
+    pack_weights(model)
+    assert backends(model) == {CpuExperts}
+    native = model.logits(IDS)
+    use_torch_experts(model)
+    assert std(native - exact) < 1.2 * std(model.logits(IDS) - exact)
+
+
+def test_a_split_model_adds_the_biases_once() -> None:
+    ranks(2, check_tensor_parallel_model)
+
+
+def test_no_second_copy_of_the_weights_stays() -> None:
+    model = build(SMALL, dtype=torch.bfloat16)
+    pack_weights(model)
+    names = [name for name, _ in model.named_parameters()]
+    assert not any(".experts." in name and name.endswith("weight") for name in names)
+    packed_bytes = weight_bytes(model)
+    use_torch_experts(model)
+    assert weight_bytes(model) == packed_bytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "activation", "reason"),
+    [
+        (torch.float32, "silu", "the experts' weights are not packed by the C library"),
+        (torch.bfloat16, "quick_gelu", "does not compute the activation quick_gelu"),
+    ],
+)
+def test_the_reason_for_the_loop_is_logged(
+    dtype: torch.dtype, activation: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build(SMALL.with_fields(activation=activation), dtype=dtype)
+    with caplog.at_level(logging.INFO):
+        pack_weights(model)
+    assert backends(model) == {TorchExperts}
+    assert "event=experts backend=torch" in caplog.text and reason in caplog.text
