@@ -71,3 +71,24 @@ LLAMA = ModelShape(
         **NO_END_TOKENS,
     },
 )
+# A small Qwen3-MoE: every layer has experts.
+QWEN3_MOE = ModelShape(
+    "Qwen3-MoE-shaped (12 x 1024, 16 heads, 4 KV heads, 64 experts of 384, top-8, V 32000)",
+    "Qwen3MoeForCausalLM",
+    {
+        "num_hidden_layers": 12,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 384,
+        "moe_intermediate_size": 384,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 32000,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        **NO_END_TOKENS,
+    },
+)

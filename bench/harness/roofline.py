@@ -94,6 +94,20 @@ class RooflineModel:
         return parameter_count(config) - tables
 
     @property
+    def expert_weights(self) -> int:
+        """Return the number of weights of all experts of all layers, without shared experts."""
+        config = self.config
+        weights = (2 + config.gated) * config.moe_ffn_hidden_size * config.hidden_size
+        return sum(config.moe_layers) * config.num_experts * weights
+
+    def unchosen_experts_share(self, rows: int) -> float:
+        """Return the share of the experts that no row chooses, if all choices are equally likely."""
+        config = self.config
+        if not config.num_experts:
+            return 0.0
+        return (1 - config.moe_router_topk / config.num_experts) ** rows
+
+    @property
     def last_token_weights(self) -> int:
         """Return the number of last-layer weights that only the last token of a sequence uses.
 
@@ -117,9 +131,12 @@ class RooflineModel:
         rows, sequences = sum(new_tokens), len(new_tokens)
         uses_int8_head = sequences <= self.int8_head_rows_max and bytes_per_weight > 1
         head_bytes = self.head_weights * (1 if uses_int8_head else bytes_per_weight)
+        layer_weights = self.layer_weights - self.expert_weights * self.unchosen_experts_share(rows)
         multiplications: float = self.layer_weights * rows - self.last_token_weights * (
             rows - sequences
         )
+        # A row is multiplied by the weights of its own experts only.
+        multiplications -= self.expert_weights * self.unchosen_experts_share(1) * rows
         multiplications += (
             self.head_weights * sequences * (INT8_TIME_SHARE if uses_int8_head else 1)
         )
@@ -131,9 +148,7 @@ class RooflineModel:
         last_layer_keys = sum(context + new_count for context, new_count in pairs)
         attended_keys = (config.num_layers - 1) * attended_keys + last_layer_keys
         return PassCost(
-            read_bytes=self.layer_weights * bytes_per_weight
-            + head_bytes
-            + sum(contexts) * kv_bytes,
+            read_bytes=layer_weights * bytes_per_weight + head_bytes + sum(contexts) * kv_bytes,
             operations=2 * multiplications + attention_operations * attended_keys,
         )
 

@@ -131,6 +131,18 @@ _CPU_TARGETS = (
     _minimum_target("peers/int8/1/llama", 1.0, "x", "GPT-2 small int8, one request, vs Q8_0"),
     _minimum_target("peers/llama/8/vllm", 1.5, "x", "Llama 350M, 8 x (128 + 128), vs vLLM"),
     _minimum_target("peers/llama/32/vllm", 1.25, "x", "Llama 350M, 32 x (128 + 128), vs vLLM"),
+    _minimum_target(
+        "peers/qwen3-moe/1/llama", 1.0, "x", "Qwen3-MoE shape, one request, vs llama.cpp"
+    ),
+    _minimum_target(
+        "peers/qwen3-moe/1/transformers", 1.5, "x", "Qwen3-MoE shape, one request, vs transformers"
+    ),
+    _minimum_target(
+        "peers/qwen3-moe/8/llama", 1.0, "x", "Qwen3-MoE shape, 8 requests, vs llama.cpp"
+    ),
+    _minimum_target(
+        "peers/qwen3-moe/8/transformers", 1.5, "x", "Qwen3-MoE shape, 8 requests, vs transformers"
+    ),
 )
 # "32 at 640" means 32 requests with a mean context of 640 tokens.
 _GPU_TARGETS = (

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.machine_limits import MachineLimits, measure_limits
-from bench.harness.model_shapes import GPT2, LLAMA, ModelShape
+from bench.harness.model_shapes import GPT2, LLAMA, QWEN3_MOE, ModelShape
 from bench.harness.record import SuiteOutput
 from bench.harness.roofline import Peaks, RooflineModel
 from bench.harness.targets import TARGETS, Settings, measured_row, not_run_row
@@ -73,6 +73,7 @@ class PeerWorkload:
 
 SINGLE_DECODE = PeerWorkload(1, 128, 128, True)
 BATCH_OF_8 = PeerWorkload(8, 128, 128)
+DECODE_OF_8 = PeerWorkload(8, 128, 128, True)
 BATCH_OF_32 = PeerWorkload(32, 128, 128)
 LONG_PREFILL = PeerWorkload(1, 960, 1)
 
@@ -101,6 +102,9 @@ TABLES = (
         "int8", GPT2, "int8", ("llama", "ctranslate2"), (SINGLE_DECODE, BATCH_OF_8, BATCH_OF_32)
     ),
     PeerTable("llama", LLAMA, "bf16", ("vllm", "zentorch"), (BATCH_OF_8, BATCH_OF_32)),
+    PeerTable(
+        "qwen3-moe", QWEN3_MOE, "bf16", ("llama", "transformers"), (SINGLE_DECODE, DECODE_OF_8)
+    ),
 )
 PARTS = tuple(table.name for table in TABLES)
 
@@ -292,7 +296,7 @@ def measure_table(
         bound_share = ours.median / bound
         title = f"{workload.requests:8} {workload.prompt_tokens:6} {workload.new_tokens:4}"
         if workload.decode_only:
-            title = f"{'1, decode only':>20}"
+            title = f"{f'{workload.requests}, decode only':>20}"
         cells = "".join(
             _format_speed(speeds, ours).rjust(24) for speeds in speeds_by_engine.values()
         )

@@ -8,6 +8,7 @@ the next token of all sequences.
 import ctypes
 import json
 import os
+import re
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
@@ -20,6 +21,12 @@ SEQUENCES_MAX = 32
 CONTEXT_TOKENS = 1024
 BATCH_TOKENS = 4096
 # For each model type, maps a setting that a GGUF file needs to its key in the transformers config.
+_LLAMA_KEYS = {
+    "layers": "num_hidden_layers",
+    "context": "max_position_embeddings",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+}
 CONFIG_KEYS: dict[str, dict[str, str]] = {
     "gpt2": {
         "layers": "n_layer",
@@ -27,13 +34,10 @@ CONFIG_KEYS: dict[str, dict[str, str]] = {
         "width": "n_embd",
         "heads": "n_head",
     },
-    "llama": {
-        "layers": "num_hidden_layers",
-        "context": "max_position_embeddings",
-        "width": "hidden_size",
-        "heads": "num_attention_heads",
-    },
+    "llama": _LLAMA_KEYS,
+    "qwen3_moe": _LLAMA_KEYS,
 }
+EXPERT_NAME = re.compile(r"(.*\.mlp\.experts\.)(\d+)(\..*)")  # As (before, number, after).
 
 
 def open_engine(model: str, weights: str) -> tuple[GenerateFunction, str]:
@@ -114,18 +118,22 @@ def write_gguf(model: Path, quantization: str) -> Path:
     config = json.loads((model / "config.json").read_text())
     model_type = config["model_type"]
     path = model.parent / f"{quantization}.gguf"
-    writer = gguf.GGUFWriter(str(path), model_type)
+    arch = model_type.upper().replace("_", "")  # llama.cpp's name of qwen3_moe is qwen3moe.
+    writer = gguf.GGUFWriter(str(path), arch.lower())
     _write_metadata(writer, config)
     layers = config[CONFIG_KEYS[model_type]["layers"]]
-    tensor_names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, model_type.upper()), layers)
-    for name, tensor in load_file(str(model / "model.safetensors")).items():
+    tensor_names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch), layers)
+    for name, tensor in _stack_experts(load_file(str(model / "model.safetensors"))).items():
         gguf_name = tensor_names.get_name(name.removeprefix("transformer."), (".weight", ".bias"))
         if gguf_name is None:
             continue
         values = _gguf_layout(name, tensor.float().numpy(), config)
-        # As in llama.cpp's converter, vectors stay in fp32; with Q8_0, position embeddings do, too.
-        is_unquantized = values.ndim == 1 or (
-            quantization == "Q8_0" and "position_embd" in gguf_name
+        # As in llama.cpp's converter, vectors and routers stay in fp32; with Q8_0, position
+        # embeddings do, too.
+        is_unquantized = (
+            values.ndim == 1
+            or "ffn_gate_inp" in gguf_name
+            or (quantization == "Q8_0" and "position_embd" in gguf_name)
         )
         if is_unquantized:
             writer.add_tensor(gguf_name, values)
@@ -141,6 +149,23 @@ def write_gguf(model: Path, quantization: str) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _stack_experts(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Replace the weights of single experts by one tensor of all experts of a layer."""
+    import torch
+
+    stacked: dict[str, Any] = {}
+    experts: dict[str, dict[int, Any]] = {}
+    for name, tensor in tensors.items():
+        match = EXPERT_NAME.fullmatch(name)
+        if match is None:
+            stacked[name] = tensor
+        else:
+            experts.setdefault(match[1] + match[3].lstrip("."), {})[int(match[2])] = tensor
+    for name, weights in experts.items():
+        stacked[name] = torch.stack([weights[expert] for expert in sorted(weights)])
+    return stacked
 
 
 def _write_metadata(writer: Any, config: dict[str, Any]) -> None:
@@ -160,7 +185,14 @@ def _write_metadata(writer: Any, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_dimension_count(width // heads)
+    head_dim = config.get("head_dim") or width // heads
+    writer.add_rope_dimension_count(head_dim)
+    if model_type == "qwen3_moe":
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     rope_base = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 1e4)
     writer.add_rope_freq_base(rope_base)
 
@@ -177,7 +209,7 @@ def _gguf_layout(name: str, values: Any, config: dict[str, Any]) -> Any:
     if config["model_type"] == "gpt2":
         is_linear = values.ndim == 2 and ".h." in f".{name}"
         values = values.T if is_linear else values
-    elif name.endswith(("q_proj.weight", "k_proj.weight")):
+    elif config["model_type"] == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads_key = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
         heads, (rows, width) = config[heads_key], values.shape
         values = values.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2)
