@@ -101,7 +101,7 @@ class RooflineModel:
         return sum(config.moe_layers) * config.num_experts * weights
 
     def unchosen_experts_share(self, rows: int) -> float:
-        """Return the share of the experts that no row chooses, if all choices are equally likely."""
+        """Return the share of the experts that no row chooses, if all are equally likely."""
         config = self.config
         if not config.num_experts:
             return 0.0

@@ -1,7 +1,8 @@
 """Mixture-of-experts layer: top-k router, experts split over tensor ranks, shared expert.
 
 An experts backend (`ExpertsBackend`) computes the experts that the router chooses. The default is
-`TorchExperts`; gpt/linear/grouped_experts.py has another one, for inference on a GPU.
+`TorchExperts`; for inference, gpt/linear/grouped_experts.py has one for a GPU, and
+gpt/linear/cpu_experts.py one for a CPU.
 
 Every expert is split over the tensor ranks like a dense MLP. The model does not use expert
 parallelism, so the number of ranks need not divide the number of experts. With sequence
