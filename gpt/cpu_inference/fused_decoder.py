@@ -1,9 +1,9 @@
 """Fused CPU decoder: all layers of a dense model in one call of the C library per step.
 
 With few rows, the overhead of one call per GEMM would exceed the time of the GEMMs. A model with
-MoE layers needs several calls, because a call for the experts (gpt/linear/cpu_experts.py) comes after the library has computed
-the layer's attention. Each call runs a range of layers, which ends at an MoE layer or at the last
-layer. The decoder supports models with packed weights on one tensor rank, with a bf16 KV pool.
+MoE layers needs several calls, because its experts backend runs after the layer's attention. Each
+call runs a range of layers, which ends at an MoE layer or at the last layer. The decoder supports
+models with packed weights on one tensor rank, with a bf16 KV pool.
 Tests compare it with the layers of gpt/model.
 """
 
