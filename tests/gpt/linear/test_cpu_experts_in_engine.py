@@ -15,7 +15,13 @@ from tests.support.models import CONFIGS, build, recompute_greedy
 
 # Of the logits of the two best tokens, from which on rounding to bf16 does not decide.
 MARGIN_MIN = 1.0
-SETTINGS = {"kv_block_tokens": 4, "step_tokens_max": 16, "kv_tokens_max": 200, "pp": 1}
+SETTINGS = {
+    "kv_block_tokens": 4,
+    "step_tokens_max": 16,  # Forces chunked prefill.
+    "running_requests_max": 5,
+    "kv_tokens_max": 200,
+    "pp": 1,
+}
 
 
 @pytest.mark.skipif(
