@@ -26,7 +26,7 @@ from gpt.cpu.kernels import (
 # a gated weight has 16 gate columns and 16 up columns.
 PANEL_COLUMNS = 32
 # The activations of the library; the index is the library's number of an activation.
-ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu2")
+ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu2", "relu")
 # Name prefix of gated activations, which compute activation(gate) * up. The first half of a gated
 # weight's columns is gate, the second half is up.
 GATED_PREFIX = "gated_"

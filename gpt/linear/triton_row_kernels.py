@@ -140,7 +140,8 @@ def activate(x, ACTIVATION: tl.constexpr):
         x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif ACTIVATION == 3:
         x = x * tl.sigmoid(x)
-    elif ACTIVATION == 4:
+    elif ACTIVATION == 4 or ACTIVATION == 5:
         x = tl.where(x < 0, 0.0, x)  # tl.maximum would drop a NaN.
-        x = x * x
+        if ACTIVATION == 4:
+            x = x * x
     return x

@@ -18,12 +18,12 @@ UNGATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
     "relu2": lambda x: F.relu(x).square(),
+    "relu": F.relu,
 }
 assert UNGATED_ACTIVATIONS.keys() == set(packed_linear.ACTIVATIONS) - {None}
 
 # The activations that only torch computes, after the linear.
 _TORCH_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
     "quick_gelu": lambda x: x * torch.sigmoid(QUICK_GELU_FACTOR * x),
 }
 

@@ -34,7 +34,7 @@ INLINE int64_t group_count(int64_t channels)
     return (channels + GROUP_CHANNELS - 1) / GROUP_CHANNELS;
 }
 
-enum { NO_ACTIVATION, GELU, GELU_TANH, SILU, RELU2 };
+enum { NO_ACTIVATION, GELU, GELU_TANH, SILU, RELU2, RELU };
 
 /* The running argmax of a row's outputs, for each lane. Used if the outputs are not stored. */
 typedef struct {
@@ -125,8 +125,10 @@ INLINE Floats activate(Floats x, int64_t activation)
 {
     if (activation == SILU)
         return x * sigmoid(x);
-    if (activation == RELU2) {
+    if (activation == RELU || activation == RELU2) {
         Floats positive = select_lanes(x < 0, (Floats){0}, x);
+        if (activation == RELU)
+            return positive;
         return positive * positive;
     }
     return activation ? gelu(x, activation == GELU_TANH) : x;

@@ -237,7 +237,7 @@ def test_non_finite_rows_do_not_leak_into_other_rows() -> None:
     assert torch.equal(alone[0], y[3])
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "relu2", "gated_silu"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "relu2", "relu", "gated_silu"])
 def test_an_activation_can_be_deferred_to_the_next_matmul(activation: str) -> None:
     x, gated = torch.randn(5, 24), activation.startswith("gated_")
     first, second = torch.randn(64, 24), torch.randn(16, 32 if gated else 64)

@@ -42,7 +42,7 @@ def test_kernels_compile_for_gpus(
             for bias in (None, x[0]):
                 triton_norm_activation.add_norm(x, bias, x, norm, fp8)
         triton_norm_activation.add_norm(x, None, x, None, fp8=False)
-        for name in ("gelu", "gelu_tanh", "silu", "relu2", "gated_gelu", "gated_silu"):
+        for name in ("gelu", "gelu_tanh", "silu", "relu2", "relu", "gated_gelu", "gated_silu"):
             rows = torch.zeros(3, 2 * width, dtype=dtype)
             if fp8:
                 triton_norm_activation.quantize_rows(rows, name)
