@@ -49,10 +49,13 @@ from gpt.tokenizers.tokenizer import check_tokenizer, open_tokenizer
 FORMAT_MARKERS = {
     "native": (MANIFEST,),
     "megatron": ("mp_rank_*",),
+    "megatron_deepspeed": ("layer_*-model_*-model_states.pt",),
     "torch_dist": ("metadata.json", ".metadata", "run_config.yaml"),
     "huggingface": ("config.json",),
     "nemo": ("model_config.yaml", "model_weights", "metadata.json", ".metadata"),
 }
+# Formats whose files each have the rows of one tensor rank.
+RANK_FILE_FORMATS = ("megatron", "megatron_deepspeed")
 SPLIT_SIZES = (1, 2, 4, 8, 16)  # Tensor- and pipeline-parallel sizes in the serving table.
 RANKS_MAX = 16
 # For a model with more parameter tensors than this, the table has only pp = 1, because the
@@ -243,11 +246,11 @@ def _count_dtypes(checkpoint: Checkpoint) -> "Counter[str]":
 def _stored_rows(embedding: LogicalTensor, checkpoint: Checkpoint) -> int:
     """Return the number of stored embedding rows, including padding rows."""
     # Rank files with only padding rows have no slice, so the sum over the slices' files can be too
-    # small. In a `megatron` checkpoint, all rank files have the same number of rows, so the total
+    # small. In a format of rank files, all files have the same number of rows, so the total
     # is (rows of one file) * (number of tensor ranks).
     source_rows = {id(piece.source): piece.source.shape[0] for piece in embedding.slices}
     row_counts = list(source_rows.values())
-    ranks = checkpoint.split.get("tp", 1) if checkpoint.format == "megatron" else 1
+    ranks = checkpoint.split.get("tp", 1) if checkpoint.format in RANK_FILE_FORMATS else 1
     return max(sum(row_counts), max(row_counts) * ranks)
 
 

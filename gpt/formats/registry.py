@@ -16,6 +16,7 @@ from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
 from gpt.formats.huggingface.reader import open_huggingface
 from gpt.formats.manifest import MANIFEST, is_native, read_manifest
+from gpt.formats.megatron.deepspeed import find_deepspeed, open_deepspeed
 from gpt.formats.megatron.rank_files import find_iteration
 from gpt.formats.megatron.reader import open_megatron
 from gpt.formats.megatron.torch_dist import find_torch_dist, open_torch_dist
@@ -24,7 +25,8 @@ from gpt.formats.nemo.lightning import find_lightning, open_lightning
 from gpt.formats.nemo.reader import find_nemo, open_nemo
 
 READABLE_FORMATS = (
-    "preamble.json (native), config.json (Hugging Face), mp_rank_00 (Megatron-LM), metadata.json "
+    "preamble.json (native), config.json (Hugging Face), mp_rank_00 (Megatron-LM), "
+    "layer_01-model_00-model_states.pt (Megatron-DeepSpeed), metadata.json "
     "(Megatron-Core, torch_dist), a .nemo file or model_config.yaml (NeMo), context and weights "
     "(NeMo 2)"
 )
@@ -74,6 +76,9 @@ def _open_detected(path: Path, config: GPTConfig | Mapping[str, Any] | None) -> 
     iteration = find_iteration(path)
     if iteration is not None:
         return open_megatron(iteration, config)
+    deepspeed = find_deepspeed(path)
+    if deepspeed is not None:
+        return open_deepspeed(deepspeed, config)
     if find_torch_dist(path):
         return open_torch_dist(path, config)
     if find_lightning(path):
@@ -136,7 +141,6 @@ CHECKPOINT_ROOTS: FormatPatterns = (
 
 UNSUPPORTED_FORMATS: FormatPatterns = (
     ("global_step*/*model_states.pt", "a DeepSpeed checkpoint"),
-    ("layer_*-model_*-model_states.pt", "a DeepSpeed checkpoint"),
     ("mp_rank_*_model_states.pt", "a DeepSpeed checkpoint"),
     ("zero_pp_rank_*", "a DeepSpeed checkpoint"),
     ("*.gguf", "a directory of GGUF files"),

@@ -43,7 +43,7 @@ FORMAT_FILES = {
     "iter_0000100/metadata.json": "is a Megatron checkpoint root",
     "context/io.json": "is a NeMo 2.0 checkpoint",
     "global_step100/mp_rank_00_model_states.pt": "is a DeepSpeed checkpoint",
-    "layer_00-model_00-model_states.pt": "is a DeepSpeed checkpoint",
+    "mp_rank_00_model_states.pt": "is a DeepSpeed checkpoint",
     "model.gguf": "is a directory of GGUF files",
     "consolidated.00.pth": "is not a checkpoint",
     "adapter_config.json": "is an adapter, which cannot be opened as a model",
