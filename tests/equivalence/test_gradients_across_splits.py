@@ -65,6 +65,7 @@ MODELS = {
         num_layers=6, moe_layers=(True,) * 6, window_layers=(True, False) * 3
     ),
     "ALiBi": ALIBI.with_fields(num_layers=6, moe_layers=()),
+    "relu": CLASSIC.with_fields(num_layers=6, moe_layers=(), activation="relu"),
 }
 
 

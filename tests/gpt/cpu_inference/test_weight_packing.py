@@ -22,7 +22,7 @@ IDS = torch.arange(2, 26).view(2, 12)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_equal_those_of_the_unpacked_model(
     name: str, activation: str, dtype: torch.dtype

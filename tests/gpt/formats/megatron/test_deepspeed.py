@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints_tools.conversion.convert import convert, plan
+from checkpoints_tools.inspection.report import build_report
+from checkpoints_tools.writers.registry import ConversionOptions
 from gpt.checkpoint.digest import base_digest
 from gpt.errors import CheckpointError
 from gpt.formats.registry import open_checkpoint
+from gpt.model.loading import load_model
+from gpt.parallel.mesh import Mesh
 from tests.support.checkpoints.deepspeed_writer import ABSOLUTE, BLOOM, ROTARY, saved
 
 CONFIGS = {"alibi": BLOOM, "absolute": ABSOLUTE, "rotary": ROTARY}
@@ -35,6 +40,24 @@ def test_layers_are_joined_to_the_original_model(positions: str, tp: int, tmp_pa
         assert torch.equal(checkpoint.read(name), source.read(name)), name
     assert base_digest(checkpoint) == base_digest(source)
     assert len(checkpoint.notes) == 1 and "true vocabulary size" in checkpoint.notes[0]
+
+
+def test_bloom_is_inspected_and_converted(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = saved(BLOOM, tmp_path / "source", 2)
+    checkpoint = open_checkpoint(tmp_path / "source")
+    report = build_report(checkpoint, str(tmp_path / "source"))
+    assert report.format == "megatron_deepspeed"
+    convert(plan(checkpoint, tmp_path / "hf", ConversionOptions("hf")))
+    assert base_digest(open_checkpoint(tmp_path / "hf")) == base_digest(source)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    ids = torch.tensor([[5, 6, 7, 40, 3, 90, 11]])
+    with torch.no_grad():
+        expected = model(ids).logits[0]
+    model_of_save = load_model(checkpoint, Mesh.single(), dtype=torch.float32)
+    logits = model_of_save.logits(ids[0].tolist())
+    assert (logits - expected).abs().max() < 1e-4
 
 
 def test_the_directory_of_a_step_opens_too(tmp_path: Path) -> None:
