@@ -64,8 +64,8 @@ MODELS = {
     "sinks": SINKS.with_fields(
         num_layers=6, moe_layers=(True,) * 6, window_layers=(True, False) * 3
     ),
-    "ALiBi": ALIBI.with_fields(num_layers=6, moe_layers=()),
-    "relu": CLASSIC.with_fields(num_layers=6, moe_layers=(), activation="relu"),
+    # BLOOM's positions and embedding norm with OPT's activation.
+    "ALiBi": ALIBI.with_fields(num_layers=6, moe_layers=(), activation="relu"),
 }
 
 
