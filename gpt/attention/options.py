@@ -7,7 +7,6 @@ head: one more term exp(sink) in the denominator of the softmax, without a value
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,13 +36,6 @@ def alibi_slopes(heads: int) -> list[float]:
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
     return slopes + [2.0 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]
-
-
-@cache
-def alibi_slopes_tensor(heads: int, device: torch.device) -> Tensor:
-    """Return the slopes of all query heads on the device; all layers share the tensor."""
-    with torch.inference_mode(False):
-        return torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=device)
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:

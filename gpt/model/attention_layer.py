@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt.attention.backend import NormWeights, QKTransform, QKTransformBackend
-from gpt.attention.options import AttentionOptions, alibi_slopes_tensor
+from gpt.attention.options import AttentionOptions, alibi_slopes
 from gpt.attention.paged import KV
 from gpt.attention.varlen import AttentionDropout, unfused_attention
 from gpt.batch import Batch
@@ -78,8 +78,10 @@ class CoreAttention(nn.Module):
         config, mesh = build.config, build.mesh
         slopes = None
         if config.position_embedding_type == "alibi":
-            all_slopes = alibi_slopes_tensor(config.num_attention_heads, build.device)
-            slopes = all_slopes.chunk(mesh.tp)[mesh.tp_rank]
+            all_slopes = alibi_slopes(config.num_attention_heads)
+            first, heads = mesh.tp_rank * len(all_slopes) // mesh.tp, len(all_slopes) // mesh.tp
+            own_slopes = all_slopes[first : first + heads]
+            slopes = torch.tensor(own_slopes, dtype=torch.float32, device=build.device)
         self._options = AttentionOptions(layer_config.window_size, alibi_slopes=slopes)
         self._has_sinks = layer_config.attention_sinks
         if self._has_sinks:

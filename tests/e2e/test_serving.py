@@ -4,6 +4,7 @@ The oracle is `gpt.generation.generate` on the same checkpoint in this process; 
 are equal.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -186,7 +187,8 @@ def test_inputs_are_rendered_by_the_adapter_template(
 def test_drawn_seeds_are_returned_and_reproduce_the_answer(client: Client) -> None:
     answer = client.generate(TEXT, Options(temperature=1.0, max_new_tokens=24))
     repeated = client.generate(TEXT, Options(temperature=1.0, max_new_tokens=24, seed=answer.seed))
-    assert repeated == answer
+    # Only the first of two equal prompts may have to be computed.
+    assert dataclasses.replace(repeated, usage=answer.usage) == answer
 
 
 def test_stop_strings_across_tokens_end_the_text_before_them(

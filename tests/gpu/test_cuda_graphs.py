@@ -220,6 +220,8 @@ def _wait_for(path: Path, seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def test_pipeline_stages_that_share_a_device_have_the_same_tokens_without_graphs(tmp_path: Path) -> None:
+def test_pipeline_stages_that_share_a_device_have_the_same_tokens_without_graphs(
+    tmp_path: Path,
+) -> None:
     first, last = ranks(2, run_stage, str(tmp_path), timeout_s=180)
     assert first == last and len(first) == 5 * len(RULES)

@@ -17,7 +17,7 @@ from serving.config import ServerConfig
 from serving.worker.cuda_graphs import Capturer, Work
 from serving.worker.model_runner import ModelRunner
 from tests.support.fake_device import DEVICE, Counts, FakeDevice
-from tests.support.models import CLASSIC, EXPERTS, MODERN, ODD, SIGMOID_EXPERTS
+from tests.support.models import ALIBI, CLASSIC, EXPERTS, MODERN, ODD, SIGMOID_EXPERTS
 
 BLOCK_TOKENS, BLOCKS, SLOTS = 16, 64, 8
 # The shape of Llama: rotary positions, grouped queries, RMSNorm, SwiGLU, no biases, and widths that
@@ -36,6 +36,7 @@ FAMILIES = {
     "llama": LLAMA,
     "modern": MODERN,
     "odd": ODD,
+    "ALiBi": ALIBI,
     "experts": EXPERTS,
     "sigmoid experts": SIGMOID_EXPERTS,
 }

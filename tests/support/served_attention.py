@@ -60,7 +60,7 @@ class ServedLayer:
         self._compiles = True
         config = SimpleNamespace(max_position_embeddings=CONTEXT_TOKENS)
         runner: Any = SimpleNamespace(
-            slots=SLOTS, blocks=1000, model=SimpleNamespace(config=config)
+            slots=SLOTS, blocks=1000, windows=(None,), model=SimpleNamespace(config=config)
         )
         for step in warmup_steps(CONFIG, BLOCK_TOKENS, runner):
             if step.slots:

@@ -53,7 +53,7 @@ from gpt.parallel.weight_sharding import ParameterSpec, ShardRule, parameter_spe
 BUFFER_KEYS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
 # Families of models with images, and the families of their text parts.
-TEXT_FAMILIES: Mapping[object, str] = {"gemma3": "gemma3_text"}
+TEXT_FAMILIES: Mapping[str, str] = {"gemma3": "gemma3_text"}
 # The keys of their parts for images, and what precedes the keys of their text part.
 IMAGE_KEYS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 TEXT_KEY_PREFIXES = re.compile(r"^(model\.)?language_model\.")
@@ -70,7 +70,7 @@ def open_huggingface(
     """Open a directory with config.json and weights. `overrides` replaces fields of GPTConfig."""
     record = _read_json(path / "config.json")
     refuse_hf_config(record, str(path / "config.json"))
-    has_images = record.get("model_type") in TEXT_FAMILIES
+    has_images = str(record.get("model_type")) in TEXT_FAMILIES
     if has_images:
         record = _text_config(record, path / "config.json")
     family = _find_family(record, path / "config.json")

@@ -42,7 +42,10 @@ def install_stub(patch: pytest.MonkeyPatch) -> tuple[TransformerEngine, list[te_
     return engine, modules
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# The linears of these two have norms behind them, which Transformer Engine's modules lack.
+@pytest.mark.parametrize(
+    "name", [name for name in CONFIGS if name not in ("layered", "post norms")]
+)
 def test_te_modules_equal_our_linears(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = CONFIGS[name]
     engine, modules = install_stub(monkeypatch)

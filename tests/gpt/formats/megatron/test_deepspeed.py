@@ -52,7 +52,8 @@ def test_bloom_is_inspected_and_converted(tmp_path: Path) -> None:
     assert report.format == "megatron_deepspeed"
     convert(plan(checkpoint, tmp_path / "hf", ConversionOptions("hf")))
     assert base_digest(open_checkpoint(tmp_path / "hf")) == base_digest(source)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    model.train(False)
     ids = torch.tensor([[5, 6, 7, 40, 3, 90, 11]])
     with torch.no_grad():
         expected = model(ids).logits[0]
