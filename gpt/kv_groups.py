@@ -52,7 +52,7 @@ def layers_per_block(groups: Collection[KVGroup], layers: Collection[int]) -> in
     return max(len(own_layers.intersection(group.layers)) for group in groups)
 
 
-def kept_tokens(group: KVGroup, context_tokens: int, block_tokens: int) -> int:
+def cached_tokens_max(group: KVGroup, context_tokens: int, block_tokens: int) -> int:
     """Return for how many tokens of a context the group keeps keys and values, at most."""
     if group.window is None:
         return context_tokens

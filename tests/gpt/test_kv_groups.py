@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpt.kv_groups import kept_tokens, kv_groups, layers_per_block, window_blocks_max
+from gpt.kv_groups import cached_tokens_max, kv_groups, layers_per_block, window_blocks_max
 from tests.support.models import CLASSIC
 
 
@@ -62,5 +62,5 @@ def test_a_group_with_a_window_keeps_the_window_and_one_block() -> None:
     groups = kv_groups(
         CLASSIC.with_fields(num_layers=2, moe_layers=(), window_size=8, window_layers=(True, False))
     )
-    assert [kept_tokens(group, 100, 4) for group in groups] == [100, 12]
-    assert [kept_tokens(group, 10, 4) for group in groups] == [10, 10]
+    assert [cached_tokens_max(group, 100, 4) for group in groups] == [100, 12]
+    assert [cached_tokens_max(group, 10, 4) for group in groups] == [10, 10]

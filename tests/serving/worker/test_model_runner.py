@@ -39,7 +39,7 @@ CONFIG = ServerConfig(
 )
 GREEDY = SamplingParams(max_new_tokens=6)
 # `StepDriver` has one block table for each sequence.
-ONE_GROUP_CONFIGS = [name for name, config in CONFIGS.items() if len(kv_groups(config)) == 1]
+SINGLE_GROUP_CONFIGS = [name for name, config in CONFIGS.items() if len(kv_groups(config)) == 1]
 PROMPT = [7, 3, 90, 12, 5, 44, 61, 2, 18, 33]
 ADAPTER_TABLE = torch.randn(3, CLASSIC.hidden_size, generator=torch.Generator().manual_seed(5))
 
@@ -131,7 +131,7 @@ def test_overflow_in_the_last_layers_kv_is_a_fault() -> None:
     assert driver.run(sequence_step(2, 0, PROMPT[:4], draws=False)).faults == [0]
 
 
-@pytest.mark.parametrize("name", ONE_GROUP_CONFIGS)
+@pytest.mark.parametrize("name", SINGLE_GROUP_CONFIGS)
 @pytest.mark.parametrize("chunk", [1, 3, 4, 10])
 def test_chunked_prefill_gives_the_same_tokens(name: str, chunk: int) -> None:
     model = build(CONFIGS[name])

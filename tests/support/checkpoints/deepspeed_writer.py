@@ -69,7 +69,7 @@ def saved(config: GPTConfig, root: Path, tp: int, changes: Mapping[str, Any] = {
     for rank in range(tp):
         layers: dict[int, dict[str, Tensor]] = {}
         for name in source.tensors:
-            number, key, dim = _place(name, config.num_layers)
+            number, key, dim = _layer_file_key(name, config.num_layers)
             value = source.read(name)
             part = value.clone() if dim is None else value.chunk(tp, dim)[rank].clone()
             layers.setdefault(number, {})[key] = part
@@ -83,7 +83,7 @@ def saved(config: GPTConfig, root: Path, tp: int, changes: Mapping[str, Any] = {
     return source
 
 
-def _place(name: str, num_layers: int) -> tuple[int, str, int | None]:
+def _layer_file_key(name: str, num_layers: int) -> tuple[int, str, int | None]:
     """The layer's number in the pipeline, the key in its file, and the dimension that is split."""
     if name in OTHER_NAMES:
         number = 1 if name.startswith("embedding.") else num_layers + 4
