@@ -162,11 +162,15 @@ def choose_experts(
         expert_scores = logits.sigmoid()
     else:
         expert_scores = logits.softmax(-1) if config.moe_router_pre_softmax else logits
-    selection_scores = expert_scores if bias is None else expert_scores + bias.to(compute_dtype)
-    topk_ids = selection_scores.topk(config.moe_router_topk, dim=-1).indices
-    topk_weights = expert_scores.gather(-1, topk_ids)
+    if bias is None:
+        topk_weights, topk_ids = expert_scores.topk(config.moe_router_topk, dim=-1)
+    else:
+        selection_scores = expert_scores + bias.to(compute_dtype)
+        topk_ids = selection_scores.topk(config.moe_router_topk, dim=-1).indices
+        topk_weights = expert_scores.gather(-1, topk_ids)
     if is_sigmoid and config.moe_router_topk > 1:
         topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + 1e-20)
     elif not is_sigmoid and not config.moe_router_pre_softmax:
         topk_weights = topk_weights.softmax(-1)
-    return topk_ids, topk_weights * config.moe_router_topk_scaling_factor
+    factor = config.moe_router_topk_scaling_factor
+    return topk_ids, topk_weights if factor == 1.0 else topk_weights * factor
