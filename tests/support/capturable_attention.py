@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gpt.attention.backend import TorchAttention
-from gpt.attention.options import AttentionOptions
+from gpt.attention.options import AttentionOptions, softmax_with_sinks
 from gpt.attention.paged import KV, ragged_attention
 from gpt.batch import Batch
 
@@ -30,11 +30,15 @@ def attend(
     keys, values = gathered.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
     places = torch.arange(keys.shape[2])
     unseen = places >= ends
-    assert options.has_plain_softmax
     if options.window is not None:
         unseen |= places < ends - options.window
     scores = torch.einsum("rgqd,rgkd->rgqk", q.view(rows, groups, -1, width), keys) * width**-0.5
-    weights = scores.masked_fill(unseen[:, None, None], float("-inf")).softmax(-1)
+    if options.alibi_slopes is not None:
+        slopes = options.alibi_slopes.to(q.dtype).view(groups, -1, 1)
+        scores = scores - slopes * (ends - 1 - places)[:, None, None]
+    scores = scores.masked_fill(unseen[:, None, None], float("-inf"))
+    sinks = None if options.sinks is None else options.sinks.view(groups, -1)
+    weights = softmax_with_sinks(scores, sinks)
     return torch.einsum("rgqk,rgkd->rgqd", weights, values).reshape(rows, heads, width)
 
 
