@@ -83,7 +83,10 @@ class PrefixCache:
         self._shares_tenants = shared
         self._windows = tuple(windows)
         # By KV group: what is appended to a key for the group's blocks.
-        self._key_suffixes = [b"", *(bytes([group]) for group in range(1, len(self._windows)))]
+        self._key_suffixes = [
+            b"",
+            *(group.to_bytes(4, "little") for group in range(1, len(self._windows))),
+        ]
         # By pending key (not published yet): the prefilling sequence that computes its block.
         self._pending: dict[bytes, Sequence] = {}
         # By pending key: the sequences that are parked until it is published.

@@ -126,3 +126,11 @@ def test_a_sequence_with_windows_may_be_longer_than_the_cache() -> None:
     mixed_harness.submit(text_ids(30), new=12)
     mixed_harness.finish()
     assert [mixed_harness.last_outputs[number].end for number in (0, 1)] == ["length", "refused"]
+
+
+def test_the_prefix_cache_has_a_key_for_each_of_many_groups() -> None:
+    harness = SchedulerHarness(windows=[None, *[8] * 299], blocks=9000)
+    for _ in range(2):
+        harness.submit(text_ids(40), new=1)
+        harness.finish()
+    assert harness.cached_tokens[1] == 39
