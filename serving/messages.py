@@ -219,6 +219,7 @@ class Ready(_Message, frozen=True):
     # Capacity of the KV cache for one sequence; more than `kv_tokens` if layers have windows, which
     # free blocks while the sequence runs. 0: it is `kv_tokens`.
     sequence_kv_tokens: int = 0
+    kv_blocks: int = 0  # Blocks of the KV cache that sequences of all KV groups can use.
 
 
 class StepSize(_Part, frozen=True):

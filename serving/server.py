@@ -661,7 +661,7 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
     assert ready_message is not None
     metrics.set_cache_info(
         block_tokens=str(cache_config.kv_block_tokens),
-        blocks=str(ready_message.kv_tokens // cache_config.kv_block_tokens),
+        blocks=str(ready_message.kv_blocks),
         dtype=cache_config.kv_dtype,
         prefix_cache=str(cache_config.prefix_cache).lower(),
     )

@@ -468,6 +468,7 @@ class EngineLoop:
         return Ready(
             kv_tokens=(self._runner.blocks - 1) // len(self._runner.windows) * self._block_tokens,
             sequence_kv_tokens=self._scheduler.sequence_kv_tokens,
+            kv_blocks=self._runner.blocks - 1,  # Block 0 is never assigned.
             weight_bytes=report.weight_bytes,
             step_bytes=report.step_bytes,
             dtype=FLOAT_DTYPE_NAMES[self._runner.model.dtype],

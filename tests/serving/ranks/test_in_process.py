@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from gpt.config import GPTConfig
 from gpt.formats.registry import open_checkpoint
 from gpt.reference_logits.replay import compute_proof
 from serving.config import ServerConfig
 from serving.ranks.supervisor import LocalSupervisor
 from serving.service.service import open_in_process
+from tests.support.engine_requests import start_engine
+from tests.support.models import CLASSIC, MIXED_WINDOWS, build
 from tests.support.recording_receiver import RecordingReceiver, until_ready
 from tests.support.servers import START_S, write_checkpoint
 
@@ -36,3 +39,14 @@ def test_an_in_process_engine_reports_the_same_ready_message_as_a_rank_process(
     # The difference depends on the number of threads in its last digits.
     assert in_process.proof[1:] == rank_process.proof[1:]
     assert in_process.proof[0] == pytest.approx(rank_process.proof[0], abs=1e-6)
+
+
+@pytest.mark.parametrize(("config", "groups"), [(CLASSIC, 1), (MIXED_WINDOWS, 3)])
+def test_the_ready_message_counts_the_blocks_of_all_kv_groups(
+    config: GPTConfig, groups: int
+) -> None:
+    engine = start_engine(build(config))
+    ready = engine.ready_message
+    engine.close()
+    assert ready is not None
+    assert (ready.kv_tokens, ready.kv_blocks) == (512, 512 // 4 * groups)
