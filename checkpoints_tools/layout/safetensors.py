@@ -21,17 +21,17 @@ class SafetensorsEntry:
     """A tensor of a file: a part of a logical tensor, possibly transposed, or a stack of them."""
 
     key: str  # The tensor's name in the file.
-    # The names of the logical tensors; of several, the parts are stacked in a new first dimension.
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # The names of the logical tensors; one name unless `stacked`.
     part: ShardSpec
     full_shape: tuple[int, ...]  # The shape of each logical tensor.
     dtype: torch.dtype
     transposed: bool = False
     zero_rows: int = 0  # Rows of zeros in front of the part.
+    stacked: bool = False  # The parts are stacked in a new first dimension.
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self.names), *self.part_shape) if len(self.names) > 1 else self.part_shape
+        return (len(self.names), *self.part_shape) if self.stacked else self.part_shape
 
     @property
     def part_shape(self) -> tuple[int, ...]:

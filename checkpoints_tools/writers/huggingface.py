@@ -145,6 +145,7 @@ def _stacked_experts(
         parameter.shape,
         checkpoint.tensors[parameter.name].dtype,
         fused.transposed and len(parameter.shape) == 2,
+        stacked=True,
     )
 
 

@@ -289,6 +289,7 @@ CASES |= {
             "swiglu_limit": 1.0,
         },
     ),
+    "gpt_oss, a single expert": ("gpt_oss", {"num_local_experts": 1, "num_experts_per_tok": 1}),
 }
 
 HEADED = {
