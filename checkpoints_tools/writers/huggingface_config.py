@@ -7,7 +7,7 @@ properties) that the nearest family lacks; nothing is approximated. The module u
 opens no files.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -322,14 +322,20 @@ def _llama_like(config: GPTConfig, epsilon_key: str = "rms_norm_eps") -> ConfigR
 
 
 def _rotary_fields(
-    config: GPTConfig, theta_key: str, percent_key: str | None = None
+    config: GPTConfig,
+    theta_key: str,
+    percent_key: str | None = None,
+    scaling_kinds: Collection[str] = ("linear", "llama3", "yarn"),
 ) -> ConfigRecord:
     """Return the RoPE fields of transformers 4 (separate keys) and of transformers 5 (one object).
 
     `theta_key` and `percent_key` are keys of transformers 4; without `percent_key`, the family has
-    no partial RoPE.
+    no partial RoPE. Scaling of a kind that is not in `scaling_kinds`, those that the family's code
+    supports, is left out.
     """
     scaling = config.rope_scaling
+    if scaling is not None and scaling.kind not in scaling_kinds:
+        scaling = None
     legacy_fields = {theta_key: config.rotary_base}
     rope: ConfigRecord = {"rope_type": "default"}
     if scaling is not None:
@@ -493,7 +499,7 @@ NO_PADDING: Mapping[str, None] = {"pad_token_id": None}
 
 
 def _window_fields(config: GPTConfig) -> ConfigRecord:
-    """Return the fields of families whose layers may differ in their attention windows."""
+    """Return the fields of the layers' attention windows."""
     return {
         "layer_types": [
             "full_attention" if layer.window_size is None else "sliding_attention"
@@ -505,7 +511,7 @@ def _window_fields(config: GPTConfig) -> ConfigRecord:
 
 
 def _rotary_fields_by_type(config: GPTConfig, sliding_theta_key: str | None) -> ConfigRecord:
-    """Return the RoPE fields of families whose sliding layers have their own RoPE."""
+    """Return separate RoPE fields for full and for sliding attention."""
     window_rope = config.window_rope or config.rope
     window_config = config.with_fields(
         rotary_base=window_rope.base, rope_scaling=window_rope.scaling
@@ -528,7 +534,7 @@ def _gemma3_text(config: GPTConfig) -> ConfigRecord:
         **_rotary_fields_by_type(config, "rope_local_base_freq"),
         "attention_bias": config.qkv_bias,
         # transformers needs an integer.
-        "query_pre_attn_scalar": round(scale),
+        "query_pre_attn_scalar": max(1, round(scale)),
         **_window_fields(config),
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
@@ -574,6 +580,9 @@ def _minimax_m2(config: GPTConfig) -> ConfigRecord:
     return {
         **_mixtral(config),
         **_rotary_fields(config, "rope_theta", "partial_rotary_factor"),
+        # The weight of a single expert is 1 in this family, and its score in GPTConfig.
+        "num_local_experts": max(2, config.num_experts),
+        "num_experts_per_tok": max(2, config.moe_router_topk),
     }
 
 
@@ -610,7 +619,7 @@ def _bloom(config: GPTConfig) -> ConfigRecord:
 def _phi3(config: GPTConfig) -> ConfigRecord:
     return {
         **_llama_like(config),
-        **_rotary_fields(config, "rope_theta", "partial_rotary_factor"),
+        **_rotary_fields(config, "rope_theta", "partial_rotary_factor", ("longrope",)),
         "original_max_position_embeddings": config.max_position_embeddings,
         "sliding_window": config.window_size,
         "resid_pdrop": config.hidden_dropout,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from checkpoints_tools.writers.huggingface_config import FAMILY_WRITERS, choose_family
-from gpt.config import GPTConfig
+from gpt.config import GPTConfig, RopeScaling
 from gpt.errors import CheckpointError, ConfigError
 from gpt.formats.huggingface.families.config_json import ConfigJson
 from gpt.formats.huggingface.families.registry import FAMILIES
@@ -233,6 +233,12 @@ def test_trait_that_no_family_expresses_is_named(trait: str) -> None:
         ("rotary, tanh", "nemotron", "nemotron cannot express norms whose stored weight is"),
         ("classic", "gpt_neox", "gpt_neox cannot express learned positions"),
         ("gated, heads that do not divide", "llama", "a hidden_size of 50, which 4 heads do not"),
+        (
+            "gated, attention bias, llama3",
+            "phi3",
+            r"RoPE scaling \(RopeScaling\(kind='llama3'",
+        ),
+        ("experts, one of five, window", "minimax_m2", r"experts per token \(moe_router_topk 1\)"),
     ],
 )
 def test_requested_family_that_cannot_express_the_model_is_refused(
@@ -246,6 +252,25 @@ def test_impossible_head_width_is_named() -> None:
     odd = GATED.with_fields(position_embedding_type="learned_absolute", kv_channels=5)
     with pytest.raises(CheckpointError, match="llama cannot express heads of 5 channels at a"):
         choose_family(odd, Path("model"), "llama")
+
+
+def test_rope_scaling_of_other_families_is_named() -> None:
+    scaling = RopeScaling("longrope", 1.0, frequency_factors=(1.0,) * (GATED.kv_channels // 2))
+    with pytest.raises(CheckpointError, match=r"llama cannot express this RoPE scaling .*longrope"):
+        choose_family(GATED.with_fields(rope_scaling=scaling), Path("model"), "llama")
+
+
+def test_attention_scale_above_the_range_of_a_family_is_named() -> None:
+    config = GATED.with_fields(
+        activation="gelu_tanh",
+        layernorm_zero_centered_gamma=True,
+        qk_layernorm=True,
+        norm_placement="pre_and_post",
+        embedding_multiplier=GATED.hidden_size**0.5,
+        softmax_scale=2.0,
+    )
+    with pytest.raises(CheckpointError, match=r"gemma3_text cannot express .*softmax_scale 2.0"):
+        choose_family(config, Path("model"), "gemma3_text")
 
 
 def test_unknown_family_is_refused_with_valid_choices() -> None:

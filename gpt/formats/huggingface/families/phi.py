@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpt.config import GPTConfig, RopeScaling
+from gpt.errors import CheckpointError
 from gpt.formats.huggingface.families.config_json import ConfigJson, rotary_fields
 from gpt.formats.huggingface.families.family import Family, FusedQKV, TensorKeys
 from gpt.formats.huggingface.families.llama import LLAMA_DEFAULTS, LLAMA_KEYS, llama_like
@@ -28,8 +29,15 @@ def _phi3(fields: ConfigJson) -> GPTConfig:
     section = "rope_parameters" if fields.record.get("rope_parameters") else "rope_scaling"
     rope = fields.record.get(section)
     rotary: dict[str, Any] | None = None
-    if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in LONGROPE_TYPES:
-        rotary = _longrope_fields(fields, section, rope)
+    if isinstance(rope, dict):
+        rope_type = rope.get("rope_type") or rope.get("type") or "default"
+        if rope_type in LONGROPE_TYPES:
+            rotary = _longrope_fields(fields, section, rope)
+        elif rope_type != "default":
+            raise CheckpointError(
+                f"{fields.path}: rope type {str(rope_type)[:60]!r} is not supported in Phi-3; it "
+                f"must be default or longrope ({section}.rope_type)"
+            )
     return llama_like(
         fields,
         percent_key="partial_rotary_factor",

@@ -176,6 +176,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"no_rope_layers": [1, 0]},
         "no_rope_layers is .*; it must be 4 zeros and ones",
     ),
+    "linear positions in Phi-3": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        "rope type 'linear' is not supported in Phi-3; it must be default or longrope",
+    ),
     "longrope without factors": (
         "phi3",
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
