@@ -37,8 +37,6 @@ LAYERS_OR_EXPERTS_MAX = 65535
 LAYERS_TIMES_EXPERTS_MAX = 1 << 18
 
 
-T = TypeVar("T")
-
 ROPE_SCALING_KINDS = ("linear", "llama3", "yarn", "longrope")
 
 
@@ -440,13 +438,16 @@ class GPTConfig:
             raise ConfigError(f"unknown key {unknown[0]!r} in the model's config; {advice}")
         values = dict(record)
         if isinstance(values.get("rope_scaling"), Mapping):
-            values["rope_scaling"] = _from_mapping(RopeScaling, values, "rope_scaling")
+            values["rope_scaling"] = _from_mapping(
+                RopeScaling, values["rope_scaling"], "rope_scaling"
+            )
         if isinstance(values.get("window_rope"), Mapping):
             window_rope = dict(values["window_rope"])
             if isinstance(window_rope.get("scaling"), Mapping):
-                window_rope["scaling"] = _from_mapping(RopeScaling, window_rope, "scaling")
-            values["window_rope"] = window_rope
-            values["window_rope"] = _from_mapping(RopeConfig, values, "window_rope")
+                window_rope["scaling"] = _from_mapping(
+                    RopeScaling, window_rope["scaling"], "window_rope.scaling"
+                )
+            values["window_rope"] = _from_mapping(RopeConfig, window_rope, "window_rope")
         for name in ("moe_layers", "window_layers", "rope_layers"):
             if isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
@@ -456,10 +457,12 @@ class GPTConfig:
             raise ConfigError(f"the model's config is incomplete: {error}") from None
 
 
+T = TypeVar("T")
+
+
 def _from_mapping(kind: type[T], values: Mapping[str, Any], name: str) -> T:
     arguments = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in values[name].items()
+        key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
     }
     try:
         return kind(**arguments)

@@ -187,12 +187,11 @@ def refuse_unknown_layer_types(fields: ConfigJson) -> None:
 
 
 def refuse_mixed_attention(fields: ConfigJson) -> None:
-    """Refuse layers of several attention types, and types other than full and sliding attention."""
+    """Refuse layers of several attention types."""
     attention_types = set(fields.layer_types() or ())
-    if attention_types - ATTENTION_TYPES or len(attention_types) > 1:
-        verb = "mixes" if len(attention_types) > 1 else "has only"
+    if len(attention_types) > 1:
         raise CheckpointError(
-            f"{fields.path}: layer_types {verb} {', '.join(sorted(attention_types))}, which "
+            f"{fields.path}: layer_types mixes {', '.join(sorted(attention_types))}, which "
             "Preamble does not support; all layers must have full_attention, or all must have "
             "sliding_attention"
         )
@@ -212,7 +211,7 @@ def rotary_fields(
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError(
             f"{fields.path}: rope_parameters (or rope_scaling) is not one mapping for all layers, "
-            "but Preamble supports only the same RoPE parameters in all layers; give another model"
+            "but all layers of this family must have the same RoPE parameters; give another model"
         )
     legacy_fields = {"rope_theta": fields.number(theta_key)}
     if percent_key is not None:

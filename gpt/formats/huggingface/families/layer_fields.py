@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpt.config import RopeConfig
-from gpt.errors import CheckpointError
-from gpt.formats.huggingface.families.config_json import ATTENTION_TYPES, ConfigJson, rotary_fields
+from gpt.formats.huggingface.families.config_json import ConfigJson, rotary_fields
 
 # The keys of `rope_parameters` in files with one mapping for each attention type.
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -23,11 +22,6 @@ def window_fields(fields: ConfigJson, default_sliding_layers: Sequence[bool]) ->
         layers = fields.count("num_hidden_layers")
         if len(types) != layers:
             raise fields.invalid_field_error("layer_types", types, f"a list of {layers} names")
-        if unknown := sorted(set(types) - ATTENTION_TYPES):
-            raise CheckpointError(
-                f"{fields.path}: layer_types has {unknown[0]!r}, which Preamble does not support; "
-                f"it must be one of {', '.join(sorted(ATTENTION_TYPES))}"
-            )
         sliding_layers = tuple(kind == SLIDING for kind in types)
     if not any(sliding_layers):
         return {}
