@@ -2,8 +2,8 @@
 
 A sequence has a block table in each group. In a group with a window, the blocks behind the window
 are freed while the sequence runs; in a group without one, all blocks are kept. All groups allocate
-from one block pool. A block has room for the keys and values of `layers_per_block` layers, and
-belongs to one group at a time: layer i of each group uses part i of the group's blocks.
+from one block pool. A block stores the keys and values of `layers_per_block` layers, and belongs to
+one group at a time: layer i of each group uses part i of the group's blocks.
 
 The layers with equal windows are divided into groups of about equal size, as in vLLM. The size is
 the number of layers of the rarest window, so that little memory is unused in the blocks of the
@@ -47,7 +47,7 @@ def kv_groups(config: GPTConfig) -> tuple[KVGroup, ...]:
 
 
 def layers_per_block(groups: Collection[KVGroup], layers: Collection[int]) -> int:
-    """Return for how many of `layers`, the layers of one rank, a block has room."""
+    """Return how many layers a block stores keys and values for, on the rank with `layers`."""
     own_layers = frozenset(layers)
     return max(len(own_layers.intersection(group.layers)) for group in groups)
 

@@ -54,7 +54,7 @@ FORMAT_MARKERS = {
     "huggingface": ("config.json",),
     "nemo": ("model_config.yaml", "model_weights", "metadata.json", ".metadata"),
 }
-# Formats whose files each have the rows of one tensor rank.
+# Formats with one file for each tensor rank.
 RANK_FILE_FORMATS = ("megatron", "megatron_deepspeed")
 SPLIT_SIZES = (1, 2, 4, 8, 16)  # Tensor- and pipeline-parallel sizes in the serving table.
 RANKS_MAX = 16

@@ -47,14 +47,14 @@ _FP4_PAIRS = _fp4_pairs()
 
 
 def _look_up(table: Tensor, stored: Tensor) -> Tensor:
-    """Return the entry of each byte of `stored`, whose elements are bytes."""
+    """Look up each byte of `stored` in a table of 256 entries."""
     indices = stored.view(torch.uint8).flatten().int()
     return table.index_select(0, indices).view(stored.shape)
 
 
 @dataclass(frozen=True)
 class Fp8Tensor(ComputedTensor):
-    """FP8 values times scales: one scale per block of `block_shape`, whose last blocks may be cut.
+    """FP8 values with one scale for each block of `block_shape`; the last blocks may be smaller.
 
     The values have two dimensions, or three if experts are stacked. The scales have as many
     dimensions, or none if there is one scale for all values.

@@ -91,7 +91,7 @@ def rank_costs(
                     weight_bytes=sum(
                         count * _bytes_per_parameter(name, dtype) for name, count in counts.items()
                     ),
-                    # In blocks of several KV groups, some room may be unused.
+                    # With several KV groups, part of a smaller group's blocks is unused.
                     kv_bytes_per_token=kv_bytes_per_token(
                         config, len(groups) * layers_per_block(groups, layers), tp, kv_cache_dtype
                     ),

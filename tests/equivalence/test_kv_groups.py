@@ -30,7 +30,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> AdapterFiles:
 
 
 def test_groups_share_the_memory_of_the_pool() -> None:
-    """Six layers in three groups: a block has room for two layers."""
+    """Six layers in three groups: a block stores two layers."""
     model = build(MIXED_WINDOWS)
     runner = build_runner(model, ServerConfig("model", kv_tokens_max=64))
     layer_kv = [runner.pool.layer(layer) for layer in range(6)]
