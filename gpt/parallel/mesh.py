@@ -197,7 +197,7 @@ class Mesh:
     @property
     def stages_through_host(self) -> bool:
         """Whether communication copies tensors through host memory: on a GPU with gloo."""
-        group = self.tp_group or self.pp_group
+        group = self.tp_group or self.pp_group or self.stage_group
         return self.device.type != "cpu" and group is not None and group.name() == "gloo"
 
     def stage_rank(self, stage: int) -> int:
