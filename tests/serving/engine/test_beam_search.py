@@ -54,10 +54,10 @@ def test_beam_search_matches_transformers(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 5))
-@pytest.mark.parametrize("name", CONFIGS)
-def test_random_beam_searches_match_transformers(name: str, seed: int) -> None:
-    check_cases(flat_model(CONFIGS[name]), 120, seed)
+@pytest.mark.parametrize(("seed", "name"), list(enumerate(CONFIGS, 2)))
+def test_random_beam_searches_match_transformers(seed: int, name: str) -> None:
+    # The scorer knows no network, so each network has its own cases.
+    check_cases(flat_model(CONFIGS[name]), 200, seed)
 
 
 Language = Callable[[tuple[int, ...]], list[tuple[int, float]]]
