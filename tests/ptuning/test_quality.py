@@ -6,7 +6,6 @@ adapter. The evaluation uses words that occur in no training record. The option 
 `pytest -m slow -s` prints the tables.
 """
 
-import copy
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +38,7 @@ pytestmark = pytest.mark.slow
 VIRTUAL = 8
 STEPS = 200
 SAVED_STEPS = (50, 100, STEPS)  # The steps after which a table is saved.
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1, 2)  # The hardest task has all seeds; the others show that it is not a special case.
 BEFORE = "<|VIRTUAL_PROMPT_0|>{word}" + toy_tasks.ARROW + "{answer}"
 AFTER = "{word}<|VIRTUAL_PROMPT_0|>" + toy_tasks.ARROW + "{answer}"
 BARE = "{word}" + toy_tasks.ARROW + "{answer}"
@@ -108,7 +107,6 @@ class TrainedAdapters:
         *,
         template: str = BEFORE,
         signs: str = "",
-        model: GPT | None = None,
         kind: str = "rows",
     ) -> float:
         """The share of held-out words with an exactly right answer."""
@@ -128,7 +126,7 @@ class TrainedAdapters:
         ]
         prompts = [example.ids[: example.answer_start] for example in examples]
         answers = [example.ids[example.answer_start :] for example in examples]
-        return toy_tasks.exact_match_share(model or self.model, prompts, answers, table, kind)
+        return toy_tasks.exact_match_share(self.model, prompts, answers, table, kind)
 
     def score_without_prompt(self, task: str) -> float:
         """Score without a prompt."""
@@ -209,7 +207,7 @@ def test_adapter_is_as_good_as_the_written_instruction(
     digest_before = trained_adapters.digest
     scores = [
         trained_adapters.score(task, trained_adapters.learned(task, method, seed)[STEPS])
-        for seed in SEEDS
+        for seed in (SEEDS if task == HARDEST_TASK else SEEDS[:1])
     ]
     print(f"\n{task}, {method}: {spread(scores)}; {trained_adapters.comparison(task)}")
     assert min(scores) >= trained_adapters.oracle(task) - SLACK
@@ -218,23 +216,12 @@ def test_adapter_is_as_good_as_the_written_instruction(
     assert all(value.grad is None for value in trained_adapters.model.parameters())
 
 
-def test_prefix_is_as_good_and_learns_more_than_a_prompt(trained_adapters: TrainedAdapters) -> None:
-    """The control has no limit: a prefix has the capacity to learn an untaught task."""
+def test_prefix_is_as_good_as_the_written_instruction(trained_adapters: TrainedAdapters) -> None:
     digest_before = trained_adapters.digest
     task = HARDEST_TASK
     tables = [trained_adapters.learned(task, "prefix", seed)[STEPS] for seed in SEEDS]
     scores = [trained_adapters.score(task, table, kind="prefix") for table in tables]
-    control = trained_adapters.score(
-        toy_tasks.CONTROL,
-        trained_adapters.learned(toy_tasks.CONTROL, "prefix", 0)[STEPS],
-        kind="prefix",
-    )
-    prompt = trained_adapters.score(task, trained_adapters.learned(task, METHODS[0], 0)[STEPS])
-    print(
-        f"\n{task}, prefix: {spread(scores)}, prompt tuning {prompt:.3f}; "
-        f"{trained_adapters.comparison(task)}"
-    )
-    print(f"{toy_tasks.CONTROL}, prefix: {control:.3f}")
+    print(f"\n{task}, prefix: {spread(scores)}; {trained_adapters.comparison(task)}")
     assert min(scores) >= trained_adapters.oracle(task) - SLACK
     assert trained_adapters.digest == digest_before
 
@@ -298,33 +285,12 @@ def test_virtual_tokens_after_the_text_are_compared_with_those_before(
         )
         for seed in SEEDS
     ]
-    scores_after = []
-    for seed in SEEDS:
-        table = trained_adapters.learned(HARDEST_TASK, METHODS[0], seed, template=AFTER)[STEPS]
-        scores_after.append(trained_adapters.score(HARDEST_TASK, table, template=AFTER))
-    print(
-        f"\n{HARDEST_TASK}: before the text {spread(scores_before)}, "
-        f"behind it {spread(scores_after)}"
-    )
+    table = trained_adapters.learned(HARDEST_TASK, METHODS[0], 0, template=AFTER)[STEPS]
+    score_after = trained_adapters.score(HARDEST_TASK, table, template=AFTER)
+    print(f"\n{HARDEST_TASK}: before the text {spread(scores_before)}, behind it {score_after:.3f}")
     print(trained_adapters.comparison(HARDEST_TASK))
     # The base was trained with instructions before the text, so a prompt works best there.
-    assert min(scores_before) >= max(scores_after) - SLACK
-
-
-def test_full_training_is_compared_with_a_prompt(trained_adapters: TrainedAdapters) -> None:
-    tuned_model = copy.deepcopy(trained_adapters.model)
-    toy_tasks.train_prompt(tuned_model, trained_adapters.config(HARDEST_TASK, "full", 0))
-    full = trained_adapters.score(HARDEST_TASK, model=tuned_model)
-    prompt = trained_adapters.score(
-        HARDEST_TASK, trained_adapters.learned(HARDEST_TASK, METHODS[0], 0)[STEPS]
-    )
-    count = sum(value.numel() for value in tuned_model.parameters())
-    print(
-        f"\n{HARDEST_TASK}: all {count} weights {full:.3f}, "
-        f"{VIRTUAL * 128} of a prompt {prompt:.3f}"
-    )
-    print(trained_adapters.comparison(HARDEST_TASK))
-    assert prompt >= trained_adapters.oracle(HARDEST_TASK) - SLACK
+    assert min(scores_before) >= score_after - SLACK
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # Between peft and transformers.
