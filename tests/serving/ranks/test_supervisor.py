@@ -27,6 +27,7 @@ from gpt.sampling_params import SamplingParams
 from serving.config import ServerConfig
 from serving.messages import DumpFlightRecorder, Submission
 from serving.ranks.supervisor import LocalSupervisor
+from serving.ranks.watchdog import RankLoss
 from tests.support.recording_receiver import RecordingReceiver, complete, until_ready
 from tests.support.servers import ROOT, START_S, WAIT_S, Stalls, eventually, write_checkpoint
 
@@ -224,6 +225,19 @@ def test_the_flight_recorder_is_written_on_request(
     path = tmp_path / "steps.jsonl"
     supervisor.send(DumpFlightRecorder(str(path), config.observability_config.flight_ids))
     eventually(lambda: path.exists() and '"steps"' in path.read_text())
+
+
+def test_a_restart_waits_longer_after_each_loss_until_ranks_were_healthy(
+    config: ServerConfig,
+) -> None:
+    supervisor = LocalSupervisor(config)
+    supervisor._has_been_ready = True
+    waits = []
+    for healthy_s in (5.0, 5.0, 59.0, 60.0, 5.0):
+        supervisor._record_loss(RankLoss("rank 0 was killed", "dead", healthy_s))
+        waits.append(supervisor._backoff_s)
+    assert waits == [0.0, 1.0, 2.0, 0.0, 1.0]
+    supervisor.close()
 
 
 def test_messages_without_ranks_are_dropped(config: ServerConfig) -> None:
