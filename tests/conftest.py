@@ -23,6 +23,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import preload_slow_modules
+
 # Profiles of hypothesis.
 FIXED_EXAMPLES = "fixed"
 RANDOM_EXAMPLES = "random"
@@ -60,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
     _choose_seed(config)
     if config.option.markexpr == "gpu":
         return
+    if config.option.markexpr == "slow":
+        preload_slow_modules()
     for proto in sorted((ROOT / "protos" / "preamble" / "v1").glob("*.proto")):
         stub = proto.with_name(f"{proto.stem}_pb2.py")
         if not stub.exists():

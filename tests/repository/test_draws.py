@@ -4,6 +4,7 @@ import ast
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -156,6 +157,8 @@ def test_number():
 def test_the_printed_seed_repeats_a_random_run(tmp_path: Path) -> None:
     for file in (TESTS / "conftest.py", TESTS.parent / "pyproject.toml"):
         (tmp_path / file.name).write_text(file.read_text())
+    (tmp_path / "tests" / "support").mkdir(parents=True)  # What conftest.py imports.
+    shutil.copy(TESTS / "support" / "ranks.py", tmp_path / "tests" / "support")
     (tmp_path / "test_random.py").write_text(RANDOM_TESTS)
 
     def run(**variables: str) -> tuple[list[str], list[str]]:

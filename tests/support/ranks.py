@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,24 +39,50 @@ PRELOAD = (
     "gpt.model.loading",
     "gpt.generation.generate",
 )
+# Modules that processes of the slow suite import too: tuning runs, and ranks of megatron-core.
+SLOW_PRELOAD = (
+    "torch._dynamo",
+    "preamble",
+    "ptuning.__main__",
+    "ptuning.run.training_loop",
+    "ptuning.reporting.observer",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.dist_checkpointing",
+)
 FORKSERVER.set_forkserver_preload(list(PRELOAD))
+# Starts a new interpreter for each rank.
+SPAWN = multiprocessing.get_context("spawn")
 
 
-def ranks(n: int, function: Callable[..., R], *args: object, timeout_s: float = 240.0) -> list[R]:
+def preload_slow_modules() -> None:
+    """Preload the modules of the slow suite as well; before the server starts."""
+    FORKSERVER.set_forkserver_preload([*PRELOAD, *SLOW_PRELOAD])
+
+
+def ranks(
+    n: int,
+    function: Callable[..., R],
+    *args: object,
+    timeout_s: float = 240.0,
+    is_preloaded: bool = True,
+) -> list[R]:
     """`[function(rank, *args) for rank in range(n)]`, each in its own process, all at once.
 
     `function` is a module's own (not nested), so that a process can import it. Arguments and
     results are pickled. An exception in a rank is raised here, with that rank's stack as a note.
+    Without `is_preloaded`, a rank begins without the preloaded modules, and imports torch itself.
     """
     call = pickle.dumps((function, args))
+    context = FORKSERVER if is_preloaded else SPAWN
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         pipes: list[Connection] = []
-        processes: list[ForkServerProcess] = []
+        processes: list[BaseProcess] = []
         try:
             for rank in range(n):
-                parent_end, child_end = FORKSERVER.Pipe()
+                parent_end, child_end = context.Pipe()
                 arguments = (child_end, call, rank, n, folder, timeout_s)
-                process = FORKSERVER.Process(target=_run, args=arguments, daemon=True)
+                process: BaseProcess = context.Process(target=_run, args=arguments, daemon=True)
                 process.start()
                 child_end.close()  # Otherwise the pipe would stay open after the process.
                 pipes.append(parent_end)
@@ -71,7 +97,7 @@ def ranks(n: int, function: Callable[..., R], *args: object, timeout_s: float = 
 
 
 def _collect(
-    pipes: list[Connection], processes: list[ForkServerProcess], folder: Path, timeout_s: float
+    pipes: list[Connection], processes: list[BaseProcess], folder: Path, timeout_s: float
 ) -> list[R]:
     """One result per rank; raises the earliest failure."""
     results: dict[int, R] = {}
@@ -104,9 +130,7 @@ def _collect(
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _failure(
-    rank: int, processes: list[ForkServerProcess], folder: Path, timeout_s: float
-) -> Exception:
+def _failure(rank: int, processes: list[BaseProcess], folder: Path, timeout_s: float) -> Exception:
     """The error of a rank without a result: a time-out with every stack, or its exit code."""
     processes[rank].join(GRACE_S)
     if not (folder / f"stack-{rank}").read_text():

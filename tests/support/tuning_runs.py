@@ -21,18 +21,10 @@ from threading import Thread
 import torch
 
 from gpt.adapters.adapter_file import open_adapter
-from tests.support.ranks import FORKSERVER, PRELOAD
+from tests.support.ranks import FORKSERVER
 from tests.support.servers import ROOT
 from tests.support.tuning_settings import write_settings
 
-# Modules that a run imports in addition to a rank's, preloaded by a server that starts with a run.
-MORE = (
-    "torch._dynamo",
-    "preamble",
-    "ptuning.__main__",
-    "ptuning.run.training_loop",
-    "ptuning.reporting.observer",
-)
 END_S = 180.0
 MANY = 100_000  # Steps: the run does not end by itself.
 
@@ -103,7 +95,6 @@ class Run:
 @contextmanager
 def starting() -> Iterator[Start]:
     """A function that starts runs; those that still run in the end are killed."""
-    FORKSERVER.set_forkserver_preload([*PRELOAD, *MORE])
     runs: list[Run] = []
 
     def start(file: Path, *words: str, file_bytes_max: int | None = None) -> Run:
