@@ -55,10 +55,10 @@ def test_killed_split_runs_resume_to_the_losses_of_one_rank(tmp_path: Path, star
     validation = tmp_path / "validation.jsonl"
     validation.write_text("\n".join(json.dumps(record) for record in records(7)))
     settings = {
-        "steps": 90,
+        "steps": 45,
         "validation": str(validation),
         "monitor": "exact_match",
-        "validate_every": 30,
+        "validate_every": 15,
         "max_new_tokens": 3,
         "batch_examples": 4,
     }
@@ -143,14 +143,14 @@ def test_rank_failing_at_start_ends_the_others(
 def test_full_disk_on_one_rank_does_not_end_the_run(
     checkpoint: Path, tmp_path: Path, start: Start
 ) -> None:
-    run = start(write_run_settings(tmp_path, checkpoint, steps=200, tp=2))
+    run = start(write_run_settings(tmp_path, checkpoint, steps=60, tp=2))
     run.reach(4)
     (other_rank,) = run.ranks
     resource.prlimit(other_rank, resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
     assert run.end() == 0, run.stderr
     assert run.stderr.count("no state could be saved") == 1, run.stderr
     assert run.stderr.count("warning") == 1, run.stderr
-    assert len(logged(tmp_path)) == 200
+    assert len(logged(tmp_path)) == 60
     assert adapters(tmp_path) == ["answer@1.safetensors"]
 
 

@@ -128,7 +128,7 @@ def test_artifacts_are_written_after_disk_space_is_freed(
 ) -> None:
     """The error is one line without a traceback, and the same command then writes the artifact."""
     rate = {"prompt-tuning": 0.5, "lstm": 0.01, "full": 1e-4}[method]
-    file = write_run_settings(tmp_path, checkpoint, steps=150, method=method, learning_rate=rate)
+    file = write_run_settings(tmp_path, checkpoint, steps=80, method=method, learning_rate=rate)
     run = start(file)
     run.reach(4)
     assert run.process.pid is not None
@@ -150,7 +150,7 @@ def test_artifacts_are_written_after_disk_space_is_freed(
     name = "answer-1" if method == "full" else "answer@1.safetensors"
     assert adapters(tmp_path) == [name]
     assert states(tmp_path) == []
-    assert [row[0] for row in logged(tmp_path)] == [str(step) for step in range(1, 151)]
+    assert [row[0] for row in logged(tmp_path)] == [str(step) for step in range(1, 81)]
 
 
 def rewrite(checkpoint: Path, model: Checkpoint) -> None:
