@@ -40,7 +40,8 @@ from gpt.formats.manifest import MANIFEST
 from gpt.formats.mappings.hybrid_layers import show_layers
 from gpt.formats.mappings.megatron_names import EMBEDDING, HEAD, LOCAL_EXPERT
 from gpt.formats.megatron.rank_files import TRACKER_FILE, newer_iteration_notes
-from gpt.formats.megatron.torch_dist_config import COMMON_KEY, read_common_args
+from gpt.formats.megatron.torch_dist import FSDP_DTENSOR, TORCH_DIST
+from gpt.formats.megatron.torch_dist_config import ARGS_KEY, COMMON_KEY, read_common_args
 from gpt.formats.registry import open_checkpoint
 from gpt.kv_groups import cached_tokens_max, kv_groups
 from gpt.parallel.weight_sharding import parameter_specs
@@ -52,6 +53,7 @@ FORMAT_MARKERS = {
     "megatron": ("mp_rank_*",),
     "megatron_deepspeed": ("layer_*-model_*-model_states.pt",),
     "torch_dist": ("metadata.json", ".metadata", "run_config.yaml"),
+    "fsdp_dtensor": ("metadata.json", ".metadata", "run_config.yaml"),
     "huggingface": ("config.json",),
     "nemo": ("model_config.yaml", "model_weights", "metadata.json", ".metadata"),
 }
@@ -217,11 +219,12 @@ def _find_markers(checkpoint: Checkpoint, source: Path) -> list[str]:
 def _writer_split(checkpoint: Checkpoint) -> dict[str, int]:
     """Return the parallel sizes of the run that wrote the checkpoint.
 
-    The reader of torch_dist does not return these sizes, so they are read from the saved args.
+    The reader of distributed checkpoints does not return these sizes, so they are read from the
+    saved args.
     """
-    if checkpoint.split or checkpoint.format != "torch_dist":
+    if checkpoint.split or checkpoint.format not in (TORCH_DIST, FSDP_DTENSOR):
         return dict(checkpoint.split)
-    index = read_index(scan_folder(checkpoint.path), lambda key: key == COMMON_KEY)
+    index = read_index(scan_folder(checkpoint.path), (COMMON_KEY, ARGS_KEY).__contains__)
     args = read_common_args(index) or {}
     sizes = {name: args.get(arg) for name, arg in SPLIT_ARGS.items()}
     return {name: size for name, size in sizes.items() if type(size) is int}

@@ -3,6 +3,8 @@
 A key names an unsharded tensor, independently of the parallel sizes. The tensor of a key can stack
 the tensors of all layers, or of all experts, along leading dimensions. This module splits the
 leading dimensions, and maps the tensor of each layer and expert to the chunks that overlap with it.
+Megatron-FSDP's format `fsdp_dtensor` has the same files with the keys of a wrapped module: each
+layer and expert has its own keys, and the gate and up matrices are separate.
 `torch_dist_config.py` infers the config; `gpt/checkpoint/files/torch_dcp.py` reads the index and
 the chunks.
 """
@@ -60,10 +62,18 @@ from gpt.formats.megatron.rank_files import (
     tracked_iteration,
 )
 from gpt.formats.megatron.reader import find_tokenizer_near
-from gpt.formats.megatron.torch_dist_config import COMMON_FILE, COMMON_KEY, infer_dist_config
+from gpt.formats.megatron.torch_dist_config import (
+    ARGS_KEY,
+    COMMON_FILE,
+    COMMON_KEY,
+    infer_dist_config,
+    read_common_args,
+)
 from gpt.parallel.weight_sharding import LAYERS_PREFIX, parameter_specs
 
 BACKEND_FILE, INTEGRITY_FILE = "metadata.json", "integrity.json"
+# Formats that this module reads; values of Megatron's `--ckpt-format`.
+TORCH_DIST, FSDP_DTENSOR = "torch_dist", "fsdp_dtensor"
 TEXT_BYTES_MAX = 1 << 20
 # Keys of the training state, which are not part of the model.
 TRAINING_STATE_KEYS = re.compile(
@@ -213,7 +223,7 @@ def open_torch_dist(
     )
     return replace(
         checkpoint,
-        format="nemo" if context_folder.is_dir() else "torch_dist",
+        format="nemo" if context_folder.is_dir() else checkpoint.format,
         tokenizer=nemo_tokenizer or find_tokenizer_near(folder),
         notes=(*checkpoint.notes, *newer_iteration_notes(folder), *bridge_notes),
     )
@@ -228,7 +238,7 @@ def join_chunks(
 
     `infer_config` returns the config; it is not called if `overrides` is a GPTConfig.
     """
-    _refuse_other_formats(tree)
+    checkpoint_format = _identify_format(tree)
     _refuse_missing_files(tree)
     index = read_index(tree, _is_model_key)
     dist_checkpoint = gather_tensors(index)
@@ -256,7 +266,7 @@ def join_chunks(
     files = tuple(sorted({span.file.path for span in index.file_spans.values()}))
     checkpoint = Checkpoint(
         tree.path,
-        "torch_dist",
+        checkpoint_format,
         config,
         tensors,
         files,
@@ -277,18 +287,18 @@ def _read_backend(tree: FileTree) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _refuse_other_formats(tree: FileTree) -> None:
-    """Refuse similar formats, incomplete saves, adapters and quantized models."""
+def _identify_format(tree: FileTree) -> str:
+    """Return the format; refuse other formats, incomplete saves, adapters and quantized models."""
     folder, backend = tree.path, _read_backend(tree)
     if backend == "zarr":
         raise CheckpointError(
             f"{folder} is a zarr checkpoint, a format that Megatron-Core has removed; load it with "
             "a Megatron-Core version that supports zarr, and save it as torch_dist"
         )
-    if backend not in (None, "torch_dist"):
+    if backend not in (None, TORCH_DIST, FSDP_DTENSOR):
         raise CheckpointError(
-            f"{folder} is a {backend} checkpoint according to {BACKEND_FILE}; only torch_dist is "
-            "supported: save it with --ckpt-format torch_dist"
+            f"{folder} is a {backend} checkpoint according to {BACKEND_FILE}; only torch_dist and "
+            "fsdp_dtensor are supported: save it with --ckpt-format torch_dist"
         )
     if METADATA_FILE not in tree.spans:
         raise CheckpointError(
@@ -296,18 +306,7 @@ def _refuse_other_formats(tree: FileTree) -> None:
             "this file; copy the missing files from all nodes, or take an earlier iteration"
         )
     if backend is None:
-        keys = read_index(tree, lambda key: key.startswith("model.")).tensors
-        if keys:
-            raise CheckpointError(
-                f"{folder} is a torch_dcp or fsdp_dtensor checkpoint: it has keys such as "
-                f"{next(iter(keys))}, but no readable {BACKEND_FILE}; only torch_dist is "
-                "supported: save it with --ckpt-format torch_dist"
-            )
-        raise CheckpointError(
-            f"{folder} has no readable {BACKEND_FILE}, which is written last, so the save did not "
-            "finish, or another node saved this file; copy the missing files from all nodes, or "
-            "take an earlier iteration"
-        )
+        backend = _identify_by_keys(tree)
     if "adapter_metadata.json" in tree.spans:
         raise CheckpointError(f"{folder} is a NeMo 2 adapter, not a model; give its base model")
     has_modelopt_state = any(name.startswith("modelopt_state") for name in tree.spans)
@@ -316,6 +315,32 @@ def _refuse_other_formats(tree: FileTree) -> None:
             f"{folder} has modelopt_state: the model was quantized or pruned; give the original "
             "model"
         )
+    return backend
+
+
+def _identify_by_keys(tree: FileTree) -> str:
+    """Return the format of a checkpoint without `metadata.json`, which must be fsdp_dtensor.
+
+    torch_dcp, the format of torch's own FSDP, has the same files and keys. The args name the
+    format; without args, only fsdp_dtensor separates the gate and up matrices.
+    """
+    index = read_index(tree, lambda key: key == ARGS_KEY or key.startswith("model."))
+    if not index.tensors:
+        raise CheckpointError(
+            f"{tree.path} has no readable {BACKEND_FILE}, which is written last, so the save did "
+            "not finish, or another node saved this file; copy the missing files from all nodes, "
+            "or take an earlier iteration"
+        )
+    has_halves = any(key.endswith(GATE_UP_SUFFIXES) for key in index.tensors)
+    saved_format = (read_common_args(index) or {}).get("ckpt_format")
+    if saved_format == FSDP_DTENSOR or (saved_format is None and has_halves):
+        return FSDP_DTENSOR
+    name = "torch_dcp" if saved_format == "torch_dcp" else "torch_dcp or fsdp_dtensor"
+    raise CheckpointError(
+        f"{tree.path} is a {name} checkpoint: it has keys such as {next(iter(index.tensors))}, but "
+        f"no readable {BACKEND_FILE}, and no args that name fsdp_dtensor; save it with "
+        "--ckpt-format torch_dist"
+    )
 
 
 def _refuse_missing_files(tree: FileTree) -> None:

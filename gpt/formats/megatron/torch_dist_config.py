@@ -39,6 +39,7 @@ from gpt.tokenizers.tokenizer import open_tokenizer
 
 COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"  # Replaces COMMON_FILE in Megatron-Core 0.19 and newer.
+ARGS_KEY = "args"  # The args alone, in fsdp_dtensor.
 
 REQUIRED_FIELDS = (
     "num_attention_heads",
@@ -132,6 +133,10 @@ def read_common_args(index: DcpIndex) -> dict[str, Any] | None:
         path = span.path
         record = read_torch_span(span)
         record = record[0] if isinstance(record, list) and len(record) == 1 else record
+    elif ARGS_KEY in index.object_spans:
+        span = index.object_spans[ARGS_KEY]
+        path = span.path
+        record = {"args": read_torch_span(span)}
     else:
         return None
     if not isinstance(record, dict):

@@ -99,11 +99,11 @@ DISTRIBUTED: Mapping[str, Kind] = {
     "the zarr format": kind(
         "torch_dist", fields("metadata.json", sharded_backend="zarr"), "iter_0000100", "zarr"
     ),
-    "the format of FSDP": kind(
+    "the format of torch's FSDP": kind(
         "torch_dist",
-        fields("metadata.json", sharded_backend="fsdp_dtensor"),
+        fields("metadata.json", sharded_backend="torch_dcp"),
         "iter_0000100",
-        "fsdp_dtensor",
+        "torch_dcp",
     ),
     "a missing file of chunks": kind(
         "torch_dist", lost("__0_1.distcp"), "iter_0000100", "lacks __0_1.distcp of the 2"

@@ -186,7 +186,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         r"lacks __9_9\.distcp of the 1 files that integrity\.json lists",
     ),
     "zarr": (_other_backend("zarr"), "zarr checkpoint.*save it as torch_dist"),
-    "fsdp_dtensor": (_other_backend("fsdp_dtensor"), "is a fsdp_dtensor checkpoint"),
+    "torch_dcp": (_other_backend("torch_dcp"), "is a torch_dcp checkpoint"),
     "quantized": (lambda f: (f / "modelopt_state").mkdir(), "quantized or pruned"),
 }
 
