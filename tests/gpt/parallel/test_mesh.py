@@ -93,12 +93,31 @@ def run(config: GPTConfig, mesh: Mesh, stages: list[int] | None, dropout: float)
 CASES = [*((name, 0.0) for name in CONFIGS), ("modern", 0.1), ("experts", 0.1)]
 
 
+def is_large(tp: int, pp: int) -> bool:
+    return tp * pp >= 6 or tp == 4
+
+
+def cases_of(tp: int, pp: int, sequence_parallel: bool) -> list[int]:
+    """The indices of the cases that run with or without sequence parallelism.
+
+    On a small split all cases run without it and, where rows can be divided, with it. On a large
+    one each case runs either with it or without it.
+    """
+    cases = range(len(CASES))
+    return [*(cases[sequence_parallel::2] if is_large(tp, pp) else cases)]
+
+
+def modes_of(tp: int) -> tuple[bool, ...]:
+    """Without and with sequence parallelism."""
+    return (False, True)[: 1 + (tp > 1)]
+
+
 def run_split(rank: int, tp: int, pp: int) -> list[RankRun]:
-    """All cases without sequence parallelism and, where rows can be divided, with it."""
     results = []
-    for sequence_parallel in (False, True)[: 1 + (tp > 1)]:
+    for sequence_parallel in modes_of(tp):
         mesh = Mesh.create(tp, pp, sequence_parallel=sequence_parallel)
-        for name, dropout in CASES:
+        for case in cases_of(tp, pp, sequence_parallel):
+            name, dropout = CASES[case]
             config = CONFIGS[name]
             stages = [3, 1, 1] if pp == 3 and config.num_layers == 5 else None
             results.append(run(config, mesh, stages, dropout))
@@ -114,7 +133,7 @@ def single_rank_runs() -> list[RankRun]:
     ("tp", "pp"),
     [
         # Six ranks and more overload a small machine.
-        pytest.param(t, p, marks=[pytest.mark.slow] if t * p >= 6 or t == 4 else [])
+        pytest.param(t, p, marks=[pytest.mark.slow] if is_large(t, p) else [])
         for t in (1, 2, 4)
         for p in (1, 2, 3)
         if t * p > 1
@@ -124,13 +143,10 @@ def test_logits_gradients_and_tokens_equal_across_splits(
     tp: int, pp: int, single_rank_runs: list[RankRun]
 ) -> None:
     results_by_rank = ranks(tp * pp, run_split, tp, pp)
-    for case, results in enumerate(zip(*results_by_rank, strict=True)):
+    cases = [case for mode in modes_of(tp) for case in cases_of(tp, pp, mode)]
+    for case, results in zip(cases, zip(*results_by_rank, strict=True), strict=True):
         check_against_single_rank(
-            results,
-            single_rank_runs[case % len(CASES)],
-            tp,
-            pp,
-            f"case {case}: {CASES[case % len(CASES)]}",
+            results, single_rank_runs[case], tp, pp, f"case {case}: {CASES[case]}"
         )
 
 
