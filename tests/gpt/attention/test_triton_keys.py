@@ -14,28 +14,31 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton: 
 
 # (KV heads, queries per KV head, channels): MHA of several widths, GQA, MQA.
 HEADS = [(8, 1, 128), (8, 4, 128), (3, 5, 64), (12, 1, 80), (1, 48, 64), (2, 8, 256)]
+# Dtypes of the queries and of the KV pool.
+DTYPES = [
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, FP8_DTYPE),
+]
 KERNELS_MAX = 40
 
 
-@pytest.mark.parametrize("steps", [40, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype"),
-    [
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float16),
-        (torch.bfloat16, FP8_DTYPE),
-    ],
-)
+@pytest.mark.parametrize("dtypes", DTYPES)
 def test_steps_after_the_warm_up_compile_no_kernel(
-    heads: tuple[int, int, int],
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    rotary: bool,
-    steps: int,
+    heads: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype], rotary: bool
 ) -> None:
-    assert_no_new_kernel(heads, dtype, kv_dtype, steps, rotary=rotary)
+    assert_no_new_kernel(heads, *dtypes, 40, rotary=rotary)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize(("heads", "dtypes"), list(zip(HEADS, DTYPES * 2, strict=True)))
+def test_many_steps_after_the_warm_up_compile_no_kernel(
+    heads: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype], rotary: bool
+) -> None:
+    assert_no_new_kernel(heads, *dtypes, 1000, rotary=rotary)
 
 
 @pytest.mark.parametrize("heads", HEADS[:2])
