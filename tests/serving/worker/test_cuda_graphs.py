@@ -202,8 +202,12 @@ def test_pipeline_stages_replay_their_layers(adapter_files: AdapterFiles, tmp_pa
     assert run_and_check([scenario], (1, 2), tmp_path, adapter_files).replayed > 0
 
 
+# The other networks have no operation that tensor ranks compute otherwise than these.
+SPLIT_CONFIGS = ("modern", "odd", "experts", "post norms", "sinks", "ALiBi")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", SPLIT_CONFIGS)
 def test_tensor_ranks_replay_steps_with_the_tokens_of_single_requests(
     name: str, adapter_files: AdapterFiles, tmp_path: Path
 ) -> None:
