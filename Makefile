@@ -42,7 +42,7 @@ real-model: $(RUNTIME) $(STUBS)  ## converts, serves, p-tunes and exports SmolLM
 	@$(VENV)/bin/python -m examples.real_model $(if $(QUICK),--quick)
 test: setup  ## runs the test suite (at most five minutes on two cores)
 	$(PYTEST)
-test-slow: setup tools  ## runs the slow tests and prints the duration of each
+test-slow: setup tools  ## runs the slow tests (at most 30 minutes on two cores)
 	$(PYTEST) -m slow
 test-clients: setup clients-tools  ## runs third-party clients against real servers (at most 12 minutes)
 	$(PYTEST) -m clients
