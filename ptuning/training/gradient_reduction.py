@@ -2,8 +2,8 @@
 
 The replication of a trainable tensor over the ranks determines the reductions of its gradient:
 
-- A replica's gradient may cover only the rank's own tokens (sequence parallelism) or attention
-  heads. Such gradients are summed over the tensor-parallel ranks.
+- A replica's gradient may cover only the rank's own tokens (sequence parallelism), attention heads
+  or experts' biases. Such gradients are summed over the tensor-parallel ranks.
 - If there are fewer KV heads than tensor-parallel ranks, a KV head has replicas. The gradients of
   its keys and values are summed over the ranks that have the KV head.
 - The gradients of a word embedding that is tied to the output layer are summed over the first and
@@ -48,6 +48,7 @@ HEAD_NORM_SUFFIXES = (
     "k_layernorm.weight",
     "k_layernorm.bias",
 )
+LOCAL_EXPERTS = ".experts.local_experts."
 # Pre-training updates the expert bias by expert load, not by gradients, so it is not trained here.
 EXPERT_BIAS = "expert_bias"
 
@@ -59,7 +60,7 @@ class Replication(Enum):
     KV_GROUPS = "a QKV weight: sharded queries, replicated keys and values (fewer KV heads than tp)"
     KV_HEADS = "keys and values only, replicated (fewer KV heads than tp)"
     REPLICATED = "replicas with equal gradients"
-    PARTIAL = "replicas, each with the gradient of its own tokens or heads"
+    PARTIAL = "replicas, each with the gradient of its own tokens, heads or biases"
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,10 @@ def _replication(name: str, shard_rule: ShardRule, config: GPTConfig, mesh: Mesh
         return Replication.SPLIT
     covers_own_tokens = mesh.sequence_parallel and name.endswith(SEQUENCE_PARALLEL_SUFFIXES)
     covers_own_heads = name.endswith(HEAD_NORM_SUFFIXES)
-    return Replication.PARTIAL if covers_own_tokens or covers_own_heads else Replication.REPLICATED
+    # One rank adds the bias of an expert, so the gradients of the other ranks are zero.
+    is_added_once = LOCAL_EXPERTS in name and name.endswith("linear_fc2.bias")
+    is_partial = covers_own_tokens or covers_own_heads or is_added_once
+    return Replication.PARTIAL if is_partial else Replication.REPLICATED
 
 
 def _all_reduce(grad: Tensor, mesh: Mesh, group: dist.ProcessGroup | None) -> None:
