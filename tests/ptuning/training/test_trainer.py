@@ -28,8 +28,10 @@ from tests.support.models import (
     CONFIGS,
     EXPERTS,
     MODERN,
+    MULTIPLIERS,
     ODD,
     SIGMOID_EXPERTS,
+    XIELU,
     build,
     lively,
 )
@@ -67,7 +69,9 @@ def test_same_seed_trains_the_same_table() -> None:
 PLAIN_LOOP_CASES = [
     (name, portion) for name in ("classic", "modern", "odd") for portion in (0, 1, 3)
 ]
-PLAIN_LOOP_CASES += [(name, 3) for name in ("layered", "post norms", "sinks", "ALiBi")]
+PLAIN_LOOP_CASES += [
+    (name, 3) for name in ("layered", "post norms", "sinks", "ALiBi", "multipliers", "xIELU")
+]
 
 
 @pytest.mark.parametrize(("name", "portion"), PLAIN_LOOP_CASES)
@@ -155,7 +159,14 @@ SPLITS = [
     (4, 1, 1, 1, True),
     (2, 1, 2, 1, False),
 ]
-FULL_TRAINING_CONFIGS = {"classic": CLASSIC, "modern": MODERN, "odd": ODD, "experts": EXPERTS}
+FULL_TRAINING_CONFIGS = {
+    "classic": CLASSIC,
+    "modern": MODERN,
+    "odd": ODD,
+    "experts": EXPERTS,
+    "xIELU": XIELU,
+    "multipliers": MULTIPLIERS,
+}
 FULL = {"method": "full", "steps": 10, "learning_rate": 1e-3, "warmup_steps": 1}
 
 

@@ -49,8 +49,9 @@ def to_version_4(record: dict[str, Any]) -> None:
         if "partial_rotary_factor" in rope:
             percent = rope.pop("partial_rotary_factor")
             record["rotary_pct" if neox else "partial_rotary_factor"] = percent
-        # Without rope_scaling, GPT-OSS has YaRN.
-        is_default = rope["rope_type"] == "default" and record["model_type"] != "gpt_oss"
+        # Without rope_scaling, these families have another scaling.
+        has_scaling = record["model_type"] in ("gpt_oss", "apertus")
+        is_default = rope["rope_type"] == "default" and not has_scaling
         record["rope_scaling"] = None if is_default else rope
     record["torch_dtype"] = record.pop("dtype")
     by_layer = record["model_type"] == "gpt_oss" or len(set(record.get("layer_types", []))) > 1
@@ -121,7 +122,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown architecture": (
         "llama, multi-head",
         {"model_type": "falcon"},
-        "'falcon' is not supported; it must be one of bloom, gemma3_text, ",
+        "'falcon' is not supported; it must be one of apertus, bloom, gemma3_text, ",
     ),
     "no architecture": ("llama, multi-head", {"model_type": None}, "model_type 'None' is not"),
     "yarn with a text for a flag": (
