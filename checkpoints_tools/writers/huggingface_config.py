@@ -688,6 +688,18 @@ def _apertus(config: GPTConfig) -> ConfigRecord:
     }
 
 
+def _ministral3(config: GPTConfig) -> ConfigRecord:
+    fields = _mistral(config)
+    rope = {
+        "original_max_position_embeddings": config.query_scaling_length
+        or config.max_position_embeddings,
+        **fields["rope_parameters"],
+        "llama_4_scaling_beta": config.query_scaling_beta,
+    }
+    legacy_rope = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {**fields, "rope_parameters": rope, "rope_scaling": legacy_rope}
+
+
 @dataclass(frozen=True)
 class FamilyWriter:
     config_fields: Callable[[GPTConfig], ConfigRecord]
@@ -719,6 +731,7 @@ FAMILY_WRITERS: Mapping[str, FamilyWriter] = {
     "minimax_m2": FamilyWriter(_minimax_m2, "MiniMaxM2ForCausalLM", "silu", has_experts=True),
     "granite": FamilyWriter(_granite, "GraniteForCausalLM", "silu"),
     "granitemoe": FamilyWriter(_granitemoe, "GraniteMoeForCausalLM", "silu", has_experts=True),
+    "ministral3": FamilyWriter(_ministral3, "Ministral3ForCausalLM", "silu"),
     "apertus": FamilyWriter(_apertus, "ApertusForCausalLM", "xielu"),
     "gpt_oss": FamilyWriter(_gpt_oss, "GptOssForCausalLM", "quick_gelu", has_experts=True),
     "gpt2": FamilyWriter(_gpt2, "GPT2LMHeadModel", "gelu_tanh", heads_divide_hidden=True),

@@ -58,8 +58,11 @@ from gpt.parallel.weight_sharding import ParameterSpec, ShardRule, parameter_spe
 # Buffers (causal masks, rotary frequencies) that old files contain beside the weights.
 BUFFER_KEYS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
-# Families of models with images, and the families of their text parts.
-TEXT_FAMILIES: Mapping[str, str] = {"gemma3": "gemma3_text"}
+# Families of models with images, and the families of their text parts; by default, the first one.
+TEXT_FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "gemma3": ("gemma3_text",),
+    "mistral3": ("mistral", "ministral3"),
+}
 # The keys of their parts for images, and what precedes the keys of their text part.
 IMAGE_KEYS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 TEXT_KEY_PREFIXES = re.compile(r"^(model\.)?language_model\.")
@@ -131,7 +134,16 @@ def _text_config(record: Mapping[str, Any], path: Path) -> dict[str, Any]:
         for key in ("dtype", "torch_dtype", "quantization_config", "eos_token_id")
         if key in record
     }
-    return {**shared, **text_config, "model_type": TEXT_FAMILIES[record["model_type"]]}
+    families = TEXT_FAMILIES[record["model_type"]]
+    family = text_config.get("model_type", families[0])
+    if family not in families:
+        raise CheckpointError(
+            f"{path}: text_config.model_type is {str(family)[:60]!r}, which Preamble does not "
+            f"support in {record['model_type']}; it must be {' or '.join(families)}"
+        )
+    # The head is tied, or not, by the key of the whole model, if the file has it.
+    heads = {key: record[key] for key in ("tie_word_embeddings",) if key in record}
+    return {**shared, **text_config, **heads, "model_type": family}
 
 
 def _drop_image_parts(

@@ -74,8 +74,11 @@ def test_virtual_tokens_with_token_embeddings_equal_the_tokens() -> None:
         model = build(config)
         assert model.embedding is not None
         text = [9, 8, 7, 6, 5]
-        # The factor of token embeddings does not apply to virtual tokens.
-        table = model.embedding.weight_shard[torch.tensor([8, 6])] * config.embedding_multiplier
+        table = model.embedding.weight_shard[torch.tensor([8, 6])]
+        if config.embedding_multiplier_scope == "token_ids":
+            # The factor of token embeddings does not apply to virtual tokens.
+            table = table * config.embedding_multiplier
+        assert torch.equal(model.embedding.embed_tokens(torch.tensor([8, 6])), table)
         virtual = [9, config.vocab_size, 7, config.vocab_size + 1, 5]
         assert torch.equal(
             model.logits(torch.tensor([text])), model.logits(torch.tensor([virtual]), table)

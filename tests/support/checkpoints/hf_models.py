@@ -74,6 +74,15 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
     "long_factor": [1.0, 2.0, 4.0, 6.0, 8.0, 9.0],
 }
+MINISTRAL_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 GRANITE_FACTORS = {
     "embedding_multiplier": 1.7,
     "attention_multiplier": 0.35,
@@ -310,6 +319,20 @@ CASES |= {
         "apertus",
         {"hidden_act": "relu2", "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
     ),
+    "ministral3": ("ministral3", {"rope_parameters": MINISTRAL_YARN}),
+    "ministral3, window, tied, default positions": (
+        "ministral3",
+        {
+            "sliding_window": 9,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "original_max_position_embeddings": 5,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
     "opt": ("opt", {}),
     "opt, untied, no biases, tanh": (
         "opt",
@@ -360,6 +383,7 @@ HEADED = {
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
     "apertus": ("ApertusConfig", "ApertusForCausalLM"),
+    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM"),
 }
 
 
@@ -377,6 +401,7 @@ def sizes_of(family: str) -> dict[str, Any]:
         "gpt_oss": GPT_OSS_SIZES,
         "opt": NEOX_SIZES | {"ffn_dim": 80, "pad_token_id": 0},
         "bloom": {"vocab_size": VOCABULARY, "hidden_size": 48, "n_layer": 3, "n_head": 4},
+        "ministral3": SIZES | {"head_dim": 12},
         "granitemoe": SIZES | {"num_local_experts": 5},
         "minimax_m2": SIZES | {"head_dim": 12, "num_local_experts": 5, "num_experts_per_tok": 2},
     }

@@ -13,6 +13,7 @@ from gpt.formats.huggingface.families.gpt_oss import GPT_OSS
 from gpt.formats.huggingface.families.granite import GRANITE, GRANITEMOE
 from gpt.formats.huggingface.families.llama import LLAMA, MISTRAL
 from gpt.formats.huggingface.families.minimax import MINIMAX_M2
+from gpt.formats.huggingface.families.ministral import MINISTRAL3
 from gpt.formats.huggingface.families.mixtral import MIXTRAL
 from gpt.formats.huggingface.families.nemotron import NEMOTRON
 from gpt.formats.huggingface.families.olmo import OLMO2, OLMO3
@@ -47,4 +48,5 @@ FAMILIES: Mapping[str, Family] = {
     "granite": GRANITE,
     "granitemoe": GRANITEMOE,
     "apertus": APERTUS,
+    "ministral3": MINISTRAL3,
 }

@@ -50,7 +50,7 @@ def to_version_4(record: dict[str, Any]) -> None:
             percent = rope.pop("partial_rotary_factor")
             record["rotary_pct" if neox else "partial_rotary_factor"] = percent
         # Without rope_scaling, these families have another scaling.
-        has_scaling = record["model_type"] in ("gpt_oss", "apertus")
+        has_scaling = record["model_type"] in ("gpt_oss", "apertus", "ministral3")
         is_default = rope["rope_type"] == "default" and not has_scaling
         record["rope_scaling"] = None if is_default else rope
     record["torch_dtype"] = record.pop("dtype")

@@ -225,26 +225,43 @@ def test_transformers_5_keys_are_checked_against_the_config(
         open_checkpoint(tmp_path)
 
 
+IMAGE_MODELS = {
+    "gemma3": ("gemma3_text, windows in two layers of three", "Gemma3", {"mm_tokens_per_image": 4}),
+    "mistral3": ("ministral3", "Mistral3", {"tie_word_embeddings": False}),
+    "mistral3, a Mistral": ("mistral, window", "Mistral3", {"tie_word_embeddings": False}),
+}
+
+
 @pytest.mark.parametrize("original", [True, False])
-def test_the_text_part_of_a_model_with_images_opens(original: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", IMAGE_MODELS)
+def test_the_text_part_of_a_model_with_images_opens(
+    name: str, original: bool, tmp_path: Path
+) -> None:
     import transformers
 
-    case = "gemma3_text, windows in two layers of three"
+    case, prefix, options = IMAGE_MODELS[name]
     family, fields = CASES[case]
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     vision = {**sizes, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    config = transformers.Gemma3Config(
-        text_config={**sizes_of(family), **fields}, vision_config=vision, mm_tokens_per_image=4
+    if prefix == "Mistral3":
+        vision["model_type"] = "pixtral"
+    text = {**sizes_of(family), **fields, "model_type": family}
+    config = getattr(transformers, f"{prefix}Config")(
+        text_config=text, vision_config=vision, **options
     )
-    model: Any = transformers.Gemma3ForConditionalGeneration(config)
+    model: Any = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
     text_model: Any = model_of(case)
     model.model.language_model.load_state_dict(text_model.model.state_dict())
+    model.lm_head.load_state_dict(text_model.lm_head.state_dict())
     model.train(False)
     model.save_pretrained(tmp_path, save_original_format=original)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.notes == ("the parts for images are ignored; the text model is complete",)
     logits = gpt.load(tmp_path).logits(ids())
     assert float((logits - logits_of(text_model, ids())).abs().max()) <= LOGITS_ATOL
+    edit_json(tmp_path / CONFIG, lambda record: record["text_config"].update(model_type="gpt2"))
+    with pytest.raises(CheckpointError, match="text_config.model_type is 'gpt2', which Preamble"):
+        open_checkpoint(tmp_path)
 
 
 def remove_weights(folder: Path) -> None:
