@@ -42,8 +42,13 @@ def _query_scaling(fields: ConfigJson) -> dict[str, Any]:
     if not isinstance(rope, dict):
         raise fields.invalid_field_error(section, rope, "a mapping")
     rope_fields = ConfigJson(rope, fields.path, f"{section}.")
+    beta = rope_fields.number("llama_4_scaling_beta")
+    if beta < 0:
+        raise rope_fields.invalid_field_error(
+            "llama_4_scaling_beta", beta, "a number of at least 0"
+        )
     return {
-        "query_scaling_beta": rope_fields.number("llama_4_scaling_beta"),
+        "query_scaling_beta": beta,
         "query_scaling_length": rope_fields.integer(
             "original_max_position_embeddings", fields.integer("max_position_embeddings")
         ),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import gpt
-from gpt.checkpoint.digest import base_digest
+from gpt.checkpoint.digest import base_digest, fingerprint
 from gpt.checkpoint.files.torch_save import open_state_dict
 from gpt.errors import CheckpointError
 from gpt.formats.registry import open_checkpoint
@@ -150,6 +150,7 @@ def test_files_of_models_without_a_head_are_read(
     ("case", "key"),
     [
         ("mixtral", "model.layers.2.mlp.experts.gate_up_proj"),
+        ("granitemoe, all factors", "model.layers.2.block_sparse_moe.experts.down_proj"),
         ("qwen2_moe, one dense layer", "model.layers.2.mlp.experts.down_proj"),
         ("gpt_neox, parallel residual", "lm_head.weight"),
     ],
@@ -160,6 +161,28 @@ def test_in_memory_keys_of_transformers_5_are_read(
     model_of(case).save_pretrained(tmp_path, save_original_format=False)
     assert key in load_file(tmp_path / WEIGHTS)
     assert base_digest(open_checkpoint(tmp_path)) == base_digest(open_checkpoint(saved(case)))
+
+
+def test_longrope_has_the_factors_that_the_context_selects(
+    saved: Callable[[str], Path],
+) -> None:
+    case = "phi3, longrope, beyond the original length"
+    original = CASES[case][1]["original_max_position_embeddings"]
+    hf_model = model_of(case)
+    short_ids, one_more = ids()[:, :original], ids()[:, : original + 1]
+    short_config = {"max_position_embeddings": original}
+    checkpoints = [open_checkpoint(saved(case), config) for config in (short_config, None)]
+    assert "factors for short contexts" in checkpoints[0].notes[0]
+    assert f"set max_position_embeddings to {original} to use" in checkpoints[1].notes[0]
+    assert fingerprint(checkpoints[0]) != fingerprint(checkpoints[1])
+    short, long = (gpt.load(saved(case), config=config) for config in (short_config, None))
+    # transformers chooses by the length of the call.
+    assert float((short.logits(short_ids) - logits_of(hf_model, short_ids)).abs().max()) <= 1e-4
+    assert float((long.logits(one_more) - logits_of(hf_model, one_more)).abs().max()) <= 1e-4
+    # Keys in a KV cache keep their factors, so short sequences have them too.
+    assert float((long.logits(short_ids) - logits_of(hf_model, short_ids)).abs().max()) > 0.1
+    leading = long.logits(one_more)[:, :original]
+    assert float((long.logits(short_ids) - leading).abs().max()) <= 1e-4
 
 
 def add_mtp_layer(key: str, record: dict[str, Any]) -> None:
@@ -260,7 +283,7 @@ def test_the_text_part_of_a_model_with_images_opens(
     logits = gpt.load(tmp_path).logits(ids())
     assert float((logits - logits_of(text_model, ids())).abs().max()) <= LOGITS_ATOL
     edit_json(tmp_path / CONFIG, lambda record: record["text_config"].update(model_type="gpt2"))
-    with pytest.raises(CheckpointError, match="text_config.model_type is 'gpt2', which Preamble"):
+    with pytest.raises(CheckpointError, match=r"text_config\.model_type is 'gpt2', which"):
         open_checkpoint(tmp_path)
 
 
