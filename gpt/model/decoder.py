@@ -159,8 +159,8 @@ class LayerwiseDecoder:
         if not beta:
             return None
         compute_dtype = torch.promote_types(self._dtype, torch.float32)
-        whole_lengths = (positions // length).to(compute_dtype)
-        return (1 + beta * torch.log1p(whole_lengths)).to(self._dtype).view(-1, 1, 1)
+        factors = 1 + beta * torch.log1p((positions // length).to(compute_dtype))
+        return factors.to(self._dtype).view(-1, 1, 1)
 
     def _selects_rows_early(self, batch: Batch, kv: KVPool | None) -> bool:
         """Return whether the last layer computes only `logit_rows` after its attention core."""

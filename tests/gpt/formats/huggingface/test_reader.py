@@ -169,7 +169,7 @@ def test_longrope_has_the_factors_that_the_context_selects(
     case = "phi3, longrope, beyond the original length"
     original = CASES[case][1]["original_max_position_embeddings"]
     hf_model = model_of(case)
-    short_ids, one_more = ids()[:, :original], ids()[:, : original + 1]
+    short_ids, long_ids = ids()[:, :original], ids()[:, : original + 1]
     short_config = {"max_position_embeddings": original}
     checkpoints = [open_checkpoint(saved(case), config) for config in (short_config, None)]
     assert "factors for short contexts" in checkpoints[0].notes[0]
@@ -178,10 +178,10 @@ def test_longrope_has_the_factors_that_the_context_selects(
     short, long = (gpt.load(saved(case), config=config) for config in (short_config, None))
     # transformers chooses by the length of the call.
     assert float((short.logits(short_ids) - logits_of(hf_model, short_ids)).abs().max()) <= 1e-4
-    assert float((long.logits(one_more) - logits_of(hf_model, one_more)).abs().max()) <= 1e-4
+    assert float((long.logits(long_ids) - logits_of(hf_model, long_ids)).abs().max()) <= 1e-4
     # Keys in a KV cache keep their factors, so short sequences have them too.
     assert float((long.logits(short_ids) - logits_of(hf_model, short_ids)).abs().max()) > 0.1
-    leading = long.logits(one_more)[:, :original]
+    leading = long.logits(long_ids)[:, :original]
     assert float((long.logits(short_ids) - leading).abs().max()) <= 1e-4
 
 
@@ -248,7 +248,7 @@ def test_transformers_5_keys_are_checked_against_the_config(
         open_checkpoint(tmp_path)
 
 
-IMAGE_MODELS = {
+IMAGE_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text, windows in two layers of three", "Gemma3", {"mm_tokens_per_image": 4}),
     "mistral3": ("ministral3", "Mistral3", {"tie_word_embeddings": False}),
     "mistral3, a Mistral": ("mistral, window", "Mistral3", {"tie_word_embeddings": False}),
@@ -265,7 +265,12 @@ def test_the_text_part_of_a_model_with_images_opens(
     case, prefix, options = IMAGE_MODELS[name]
     family, fields = CASES[case]
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    vision = {**sizes, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    vision: dict[str, Any] = {
+        **sizes,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     if prefix == "Mistral3":
         vision["model_type"] = "pixtral"
     text = {**sizes_of(family), **fields, "model_type": family}
