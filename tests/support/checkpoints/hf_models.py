@@ -447,6 +447,7 @@ def model_of(case: str, dtype: torch.dtype = torch.float32) -> "PreTrainedModel"
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
         if name.endswith(("act_fn.beta", "act_fn.eps")):  # Visibly different from 0.5 and -1e-6.
             buffer.sub_(torch.rand(buffer.shape, generator=generator) * 0.3 + 0.1)
+            buffer.data = buffer.to(dtype)
     for value in model.parameters():
         value.data = value.to(dtype)
     return model

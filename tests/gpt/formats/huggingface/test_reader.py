@@ -1,5 +1,6 @@
 """Hugging Face checkpoints: tensors and logits equal those of transformers."""
 
+import logging
 import os
 import pickle
 import shutil
@@ -23,6 +24,8 @@ from gpt.generation.generate import generate
 from gpt.sampling_params import SamplingParams
 from tests.support.checkpoints.hf_models import (
     CASES,
+    POSITIONS,
+    VOCABULARY,
     edit_json,
     ids,
     logits_of,
@@ -163,8 +166,34 @@ def test_in_memory_keys_of_transformers_5_are_read(
     assert base_digest(open_checkpoint(tmp_path)) == base_digest(open_checkpoint(saved(case)))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gemma3_text, windows in two layers of three",
+        "granite, all factors, biases, tied, llama3 positions",
+        "granitemoe, all factors",
+        "apertus",
+        "bloom",
+    ],
+)
+def test_virtual_tokens_enter_where_transformers_takes_embeddings(
+    case: str, saved: Callable[[str], Path]
+) -> None:
+    hf_model: Any = model_of(case)
+    tokens = ids()
+    table = torch.randn(3, hf_model.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        embeddings = hf_model.get_input_embeddings()(tokens)
+        embeddings[:, 1:4] = table
+        hf_logits = hf_model(inputs_embeds=embeddings).logits
+    tokens[:, 1:4] = VOCABULARY + torch.arange(3)
+    with torch.inference_mode():
+        logits = gpt.load(saved(case)).logits(tokens, table)
+    assert float((logits - hf_logits).abs().max()) <= LOGITS_ATOL
+
+
 def test_longrope_has_the_factors_that_the_context_selects(
-    saved: Callable[[str], Path],
+    saved: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     case = "phi3, longrope, beyond the original length"
     original = CASES[case][1]["original_max_position_embeddings"]
@@ -175,7 +204,12 @@ def test_longrope_has_the_factors_that_the_context_selects(
     assert "factors for short contexts" in checkpoints[0].notes[0]
     assert f"set max_position_embeddings to {original} to use" in checkpoints[1].notes[0]
     assert fingerprint(checkpoints[0]) != fingerprint(checkpoints[1])
-    short, long = (gpt.load(saved(case), config=config) for config in (short_config, None))
+    with caplog.at_level(logging.INFO):
+        short, long = (gpt.load(saved(case), config=config) for config in (short_config, None))
+    assert caplog.messages == [
+        f"event=longrope factors={factors} context={context} original={original}"
+        for factors, context in (("short", original), ("long", POSITIONS))
+    ]
     # transformers chooses by the length of the call.
     assert float((short.logits(short_ids) - logits_of(hf_model, short_ids)).abs().max()) <= 1e-4
     assert float((long.logits(long_ids) - logits_of(hf_model, long_ids)).abs().max()) <= 1e-4
