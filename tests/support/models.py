@@ -172,8 +172,12 @@ ALIBI = CLASSIC.with_fields(
     position_embedding_type="alibi",
     embedding_layernorm=True,
 )
-# As Granite 3, with and without experts.
-MULTIPLIERS = EXPERTS.with_fields(
+# As Granite 3.
+MULTIPLIERS = MODERN.with_fields(
+    num_layers=3,
+    moe_layers=(),
+    window_size=None,
+    qk_layernorm=False,
     softmax_scale=0.3,
     embedding_multiplier=1.5,
     embedding_multiplier_scope="all",
@@ -182,7 +186,7 @@ MULTIPLIERS = EXPERTS.with_fields(
 )
 # As Apertus, with the positions of Phi-3 and Ministral 3.
 XIELU = MODERN.with_fields(
-    num_layers=4,
+    num_layers=3,
     moe_layers=(),
     activation="xielu",
     gated=False,

@@ -28,7 +28,6 @@ from tests.support.models import (
     CONFIGS,
     EXPERTS,
     MODERN,
-    MULTIPLIERS,
     ODD,
     SIGMOID_EXPERTS,
     XIELU,
@@ -165,7 +164,7 @@ FULL_TRAINING_CONFIGS = {
     "odd": ODD,
     "experts": EXPERTS,
     "xIELU": XIELU,
-    "multipliers": MULTIPLIERS,
+    "multipliers": EXPERTS.with_fields(residual_multiplier=0.6, logits_scaling=0.8),
 }
 FULL = {"method": "full", "steps": 10, "learning_rate": 1e-3, "warmup_steps": 1}
 

@@ -273,23 +273,15 @@ CASES |= {
         },
     ),
     "phi3": ("phi3", {}),
-    "phi3, longrope, up to the original length": (
-        "phi3",
-        {
-            "original_max_position_embeddings": POSITIONS,
-            "rope_parameters": LONGROPE | {"factor": 4.0},
-        },
-    ),
     "phi3, longrope, beyond the original length": (
         "phi3",
-        {"original_max_position_embeddings": 8, "rope_parameters": LONGROPE},
+        {"original_max_position_embeddings": 8, "rope_parameters": LONGROPE | {"factor": 4.0}},
     ),
     "phi3, window, partly rotary, tied": (
         "phi3",
         {"sliding_window": 9, "tie_word_embeddings": True, **partial(0.5)},
     ),
-    "granite, factors of 1": ("granite", {}),
-    "granite, all factors, biases, tied, llama3 positions": (
+    "granite, biases, tied": (
         "granite",
         {
             **GRANITE_FACTORS,
@@ -299,39 +291,14 @@ CASES |= {
             "rope_parameters": LLAMA3,
         },
     ),
-    "granitemoe, all factors": ("granitemoe", GRANITE_FACTORS),
-    "granitemoe, one expert of three, attention bias, tied": (
-        "granitemoe",
-        {
-            "num_local_experts": 3,
-            "num_experts_per_tok": 1,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-            "residual_multiplier": 0.5,
-        },
-    ),
-    "apertus": ("apertus", {"rope_parameters": LLAMA3}),
-    "apertus, default positions, biases, tied, multi-head": (
+    "granitemoe": ("granitemoe", GRANITE_FACTORS),
+    "apertus, biases, tied": (
         "apertus",
-        {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
+        {"rope_parameters": LLAMA3, "attention_bias": True, "tie_word_embeddings": True},
     ),
-    "apertus, without xIELU": (
-        "apertus",
-        {"hidden_act": "relu2", "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
-    ),
-    "ministral3": ("ministral3", {"rope_parameters": MINISTRAL_YARN}),
-    "ministral3, window, tied, default positions": (
+    "ministral3, window": (
         "ministral3",
-        {
-            "sliding_window": 9,
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1000.0,
-                "original_max_position_embeddings": 5,
-                "llama_4_scaling_beta": 0.3,
-            },
-        },
+        {"sliding_window": 9, "rope_parameters": MINISTRAL_YARN},
     ),
     "opt": ("opt", {}),
     "opt, untied, no biases, tanh": (
