@@ -291,7 +291,8 @@ CASES |= {
             "rope_parameters": LLAMA3,
         },
     ),
-    "granitemoe": ("granitemoe", GRANITE_FACTORS),
+    # The default scale of the attention scores is 1.
+    "granitemoe": ("granitemoe", GRANITE_FACTORS | {"attention_multiplier": 1.0}),
     "apertus, biases, tied": (
         "apertus",
         {"rope_parameters": LLAMA3, "attention_bias": True, "tie_word_embeddings": True},
