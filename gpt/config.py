@@ -22,7 +22,8 @@ Normalization = Literal["LayerNorm", "RMSNorm"]
 # added to the residual), or both.
 NormPlacement = Literal["pre", "post", "pre_and_post"]
 QKNormScope = Literal["head", "all_heads"]
-Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2"]
+EmbeddingMultiplierScope = Literal["token_ids", "all"]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2", "xielu"]
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 ScoreFunction = Literal["softmax", "sigmoid"]
 
@@ -45,8 +46,9 @@ class RopeScaling:
     """Scaling of the rotary frequencies for contexts longer than the training context.
 
     `linear` divides all frequencies by `factor`; `longrope` divides each frequency by its own
-    factor, in `frequency_factors`. The other kinds divide some frequencies, leave others unchanged,
-    and interpolate between the two:
+    factor, in `frequency_factors`, or in `long_frequency_factors` if the model's context is longer
+    than `original_max_position_embeddings` (`for_context`). The other kinds divide some
+    frequencies, leave others unchanged, and interpolate between the two:
 
     - `llama3` depends on the number of rotations that a frequency gives within
       `original_max_position_embeddings` positions. With at most `low_freq_factor` rotations, the
@@ -69,6 +71,7 @@ class RopeScaling:
     truncate: bool = True
     attention_factor: float = 1.0
     frequency_factors: tuple[float, ...] = ()
+    long_frequency_factors: tuple[float, ...] = ()  # Empty: `frequency_factors`, for all contexts.
 
     def __post_init__(self) -> None:
         _check_types(self, "rope_scaling.")
@@ -88,14 +91,31 @@ class RopeScaling:
                 f"and high_freq_factor {self.high_freq_factor}; all three must be above 0, and "
                 "high_freq_factor must be larger than low_freq_factor"
             )
-        if any(factor <= 0 for factor in self.frequency_factors):
-            raise ConfigError("rope_scaling.frequency_factors must be above 0")
+        for name in ("frequency_factors", "long_frequency_factors"):
+            if any(factor <= 0 for factor in getattr(self, name)):
+                raise ConfigError(f"rope_scaling.{name} must be above 0")
         if self.attention_factor <= 0 or not 0 < self.beta_slow < self.beta_fast:
             raise ConfigError(
                 f"rope_scaling has beta_slow {self.beta_slow}, beta_fast {self.beta_fast} and "
                 f"attention_factor {self.attention_factor}; all three must be above 0, and "
                 "beta_fast must be larger than beta_slow"
             )
+        if self.kind == "longrope" and self.long_frequency_factors in ((), self.frequency_factors):
+            # With one list of factors, the original length has no effect.
+            object.__setattr__(self, "long_frequency_factors", ())
+            object.__setattr__(self, "original_max_position_embeddings", 8192)
+
+    def for_context(self, context_tokens: int) -> Self:
+        """Return the scaling of a model whose context has this length.
+
+        All positions of all sequences have the same factors, because keys of earlier positions are
+        in the KV cache when a sequence exceeds the original length.
+        """
+        if not self.long_frequency_factors:
+            return self
+        is_long = context_tokens > self.original_max_position_embeddings
+        factors = self.long_frequency_factors if is_long else self.frequency_factors
+        return replace(self, frequency_factors=factors, long_frequency_factors=())
 
 
 def yarn_attention_factor(
@@ -135,6 +155,12 @@ class RopeConfig:
     def rotary_dim(self, head_width: int) -> int:
         """The number of leading channels of each head that are rotated."""
         return int(head_width * self.percent)
+
+    def for_context(self, context_tokens: int) -> Self:
+        """Return the rotary embedding of a model whose context has this length."""
+        if self.scaling is None:
+            return self
+        return replace(self, scaling=self.scaling.for_context(context_tokens))
 
 
 @dataclass(frozen=True)
@@ -202,8 +228,16 @@ class GPTConfig:
     # Factor of the attention scores. 0: 1 / sqrt(kv_channels).
     softmax_scale: float = 0.0
     attention_sinks: bool = False  # One learned logit for each query head and layer.
-    # Factor of the embeddings of token ids. It does not apply to virtual tokens.
-    embedding_multiplier: float = 1.0
+    # The query of the token at position p is multiplied by 1 + beta * ln(1 + floor(p / length)).
+    # A beta of 0: no factor.
+    query_scaling_beta: float = 0.0
+    query_scaling_length: int = 0
+    embedding_multiplier: float = 1.0  # Factor of the embeddings.
+    # Whether the factor applies to the embeddings of token ids only, or to virtual tokens too.
+    embedding_multiplier_scope: EmbeddingMultiplierScope = "token_ids"
+    # Factor of the outputs of attention and MLP, before they are added to the residual.
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0  # The logits are divided by this number.
     parallel_residual: bool = False
     # Number of tokens that a token attends to, itself included. None: all tokens up to itself.
     window_size: int | None = None
@@ -261,8 +295,14 @@ class GPTConfig:
         if all(self.rope_layers) or not self.uses_rope:
             unused["rope_layers"] = ()
         has_window = self.window_size is not None and "window_size" not in unused
-        if not has_window or not self.uses_rope or self.window_rope == self.rope:
+        if not has_window or not self.uses_rope or self._layer_rope(True) == self.rope:
             unused["window_rope"] = None
+        if self.softmax_scale == self.kv_channels**-0.5:
+            unused["softmax_scale"] = 0.0
+        if self.embedding_multiplier == 1:
+            unused["embedding_multiplier_scope"] = "token_ids"
+        if not self.query_scaling_beta:
+            unused["query_scaling_length"] = 0
         for name, value in unused.items():
             object.__setattr__(self, name, value)
 
@@ -284,12 +324,17 @@ class GPTConfig:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}; it must be at most {LAYERS_OR_EXPERTS_MAX}"
                 )
-        for name in ("layernorm_epsilon", "moe_router_topk_scaling_factor"):
+        for name in (
+            "layernorm_epsilon",
+            "moe_router_topk_scaling_factor",
+            "residual_multiplier",
+            "logits_scaling",
+        ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.layernorm_epsilon >= 1:
             raise ConfigError(f"layernorm_epsilon is {self.layernorm_epsilon}; it must be below 1")
-        for name in ("softmax_scale", "activation_func_clamp_value"):
+        for name in ("softmax_scale", "activation_func_clamp_value", "query_scaling_beta"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
         for name in ("hidden_dropout", "attention_dropout"):
@@ -305,7 +350,7 @@ class GPTConfig:
                 f"attention heads do not divide into {self.num_query_groups} query groups; it "
                 "must divide the heads"
             )
-        for rope in (self.rope, self.window_rope):
+        for rope in (self._unresolved_rope, self.window_rope):
             rotary_dim = 2 if rope is None else rope.rotary_dim(self.kv_channels)
             if rope is not None and rope.scaling is not None:
                 self._check_frequency_factors(rope.scaling, rotary_dim)
@@ -328,6 +373,13 @@ class GPTConfig:
             )
         if self.norm_placement == "post" and self.parallel_residual:
             raise ConfigError("norm_placement is 'post'; it needs parallel_residual false")
+        if self.activation == "xielu" and (self.gated or self.num_experts):
+            raise ConfigError("activation is 'xielu'; it needs an MLP without a gate or experts")
+        if self.query_scaling_beta and self.query_scaling_length < 1:
+            raise ConfigError(
+                f"query_scaling_length is {self.query_scaling_length}; with query_scaling_beta, it "
+                "must be at least 1"
+            )
         if self.window_size is not None and self.window_size < 1:
             raise ConfigError(f"window_size is {self.window_size}; it must be at least 1 token")
 
@@ -340,11 +392,14 @@ class GPTConfig:
 
     def _check_frequency_factors(self, scaling: RopeScaling, rotary_dim: int) -> None:
         count = rotary_dim // 2 if scaling.kind == "longrope" else 0
-        if len(scaling.frequency_factors) != count:
-            raise ConfigError(
-                f"rope_scaling.frequency_factors has {len(scaling.frequency_factors)} entries; it "
-                f"must have {count}, one for each frequency of LongRoPE"
-            )
+        for name in ("frequency_factors", "long_frequency_factors"):
+            factors = getattr(scaling, name)
+            is_absent = name == "long_frequency_factors" and not factors
+            if len(factors) != count and not is_absent:
+                raise ConfigError(
+                    f"rope_scaling.{name} has {len(factors)} entries; it must have {count}, one "
+                    "for each frequency of LongRoPE"
+                )
 
     def _check_layer_lists(self) -> None:
         for name in ("moe_layers", "window_layers", "rope_layers"):
@@ -386,6 +441,11 @@ class GPTConfig:
     @cached_property
     def rope(self) -> RopeConfig:
         """The rotary embedding of the layers without a window, and by default of all layers."""
+        return self._unresolved_rope.for_context(self.max_position_embeddings)
+
+    @property
+    def _unresolved_rope(self) -> RopeConfig:
+        """`rope` with the factors for all lengths of the context."""
         return RopeConfig(
             self.rotary_base, self.rotary_percent, self.rotary_interleaved, self.rope_scaling
         )
@@ -411,7 +471,9 @@ class GPTConfig:
         )
 
     def _layer_rope(self, has_window: bool) -> RopeConfig:
-        return self.window_rope if has_window and self.window_rope is not None else self.rope
+        if not has_window or self.window_rope is None:
+            return self.rope
+        return self.window_rope.for_context(self.max_position_embeddings)
 
     @property
     def prefix_width(self) -> int:
@@ -475,6 +537,7 @@ _LITERAL_FIELDS = {
     "normalization": Normalization,
     "norm_placement": NormPlacement,
     "qk_layernorm_scope": QKNormScope,
+    "embedding_multiplier_scope": EmbeddingMultiplierScope,
     "activation": Activation,
     "moe_router_score_function": ScoreFunction,
     "dtype": DType,

@@ -32,7 +32,7 @@ from gpt.checkpoint.logical_tensor import (
     LogicalTensor,
     summarize_names,
 )
-from gpt.config import DTYPE_BYTES, GPTConfig
+from gpt.config import DTYPE_BYTES, GPTConfig, RopeScaling
 from gpt.costs.inference import parameter_count, rank_costs
 from gpt.dtypes import FLOAT_DTYPE_NAMES, FLOAT_DTYPES
 from gpt.errors import CheckpointError, ConfigError
@@ -503,7 +503,10 @@ def _describe_architecture(config: GPTConfig) -> Iterator[tuple[str, str]]:
         scaling = config.rope_scaling
         rope_text = f", base {config.rotary_base:,.0f}, {config.rotary_percent:.0%} of a head"
         rope_text += ", interleaved" if config.rotary_interleaved else ""
-        rope_text += f", {scaling.kind} scaling by {scaling.factor:g}" if scaling else ""
+        if scaling is not None and scaling.kind == "longrope":
+            rope_text += f", longrope{_describe_longrope(config, scaling)}"
+        elif scaling is not None:
+            rope_text += f", {scaling.kind} scaling by {scaling.factor:g}"
         if config.rope_layers:
             rope_text += f", in {sum(config.rope_layers)} of {config.num_layers} layers"
         if config.window_rope is not None:
@@ -512,6 +515,9 @@ def _describe_architecture(config: GPTConfig) -> Iterator[tuple[str, str]]:
         "positions",
         f"{config.position_embedding_type} up to {config.max_position_embeddings:,}{rope_text}",
     )
+    multipliers = _describe_multipliers(config)
+    if multipliers:
+        yield "multipliers", multipliers
     norm_suffix = ", stored as gamma - 1" if config.layernorm_zero_centered_gamma else ""
     if config.norm_placement != "pre":
         places = {"post": "behind", "pre_and_post": "in front of and behind"}
@@ -523,6 +529,34 @@ def _describe_architecture(config: GPTConfig) -> Iterator[tuple[str, str]]:
         "head",
         "its own" if config.untie_embeddings_and_output_weights else "tied to the embedding",
     )
+
+
+def _describe_longrope(config: GPTConfig, scaling: RopeScaling) -> str:
+    if not scaling.long_frequency_factors:
+        return ""
+    original = scaling.original_max_position_embeddings
+    length = "long" if config.max_position_embeddings > original else "short"
+    return f" with the factors for {length} contexts (original length {original:,})"
+
+
+def _describe_multipliers(config: GPTConfig) -> str:
+    """Return the factors of embeddings, scores, outputs and logits that differ from the usual."""
+    parts = []
+    if config.embedding_multiplier != 1:
+        virtual = ", virtual tokens too" * (config.embedding_multiplier_scope == "all")
+        parts.append(f"embeddings by {config.embedding_multiplier:g}{virtual}")
+    if config.softmax_scale:
+        parts.append(f"attention scores by {config.softmax_scale:g}")
+    if config.query_scaling_beta:
+        parts.append(
+            f"queries by 1 + {config.query_scaling_beta:g} ln(1 + floor(position / "
+            f"{config.query_scaling_length:,}))"
+        )
+    if config.residual_multiplier != 1:
+        parts.append(f"outputs of attention and MLP by {config.residual_multiplier:g}")
+    if config.logits_scaling != 1:
+        parts.append(f"logits divided by {config.logits_scaling:g}")
+    return "; ".join(parts)
 
 
 def _split_table(splits: list[SplitMemory]) -> Iterator[str]:

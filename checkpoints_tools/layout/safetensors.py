@@ -28,9 +28,12 @@ class SafetensorsEntry:
     transposed: bool = False
     zero_rows: int = 0  # Rows of zeros in front of the part.
     stacked: bool = False  # The parts are stacked in a new first dimension.
+    scalar: bool = False  # The part is a vector of one element, and is stored without dimensions.
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.scalar:
+            return ()
         return (len(self.names), *self.part_shape) if self.stacked else self.part_shape
 
     @property

@@ -23,7 +23,13 @@ from checkpoints_tools.writers.huggingface_config import choose_family
 from checkpoints_tools.writers.huggingface_tokenizer import plan_tokenizer
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
-from gpt.formats.huggingface.families.family import EXPERT_NUMBER, Family, FusedQKV, OffsetRows
+from gpt.formats.huggingface.families.family import (
+    EXPERT_NUMBER,
+    Family,
+    FusedQKV,
+    OffsetRows,
+    ScalarKey,
+)
 from gpt.formats.huggingface.families.registry import FAMILIES
 from gpt.parallel.weight_sharding import (
     ParameterSpec,
@@ -109,6 +115,8 @@ def _parameter_entries(
     match keys:
         case str():
             yield make_entry(keys, ((0, rows),))
+        case ScalarKey(key):
+            yield replace(make_entry(key, ((0, rows),)), scalar=True)
         case OffsetRows(key, zero_rows):
             yield replace(make_entry(key, ((0, rows),)), zero_rows=zero_rows)
         case FusedQKV(key):

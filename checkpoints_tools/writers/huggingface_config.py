@@ -32,6 +32,15 @@ ACTIVATIONS: Mapping[Activation, str] = {
 LEGACY_ACTIVATIONS: Mapping[Activation, str] = {**ACTIVATIONS, "gelu_tanh": "gelu_new"}
 
 
+def _activation_name(activation: Activation, names: Mapping[Activation, str] = ACTIVATIONS) -> str:
+    """Return the name of an activation in config.json.
+
+    For an activation that only one family has, it is another one, which the other families differ
+    by.
+    """
+    return names.get(activation, "silu")
+
+
 @dataclass(frozen=True)
 class FamilyChoice:
     """The chosen family, and the content of config.json."""
@@ -255,7 +264,18 @@ TRAITS = (
     _value_trait("norm_placement", "norms at these places of a layer"),
     _value_trait("embedding_layernorm", "the norm of the embeddings"),
     _value_trait("embedding_multiplier", "this factor of the embeddings"),
+    _value_trait("embedding_multiplier_scope", "this factor of the virtual tokens"),
+    _value_trait("residual_multiplier", "this factor of the outputs of attention and MLP"),
+    _value_trait("logits_scaling", "this divisor of the logits"),
     _value_trait("softmax_scale", "this scale of the attention scores"),
+    Trait(
+        lambda c: (c.query_scaling_beta, c.query_scaling_length),
+        lambda c: (
+            f"queries scaled by position (query_scaling_beta {c.query_scaling_beta})"
+            if c.query_scaling_beta
+            else "queries that are not scaled by position"
+        ),
+    ),
     _value_trait("attention_sinks", "attention sinks"),
     _value_trait("activation_func_clamp_value", "this limit of the activation"),
     _value_trait("glu_linear_offset", "this offset in the gated activation"),
@@ -289,7 +309,7 @@ def _gpt2(config: GPTConfig) -> ConfigRecord:
         "n_inner": config.ffn_hidden_size,
         "n_positions": config.max_position_embeddings,
         "n_ctx": config.max_position_embeddings,  # Older name, which some tools still need.
-        "activation_function": LEGACY_ACTIVATIONS[config.activation],
+        "activation_function": _activation_name(config.activation, LEGACY_ACTIVATIONS),
         "layer_norm_epsilon": config.layernorm_epsilon,
         "resid_pdrop": config.hidden_dropout,
         "embd_pdrop": config.hidden_dropout,
@@ -305,7 +325,7 @@ def _size_fields(config: GPTConfig) -> ConfigRecord:
         "intermediate_size": config.ffn_hidden_size,
         "num_attention_heads": config.num_attention_heads,
         "max_position_embeddings": config.max_position_embeddings,
-        "hidden_act": ACTIVATIONS[config.activation],
+        "hidden_act": _activation_name(config.activation),
         "attention_dropout": config.attention_dropout,
     }
 
@@ -344,13 +364,13 @@ def _rotary_fields(
             for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
                 rope[name] = getattr(scaling, name)
         if scaling.kind == "longrope":
-            # The factors of longer contexts are unknown, and not used in the stored context.
-            factors = list(scaling.frequency_factors)
             rope = {
                 "rope_type": scaling.kind,
-                "short_factor": factors,
-                "long_factor": factors,
+                "short_factor": list(scaling.frequency_factors),
+                # Without factors for long contexts, all contexts have the same factors.
+                "long_factor": list(scaling.long_frequency_factors or scaling.frequency_factors),
                 "attention_factor": scaling.attention_factor,
+                "original_max_position_embeddings": scaling.original_max_position_embeddings,
             }
         if scaling.kind == "yarn":
             for name in (
@@ -466,7 +486,7 @@ def _glm4_moe(config: GPTConfig) -> ConfigRecord:
 def _gpt_neox(config: GPTConfig) -> ConfigRecord:
     return {
         **_size_fields(config),
-        "hidden_act": LEGACY_ACTIVATIONS[config.activation],
+        "hidden_act": _activation_name(config.activation, LEGACY_ACTIVATIONS),
         "layer_norm_eps": config.layernorm_epsilon,
         **_rotary_fields(config, "rotary_emb_base", "rotary_pct"),
         "attention_bias": config.qkv_bias,
@@ -594,7 +614,7 @@ def _opt(config: GPTConfig) -> ConfigRecord:
         "ffn_dim": config.ffn_hidden_size,
         "num_attention_heads": config.num_attention_heads,
         "max_position_embeddings": config.max_position_embeddings,
-        "activation_function": LEGACY_ACTIVATIONS[config.activation],
+        "activation_function": _activation_name(config.activation, LEGACY_ACTIVATIONS),
         "do_layer_norm_before": True,
         "enable_bias": config.qkv_bias,
         "dropout": config.hidden_dropout,
@@ -620,12 +640,64 @@ def _phi3(config: GPTConfig) -> ConfigRecord:
     return {
         **_llama_like(config),
         **_rotary_fields(config, "rope_theta", "partial_rotary_factor", ("longrope",)),
-        "original_max_position_embeddings": config.max_position_embeddings,
+        "original_max_position_embeddings": (
+            config.rope_scaling.original_max_position_embeddings
+            if config.rope_scaling is not None and config.rope_scaling.long_frequency_factors
+            else config.max_position_embeddings
+        ),
         "sliding_window": config.window_size,
         "resid_pdrop": config.hidden_dropout,
         "embd_pdrop": config.hidden_dropout,
         **NO_PADDING,
     }
+
+
+def _granite_factors(config: GPTConfig) -> ConfigRecord:
+    return {
+        "embedding_multiplier": config.embedding_multiplier,
+        "attention_multiplier": config.softmax_scale or config.kv_channels**-0.5,
+        "residual_multiplier": config.residual_multiplier,
+        "logits_scaling": config.logits_scaling,
+    }
+
+
+def _granite(config: GPTConfig) -> ConfigRecord:
+    return {**_llama(config), **_granite_factors(config)}
+
+
+def _granitemoe(config: GPTConfig) -> ConfigRecord:
+    return {
+        **_llama_like(config),
+        **_granite_factors(config),
+        "attention_bias": config.qkv_bias,
+        "intermediate_size": config.moe_ffn_hidden_size,
+        "num_local_experts": config.num_experts,
+        "num_experts_per_tok": config.moe_router_topk,
+    }
+
+
+def _apertus(config: GPTConfig) -> ConfigRecord:
+    fields = _llama_like(config)
+    is_xielu = config.activation == "xielu"
+    return {
+        **fields,
+        "hidden_act": "xielu" if is_xielu else fields["hidden_act"],
+        # Without this key, transformers 4 would use the scaling of the published models.
+        "rope_scaling": fields["rope_scaling"] or {"rope_type": "default"},
+        "attention_bias": config.qkv_bias,
+    }
+
+
+def _ministral3(config: GPTConfig) -> ConfigRecord:
+    fields = _mistral(config)
+    rope = {
+        "original_max_position_embeddings": config.query_scaling_length
+        or config.max_position_embeddings,
+        **fields["rope_parameters"],
+        "llama_4_scaling_beta": config.query_scaling_beta,
+    }
+    legacy_rope = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {**fields, "rope_parameters": rope, "rope_scaling": legacy_rope}
 
 
 @dataclass(frozen=True)
@@ -657,6 +729,10 @@ FAMILY_WRITERS: Mapping[str, FamilyWriter] = {
     "smollm3": FamilyWriter(_smollm3, "SmolLM3ForCausalLM", "silu"),
     "phi3": FamilyWriter(_phi3, "Phi3ForCausalLM", "silu", heads_divide_hidden=True),
     "minimax_m2": FamilyWriter(_minimax_m2, "MiniMaxM2ForCausalLM", "silu", has_experts=True),
+    "granite": FamilyWriter(_granite, "GraniteForCausalLM", "silu"),
+    "granitemoe": FamilyWriter(_granitemoe, "GraniteMoeForCausalLM", "silu", has_experts=True),
+    "ministral3": FamilyWriter(_ministral3, "Ministral3ForCausalLM", "silu"),
+    "apertus": FamilyWriter(_apertus, "ApertusForCausalLM", "xielu"),
     "gpt_oss": FamilyWriter(_gpt_oss, "GptOssForCausalLM", "quick_gelu", has_experts=True),
     "gpt2": FamilyWriter(_gpt2, "GPT2LMHeadModel", "gelu_tanh", heads_divide_hidden=True),
     "opt": FamilyWriter(_opt, "OPTForCausalLM", "relu", heads_divide_hidden=True),

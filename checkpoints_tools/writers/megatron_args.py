@@ -304,6 +304,11 @@ def _unsupported_traits(config: GPTConfig) -> Iterator[str]:
         yield "no embedding_layernorm"
     if config.embedding_multiplier != 1:
         yield f"no embedding_multiplier {config.embedding_multiplier}"
+    for name in ("residual_multiplier", "logits_scaling"):
+        if getattr(config, name) != 1:
+            yield f"no {name} {getattr(config, name)}"
+    if config.query_scaling_beta:
+        yield f"no query_scaling_beta {config.query_scaling_beta}"
     if config.qk_layernorm and config.qk_layernorm_scope != "head":
         yield "no qk_layernorm of all heads together"
     if config.window_rope is not None:
@@ -312,8 +317,8 @@ def _unsupported_traits(config: GPTConfig) -> Iterator[str]:
         yield f"no gated {activation}: only silu and quick_gelu can be gated"
     if not gated and activation in ("silu", "quick_gelu"):
         yield f"no {activation} without a gate"
-    if activation == "relu":
-        yield "no relu"
+    if activation in ("relu", "xielu"):
+        yield f"no {activation}"
     if config.proj_bias != has_bias or (has_bias and not config.qkv_bias):
         yield (
             f"no combination of qkv_bias {config.qkv_bias}, proj_bias {config.proj_bias} and "

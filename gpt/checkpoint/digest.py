@@ -58,7 +58,12 @@ _LATER_FIELDS: Mapping[str, object] = {
     "qk_layernorm_scope": "head",
     "softmax_scale": 0.0,
     "attention_sinks": False,
+    "query_scaling_beta": 0.0,
+    "query_scaling_length": 0,
     "embedding_multiplier": 1.0,
+    "embedding_multiplier_scope": "token_ids",
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
     "window_layers": (),
     "moe_router_bias": False,
 }
@@ -132,9 +137,11 @@ def functional_config(config: GPTConfig) -> dict[str, Any]:
     if not any(config.moe_layers):
         ignored_fields += ["num_experts"]
         ignored_fields += [name for name in fields if name.startswith("moe_")]
-    fields["rope_scaling"] = _functional_scaling(config.rope_scaling)
+    # Of the factors of LongRoPE, the forward pass uses those for the model's context.
+    fields["rope_scaling"] = _functional_scaling(config.rope.scaling)
     if config.window_rope is not None:
-        fields["window_rope"]["scaling"] = _functional_scaling(config.window_rope.scaling)
+        window_rope = config.window_rope.for_context(config.max_position_embeddings)
+        fields["window_rope"]["scaling"] = _functional_scaling(window_rope.scaling)
     # A digest must not change when a version of this project adds a field that the model lacks.
     ignored_fields += [name for name, default in _LATER_FIELDS.items() if fields[name] == default]
     return {name: _normalize_numbers(fields[name]) for name in fields if name not in ignored_fields}

@@ -132,6 +132,8 @@ class FusedDecoder:
             config.norm_placement == "pre"
             and not (config.qk_layernorm and config.qk_layernorm_scope != "head")
             and not config.softmax_scale
+            and not config.query_scaling_beta
+            and config.residual_multiplier == 1.0
             and activation_name(config) is not None
         )
         return not unsupported_width and not parallel_moe and has_equal_layers and has_common_layers

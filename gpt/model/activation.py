@@ -48,7 +48,7 @@ ACTIVATIONS = UNGATED_ACTIVATIONS | {
 def activation_name(config: GPTConfig) -> str | None:
     """Return the key in ACTIVATIONS of the activation that follows fc1 in this model.
 
-    None: the linear backends do not compute this activation; `torch_activation` does.
+    None: the linear backends do not compute this activation; torch does (`MLP`).
     """
     is_plain = not (config.activation_func_clamp_value or config.glu_linear_offset)
     if not is_plain or config.activation not in UNGATED_ACTIVATIONS:
@@ -56,8 +56,23 @@ def activation_name(config: GPTConfig) -> str | None:
     return f"{GATED_PREFIX}{config.activation}" if config.gated else config.activation
 
 
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    """Return the xIELU of `x` (https://arxiv.org/abs/2411.13010), whose parameters are learned."""
+    return recompute_from_inputs(_xielu, x, alpha_p, alpha_n, beta, eps)
+
+
+def _xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
+    wide, alpha_p, alpha_n, beta, eps = (
+        value.to(compute_dtype) for value in (x, alpha_p, alpha_n, beta, eps)
+    )
+    positive = F.softplus(alpha_p) * wide * wide
+    negative = (beta + F.softplus(alpha_n)) * (torch.expm1(torch.minimum(wide, eps)) - wide)
+    return (torch.where(wide > 0, positive, negative) + beta * wide).to(x.dtype)
+
+
 def torch_activation(config: GPTConfig, x: Tensor) -> Tensor:
-    """Return the activation of `x`, the output of fc1 without an activation."""
+    """Return the activation of `x`, the output of fc1; the activation has no parameters."""
     activation = (UNGATED_ACTIVATIONS | _TORCH_ACTIVATIONS)[config.activation]
     if not config.gated:
         return activation(x)

@@ -66,6 +66,8 @@ class ForwardContext:
     # cos and sin of all positions. If not empty, the attention backend transforms queries and keys,
     # and the step has a KV pool and no prefix.
     rotary_tables: Mapping[RopeConfig, Tensor] = field(default_factory=dict)
+    # The factor of each token's query, which depends on its position. None: no factors.
+    query_factors: Tensor | None = None
 
 
 class CoreAttention(nn.Module):
@@ -142,6 +144,8 @@ class Attention(nn.Module):
                 self.backend.store(k, v, batch, kv)
         if self.query_factor != 1.0:
             q = q * self.query_factor
+        if context.query_factors is not None:
+            q = q * context.query_factors
         if self.linear_proj.backend.accepts_fp8_rows:
             y, fp8_rows = self.backend.attend_and_quantize(
                 q, k, v, batch, kv, self.core_attention.options

@@ -76,11 +76,14 @@ class DecoderLayer(nn.Module):
 
     def _residual(self, x: Tensor, context: ForwardContext, sublayer: int) -> Residual:
         """Return the residual connection of a sublayer: 1 is attention, 2 is the MLP."""
+        multiplier = self.config.residual_multiplier
         if context.batch.dropout is None:
-            return Residual(x, None)
+            return Residual(x, None, multiplier)
         site = (self.layer, sublayer)
         return Residual(
-            x, lambda y: apply_hidden_dropout(y, self.config, self.mesh, context.batch, site)
+            x,
+            lambda y: apply_hidden_dropout(y, self.config, self.mesh, context.batch, site),
+            multiplier,
         )
 
 
@@ -134,21 +137,30 @@ class LayerwiseDecoder:
     def _forward_context(
         self, batch: Batch, kv: KVPool | None, prefix: PrefixKV | None
     ) -> ForwardContext:
-        tables = self._rotary_tables
+        tables, query_factors = self._rotary_tables, self._query_factors(batch.positions)
         # The backend stores the transformed keys in the KV pool, so it cannot replace keys by those
         # of a prefix. It must not read beyond the end of a table.
         is_transformable = kv is not None and prefix is None
         if tables and is_transformable:
             position_count = min(map(len, tables.values()))
             if max(batch.context_lengths) <= position_count:
-                return ForwardContext(batch, rotary_tables=tables)
+                return ForwardContext(batch, rotary_tables=tables, query_factors=query_factors)
         cos_sin = {
             rope: compute_rotary_cos_sin(
                 rope, self._config.kv_channels, batch.positions, self._dtype
             )
             for rope in self._ropes
         }
-        return ForwardContext(batch, cos_sin, prefix=prefix)
+        return ForwardContext(batch, cos_sin, prefix=prefix, query_factors=query_factors)
+
+    def _query_factors(self, positions: Tensor) -> Tensor | None:
+        """Return the factor of each token's query, (T, 1, 1); None if the model has no factors."""
+        beta, length = self._config.query_scaling_beta, self._config.query_scaling_length
+        if not beta:
+            return None
+        compute_dtype = torch.promote_types(self._dtype, torch.float32)
+        factors = 1 + beta * torch.log1p((positions // length).to(compute_dtype))
+        return factors.to(self._dtype).view(-1, 1, 1)
 
     def _selects_rows_early(self, batch: Batch, kv: KVPool | None) -> bool:
         """Return whether the last layer computes only `logit_rows` after its attention core."""

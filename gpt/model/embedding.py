@@ -45,13 +45,17 @@ class Embedding(nn.Module):
         """This rank's rows of the embedding matrix; a tied LM head uses the same rows."""
         return cast(Tensor, self.word_embeddings.weight)
 
-    def _scale(self, x: Tensor) -> Tensor:
-        """Multiply embeddings of token ids by the model's factor, rounded to their dtype."""
+    def _scale_tokens(self, x: Tensor) -> Tensor:
+        """Apply a factor for the embeddings of token ids only, rounded to their dtype."""
         factor = self.config.embedding_multiplier
-        return x if factor == 1.0 else x * torch.tensor(factor, dtype=x.dtype, device=x.device)
+        if factor == 1.0 or self.config.embedding_multiplier_scope != "token_ids":
+            return x
+        return x * torch.tensor(factor, dtype=x.dtype, device=x.device)
 
     def forward(self, ids: Tensor, batch: Batch, virtual_embeddings: Tensor | None) -> Tensor:
         x = self.embed_tokens(ids, virtual_embeddings)
+        if self.config.embedding_multiplier_scope == "all":
+            x = x * self.config.embedding_multiplier
         if self.word_embeddings_layernorm is not None:
             x = self.word_embeddings_layernorm(x)
         if self.position_embeddings is not None:
@@ -60,15 +64,20 @@ class Embedding(nn.Module):
         return apply_hidden_dropout(x, self.config, self.mesh, batch, (0, 0))
 
     def embed_tokens(self, ids: Tensor, virtual_embeddings: Tensor | None = None) -> Tensor:
-        """Return the embeddings of tokens and virtual tokens, without position embeddings."""
+        """Return the embeddings of tokens and virtual tokens, without position embeddings.
+
+        A factor of all embeddings is not applied, so an embedding of a token can be that of a
+        virtual token.
+        """
         if virtual_embeddings is None and self.mesh.tp == 1:
-            return self._scale(F.embedding(ids, self.weight_shard))
+            return self._scale_tokens(F.embedding(ids, self.weight_shard))
         is_virtual = ids >= self.config.vocab_size
         vocab_start = self.mesh.tp_rank * self.weight_shard.shape[0]
         local_ids = ids - vocab_start
         out_of_shard = (local_ids < 0) | (local_ids >= self.weight_shard.shape[0]) | is_virtual
         x = F.embedding(local_ids.masked_fill(out_of_shard, 0), self.weight_shard)
-        x = self._scale(all_reduce(x.masked_fill(out_of_shard.unsqueeze(-1), 0), self.mesh))
+        x = all_reduce(x.masked_fill(out_of_shard.unsqueeze(-1), 0), self.mesh)
+        x = self._scale_tokens(x)
         if virtual_embeddings is not None and torch.is_grad_enabled():
             virtual_rows = is_virtual.nonzero().squeeze(-1)
             x = x.index_put(

@@ -186,7 +186,7 @@ class GPT(nn.Module):
         """Return the logits of the batch's `logit_rows`, without vocabulary padding."""
         # Gathered in the model's dtype, because logits in fp32 have twice the bytes of bf16 ones.
         logits = gather_columns(self._compute_head(x, batch), self.mesh)
-        return _promote(logits[..., : self.config.vocab_size])
+        return self._finish_logits(logits[..., : self.config.vocab_size])
 
     def compute_logits_on_first_rank(self, x: Tensor, batch: Batch) -> Tensor | None:
         """Return `compute_logits` on the first tensor rank, and None on the others.
@@ -194,14 +194,28 @@ class GPT(nn.Module):
         All tensor ranks must call this together. It has no backward pass.
         """
         logits = gather_columns_on_first_rank(self._compute_head(x, batch), self.mesh)
-        return None if logits is None else _promote(logits[..., : self.config.vocab_size])
+        if logits is None:
+            return None
+        return self._finish_logits(logits[..., : self.config.vocab_size])
 
     def compute_logits_shard(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the logits of the batch's `logit_rows` over this rank's shard of the vocabulary.
 
         The shard includes vocabulary padding. `x` is the output of `forward_hidden`.
         """
-        return _promote(self._compute_head(x, batch))
+        return self._finish_logits(self._compute_head(x, batch))
+
+    def _finish_logits(self, logits: Tensor) -> Tensor:
+        """Return the head's output in fp32 (fp64 if it is fp64), divided by `logits_scaling`.
+
+        The quotients are not rounded to the dtype of the head, so they have the same order as its
+        outputs, and a greedy head needs no division.
+        """
+        promoted = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scaling = self.config.logits_scaling
+        if scaling == 1.0:
+            return promoted
+        return promoted / scaling if promoted is logits else promoted.div_(scaling)
 
     def _compute_head(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the shard of `compute_logits_shard` in the dtype of the LM head."""
@@ -250,8 +264,3 @@ class GPT(nn.Module):
         batch = Batch.unpaged((ids.shape[1],) * ids.shape[0], ids.device)
         logits: Tensor = self(ids.flatten(), batch, virtual_embeddings=virtual_embeddings)
         return logits.view(*ids.shape, -1)
-
-
-def _promote(logits: Tensor) -> Tensor:
-    """Return the logits in fp32, or in fp64 if they are fp64."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))

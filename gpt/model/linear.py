@@ -168,9 +168,9 @@ class RowParallelLinear(Linear):
             self.post_layernorm = Norm(build, f"{name}.post_layernorm")
 
     def forward(self, x: Tensor, residual: Residual | None = None) -> Tensor:
-        # Without dropout and a norm of the output, the backend adds the residual.
+        # Without dropout, a factor and a norm of the output, the backend adds the residual.
         fused_residual: Tensor | None = None
-        is_plain = self.post_layernorm is None and residual is not None and residual.dropout is None
+        is_plain = residual is not None and residual.is_plain_sum and self.post_layernorm is None
         if residual is not None and is_plain:
             fused_residual = residual.x
         if self.mesh.tp == 1:

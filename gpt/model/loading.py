@@ -6,6 +6,7 @@ shards, and each shard once. The file headers are checked when the checkpoint is
 before a parameter is allocated.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from gpt.model.gpt_model import GPT
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_stages import stage_layers
 from gpt.parallel.weight_sharding import check_split, parameter_specs
+
+log = logging.getLogger(__name__)
 
 
 def load(
@@ -66,7 +69,22 @@ def load_model(
     device = mesh.device if device is None else device
     model = GPT(config, mesh, layers=layers, dtype=dtype, device=device, **options)
     load_weights(model, checkpoint, report_progress)
+    _log_longrope(config)
     return model.requires_grad_(False)
+
+
+def _log_longrope(config: GPTConfig) -> None:
+    """Log which factors of LongRoPE the model's context selects."""
+    scaling = config.rope_scaling
+    if scaling is None or not scaling.long_frequency_factors:
+        return
+    original, context = scaling.original_max_position_embeddings, config.max_position_embeddings
+    log.info(
+        "event=longrope factors=%s context=%d original=%d",
+        "long" if context > original else "short",
+        context,
+        original,
+    )
 
 
 def parse_device(name: torch.device | str) -> torch.device:

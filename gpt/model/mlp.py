@@ -9,10 +9,26 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from gpt.model.activation import activation_name, torch_activation
+from gpt.model.activation import activation_name, torch_activation, xielu
 from gpt.model.build_context import BuildContext
 from gpt.model.linear import ColumnParallelLinear, RowParallelLinear
 from gpt.model.residual_dropout import Residual
+
+
+class Xielu(nn.Module):
+    """The activation xIELU with its learned parameters, of which each tensor rank has a copy."""
+
+    alpha_p: Tensor
+    alpha_n: Tensor
+    beta: Tensor
+    eps: Tensor
+
+    def __init__(self, build: BuildContext, name: str) -> None:
+        super().__init__()
+        build.allocate_parameters(self, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return xielu(x, self.alpha_p, self.alpha_n, self.beta, self.eps)
 
 
 class MLP(nn.Module):
@@ -24,6 +40,9 @@ class MLP(nn.Module):
         self._fused_activation = activation_name(build.config)
         self.linear_fc1 = ColumnParallelLinear(build, f"{name}.linear_fc1")
         self.linear_fc2 = RowParallelLinear(build, f"{name}.linear_fc2")
+        self.activation_func: Xielu | None = None
+        if build.config.activation == "xielu":
+            self.activation_func = Xielu(build, f"{name}.activation_func")
 
     def forward(self, x: Tensor, tokens: int, residual: Residual | None = None) -> Tensor:
         y = self._activate(self.linear_fc1(x, tokens, self._fused_activation))
@@ -39,4 +58,8 @@ class MLP(nn.Module):
 
     def _activate(self, y: Tensor) -> Tensor:
         """Compute the activation in torch, if the backend of fc1 does not compute it."""
-        return y if self._fused_activation is not None else torch_activation(self.config, y)
+        if self._fused_activation is not None:
+            return y
+        if self.activation_func is not None:
+            return cast(Tensor, self.activation_func(y))
+        return torch_activation(self.config, y)

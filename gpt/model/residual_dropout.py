@@ -1,4 +1,4 @@
-"""Residual connection, with hidden dropout of the sublayer output.
+"""Residual connection, with hidden dropout and a factor of the sublayer output.
 
 Hidden dropout is applied to the output of each sublayer before the residual is added, and to the
 embeddings. The masks are counter-based, so every parallel split has the same masks.
@@ -17,16 +17,24 @@ from gpt.parallel.sequence_parallel import scatter_to_sequence_parallel
 
 @dataclass(frozen=True)
 class Residual:
-    """The residual `x` of a sublayer, and the dropout that is applied to the sublayer's output.
+    """The residual `x` of a sublayer, and the dropout and the factor of the sublayer's output.
 
     The sum of both is the input of the next sublayer.
     """
 
     x: Tensor
     dropout: Callable[[Tensor], Tensor] | None  # None: no dropout.
+    multiplier: float = 1.0
+
+    @property
+    def is_plain_sum(self) -> bool:
+        """Whether the output is added as it is."""
+        return self.dropout is None and self.multiplier == 1.0
 
     def add_output(self, output: Tensor) -> Tensor:
-        return self.x + (output if self.dropout is None else self.dropout(output))
+        if self.dropout is not None:
+            output = self.dropout(output)
+        return self.x + (output if self.multiplier == 1.0 else output * self.multiplier)
 
 
 def apply_hidden_dropout(

@@ -99,6 +99,9 @@ class RankInStage:
 # Prefix of the parameter names of layers, as in `decoder.layers.7.mlp.linear_fc2.weight`.
 LAYERS_PREFIX = "decoder.layers."
 
+# The parameters of the activation xIELU, each one number. The last two are constants.
+XIELU_PARAMETERS = ("alpha_p", "alpha_n", "beta", "eps")
+
 
 def layer_number(name: str) -> int | None:
     """Return the global layer number in a canonical name; None for a name outside the layers."""
@@ -193,6 +196,11 @@ def _layer_specs(config: GPTConfig, layer: int) -> Iterator[ParameterSpec]:
         if has_pre_norms:
             yield from _norm_specs(config, f"{mlp_prefix}linear_fc1.layer_norm_", h)
         yield from _mlp_specs(config, mlp_prefix, config.ffn_hidden_size, config.mlp_bias)
+        if config.activation == "xielu":
+            for name in XIELU_PARAMETERS:
+                yield ParameterSpec(
+                    f"{mlp_prefix}activation_func.{name}", (1,), ShardRule.REPLICATED
+                )
         if has_post_norms:
             yield from _norm_specs(config, f"{mlp_prefix}linear_fc2.post_layernorm.", h)
         return

@@ -2,8 +2,8 @@
 
 The replication of a trainable tensor over the ranks determines the reductions of its gradient:
 
-- A replica's gradient may cover only the rank's own tokens (sequence parallelism), attention heads
-  or experts' biases. Such gradients are summed over the tensor-parallel ranks.
+- A replica's gradient may cover only the rank's own tokens (sequence parallelism), attention heads,
+  MLP channels or experts' biases. Such gradients are summed over the tensor-parallel ranks.
 - If there are fewer KV heads than tensor-parallel ranks, a KV head has replicas. The gradients of
   its keys and values are summed over the ranks that have the KV head.
 - The gradients of a word embedding that is tied to the output layer are summed over the first and
@@ -41,16 +41,20 @@ SEQUENCE_PARALLEL_SUFFIXES = (
     "router.weight",
     "gate_weight",
 )
-# A rank's gradient of these replicated parameters covers only the rank's own attention heads.
-HEAD_NORM_SUFFIXES = (
+# A rank's gradient of these replicated parameters covers only the rank's own attention heads, or
+# its own channels of the MLP.
+PARTIAL_SUFFIXES = (
     "q_layernorm.weight",
     "q_layernorm.bias",
     "k_layernorm.weight",
     "k_layernorm.bias",
+    "activation_func.alpha_p",
+    "activation_func.alpha_n",
 )
 LOCAL_EXPERTS = ".experts.local_experts."
 # Pre-training updates the expert bias by expert load, not by gradients, so it is not trained here.
-EXPERT_BIAS = "expert_bias"
+# The other parameters are constants of the activation xIELU.
+UNTRAINED_SUFFIXES = ("expert_bias", "activation_func.beta", "activation_func.eps")
 
 
 class Replication(Enum):
@@ -60,7 +64,7 @@ class Replication(Enum):
     KV_GROUPS = "a QKV weight: sharded queries, replicated keys and values (fewer KV heads than tp)"
     KV_HEADS = "keys and values only, replicated (fewer KV heads than tp)"
     REPLICATED = "replicas with equal gradients"
-    PARTIAL = "replicas, each with the gradient of its own tokens, heads or biases"
+    PARTIAL = "replicas, each with the gradient of its own tokens, heads, channels or biases"
 
 
 @dataclass(frozen=True)
@@ -102,14 +106,14 @@ def trainable_prefix_tensors(
 def trainable_model_tensors(chunks: Sequence[GPT]) -> list[TrainableTensor]:
     """Set requires_grad on this rank's model parameters; return them as trainable tensors.
 
-    Expert biases are omitted.
+    The parameters of `UNTRAINED_SUFFIXES` are omitted.
     """
     config, mesh = chunks[0].config, chunks[0].mesh
     is_tied = mesh.pp > 1 and not config.untie_embeddings_and_output_weights
     parameter_table, trainables = parameter_specs(config), []
     for chunk in chunks:
         for name, value in chunk.named_parameters():
-            if name.endswith(EXPERT_BIAS):
+            if name.endswith(UNTRAINED_SUFFIXES):
                 continue
             value.requires_grad_()
             is_tied_copy = is_tied and name == WORD_EMBEDDING and chunk.is_last_stage
@@ -167,10 +171,10 @@ def _replication(name: str, shard_rule: ShardRule, config: GPTConfig, mesh: Mesh
     if shard_rule is not ShardRule.REPLICATED:
         return Replication.SPLIT
     covers_own_tokens = mesh.sequence_parallel and name.endswith(SEQUENCE_PARALLEL_SUFFIXES)
-    covers_own_heads = name.endswith(HEAD_NORM_SUFFIXES)
+    covers_own_part = name.endswith(PARTIAL_SUFFIXES)
     # One rank adds the bias of an expert, so the gradients of the other ranks are zero.
     is_added_once = LOCAL_EXPERTS in name and name.endswith("linear_fc2.bias")
-    is_partial = covers_own_tokens or covers_own_heads or is_added_once
+    is_partial = covers_own_tokens or covers_own_part or is_added_once
     return Replication.PARTIAL if is_partial else Replication.REPLICATED
 
 

@@ -39,6 +39,7 @@ from tests.support.models import (
     MODERN,
     POST_NORMS,
     SINKS,
+    XIELU,
     build,
     lively,
 )
@@ -66,6 +67,16 @@ MODELS = {
     ),
     # BLOOM's positions and embedding norm with OPT's activation.
     "ALiBi": ALIBI.with_fields(num_layers=6, moe_layers=(), activation="relu"),
+    # Apertus with the factors of Granite.
+    "xIELU": XIELU.with_fields(
+        num_layers=6,
+        moe_layers=(),
+        softmax_scale=0.3,
+        embedding_multiplier=1.5,
+        embedding_multiplier_scope="all",
+        residual_multiplier=0.6,
+        logits_scaling=0.8,
+    ),
 }
 
 
@@ -143,6 +154,8 @@ def model_of(case: Case) -> str:
     number = covering_cases().index(case)
     if number % 6 == 4:
         return ("experts", "sinks")[number // 6 % 2]
+    if number == 8:  # TP x PP x DP with sequence parallelism, and all weights are trained.
+        return "xIELU"
     return ("classic", "modern", "layered", "post norms", "ALiBi")[number % 5]
 
 

@@ -174,6 +174,36 @@ ALIBI = CLASSIC.with_fields(
     position_embedding_type="alibi",
     embedding_layernorm=True,
 )
+# As Granite 3.
+MULTIPLIERS = MODERN.with_fields(
+    num_layers=3,
+    moe_layers=(),
+    window_size=None,
+    qk_layernorm=False,
+    softmax_scale=0.3,
+    embedding_multiplier=1.5,
+    embedding_multiplier_scope="all",
+    residual_multiplier=0.6,
+    logits_scaling=0.8,
+)
+# As Apertus, with the positions of Phi-3 and Ministral 3.
+XIELU = MODERN.with_fields(
+    num_layers=3,
+    moe_layers=(),
+    activation="xielu",
+    gated=False,
+    window_size=None,
+    rope_scaling=RopeScaling(
+        "longrope",
+        1.0,
+        original_max_position_embeddings=16,
+        attention_factor=1.1,
+        frequency_factors=(1.0, 1.5),
+        long_frequency_factors=(1.2, 3.0),
+    ),
+    query_scaling_beta=0.4,
+    query_scaling_length=5,
+)
 # Three KV groups of two layers.
 MIXED_WINDOWS = MODERN.with_fields(
     num_layers=6, moe_layers=(), window_layers=(True, True, False) * 2
@@ -188,6 +218,8 @@ CONFIGS = {
     "post norms": POST_NORMS,
     "sinks": SINKS,
     "ALiBi": ALIBI,
+    "multipliers": MULTIPLIERS,
+    "xIELU": XIELU,
 }
 # Also configurations that only tests of serving use.
 SERVED_CONFIGS = CONFIGS | {"mixed windows": MIXED_WINDOWS, "eight experts": EIGHT_EXPERTS}

@@ -13,7 +13,7 @@ from gpt.cpu_inference.fused_decoder import FusedDecoder
 from gpt.cpu_inference.weight_packing import pack_weights
 from gpt.linear.cpu_linear import CpuLinear
 from gpt.model.gpt_model import GPT
-from tests.support.models import CLASSIC, CONFIGS, EXPERTS, MODERN, build
+from tests.support.models import CLASSIC, CONFIGS, EXPERTS, MODERN, XIELU, build
 
 MORE = {
     "wide": MODERN.with_fields(kv_channels=64, hidden_size=96, window_size=None),
@@ -25,6 +25,15 @@ MORE = {
     "ALiBi, grouped queries": CLASSIC.with_fields(
         position_embedding_type="alibi", num_attention_heads=8, num_query_groups=4
     ),
+    "longrope, divided logits": MODERN.with_fields(
+        rope_scaling=XIELU.rope_scaling,
+        embedding_multiplier=1.5,
+        embedding_multiplier_scope="all",
+        logits_scaling=0.7,
+    ),
+    # The fused decoder must not compute these two.
+    "multiplied outputs": MODERN.with_fields(residual_multiplier=0.5),
+    "scaled queries": MODERN.with_fields(query_scaling_beta=0.5, query_scaling_length=4),
     "experts last": EXPERTS.with_fields(moe_layers=(False, False, False, True)),
     "experts and dense": EXPERTS.with_fields(moe_layers=(False, True, False, False)),
 }

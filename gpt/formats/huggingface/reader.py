@@ -42,7 +42,13 @@ from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import CheckpointError, ConfigError
 from gpt.formats.huggingface.families.config_json import ConfigJson, refuse_unknown_layer_types
-from gpt.formats.huggingface.families.family import Family, FusedExperts, FusedQKV, OffsetRows
+from gpt.formats.huggingface.families.family import (
+    Family,
+    FusedExperts,
+    FusedQKV,
+    OffsetRows,
+    ScalarKey,
+)
 from gpt.formats.huggingface.families.registry import FAMILIES
 from gpt.formats.huggingface.quantization import dequantize_tensors, read_quantization
 from gpt.formats.mappings.unsupported_architectures import refuse_hf_config
@@ -52,8 +58,11 @@ from gpt.parallel.weight_sharding import ParameterSpec, ShardRule, parameter_spe
 # Buffers (causal masks, rotary frequencies) that old files contain beside the weights.
 BUFFER_KEYS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
-# Families of models with images, and the families of their text parts.
-TEXT_FAMILIES: Mapping[str, str] = {"gemma3": "gemma3_text"}
+# Families of models with images, and the families of their text parts; by default, the first one.
+TEXT_FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "gemma3": ("gemma3_text",),
+    "mistral3": ("mistral", "ministral3"),
+}
 # The keys of their parts for images, and what precedes the keys of their text part.
 IMAGE_KEYS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 TEXT_KEY_PREFIXES = re.compile(r"^(model\.)?language_model\.")
@@ -83,7 +92,6 @@ def open_huggingface(
     stored, quantization_notes = dequantize_tensors(stored, fields, quantization)
     stored = _normalize_keys(_add_missing_prefix(stored, family), family)
     stored, mtp_notes = _drop_mtp_layers(stored, family, fields)
-    notes = image_notes + quantization_notes + mtp_notes
     dtype = majority_dtype(stored.values())
     try:
         config = family.to_gpt_config(fields)
@@ -94,6 +102,7 @@ def open_huggingface(
     except ConfigError as error:
         message = fields.name_key(str(error))
         raise CheckpointError(f"{path / 'config.json'}: {message}") from None
+    notes = image_notes + quantization_notes + mtp_notes + _longrope_notes(config)
     refuse_larger_vocabulary(path, config.vocab_size, stored_vocab_rows)
     used_keys: set[str] = set()
     finder = _TensorFinder(path, stored, used_keys, stored_vocab_rows)
@@ -125,7 +134,16 @@ def _text_config(record: Mapping[str, Any], path: Path) -> dict[str, Any]:
         for key in ("dtype", "torch_dtype", "quantization_config", "eos_token_id")
         if key in record
     }
-    return {**shared, **text_config, "model_type": TEXT_FAMILIES[record["model_type"]]}
+    families = TEXT_FAMILIES[record["model_type"]]
+    family = text_config.get("model_type", families[0])
+    if family not in families:
+        raise CheckpointError(
+            f"{path}: text_config.model_type is {str(family)[:60]!r}, which Preamble does not "
+            f"support in {record['model_type']}; it must be {' or '.join(families)}"
+        )
+    # The head is tied, or not, by the key of the whole model, if the file has it.
+    heads = {key: record[key] for key in ("tie_word_embeddings",) if key in record}
+    return {**shared, **text_config, **heads, "model_type": family}
 
 
 def _drop_image_parts(
@@ -301,6 +319,28 @@ class _ComputedExpertSlice(ComputedTensor):
         return self.stacked_tensor.compute_box(expert, output_box, columns)[0]
 
 
+@dataclass(frozen=True)
+class _ScalarVector:
+    """A tensor without dimensions as a vector of one element."""
+
+    scalar: StoredTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (1,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.scalar.dtype
+
+    @property
+    def location(self) -> str:
+        return self.scalar.location
+
+    def tensor(self) -> Tensor:
+        return self.scalar.tensor().view(1)
+
+
 def _normalize_keys(stored: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
     """Rename keys to the keys of the family's table, and split fused experts."""
     normalized_tensors: dict[str, StoredTensor] = {}
@@ -357,6 +397,20 @@ def _drop_mtp_layers(
     has_mtp_layers = len(model_tensors) < len(stored)
     note = "layers for multi-token prediction are ignored; the main head is complete"
     return model_tensors, (note,) if has_mtp_layers else ()
+
+
+def _longrope_notes(config: GPTConfig) -> tuple[str, ...]:
+    """Return a note about the factors of LongRoPE that the model's context selects."""
+    scaling = config.rope_scaling
+    if scaling is None or not scaling.long_frequency_factors:
+        return ()
+    original, context = scaling.original_max_position_embeddings, config.max_position_embeddings
+    if context <= original:
+        return (f"LongRoPE: a context of {context} tokens, with the factors for short contexts",)
+    return (
+        f"LongRoPE: a context of {context} tokens, with the factors for long contexts in all "
+        f"sequences; set max_position_embeddings to {original} to use those for short contexts",
+    )
 
 
 class _TensorFinder:
@@ -419,6 +473,9 @@ def _pack_tensor(
             (fused_tensor, (heads + groups) * d),
         )
         return concat_rows(_qkv_row_runs(config, starts), transposed=transposed)
+    if isinstance(keys, ScalarKey):
+        scalar = finder.find_tensor(keys.key, (), name)
+        return concat_rows([(_ScalarVector(scalar), 0, 1)])
     if isinstance(keys, OffsetRows):
         return concat_rows([(find_source(keys.key, rows + keys.rows), keys.rows, rows)])
     if isinstance(keys, str):

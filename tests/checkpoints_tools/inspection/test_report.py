@@ -20,7 +20,14 @@ from tests.support.checkpoints.hf_models import model_of
 from tests.support.checkpoints.megatron_writer import DENSE, GATED, GROUPED, Layout, edit
 from tests.support.checkpoints.nemo_writer import Nemo
 from tests.support.inspect_commands import Run, json_command, read_weights, write_native_model
-from tests.support.models import EIGHT_EXPERTS, EXPERTS, MODERN, lively
+from tests.support.models import (
+    EIGHT_EXPERTS,
+    EXPERTS,
+    MODERN,
+    MULTIPLIERS,
+    XIELU,
+    lively,
+)
 from tests.support.trained_tokenizers import sentencepiece_model
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -171,6 +178,40 @@ def test_text_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ):
         assert line in out, line
     assert "  TP 2  x PP 1 " in out
+
+
+@pytest.mark.parametrize(
+    ("config", "lines"),
+    [
+        (
+            MULTIPLIERS,
+            [
+                "multipliers  embeddings by 1.5, virtual tokens too; attention scores by 0.3; "
+                "outputs of attention and MLP by 0.6; logits divided by 0.8",
+            ],
+        ),
+        (
+            XIELU,
+            [
+                "multipliers  queries by 1 + 0.4 ln(1 + floor(position / 5))",
+                "longrope with the factors for long contexts (original length 16)",
+                "44 wide, xielu",
+            ],
+        ),
+        (
+            XIELU.with_fields(max_position_embeddings=16),
+            ["longrope with the factors for short contexts (original length 16)"],
+        ),
+    ],
+)
+def test_text_output_of_multipliers_and_longrope(
+    config: GPTConfig, lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_native_model(tmp_path / "model", config)
+    assert preamble.main(["inspect", str(tmp_path / "model"), "--deep"]) == 0
+    out, _ = capsys.readouterr()
+    for line in lines:
+        assert line in out, line
 
 
 def test_digest_is_shown_after_verify_computed_it(

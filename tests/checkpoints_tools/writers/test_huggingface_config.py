@@ -168,6 +168,26 @@ INEXPRESSIBLE: dict[str, tuple[GPTConfig, str]] = {
         PLAIN.with_fields(mlp_bias=False),
         "gpt2, cannot express an MLP without biases",
     ),
+    "a factor of the residual with learned positions": (
+        PLAIN.with_fields(residual_multiplier=0.5),
+        r"gpt2, .* outputs of attention and MLP \(residual_multiplier 0.5\)",
+    ),
+    "divided logits, partly rotary": (
+        GATED.with_fields(logits_scaling=8.0, rotary_percent=0.5),
+        r"phi3, cannot express this divisor of the logits \(logits_scaling 8.0\)",
+    ),
+    "xIELU with learned positions": (
+        PLAIN.with_fields(activation="xielu"),
+        "gpt2, cannot express the activation xielu",
+    ),
+    "queries scaled from another position than YaRN": (
+        GATED.with_fields(
+            query_scaling_beta=0.1,
+            query_scaling_length=9,
+            rope_scaling=RopeScaling("yarn", 4.0, original_max_position_embeddings=16),
+        ),
+        r"cannot express queries scaled by position \(query_scaling_beta 0.1\)",
+    ),
     "parallel residual with groups": (
         GATED.with_fields(parallel_residual=True),
         "llama, cannot express parallel_residual",
@@ -246,6 +266,27 @@ def test_requested_family_that_cannot_express_the_model_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         choose_family(MODELS[name][1], Path("model"), family)
+
+
+@pytest.mark.parametrize(
+    ("fields", "family", "message"),
+    [
+        ({"residual_multiplier": 0.5}, "llama", r"\(residual_multiplier 0.5\)"),
+        ({"logits_scaling": 8.0}, "llama", r"divisor of the logits \(logits_scaling 8.0\)"),
+        ({"query_scaling_beta": 0.1, "query_scaling_length": 9}, "granite", "scaled by position"),
+        ({"activation": "xielu", "gated": False}, "llama", "the activation xielu"),
+        (
+            {"embedding_multiplier": 2.0},
+            "granite",
+            r"factor of the virtual tokens \(embedding_multiplier_scope token_ids\)",
+        ),
+    ],
+)
+def test_setting_that_the_requested_family_lacks_is_named(
+    fields: dict[str, Any], family: str, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"{family} cannot express .*{message}"):
+        choose_family(GATED.with_fields(**fields), Path("model"), family)
 
 
 def test_impossible_head_width_is_named() -> None:

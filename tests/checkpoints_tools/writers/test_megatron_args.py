@@ -29,7 +29,7 @@ from gpt.formats.mappings.megatron_args import (
 from gpt.formats.mappings.megatron_names import EMBEDDING
 from gpt.parallel.weight_sharding import parameter_specs
 from tests.support.checkpoints.megatron_expressible import SPARSE, expressible, expressible_by_layer
-from tests.support.models import CLASSIC, MODERN, ODD, SIGMOID_EXPERTS
+from tests.support.models import CLASSIC, MODERN, ODD, SIGMOID_EXPERTS, XIELU
 
 
 def config_of_args(config: GPTConfig, args: Namespace) -> GPTConfig:
@@ -159,6 +159,24 @@ def test_tokenizer_type_is_given_only_if_megatron_compares_it(tmp_path: Path) ->
 
 INEXPRESSIBLE: dict[str, tuple[GPTConfig, str]] = {
     "parallel residual": (CLASSIC.with_fields(parallel_residual=True), "no parallel_residual"),
+    "a factor of the residual": (
+        CLASSIC.with_fields(residual_multiplier=0.22),
+        "no residual_multiplier 0.22",
+    ),
+    "divided logits": (CLASSIC.with_fields(logits_scaling=16.0), "no logits_scaling 16.0"),
+    "a factor of the embeddings": (
+        CLASSIC.with_fields(embedding_multiplier=12.0),
+        "no embedding_multiplier 12.0",
+    ),
+    "queries scaled by position": (
+        CLASSIC.with_fields(query_scaling_beta=0.1, query_scaling_length=16),
+        "no query_scaling_beta 0.1",
+    ),
+    "xIELU": (CLASSIC.with_fields(activation="xielu"), "no xielu"),
+    "longrope": (
+        XIELU.with_fields(activation="relu2", query_scaling_beta=0.0),
+        "no longrope rope_scaling",
+    ),
     "two kinds of positions": (
         ODD.with_fields(parallel_residual=False),
         "no learned_absolute.rope",

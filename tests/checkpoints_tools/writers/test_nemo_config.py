@@ -106,6 +106,12 @@ INEXPRESSIBLE: dict[str, tuple[GPTConfig, ParallelSplit, str]] = {
         ParallelSplit(),
         "parallel_resid",
     ),
+    "a factor of the residual": (
+        CLASSIC.with_fields(residual_multiplier=0.22),
+        ParallelSplit(),
+        "no residual_multiplier 0.22",
+    ),
+    "xIELU": (CLASSIC.with_fields(activation="xielu"), ParallelSplit(), "no xielu"),
     "positions of two kinds": (
         ODD.with_fields(parallel_residual=False),
         ParallelSplit(),

@@ -26,7 +26,15 @@ from gpt.config import GPTConfig, RopeScaling
 from gpt.formats.huggingface.reader import open_huggingface
 from gpt.formats.native import open_native
 from tests.support.checkpoints.hf_models import edit_json, model_of
-from tests.support.models import CLASSIC, CONFIGS, EXPERTS, MODERN, lively
+from tests.support.models import (
+    CLASSIC,
+    CONFIGS,
+    EXPERTS,
+    MODERN,
+    MULTIPLIERS,
+    XIELU,
+    lively,
+)
 
 SMALL = GPTConfig(
     num_layers=1,
@@ -99,6 +107,14 @@ MATTERS: list[tuple[GPTConfig, dict[str, Any]]] = [
     (CLASSIC, {"layernorm_zero_centered_gamma": True}),
     (EXPERTS, {"moe_router_topk": 1}),
     (EXPERTS, {"moe_router_pre_softmax": True}),
+    (MULTIPLIERS, {"embedding_multiplier": 1.0}),
+    (MULTIPLIERS, {"embedding_multiplier_scope": "token_ids"}),
+    (MULTIPLIERS, {"residual_multiplier": 1.0}),
+    (MULTIPLIERS, {"logits_scaling": 1.0}),
+    (XIELU, {"query_scaling_beta": 0.5}),
+    (XIELU, {"query_scaling_length": 6}),
+    # The context selects the factors of LongRoPE.
+    (XIELU, {"max_position_embeddings": 16}),
 ]
 IDLE: list[tuple[GPTConfig, dict[str, Any]]] = [
     (MODERN, {"rotary_base": int(MODERN.rotary_base)}),
@@ -106,6 +122,9 @@ IDLE: list[tuple[GPTConfig, dict[str, Any]]] = [
     (MODERN, {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
     (MODERN, {"moe_router_topk": 7, "moe_router_pre_softmax": True}),
     (CLASSIC, {"rotary_base": 500.0, "rotary_percent": 0.5}),
+    (CLASSIC, {"embedding_multiplier_scope": "all", "query_scaling_length": 4}),
+    (MODERN, {"softmax_scale": MODERN.kv_channels**-0.5}),
+    (XIELU, {"max_position_embeddings": 17}),
 ]
 
 

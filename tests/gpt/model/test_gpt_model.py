@@ -74,8 +74,11 @@ def test_virtual_tokens_with_token_embeddings_equal_the_tokens() -> None:
         model = build(config)
         assert model.embedding is not None
         text = [9, 8, 7, 6, 5]
-        # The factor of token embeddings does not apply to virtual tokens.
-        table = model.embedding.weight_shard[torch.tensor([8, 6])] * config.embedding_multiplier
+        table = model.embedding.weight_shard[torch.tensor([8, 6])]
+        if config.embedding_multiplier_scope == "token_ids":
+            # The factor of token embeddings does not apply to virtual tokens.
+            table = table * config.embedding_multiplier
+        assert torch.equal(model.embedding.embed_tokens(torch.tensor([8, 6])), table)
         virtual = [9, config.vocab_size, 7, config.vocab_size + 1, 5]
         assert torch.equal(
             model.logits(torch.tensor([text])), model.logits(torch.tensor([virtual]), table)
@@ -151,6 +154,13 @@ def test_bf16_logits_are_close_to_fp64() -> None:
         ({"window_rope": {"base": 0.5}}, "rotary_base is 0.5"),
         ({"norm_placement": "sandwich"}, "norm_placement is 'sandwich'"),
         ({"softmax_scale": -1.0}, "softmax_scale is -1.0"),
+        ({"residual_multiplier": 0.0}, "residual_multiplier is 0.0; it must be above 0"),
+        ({"logits_scaling": -8.0}, "logits_scaling is -8.0; it must be above 0"),
+        ({"embedding_multiplier_scope": "rows"}, "scope is 'rows'; choose one of: token_ids, all"),
+        ({"query_scaling_beta": -0.1}, "query_scaling_beta is -0.1; it must be at least 0"),
+        ({"query_scaling_beta": 0.1}, "query_scaling_length is 0; with query_scaling_beta, it"),
+        ({"activation": "xielu", "gated": True}, "activation is 'xielu'; it needs an MLP without"),
+        ({"activation": "xielu", "num_experts": 2}, "activation is 'xielu'; it needs an MLP"),
         ({"rope_scaling": {"kind": "linear", "factor": 0}}, "rope_scaling has factor 0"),
         ({"rope_scaling": {"kind": "linear", "factor": float("nan")}}, "factor is nan"),
         ({"rope_scaling": {"kind": "linear"}}, "rope_scaling: .*factor"),

@@ -30,6 +30,7 @@ from tests.support.models import (
     MODERN,
     ODD,
     SIGMOID_EXPERTS,
+    XIELU,
     build,
     lively,
 )
@@ -67,7 +68,9 @@ def test_same_seed_trains_the_same_table() -> None:
 PLAIN_LOOP_CASES = [
     (name, portion) for name in ("classic", "modern", "odd") for portion in (0, 1, 3)
 ]
-PLAIN_LOOP_CASES += [(name, 3) for name in ("layered", "post norms", "sinks", "ALiBi")]
+PLAIN_LOOP_CASES += [
+    (name, 3) for name in ("layered", "post norms", "sinks", "ALiBi", "multipliers", "xIELU")
+]
 
 
 @pytest.mark.parametrize(("name", "portion"), PLAIN_LOOP_CASES)
@@ -155,14 +158,23 @@ SPLITS = [
     (4, 1, 1, 1, True),
     (2, 1, 2, 1, False),
 ]
-FULL_TRAINING_CONFIGS = {"classic": CLASSIC, "modern": MODERN, "odd": ODD, "experts": EXPERTS}
-# Indices of the splits of each network; two networks have each split.
+FULL_TRAINING_CONFIGS = {
+    "classic": CLASSIC,
+    "modern": MODERN,
+    "odd": ODD,
+    "experts": EXPERTS,
+    "xIELU": XIELU,
+    "multipliers": EXPERTS.with_fields(residual_multiplier=0.6, logits_scaling=0.8),
+}
+# Indices of the splits of each network; at least two networks have each split.
 # tests/equivalence/test_gradients_across_splits.py has the gradients of every pair of settings.
 FULL_TRAINING_SPLITS = {
     "classic": (0, 3, 4),
     "modern": (1, 2, 5),
     "odd": (0, 1, 3),
     "experts": (2, 4, 5),
+    "xIELU": (1, 3, 4),
+    "multipliers": (2, 4),
 }
 FULL = {"method": "full", "steps": 10, "learning_rate": 1e-3, "warmup_steps": 1}
 

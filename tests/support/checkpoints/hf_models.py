@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
+from gpt.parallel.weight_sharding import XIELU_PARAMETERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -65,6 +66,28 @@ GPT_OSS_YARN = {
     "beta_slow": 1.0,
     "truncate": False,
     "original_max_position_embeddings": 24,
+}
+# The lists are for heads of 12 channels.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [1.0, 2.0, 4.0, 6.0, 8.0, 9.0],
+}
+MINISTRAL_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+GRANITE_FACTORS = {
+    "embedding_multiplier": 1.7,
+    "attention_multiplier": 0.35,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 1.1,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -250,22 +273,33 @@ CASES |= {
         },
     ),
     "phi3": ("phi3", {}),
-    "phi3, longrope": (
+    "phi3, longrope, beyond the original length": (
         "phi3",
-        {
-            "max_position_embeddings": 256,
-            "original_max_position_embeddings": 128,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1000.0,
-                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
-                "long_factor": [1.0, 2.0, 4.0, 6.0, 8.0, 9.0],
-            },
-        },
+        {"original_max_position_embeddings": 8, "rope_parameters": LONGROPE | {"factor": 4.0}},
     ),
     "phi3, window, partly rotary, tied": (
         "phi3",
         {"sliding_window": 9, "tie_word_embeddings": True, **partial(0.5)},
+    ),
+    "granite, biases, tied": (
+        "granite",
+        {
+            **GRANITE_FACTORS,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    # The default scale of the attention scores is 1.
+    "granitemoe": ("granitemoe", GRANITE_FACTORS | {"attention_multiplier": 1.0}),
+    "apertus, biases, tied": (
+        "apertus",
+        {"rope_parameters": LLAMA3, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "ministral3, window": (
+        "ministral3",
+        {"sliding_window": 9, "rope_parameters": MINISTRAL_YARN},
     ),
     "opt": ("opt", {}),
     "opt, untied, no biases, tanh": (
@@ -314,6 +348,10 @@ HEADED = {
     "bloom": ("BloomConfig", "BloomForCausalLM"),
     "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM"),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
+    "granite": ("GraniteConfig", "GraniteForCausalLM"),
+    "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
+    "apertus": ("ApertusConfig", "ApertusForCausalLM"),
+    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM"),
 }
 
 
@@ -331,6 +369,8 @@ def sizes_of(family: str) -> dict[str, Any]:
         "gpt_oss": GPT_OSS_SIZES,
         "opt": NEOX_SIZES | {"ffn_dim": 80, "pad_token_id": 0},
         "bloom": {"vocab_size": VOCABULARY, "hidden_size": 48, "n_layer": 3, "n_head": 4},
+        "ministral3": SIZES | {"head_dim": 12},
+        "granitemoe": SIZES | {"num_local_experts": 5},
         "minimax_m2": SIZES | {"head_dim": 12, "num_local_experts": 5, "num_experts_per_tok": 2},
     }
     return sizes.get(family, SIZES)
@@ -373,6 +413,9 @@ def model_of(case: str, dtype: torch.dtype = torch.float32) -> "PreTrainedModel"
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):  # Float32 in models of every dtype.
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
+        if name.endswith(("act_fn.beta", "act_fn.eps")):  # Visibly different from 0.5 and -1e-6.
+            buffer.sub_(torch.rand(buffer.shape, generator=generator) * 0.3 + 0.1)
+            buffer.data = buffer.to(dtype)
     for value in model.parameters():
         value.data = value.to(dtype)
     return model
@@ -441,6 +484,13 @@ NAMES: dict[str, dict[str, str]] = {
         "mlp.linear_fc1.layer_norm_": "transformer.h.{n}.post_attention_layernorm",
         "mlp.linear_fc1": "transformer.h.{n}.mlp.dense_h_to_4h",
         "mlp.linear_fc2": "transformer.h.{n}.mlp.dense_4h_to_h",
+    },
+    "granitemoe": {**MOE_NAMES, "mlp.router": "model.layers.{n}.block_sparse_moe.router"},
+    "apertus": {
+        **LLAMA_NAMES,
+        "self_attention.linear_qkv.layer_norm_": "model.layers.{n}.attention_layernorm",
+        "mlp.linear_fc1.layer_norm_": "model.layers.{n}.feedforward_layernorm",
+        "mlp.linear_fc1": "model.layers.{n}.mlp.up_proj",
     },
     "gpt_oss": {**MOE_NAMES, "mlp.router": "model.layers.{n}.mlp.router"},
     "olmo3": OLMO_NAMES,
@@ -553,12 +603,12 @@ def _joined(weights: dict[str, Tensor], config: GPTConfig, n: int) -> dict[str, 
         if config.moe_router_bias:
             tensors |= _gpt_oss_expert(weights, hf_prefix, expert_prefix, expert)
             continue
-        tensors[f"{expert_prefix}linear_fc1.weight"] = weights[
-            f"{hf_prefix}mlp.experts.gate_up_proj"
-        ][expert]
-        tensors[f"{expert_prefix}linear_fc2.weight"] = weights[f"{hf_prefix}mlp.experts.down_proj"][
-            expert
-        ]
+        in_memory = f"{hf_prefix}mlp.experts."
+        if f"{in_memory}down_proj" not in weights:
+            in_memory = f"{hf_prefix}block_sparse_moe.experts."
+        for number, key in ((1, "gate_up_proj"), (2, "down_proj")):
+            stacked = weights[f"{in_memory}{key}"]
+            tensors[f"{expert_prefix}linear_fc{number}.weight"] = stacked[expert]
     mlp_prefix = f"{canonical_prefix}mlp."
     for shared in ("shared_expert", "shared_experts"):
         prefix = f"{hf_prefix}mlp.{shared}"
@@ -569,6 +619,7 @@ def _joined(weights: dict[str, Tensor], config: GPTConfig, n: int) -> dict[str, 
             )
             tensors[f"{mlp_prefix}shared_experts.linear_fc1.weight"] = torch.cat(gate_and_up)
     other_keys = {
+        **{f"activation_func.{leaf}": f"act_fn.{leaf}" for leaf in XIELU_PARAMETERS},
         "shared_experts.gate_weight": "shared_expert_gate.weight",
         "router.expert_bias": "gate.e_score_correction_bias",
     }
@@ -578,7 +629,7 @@ def _joined(weights: dict[str, Tensor], config: GPTConfig, n: int) -> dict[str, 
         tensors[f"{canonical_prefix}self_attention.core_attention.softmax_offset"] = sinks
     for name, key in other_keys.items():
         if (value := weights.get(f"{hf_prefix}mlp.{key}")) is not None:
-            tensors[f"{mlp_prefix}{name}"] = value
+            tensors[f"{mlp_prefix}{name}"] = value if value.dim() else value.view(1)
     return tensors
 
 

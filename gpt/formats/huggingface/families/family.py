@@ -29,6 +29,13 @@ class OffsetRows:
 
 
 @dataclass(frozen=True)
+class ScalarKey:
+    """The key of a tensor without dimensions; the canonical tensor is a vector of one element."""
+
+    key: str
+
+
+@dataclass(frozen=True)
 class FusedExperts:
     """How a tensor that stacks a parameter of all experts maps to the experts' keys.
 
@@ -41,7 +48,7 @@ class FusedExperts:
     interleaved: bool = False  # The outputs of the parts alternate.
 
 
-TensorKeys = str | tuple[str, ...] | FusedQKV | OffsetRows
+TensorKeys = str | tuple[str, ...] | FusedQKV | OffsetRows | ScalarKey
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,8 @@ class Family:
                 return FusedQKV(format_key(key))
             case OffsetRows(key, rows):
                 return OffsetRows(format_key(key), rows)
+            case ScalarKey(key):
+                return ScalarKey(format_key(key))
         return tuple(map(format_key, keys))
 
     def stores_transposed(self, parameter: ParameterSpec) -> bool:

@@ -87,12 +87,13 @@ def llama_like(
         "num_query_groups": fields.integer("num_key_value_heads", 0),
         "kv_channels": fields.integer("head_dim", 0),
         "normalization": "RMSNorm",
-        "activation": fields.activation(activation_key),
         "gated": True,
         "qkv_bias": False,
         "proj_bias": False,
         "mlp_bias": False,
     }
+    if "activation" not in overrides:
+        shared["activation"] = fields.activation(activation_key)
     return GPTConfig(
         num_layers=fields.count("num_hidden_layers"),
         hidden_size=fields.integer("hidden_size"),

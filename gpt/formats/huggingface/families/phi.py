@@ -18,6 +18,7 @@ PHI3_KEYS: Mapping[str, TensorKeys] = {
 PHI3_DEFAULTS = LLAMA_DEFAULTS | {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
     "partial_rotary_factor": 1.0,
     "resid_pdrop": 0.0,
 }
@@ -48,29 +49,28 @@ def _phi3(fields: ConfigJson) -> GPTConfig:
 
 
 def _longrope_fields(fields: ConfigJson, section: str, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return GPTConfig's RoPE fields, for contexts up to the original length.
-
-    A longer context has other factors, for all of its positions.
-    """
+    """Return GPTConfig's RoPE fields, with the factors for short and for long contexts."""
     plain_rope = {key: value for key, value in rope.items() if key not in ("rope_type", "type")}
     plain_fields = ConfigJson({**fields.record, section: plain_rope}, fields.path)
     gpt_fields = rotary_fields(plain_fields, percent_key="partial_rotary_factor")
     longest = fields.integer("max_position_embeddings")
     rope_fields = ConfigJson(rope, fields.path, f"{section}.")
-    # As in transformers, the key of the top level comes first.
-    original = fields.integer(
-        "original_max_position_embeddings",
-        rope_fields.integer("original_max_position_embeddings", longest),
-    )
-    scale = longest / max(1, original)
+    # As in transformers, the key of the top level counts, and the same key of the section does not.
+    original = fields.integer("original_max_position_embeddings")
+    if original < 2:
+        raise fields.invalid_field_error(
+            "original_max_position_embeddings", original, "a whole number of at least 2"
+        )
+    scale = rope_fields.number("factor", longest / original)
     default_factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
     gpt_fields["rope_scaling"] = RopeScaling(
         "longrope",
         1.0,
+        original_max_position_embeddings=original,
         attention_factor=rope_fields.number("attention_factor", default_factor),
         frequency_factors=tuple(rope_fields.numbers("short_factor")),
+        long_frequency_factors=tuple(rope_fields.numbers("long_factor")),
     )
-    gpt_fields["max_position_embeddings"] = min(original, longest)
     return gpt_fields
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from gpt.formats.huggingface.families.apertus import APERTUS
 from gpt.formats.huggingface.families.bloom import BLOOM
 from gpt.formats.huggingface.families.family import Family
 from gpt.formats.huggingface.families.gemma import GEMMA3_TEXT
@@ -9,8 +10,10 @@ from gpt.formats.huggingface.families.glm import GLM4_MOE
 from gpt.formats.huggingface.families.gpt2 import GPT2
 from gpt.formats.huggingface.families.gpt_neox import GPT_NEOX
 from gpt.formats.huggingface.families.gpt_oss import GPT_OSS
+from gpt.formats.huggingface.families.granite import GRANITE, GRANITEMOE
 from gpt.formats.huggingface.families.llama import LLAMA, MISTRAL
 from gpt.formats.huggingface.families.minimax import MINIMAX_M2
+from gpt.formats.huggingface.families.ministral import MINISTRAL3
 from gpt.formats.huggingface.families.mixtral import MIXTRAL
 from gpt.formats.huggingface.families.nemotron import NEMOTRON
 from gpt.formats.huggingface.families.olmo import OLMO2, OLMO3
@@ -42,4 +45,8 @@ FAMILIES: Mapping[str, Family] = {
     "smollm3": SMOLLM3,
     "phi3": PHI3,
     "minimax_m2": MINIMAX_M2,
+    "granite": GRANITE,
+    "granitemoe": GRANITEMOE,
+    "apertus": APERTUS,
+    "ministral3": MINISTRAL3,
 }

@@ -13,6 +13,8 @@ from gpt.formats.registry import open_checkpoint
 from tests.support.checkpoints.hf_models import (
     CASES,
     HEADED,
+    LONGROPE,
+    MINISTRAL_YARN,
     WINDOW,
     edit_json,
     model_of,
@@ -49,8 +51,9 @@ def to_version_4(record: dict[str, Any]) -> None:
         if "partial_rotary_factor" in rope:
             percent = rope.pop("partial_rotary_factor")
             record["rotary_pct" if neox else "partial_rotary_factor"] = percent
-        # Without rope_scaling, GPT-OSS has YaRN.
-        is_default = rope["rope_type"] == "default" and record["model_type"] != "gpt_oss"
+        # Without rope_scaling, these families have another scaling.
+        has_scaling = record["model_type"] in ("gpt_oss", "apertus", "ministral3")
+        is_default = rope["rope_type"] == "default" and not has_scaling
         record["rope_scaling"] = None if is_default else rope
     record["torch_dtype"] = record.pop("dtype")
     by_layer = record["model_type"] == "gpt_oss" or len(set(record.get("layer_types", []))) > 1
@@ -121,7 +124,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown architecture": (
         "llama, multi-head",
         {"model_type": "falcon"},
-        "'falcon' is not supported; it must be one of bloom, gemma3_text, ",
+        "'falcon' is not supported; it must be one of apertus, bloom, gemma3_text, ",
     ),
     "no architecture": ("llama, multi-head", {"model_type": None}, "model_type 'None' is not"),
     "yarn with a text for a flag": (
@@ -197,6 +200,66 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             }
         },
         "frequency_factors has 1 entries; it must have 6",
+    ),
+    "longrope with too few factors for long contexts": (
+        "phi3, longrope, beyond the original length",
+        {"rope_parameters": LONGROPE | {"long_factor": [2.0]}},
+        "long_frequency_factors has 1 entries; it must have 6",
+    ),
+    "longrope without factors for long contexts": (
+        "phi3, longrope, beyond the original length",
+        {"rope_parameters": {key: LONGROPE[key] for key in LONGROPE if key != "long_factor"}},
+        "rope_parameters.long_factor is absent; it must be a list of numbers",
+    ),
+    "longrope of no original length": (
+        "phi3, longrope, beyond the original length",
+        {"original_max_position_embeddings": 1},
+        "original_max_position_embeddings is 1; it must be a whole number of at least 2",
+    ),
+    "attention scores without scale": (
+        "granite, biases, tied",
+        {"attention_multiplier": 0},
+        "attention_multiplier is 0.0; it must be a number above 0",
+    ),
+    "outputs without effect": (
+        "granite, biases, tied",
+        {"residual_multiplier": 0.0},
+        "residual_multiplier is 0.0; it must be above 0",
+    ),
+    "logits divided by zero": (
+        "granitemoe",
+        {"logits_scaling": 0.0},
+        "logits_scaling is 0.0; it must be above 0",
+    ),
+    "a text for a factor": (
+        "granite, biases, tied",
+        {"embedding_multiplier": "twelve"},
+        'embedding_multiplier is "twelve"; it must be a number',
+    ),
+    "xIELU in another family": (
+        "llama, multi-head",
+        {"hidden_act": "xielu"},
+        'hidden_act is "xielu"; it must be one of gelu, ',
+    ),
+    "parameters of an activation that has none": (
+        "apertus, biases, tied",
+        {"hidden_act": "relu2"},
+        "no parameter for 12 of the weights: model.layers.0.mlp.act_fn.alpha_n",
+    ),
+    "queries without a factor": (
+        "ministral3, window",
+        {"rope_parameters": {key: MINISTRAL_YARN[key] for key in ("rope_type", "rope_theta")}},
+        "rope_parameters.llama_4_scaling_beta is absent; it must be a number",
+    ),
+    "queries that shrink": (
+        "ministral3, window",
+        {"rope_parameters": MINISTRAL_YARN | {"llama_4_scaling_beta": -0.1}},
+        "rope_parameters.llama_4_scaling_beta is -0.1; it must be a number of at least 0",
+    ),
+    "queries scaled at every token": (
+        "ministral3, window",
+        {"rope_parameters": MINISTRAL_YARN | {"original_max_position_embeddings": 0}},
+        "original_max_position_embeddings is 0; it must be a whole number of at least 1",
     ),
     "dynamic": (
         "qwen2",

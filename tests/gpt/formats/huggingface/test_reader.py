@@ -1,5 +1,6 @@
 """Hugging Face checkpoints: tensors and logits equal those of transformers."""
 
+import logging
 import os
 import pickle
 import shutil
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import gpt
-from gpt.checkpoint.digest import base_digest
+from gpt.checkpoint.digest import base_digest, fingerprint
 from gpt.checkpoint.files.torch_save import open_state_dict
 from gpt.errors import CheckpointError
 from gpt.formats.registry import open_checkpoint
@@ -23,6 +24,8 @@ from gpt.generation.generate import generate
 from gpt.sampling_params import SamplingParams
 from tests.support.checkpoints.hf_models import (
     CASES,
+    POSITIONS,
+    VOCABULARY,
     edit_json,
     ids,
     logits_of,
@@ -150,6 +153,7 @@ def test_files_of_models_without_a_head_are_read(
     ("case", "key"),
     [
         ("mixtral", "model.layers.2.mlp.experts.gate_up_proj"),
+        ("granitemoe", "model.layers.2.block_sparse_moe.experts.down_proj"),
         ("qwen2_moe, one dense layer", "model.layers.2.mlp.experts.down_proj"),
         ("gpt_neox, parallel residual", "lm_head.weight"),
     ],
@@ -160,6 +164,59 @@ def test_in_memory_keys_of_transformers_5_are_read(
     model_of(case).save_pretrained(tmp_path, save_original_format=False)
     assert key in load_file(tmp_path / WEIGHTS)
     assert base_digest(open_checkpoint(tmp_path)) == base_digest(open_checkpoint(saved(case)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gemma3_text, windows in two layers of three",
+        "granite, biases, tied",
+        "granitemoe",
+        "apertus, biases, tied",
+        "bloom",
+    ],
+)
+def test_virtual_tokens_enter_where_transformers_takes_embeddings(
+    case: str, saved: Callable[[str], Path]
+) -> None:
+    hf_model: Any = model_of(case)
+    tokens = ids()
+    table = torch.randn(3, hf_model.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        embeddings = hf_model.get_input_embeddings()(tokens)
+        embeddings[:, 1:4] = table
+        hf_logits = hf_model(inputs_embeds=embeddings).logits
+    tokens[:, 1:4] = VOCABULARY + torch.arange(3)
+    with torch.inference_mode():
+        logits = gpt.load(saved(case)).logits(tokens, table)
+    assert float((logits - hf_logits).abs().max()) <= LOGITS_ATOL
+
+
+def test_longrope_has_the_factors_that_the_context_selects(
+    saved: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    case = "phi3, longrope, beyond the original length"
+    original = CASES[case][1]["original_max_position_embeddings"]
+    hf_model = model_of(case)
+    short_ids, long_ids = ids()[:, :original], ids()[:, : original + 1]
+    short_config = {"max_position_embeddings": original}
+    checkpoints = [open_checkpoint(saved(case), config) for config in (short_config, None)]
+    assert "factors for short contexts" in checkpoints[0].notes[0]
+    assert f"set max_position_embeddings to {original} to use" in checkpoints[1].notes[0]
+    assert fingerprint(checkpoints[0]) != fingerprint(checkpoints[1])
+    with caplog.at_level(logging.INFO):
+        short, long = (gpt.load(saved(case), config=config) for config in (short_config, None))
+    assert caplog.messages == [
+        f"event=longrope factors={factors} context={context} original={original}"
+        for factors, context in (("short", original), ("long", POSITIONS))
+    ]
+    # transformers chooses by the length of the call.
+    assert float((short.logits(short_ids) - logits_of(hf_model, short_ids)).abs().max()) <= 1e-4
+    assert float((long.logits(long_ids) - logits_of(hf_model, long_ids)).abs().max()) <= 1e-4
+    # Keys in a KV cache keep their factors, so short sequences have them too.
+    assert float((long.logits(short_ids) - logits_of(hf_model, short_ids)).abs().max()) > 0.1
+    leading = long.logits(long_ids)[:, :original]
+    assert float((long.logits(short_ids) - leading).abs().max()) <= 1e-4
 
 
 def add_mtp_layer(key: str, record: dict[str, Any]) -> None:
@@ -225,26 +282,48 @@ def test_transformers_5_keys_are_checked_against_the_config(
         open_checkpoint(tmp_path)
 
 
+IMAGE_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3": ("gemma3_text, windows in two layers of three", "Gemma3", {"mm_tokens_per_image": 4}),
+    "mistral3": ("ministral3, window", "Mistral3", {"tie_word_embeddings": False}),
+    "mistral3, a Mistral": ("mistral, window", "Mistral3", {"tie_word_embeddings": False}),
+}
+
+
 @pytest.mark.parametrize("original", [True, False])
-def test_the_text_part_of_a_model_with_images_opens(original: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", IMAGE_MODELS)
+def test_the_text_part_of_a_model_with_images_opens(
+    name: str, original: bool, tmp_path: Path
+) -> None:
     import transformers
 
-    case = "gemma3_text, windows in two layers of three"
+    case, prefix, options = IMAGE_MODELS[name]
     family, fields = CASES[case]
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    vision = {**sizes, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    config = transformers.Gemma3Config(
-        text_config={**sizes_of(family), **fields}, vision_config=vision, mm_tokens_per_image=4
+    vision: dict[str, Any] = {
+        **sizes,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    if prefix == "Mistral3":
+        vision["model_type"] = "pixtral"
+    text = {**sizes_of(family), **fields, "model_type": family}
+    config = getattr(transformers, f"{prefix}Config")(
+        text_config=text, vision_config=vision, **options
     )
-    model: Any = transformers.Gemma3ForConditionalGeneration(config)
+    model: Any = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
     text_model: Any = model_of(case)
     model.model.language_model.load_state_dict(text_model.model.state_dict())
+    model.lm_head.load_state_dict(text_model.lm_head.state_dict())
     model.train(False)
     model.save_pretrained(tmp_path, save_original_format=original)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.notes == ("the parts for images are ignored; the text model is complete",)
     logits = gpt.load(tmp_path).logits(ids())
     assert float((logits - logits_of(text_model, ids())).abs().max()) <= LOGITS_ATOL
+    edit_json(tmp_path / CONFIG, lambda record: record["text_config"].update(model_type="gpt2"))
+    with pytest.raises(CheckpointError, match=r"text_config\.model_type is 'gpt2', which"):
+        open_checkpoint(tmp_path)
 
 
 def remove_weights(folder: Path) -> None:
