@@ -108,8 +108,8 @@ class SequenceBlocks:
     def held(self, planned_tokens: int, computed_tokens: int) -> int:
         """Return the number of blocks of a sequence in a step.
 
-        The blocks are allocated for `planned_tokens` tokens. `computed_tokens` of them were computed
-        by completed steps, after which the blocks behind the windows were freed.
+        The blocks are allocated for `planned_tokens` tokens. Completed steps have computed
+        `computed_tokens` of them, and have freed the blocks behind the windows.
         """
         block_tokens = self.block_tokens
         blocks = len(self.windows) * -(-planned_tokens // block_tokens)

@@ -62,7 +62,7 @@ class ResourceAllocator:
 
     `blocks` is the number of KV blocks, including block 0. Preempted sequences, and parked
     sequences whose wait is over, are pushed to `waiting`. `windows`: the window of each KV group.
-    `stages`: the number of steps that may be in flight, without the step of asynchronous scheduling.
+    `stages`: the number of steps that may be in flight; `async_scheduling` adds one.
     """
 
     def __init__(
