@@ -101,7 +101,7 @@ class SequenceBlocks:
     def _full_groups(self) -> int:
         return self.windows.count(None)
 
-    @property
+    @cached_property
     def has_windows(self) -> bool:
         return bool(self._groups_by_window)
 
@@ -122,11 +122,17 @@ class SequenceBlocks:
 
         `new_tokens`: the largest number of tokens that its steps in flight compute.
         """
-        block_tokens = self.block_tokens
-        blocks = -(-tokens // block_tokens)
-        total = self._full_groups * blocks
+        return self.held_max_of_several(1, -(-tokens // self.block_tokens), new_tokens)
+
+    def held_max_of_several(self, sequences: int, table_length: int, new_tokens: int = 1) -> int:
+        """Return an upper bound of the number of blocks that several sequences hold together.
+
+        `table_length`: the sum of the lengths of their block tables, in one KV group.
+        """
+        total = self._full_groups * table_length
         for window, groups in self._groups_by_window:
-            total += groups * min(blocks, window_blocks_max(window, new_tokens, block_tokens))
+            window_blocks = window_blocks_max(window, new_tokens, self.block_tokens)
+            total += groups * min(table_length, sequences * window_blocks)
         return total
 
     def tokens_max(self, blocks: int) -> int | None:

@@ -1,8 +1,8 @@
 """Attention span: the numbers of keys that the queries of a model's layers attend to.
 
-A query attends to its own key and to the keys before it; in a layer with a window of w tokens, to at
-most w keys. All numbers are means over the layers of a model, so a cost per key of a model without
-windows also applies to a model with windows. The module does not import torch.
+A query attends to its own key and to the keys before it; in a layer with a window of w tokens, to
+at most w keys. All numbers are means over the layers of a model, so a cost per key of a model
+without windows also applies to a model with windows. The module does not import torch.
 """
 
 from collections import Counter
@@ -16,13 +16,13 @@ from gpt.config import GPTConfig
 class AttentionSpan:
     """Counts attended keys. `layer_counts`: pairs of a window and its number of layers."""
 
-    layer_counts: tuple[tuple[int | None, int], ...] = ((None, 1),)
+    layer_counts: tuple[tuple[int | None, int], ...]
 
     @cached_property
     def _layers(self) -> int:
         return sum(count for _, count in self.layer_counts)
 
-    @property
+    @cached_property
     def has_windows(self) -> bool:
         return any(window is not None for window, _ in self.layer_counts)
 
@@ -57,6 +57,9 @@ class AttentionSpan:
             span = sequence if window is None else min(sequence, window)
             area += count * (span * sequence - (span * span / 2 if causal else 0))
         return area / self._layers
+
+
+FULL_ATTENTION = AttentionSpan(((None, 1),))
 
 
 def _causal_pairs(window: int | None, tokens: int) -> int:

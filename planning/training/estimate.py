@@ -11,8 +11,8 @@ from math import gcd
 
 import gpt.parallel.weight_sharding
 from gpt.config import GPTConfig
-from gpt.costs.inference import parameter_count
 from gpt.costs.attention_span import attention_span
+from gpt.costs.inference import parameter_count
 from gpt.costs.training import (
     RecomputeMode,
     Trainable,

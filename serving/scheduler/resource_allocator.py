@@ -23,6 +23,7 @@ from serving.config import CacheConfig, SchedulerConfig
 from serving.messages import AdapterRowsWrite, BlockTableUpdate
 from serving.scheduler.adapter_row_pool import AdapterRowPool
 from serving.scheduler.block_pool import BlockPool
+from serving.scheduler.block_reservation import BlockReservation
 from serving.scheduler.preemption import PreemptionPolicy
 from serving.scheduler.prefix_cache import PrefixCache, PrefixMatch
 from serving.scheduler.sequence import LEVELS_TO_LATENCY, SchedulingPriority, Sequence
@@ -95,11 +96,13 @@ class ResourceAllocator:
         )
         self._windows = tuple(windows)
         self._sequence_blocks = SequenceBlocks(self._windows, self._block_tokens)
-        # The largest numbers of tokens of one sequence that steps in flight compute: each of them
-        # may have a prefill chunk, but the decodes of a sequence are in one step, or in two with
-        # asynchronous scheduling.
-        self._prefill_tokens_max = (stages + async_scheduling) * scheduler_config.step_tokens_max
-        self._decode_tokens_max = 1 + async_scheduling + scheduler_config.speculate_tokens_max
+        # Each step in flight may have a prefill chunk of a sequence. A decode of the sequence is in
+        # one step in flight, with asynchronous scheduling in two.
+        self._reservation = BlockReservation(
+            self._sequence_blocks,
+            stages * scheduler_config.step_tokens_max + async_scheduling,
+            1 + async_scheduling + scheduler_config.speculate_tokens_max,
+        )
         self._adapter_rows = AdapterRowPool(cache_config.adapter_rows_max)
         self._slot_count = scheduler_config.running_requests_max
         self._free_slots = list(range(self._slot_count - 1, -1, -1))
@@ -163,7 +166,7 @@ class ResourceAllocator:
 
     @property
     def release_count(self) -> int:
-        """Number of times that a sequence released its resources."""
+        """Number of times that a sequence released its resources, or reserved blocks."""
         return self._release_count
 
     @property
@@ -273,6 +276,8 @@ class ResourceAllocator:
             self._wake(self._prefix_cache.publish(sequence, past))
         if self._sequence_blocks.has_windows and sequence.end_reason is None:
             self._free_behind_windows(sequence)
+            # From the end of the prefill on, fewer blocks are reserved for the sequence.
+            self._release_count += past < sequence.prefill_target <= sequence.computed_tokens
         if (
             sequence.steps_in_flight == 0
             and sequence.end_reason is None
@@ -303,7 +308,7 @@ class ResourceAllocator:
 
         The sequence can run if a slot is free and the pool has enough blocks:
 
-            `_blocks_needed` for the tokens of the sequence - its cached blocks
+            `BlockReservation.blocks_needed` for its tokens - its cached blocks
             + blocks reserved for running sequences  <=  available blocks
 
         A sequence that needs more blocks than the pool has, because of its prefill chunks in groups
@@ -360,8 +365,9 @@ class ResourceAllocator:
             self._reserved_total = sum(
                 [self._reserved_blocks(other) for other in self._running.values()]
             )
-        blocks_needed = self._blocks_needed(
-            sequence, len(sequence.tokens), len(sequence.tokens) - match.tokens
+        tokens = len(sequence.tokens)
+        blocks_needed = self._reservation.blocks_needed(
+            tokens, tokens - match.tokens, sequence.kv_tokens_max
         )
         blocks_needed = min(blocks_needed, self._block_pool.capacity) - len(match.blocks)
         blocks_missing = blocks_needed + self._reserved_total - self._block_pool.available
@@ -397,26 +403,16 @@ class ResourceAllocator:
     def _reserved_blocks(self, sequence: Sequence) -> int:
         """Number of blocks that are reserved for a running sequence, beyond its block tables.
 
-            `_blocks_needed` for max(prefill_target, planned_tokens) - blocks in the block tables
+            `BlockReservation.blocks_needed` for max(prefill_target, planned_tokens)
+            - blocks in the block tables
 
         If the difference is negative, the number is 0.
         """
         tokens = max(sequence.prefill_target, sequence.planned_tokens)
-        blocks_needed = self._blocks_needed(
-            sequence, tokens, sequence.prefill_target - sequence.computed_tokens
+        blocks_needed = self._reservation.blocks_needed(
+            tokens, sequence.prefill_target - sequence.computed_tokens, sequence.kv_tokens_max
         )
         return max(0, blocks_needed - sequence.block_count)
-
-    def _blocks_needed(self, sequence: Sequence, tokens: int, prefill_tokens: int) -> int:
-        """Number of blocks that a sequence needs for `tokens` tokens and one more block of tokens.
-
-        `prefill_tokens`: the number of tokens whose prefill is not completed. In groups with a
-        window, the sequence needs the blocks of its largest prefill chunk, or of a decode.
-        """
-        return self._sequence_blocks.held_max(
-            min(tokens + self._block_tokens, sequence.kv_tokens_max),
-            max(self._decode_tokens_max, min(prefill_tokens, self._prefill_tokens_max)),
-        )
 
     def _blocks_for(self, tokens: int) -> int:
         """Number of entries of a block table for `tokens` tokens."""
