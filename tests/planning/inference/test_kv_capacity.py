@@ -7,7 +7,7 @@ import pytest
 
 from gpt.config import GPTConfig
 from gpt.costs.attention_span import attention_span
-from gpt.kv_groups import UNLIMITED_TOKENS
+from gpt.kv_groups import UNLIMITED_TOKENS, SequenceBlocks
 from planning.inference.kv_capacity import (
     kv_tokens_for_requests,
     request_tokens_max,
@@ -156,7 +156,11 @@ def test_sequences_hold_the_counted_blocks_at_each_step(seed: int) -> None:
         if len(step.slots) == stats.running:
             spans = zip(step.past, step.lengths, strict=True)
             held = sum(blocks.held(past + length, past) for past, length in spans)
-            assert stats.blocks_held == held
+            assert stats.blocks_held == held == sum(stats.group_blocks_held)
+            for window, blocks_held in zip(blocks.windows, stats.group_blocks_held, strict=True):
+                group = SequenceBlocks((window,), KV_BLOCK_TOKENS)
+                spans = zip(step.past, step.lengths, strict=True)
+                assert blocks_held == sum(group.held(past + n, past) for past, n in spans)
             compared_steps += 1
         harness.commit()
     assert compared_steps > 10
