@@ -105,7 +105,7 @@ class SequenceBlocks:
     def has_windows(self) -> bool:
         return bool(self._groups_by_window)
 
-    def held(self, planned_tokens: int, computed_tokens: int) -> int:
+    def count(self, planned_tokens: int, computed_tokens: int) -> int:
         """Return the number of blocks of a sequence in a step.
 
         The blocks are allocated for `planned_tokens` tokens. Completed steps have computed
@@ -117,14 +117,14 @@ class SequenceBlocks:
             blocks -= groups * blocks_behind_window(window, computed_tokens, block_tokens)
         return blocks
 
-    def held_max(self, tokens: int, new_tokens: int) -> int:
+    def count_max(self, tokens: int, new_tokens: int) -> int:
         """Return the largest number of blocks that a sequence holds until it has `tokens` tokens.
 
         `new_tokens`: the largest number of tokens that its steps in flight compute.
         """
-        return self.held_max_of_several(1, -(-tokens // self.block_tokens), new_tokens)
+        return self.total_max(1, -(-tokens // self.block_tokens), new_tokens)
 
-    def held_max_of_several(self, sequences: int, table_length: int, new_tokens: int = 1) -> int:
+    def total_max(self, sequences: int, table_length: int, new_tokens: int = 1) -> int:
         """Return an upper bound of the number of blocks that several sequences hold together.
 
         `table_length`: the sum of the lengths of their block tables, in one KV group.
@@ -141,10 +141,10 @@ class SequenceBlocks:
         None: there is no such number, because the sequence frees a block before it needs the next
         one.
         """
-        if not self._full_groups and self.held_max(UNLIMITED_TOKENS, 1) <= blocks:
+        if not self._full_groups and self.count_max(UNLIMITED_TOKENS, 1) <= blocks:
             return None
         table_lengths = range(blocks + 1)
         length = bisect_right(
-            table_lengths, blocks, key=lambda length: self.held_max(length * self.block_tokens, 1)
+            table_lengths, blocks, key=lambda length: self.count_max(length * self.block_tokens, 1)
         )
         return (length - 1) * self.block_tokens

@@ -287,7 +287,7 @@ def serving_memory(
                 split.running_requests_max, model.max_position_embeddings, KV_BLOCK_TOKENS
             )
             kv_tokens = min(kv_tokens, tokens_max)
-    blocks = sequence_blocks(model).held(kv_tokens, 0) + 1  # With block 0.
+    blocks = sequence_blocks(model).count(kv_tokens, 0) + 1  # With block 0.
     fullest = max(
         ranks, key=lambda rank: rank.weight_bytes + blocks * _block_layout(model, rank).block_bytes
     )

@@ -1,4 +1,4 @@
-"""KV cache capacity: how many requests, and how long a request, fit in a KV cache.
+"""KV cache capacity: number of requests, and length of a request, that fit in a KV cache.
 
 The size of a KV cache is given in tokens, as the server's `kv_tokens_max`: no block of these tokens
 is behind a window. In a model with windows, more tokens fit, because the server frees the blocks
@@ -24,13 +24,13 @@ def requests_that_fit(model: GPTConfig, kv_tokens: int, request_tokens: int) -> 
     The requests decode. The keys and values of the last token of a request are not computed.
     """
     blocks = sequence_blocks(model)
-    return blocks.held(kv_tokens, 0) // blocks.held_max(max(1, request_tokens - 1), 1)
+    return blocks.count(kv_tokens, 0) // blocks.count_max(max(1, request_tokens - 1), 1)
 
 
 def request_tokens_max(model: GPTConfig, kv_tokens: int) -> int:
     """Return the largest number of tokens of a request that the server accepts."""
     blocks = sequence_blocks(model)
-    tokens_max = blocks.tokens_max(blocks.held(kv_tokens, 0))
+    tokens_max = blocks.tokens_max(blocks.count(kv_tokens, 0))
     return UNLIMITED_TOKENS if tokens_max is None else tokens_max + 1
 
 
@@ -43,6 +43,6 @@ def kv_tokens_for_requests(
     """
     blocks = sequence_blocks(model)
     tokens = request_tokens + KV_BLOCK_TOKENS
-    prefill_blocks = blocks.held_max(tokens, step_tokens_max) - blocks.held_max(tokens, 1)
-    total_blocks = requests * blocks.held_max(tokens, 1) + prefill_blocks
+    prefill_blocks = blocks.count_max(tokens, step_tokens_max) - blocks.count_max(tokens, 1)
+    total_blocks = requests * blocks.count_max(tokens, 1) + prefill_blocks
     return -(-total_blocks // len(blocks.windows)) * KV_BLOCK_TOKENS

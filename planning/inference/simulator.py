@@ -93,7 +93,7 @@ class SchedulerRules:
     @cached_property
     def kv_blocks(self) -> int:
         """Number of blocks of the KV cache that requests can use."""
-        return self.sequence_blocks.held(self.kv_tokens, 0)
+        return self.sequence_blocks.count(self.kv_tokens, 0)
 
 
 @dataclass
@@ -286,15 +286,15 @@ class Simulation(ABC):
         """Set `_blocks_available` for the step that is planned next."""
         self._blocks_available = UNLIMITED_TOKENS
         if not self._has_ample_blocks:
-            held_blocks = sum(map(self._held_blocks, self._running_requests()))
-            self._blocks_available = self._rules.kv_blocks - held_blocks
+            blocks_in_use = sum(map(self._block_count, self._running_requests()))
+            self._blocks_available = self._rules.kv_blocks - blocks_in_use
 
     def _set_blocks_max(self, request: SimulatedRequest, blocks_max: int) -> None:
         self._blocks_max_total += blocks_max - request.blocks_max
         request.blocks_max = blocks_max
 
-    def _held_blocks(self, request: SimulatedRequest) -> int:
-        return self._blocks.held(request.planned_tokens, request.computed_tokens)
+    def _block_count(self, request: SimulatedRequest) -> int:
+        return self._blocks.count(request.planned_tokens, request.computed_tokens)
 
     def _blocks_needed(self, request: SimulatedRequest, tokens: int, prefill_tokens: int) -> int:
         return self._rules.block_reservation.blocks_needed(
@@ -305,7 +305,7 @@ class Simulation(ABC):
         """Return the number of blocks that the running requests hold or that are reserved."""
         return sum(
             max(
-                self._held_blocks(request),
+                self._block_count(request),
                 self._blocks_needed(
                     request,
                     max(request.prefill_target, request.planned_tokens),
@@ -522,7 +522,7 @@ class SingleStageSimulation(Simulation):
                     for offset, requests in offsets.items()
                 ]
             )
-            return self._blocks.held_max_of_several(count, table_length)
+            return self._blocks.total_max(count, table_length)
 
         steps_max = self._decode_heap[0][0] - self._step_index
         return max(1, bisect_right(range(1, steps_max + 1), self._rules.kv_blocks, key=blocks_max))
@@ -566,7 +566,7 @@ class SingleStageSimulation(Simulation):
         self._stalled.clear()
 
     def _remove_running(self, request: SimulatedRequest) -> None:
-        self._blocks_available += self._held_blocks(request)
+        self._blocks_available += self._block_count(request)
         if request in self._prefilling:
             self._prefilling.remove(request)
         elif request in self._stalled:
@@ -736,7 +736,7 @@ class PipelineSimulation(Simulation):
         return [request for request in self._running_requests() if not request.steps_in_flight]
 
     def _remove_running(self, request: SimulatedRequest) -> None:
-        self._blocks_available += self._held_blocks(request)
+        self._blocks_available += self._block_count(request)
         if request in self._prefilling:
             self._prefilling.remove(request)
         else:

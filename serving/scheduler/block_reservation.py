@@ -28,7 +28,7 @@ class BlockReservation:
         window, the sequence needs the blocks of its largest prefill chunk, or of a decode.
         `kv_tokens_max`: the number of tokens with keys and values at the end of the sequence.
         """
-        return self.sequence_blocks.held_max(
+        return self.sequence_blocks.count_max(
             min(tokens + self.sequence_blocks.block_tokens, kv_tokens_max),
             max(self.decode_tokens_max, min(prefill_tokens, self.prefill_tokens_max)),
         )

@@ -1,4 +1,4 @@
-"""KV capacity: how many requests fit in the KV cache, and the blocks that each KV group uses.
+"""KV cache capacity in requests, and metrics of the blocks of each KV group.
 
 `window_label` names the KV groups of a window in metrics. Groups with equal windows have one name.
 """
@@ -20,7 +20,7 @@ def context_concurrency(config: GPTConfig, kv_blocks: int, block_tokens: int) ->
     `kv_blocks`: the blocks of the KV cache that requests can use.
     """
     blocks = SequenceBlocks(tuple(group.window for group in kv_groups(config)), block_tokens)
-    return kv_blocks / blocks.held_max(config.max_position_embeddings, 1)
+    return kv_blocks / blocks.count_max(config.max_position_embeddings, 1)
 
 
 def window_label(window: int | None) -> str:
@@ -37,13 +37,13 @@ class KVGroupGauges(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         stats = self.read_stats()
-        held_blocks = dict.fromkeys((window_label(group.window) for group in self.groups), 0)
-        for group, blocks in zip(self.groups, stats.group_blocks_held, strict=False):
-            held_blocks[window_label(group.window)] += blocks
+        block_counts = dict.fromkeys((window_label(group.window) for group in self.groups), 0)
+        for group, blocks in zip(self.groups, stats.blocks_by_group, strict=False):
+            block_counts[window_label(group.window)] += blocks
         help_text = "Layers and block tables by attention window, as labels."
         labels = ["group", "window", "layers", "block_tables"]
         family = GaugeMetricFamily(f"{self.prefix}kv_group_info", help_text, labels=labels)
-        for name in held_blocks:
+        for name in block_counts:
             members = [group for group in self.groups if window_label(group.window) == name]
             layers = sum(len(group.layers) for group in members)
             window = members[0].window or ""
@@ -53,13 +53,13 @@ class KVGroupGauges(Collector):
         family = GaugeMetricFamily(
             f"{self.prefix}kv_group_blocks_held", help_text, labels=["group"]
         )
-        for name, blocks in held_blocks.items():
+        for name, blocks in block_counts.items():
             family.add_metric([name], blocks)
         yield family
         help_text = "Fraction of all KV cache blocks that requests hold, by attention window."
         family = GaugeMetricFamily(
             f"{self.prefix}kv_group_usage_ratio", help_text, labels=["group"]
         )
-        for name, blocks in held_blocks.items():
+        for name, blocks in block_counts.items():
             family.add_metric([name], blocks / max(1, stats.blocks))
         yield family

@@ -98,16 +98,16 @@ def test_a_sequence_holds_the_blocks_that_its_tokens_attend_to(seed: int) -> Non
     draw = Random(seed)
     blocks = random_groups(draw)
     new_tokens_max = draw.randint(1, 9)
-    held_counts = []
+    counts = []
     for computed in range(70):
         for new_tokens in range(1, new_tokens_max + 1):
-            held = blocks.held(computed + new_tokens, computed)
-            assert held == attended_blocks(blocks, computed + new_tokens, computed)
-            assert held <= blocks.held_max(computed + new_tokens, new_tokens_max)
+            block_count = blocks.count(computed + new_tokens, computed)
+            assert block_count == attended_blocks(blocks, computed + new_tokens, computed)
+            assert block_count <= blocks.count_max(computed + new_tokens, new_tokens_max)
             if computed + new_tokens <= 70:
-                held_counts.append(held)
+                counts.append(block_count)
     # The window of the last tokens has been at all offsets in a block.
-    assert max(held_counts) == blocks.held_max(70, new_tokens_max)
+    assert max(counts) == blocks.count_max(70, new_tokens_max)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -116,7 +116,7 @@ def test_the_longest_sequence_fits_alone_and_one_more_block_does_not(seed: int) 
     blocks = random_groups(draw)
     for pool_blocks in range(1, 60):
         tokens_max = blocks.tokens_max(pool_blocks)
-        peaks = [blocks.held(tokens + 1, tokens) for tokens in range(400)]
+        peaks = [blocks.count(tokens + 1, tokens) for tokens in range(400)]
         tokens_that_fit = next(
             (tokens for tokens, peak in enumerate(peaks) if peak > pool_blocks), None
         )

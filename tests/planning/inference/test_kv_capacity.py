@@ -155,12 +155,12 @@ def test_sequences_hold_the_counted_blocks_at_each_step(seed: int) -> None:
         stats = harness.scheduler.stats
         if len(step.slots) == stats.running:
             spans = zip(step.past, step.lengths, strict=True)
-            held = sum(blocks.held(past + length, past) for past, length in spans)
-            assert stats.blocks_held == held == sum(stats.group_blocks_held)
-            for window, blocks_held in zip(blocks.windows, stats.group_blocks_held, strict=True):
+            block_count = sum(blocks.count(past + length, past) for past, length in spans)
+            assert stats.blocks_held == block_count == sum(stats.blocks_by_group)
+            for window, blocks_held in zip(blocks.windows, stats.blocks_by_group, strict=True):
                 group = SequenceBlocks((window,), KV_BLOCK_TOKENS)
                 spans = zip(step.past, step.lengths, strict=True)
-                assert blocks_held == sum(group.held(past + n, past) for past, n in spans)
+                assert blocks_held == sum(group.count(past + n, past) for past, n in spans)
             compared_steps += 1
         harness.commit()
     assert compared_steps > 10

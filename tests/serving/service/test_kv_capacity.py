@@ -46,27 +46,28 @@ def info_labels(server: Server, name: str, group: str = "") -> dict[str, str]:
 @pytest.mark.slow
 def test_a_server_reports_the_blocks_of_each_kv_group(tmp_path: Path) -> None:
     write_native(lively(WINDOW_CONFIG), tmp_path / "checkpoint")
-    limits = {"kv_block_tokens": BLOCK_TOKENS, "kv_tokens_max": KV_TOKENS}
-    with serving(tmp_path / "checkpoint", **limits) as server:
+    with serving(
+        tmp_path / "checkpoint", kv_block_tokens=BLOCK_TOKENS, kv_tokens_max=KV_TOKENS
+    ) as server:
         blocks = 3 * KV_TOKENS // BLOCK_TOKENS
         with server.client() as client:
             stream = client.stream("3 1 4 1 5", Options(max_new_tokens=2000))
             next(iter(stream))
-            held: dict[str, float] = {}
+            group_blocks: dict[str, float] = {}
 
             def has_long_context() -> bool:
                 values = scrape(server)
                 for name in ("full", f"window_{WINDOW}"):
-                    held[name] = values["preamble_kv_group_blocks_held", name]
+                    group_blocks[name] = values["preamble_kv_group_blocks_held", name]
                     ratio = values["preamble_kv_group_usage_ratio", name]
-                    assert ratio == pytest.approx(held[name] / blocks)
+                    assert ratio == pytest.approx(group_blocks[name] / blocks)
                     assert ratio <= values["preamble_kv_usage_ratio", ""] + 0.01
-                return held["full"] > 100
+                return group_blocks["full"] > 100
 
             eventually(has_long_context)
             assert scrape(server)["preamble_kv_blocks", ""] == blocks
             # The groups with a window hold the blocks of 32 tokens and of the next ones.
-            assert 2 * WINDOW / BLOCK_TOKENS <= held[f"window_{WINDOW}"] <= 2 * (8 + 2)
+            assert 2 * WINDOW / BLOCK_TOKENS <= group_blocks[f"window_{WINDOW}"] <= 2 * (8 + 2)
             for _ in stream:
                 pass
         eventually(lambda: scrape(server)["preamble_kv_blocks_held", ""] == 0)
@@ -100,8 +101,8 @@ def test_context_concurrency_divides_the_blocks_by_those_of_a_full_context() -> 
         )
         blocks = SequenceBlocks(tuple(group.window for group in kv_groups(config)), 4)
         context = config.max_position_embeddings
-        held = max(blocks.held(tokens + 1, tokens) for tokens in range(context))
-        assert context_concurrency(config, 1000, 4) == 1000 / held
+        blocks_max = max(blocks.count(tokens + 1, tokens) for tokens in range(context))
+        assert context_concurrency(config, 1000, 4) == 1000 / blocks_max
 
 
 def test_groups_are_named_by_their_windows() -> None:
