@@ -56,13 +56,6 @@ def layers_per_block(groups: Collection[KVGroup], layers: Collection[int]) -> in
     return max(len(own_layers.intersection(group.layers)) for group in groups)
 
 
-def cached_tokens_max(group: KVGroup, context_tokens: int, block_tokens: int) -> int:
-    """Return for how many tokens of a context the group keeps keys and values, at most."""
-    if group.window is None:
-        return context_tokens
-    return min(context_tokens, group.window + block_tokens)
-
-
 def blocks_behind_window(window: int | None, tokens: int, block_tokens: int) -> int:
     """Return the number of leading blocks that no token from position `tokens` on attends to.
 

@@ -6,7 +6,6 @@ import pytest
 
 from gpt.kv_groups import (
     SequenceBlocks,
-    cached_tokens_max,
     kv_groups,
     layers_per_block,
     window_blocks_max,
@@ -64,14 +63,6 @@ def test_a_sequence_holds_the_blocks_of_its_new_tokens_and_of_its_window() -> No
                 (end - 1) // 4 - (end - new_tokens - window + 1) // 4 + 1 for end in range(40, 44)
             ]
             assert window_blocks_max(window, new_tokens, 4) == max(spans)
-
-
-def test_a_group_with_a_window_keeps_the_window_and_one_block() -> None:
-    groups = kv_groups(
-        CLASSIC.with_fields(num_layers=2, moe_layers=(), window_size=8, window_layers=(True, False))
-    )
-    assert [cached_tokens_max(group, 100, 4) for group in groups] == [100, 12]
-    assert [cached_tokens_max(group, 10, 4) for group in groups] == [10, 10]
 
 
 def random_groups(draw: Random) -> SequenceBlocks:
