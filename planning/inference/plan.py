@@ -14,7 +14,7 @@ import yaml
 
 from planning.figures import format_figure, format_number, label
 from planning.inference.estimate import ServingSplit, serving_memory
-from planning.inference.kv_capacity import kv_tokens_for_requests
+from planning.inference.kv_capacity import kv_tokens_for_requests, requests_that_fit
 from planning.inference.requirements import Requirements
 from planning.inference.search import (
     ServingCandidate,
@@ -254,7 +254,9 @@ def _binding(best: Row, requirements: Requirements) -> Iterator[str]:
         yield f"{check} ({100 * check.slack:.0f} % left)"
     batch = int(best.settings["running_requests_max"])
     tokens = int(best.settings.get("kv_tokens_max", 0))
-    kv_requests_max = tokens // requirements.request_tokens_mean
+    kv_requests_max = requests_that_fit(
+        requirements.model, tokens, requirements.request_tokens_mean
+    )
     if kv_requests_max < 2 * batch:
         yield (
             f"KV cache: {tokens:,} tokens, enough for {kv_requests_max} requests of "
