@@ -82,6 +82,13 @@ def serve_parser() -> argparse.ArgumentParser:
     parser.add_argument("--adapters", metavar="DIR", help="directory of adapters to serve")
     parser.add_argument("--tp", metavar="N", type=int, help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--pp", metavar="N", type=int, help="pipeline stages (default: 1)")
+    parser.add_argument(
+        "--ep",
+        metavar="N",
+        type=int,
+        help="expert-parallel ranks: divide the experts into N parts of whole experts (default: 1, "
+        "each expert is split over the tensor-parallel ranks)",
+    )
     parser.add_argument("--host", help="address to bind (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="gRPC port; 0: any free port (default: 9000)")
     parser.add_argument("--http-port", type=int, help="HTTP port; 0: any free port (default: 9001)")

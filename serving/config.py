@@ -16,6 +16,7 @@ from typing import Any, Literal, Self, get_args
 
 from gpt.adapters.change_log import LOG_BYTES_MAX, LOG_FILES_MAX
 from gpt.errors import ConfigError
+from gpt.parallel.weight_sharding import are_multiples
 from gpt.sampling_params import LOGPROBS_MAX
 from gpt.settings import ComposedSettings, parse_settings, read_yaml, short_repr
 from serving.logs import LOG_FORMATS
@@ -55,6 +56,7 @@ COUNT_MAX = (1 << 31) - 1
 UPPER_BOUNDS: Mapping[str, int] = {
     "tp": 1024,
     "pp": 1024,
+    "ep": 1024,
     "kv_block_tokens": 1 << 16,
     "running_requests_max": 1 << 16,
     "queue_requests_max": 1 << 24,
@@ -132,6 +134,10 @@ class ParallelConfig:
 
     tp: int = 1  # Tensor-parallel ranks.
     pp: int = 1  # Pipeline-parallel stages.
+    # Expert-parallel ranks: the experts of a layer are divided into this many parts of whole
+    # experts. With ep < tp, each expert is split over tp / ep ranks. With ep > tp, a stage has ep
+    # ranks, and ep / tp copies of all weights but the experts.
+    ep: int = 1
     load_s: float = 1800.0  # Time limit for the ranks to load the model.
     warmup_s: float = 300.0  # Time limit for the ranks to run their warm-up steps.
     # A step that takes longer counts as hung. None: 10 times the usual step time, at least 2 s
@@ -140,15 +146,31 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         _check_bounds(self)
-        for name in ("tp", "pp"):
+        for name in ("tp", "pp", "ep"):
             if not 1 <= getattr(self, name) <= UPPER_BOUNDS[name]:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}; it must be from 1 to {UPPER_BOUNDS[name]}"
                 )
 
+        if not are_multiples(self.tp, self.ep):
+            raise ConfigError(
+                f"ep is {self.ep} and tp is {self.tp}; one of them must be a multiple of the other"
+            )
+
+    @property
+    def flags(self) -> str:
+        """The parallel sizes as flags of `preamble serve`."""
+        names = ("tp", "pp", "ep") if self.ep > 1 else ("tp", "pp")
+        return " ".join(f"--{name} {getattr(self, name)}" for name in names)
+
+    @property
+    def stage_ranks(self) -> int:
+        """The ranks of each pipeline stage."""
+        return max(self.tp, self.ep)
+
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp
+        return self.stage_ranks * self.pp
 
 
 @dataclass(frozen=True)

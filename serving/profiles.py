@@ -28,13 +28,14 @@ PRESETS_FOLDER = Path(__file__).resolve().parent.parent / "deploy" / "config"
 PLANNED_SETTINGS = (
     "tp",
     "pp",
+    "ep",
     "running_requests_max",
     "step_tokens_max",
     "prefill_stall_ms_max",
     "queue_requests_max",
     "gather_ms",
 )
-DEFAULT_SPLIT = {"tp": 1, "pp": 1}
+DEFAULT_SPLIT = {"tp": 1, "pp": 1, "ep": 1}
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Profile:
 def find_profile(name: str, settings: Mapping[str, Any]) -> Profile:
     """Return the profile that is saved for a model, or else the preset.
 
-    `settings`: the values of the YAML file and the flags, with the model and its split (tp, pp). A
-    saved profile for a different split is not used.
+    `settings`: the values of the YAML file and the flags, with the model and its split (tp, pp,
+    ep). A saved profile for a different split is not used.
     """
     preset = read_yaml(PRESETS_FOLDER / f"{name}.yaml")
     try:

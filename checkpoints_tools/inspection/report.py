@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ FORMAT_MARKERS = {
 }
 # Formats with one file for each tensor rank.
 RANK_FILE_FORMATS = ("megatron", "megatron_deepspeed")
-SPLIT_SIZES = (1, 2, 4, 8, 16)  # Tensor- and pipeline-parallel sizes in the serving table.
+SPLIT_SIZES = (1, 2, 4, 8, 16)  # Parallel sizes in the serving table.
 RANKS_MAX = 16
 # For a model with more parameter tensors than this, the table has only pp = 1, because the
 # computation for all splits would take seconds.
@@ -92,6 +93,7 @@ class SplitMemory:
     # Smallest size in GPU_GB that is enough for the weights and one full context. None: all sizes
     # are too small.
     gpu_gb: int | None
+    ep: int = 1  # Parts of whole experts; 1: each expert is split over the tensor ranks.
 
 
 @dataclass
@@ -285,12 +287,10 @@ def _splits_for_dtype(config: GPTConfig, dtype: str) -> Iterator[SplitMemory]:
     sequence_blocks = SequenceBlocks(tuple(group.window for group in groups), BLOCK_TOKENS)
     # A full context, in tokens that are summed over the KV groups.
     context_tokens = BLOCK_TOKENS * sequence_blocks.count_max(config.max_position_embeddings, 1)
-    for tp in SPLIT_SIZES:
-        for pp in SPLIT_SIZES[:1] if is_large else SPLIT_SIZES:
-            if tp * pp > RANKS_MAX:
-                continue
+    for tp, pp, ep in _split_sizes(config):
+        if pp == 1 or not is_large:
             try:
-                ranks = rank_costs(config, tp, pp, dtype=dtype)
+                ranks = rank_costs(config, tp, pp, dtype=dtype, ep=ep)
             except ConfigError:
                 continue  # This split is impossible for the model.
             kv_bytes_per_token = max(rank.kv_bytes_per_token for rank in ranks)
@@ -304,7 +304,23 @@ def _splits_for_dtype(config: GPTConfig, dtype: str) -> Iterator[SplitMemory]:
                 context_bytes,
                 dtype,
                 _smallest_gpu_gb(weight_bytes + context_bytes, weight_bytes),
+                ep,
             )
+
+
+def _split_sizes(config: GPTConfig) -> Iterator[tuple[int, int, int]]:
+    """Return the tensor, pipeline and expert parallel sizes of the serving table.
+
+    Expert parallelism is shown where the memory of a rank differs: with more expert ranks than
+    tensor ranks.
+    """
+    for tp, pp in product(SPLIT_SIZES, SPLIT_SIZES):
+        if tp * pp <= RANKS_MAX:
+            yield tp, pp, 1
+    if any(config.moe_layers):
+        for tp, ep in product(SPLIT_SIZES, SPLIT_SIZES):
+            if tp < ep:
+                yield tp, 1, ep
 
 
 def _smallest_gpu_gb(used_bytes: int, weight_bytes: int) -> int | None:
@@ -514,4 +530,7 @@ def _split_table(splits: list[SplitMemory]) -> Iterator[str]:
             sizes = (split.weight_bytes, kv_bytes_per_1000, split.kv_bytes_per_context)
             columns = "".join(f"{format_bytes(size):>12}" for size in sizes)
             gpu = f"{split.gpu_gb} GB" if split.gpu_gb else "none"
-            yield f"  TP {split.tp:<2} x PP {split.pp:<2}{columns}{gpu:>10}"
+            sizes_text = f"TP {split.tp:<2} x PP {split.pp:<2}"
+            if any(candidate.ep > 1 for candidate in splits):
+                sizes_text += f" x EP {split.ep:<2}" if split.ep > 1 else " " * 8
+            yield f"  {sizes_text}{columns}{gpu:>10}"

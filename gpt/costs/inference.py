@@ -13,12 +13,14 @@ from gpt.config import DTYPE_BYTES, GPTConfig
 from gpt.kv_groups import kv_groups, layers_per_block
 from gpt.parallel.pipeline_stages import stage_layers
 from gpt.parallel.weight_sharding import (
+    ParameterSpec,
+    RankInStage,
     check_split,
+    expert_number,
     is_on_stage,
     local_kv_heads,
     parameter_dtype,
     parameter_specs,
-    shard_spec,
 )
 
 # Bytes per KV-cache element; the cache may have a smaller dtype than the weights.
@@ -60,36 +62,40 @@ def rank_costs(
     dtype: str = "",
     kv_dtype: str = "auto",
     stages: list[int] | None = None,
+    ep: int = 1,
 ) -> list[RankCost]:
     """Return the sizes of all ranks of a split, stage by stage.
 
     - `dtype`: the model's dtype; "": the dtype of `config`.
     - `kv_dtype`: the dtype of the KV cache; "auto": the model's dtype.
     - `stages`: the number of layers of each stage; None: an even division.
+    - `ep`: the number of parts of whole experts (`RankInStage`).
     """
-    check_split(config, tp, pp, stages)
+    check_split(config, tp, pp, stages, ep=ep)
     groups = kv_groups(config)
     dtype = dtype or config.dtype
     kv_cache_dtype = dtype if kv_dtype == "auto" else kv_dtype
     parameter_table = parameter_specs(config)
     costs = []
     for stage, (layers,) in enumerate(stage_layers(config.num_layers, pp, stages)):
-        stage_parameters = [
-            p for p in parameter_table.values() if is_on_stage(config, p.name, layers)
-        ]
-        for rank in range(tp):
-            counts = {
-                p.name: prod(shard_spec(p, config, rank, tp).local_shape(p.shape))
-                for p in stage_parameters
-            }
+        stage_parameters = _count_alike(
+            [p for p in parameter_table.values() if is_on_stage(config, p.name, layers)]
+        )
+        for rank in range(max(tp, ep)):
+            position = RankInStage(rank, tp, ep)
+            shards = [
+                (parameter.name, count * prod(shard.local_shape(parameter.shape)))
+                for parameter, count in stage_parameters
+                if (shard := position.shard(parameter, config)) is not None
+            ]
             costs.append(
                 RankCost(
-                    tp_rank=rank,
+                    tp_rank=position.tp_rank,
                     pp_rank=stage,
                     layers=len(layers),
-                    parameters=sum(counts.values()),
+                    parameters=sum(elements for _, elements in shards),
                     weight_bytes=sum(
-                        count * _bytes_per_parameter(name, dtype) for name, count in counts.items()
+                        elements * _bytes_per_parameter(name, dtype) for name, elements in shards
                     ),
                     # With several KV groups, part of a smaller group's blocks is unused.
                     kv_bytes_per_token=kv_bytes_per_token(
@@ -98,6 +104,20 @@ def rank_costs(
                 )
             )
     return costs
+
+
+def _count_alike(parameters: list[ParameterSpec]) -> list[tuple[ParameterSpec, int]]:
+    """Return one parameter of each kind, and the number of parameters of its kind.
+
+    Parameters of a kind have equal shards on every rank. A model with many experts has tens of
+    thousands of parameters, but few kinds.
+    """
+    groups: dict[tuple[object, ...], list[ParameterSpec]] = {}
+    for parameter in parameters:
+        leaf = parameter.name.rpartition(".")[2]
+        kind = (parameter.shape, parameter.shard_rule, expert_number(parameter.name), leaf)
+        groups.setdefault(kind, []).append(parameter)
+    return [(group[0], len(group)) for group in groups.values()]
 
 
 def _bytes_per_parameter(name: str, dtype: str) -> int:

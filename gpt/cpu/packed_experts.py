@@ -27,7 +27,7 @@ class _Experts(ctypes.Structure):
 
     _fields_ = (
         *((name, POINTER) for name in ("fc1", "fc2", "fc1_biases", "fc2_biases")),
-        *((name, INT) for name in ("experts", "activation")),
+        *((name, INT) for name in ("experts", "first_expert", "activation")),
     )
 
 
@@ -41,14 +41,19 @@ class ExpertLinears(NamedTuple):
 
 
 class PackedExperts:
-    """The experts of one layer.
+    """The experts of one layer, or with expert parallelism this rank's experts.
 
     The output of a token does not depend on the other tokens, bit for bit. The sums over channels
     and over a token's experts are in fp32; an output is rounded once.
     """
 
-    def __init__(self, experts: Sequence[ExpertLinears], activation: str | None) -> None:
-        """`activation`: as in `PackedLinear`; if it is gated, the weights of fc1 must be too."""
+    def __init__(
+        self, experts: Sequence[ExpertLinears], activation: str | None, *, first_expert: int = 0
+    ) -> None:
+        """`first_expert`: the number of the first of `experts`; other ranks compute the others.
+
+        `activation`: as in `PackedLinear`; if it is gated, the weights of fc1 must be too.
+        """
         # This object keeps the panels allocated, because the library gets their addresses.
         self._experts = list(experts)
         first = experts[0].fc1
@@ -63,11 +68,12 @@ class PackedExperts:
         self._args = _Experts(
             *(None if array is None else ctypes.addressof(array) for array in self._arrays),
             len(self._experts),
+            first_expert,
             activation_code(activation, gated=bool(first.weight_args.gated)),
         )
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """Return the weighted sum of the outputs of each row's experts.
+        """Return the weighted sum of the outputs of those of each row's experts that are here.
 
         `topk_ids` (int64) and `topk_weights`: (rows, experts per token).
         """

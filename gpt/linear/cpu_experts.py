@@ -27,14 +27,17 @@ class CpuExperts(ExpertsBackend):
     """Computes the experts of one layer in inference, from their packed weights."""
 
     def __init__(
-        self, experts: list[MLP], expert_bias: Tensor | None, config: GPTConfig, mesh: Mesh
+        self, experts: dict[int, MLP], expert_bias: Tensor | None, config: GPTConfig, mesh: Mesh
     ) -> None:
-        """`expert_bias`: the router's, which affects the choice of experts; None without one."""
+        """`experts`: this rank's, by their global numbers, which are consecutive.
+
+        `expert_bias`: the router's, which affects the choice of experts; None without one.
+        """
         self._expert_bias = expert_bias
         self._config = config
-        self._mesh = mesh
-        # The outputs are summed over the tensor ranks, so one rank adds the biases of fc2.
-        adds_fc2_bias = mesh.tp_rank == 0
+        self._mesh = mesh.expert_mesh
+        # Several ranks may hold parts of the same expert; one of them adds the bias of fc2.
+        adds_fc2_bias = mesh.in_stage.expert_tp_rank == 0
         self._packed = PackedExperts(
             [
                 ExpertLinears(
@@ -43,9 +46,10 @@ class CpuExperts(ExpertsBackend):
                     _packed(mlp.linear_fc2),
                     mlp.linear_fc2.bias if adds_fc2_bias else None,
                 )
-                for mlp in experts
+                for mlp in experts.values()
             ],
             activation_name(config),
+            first_expert=min(experts),
         )
 
     def forward(self, x: Tensor, router_logits: Tensor, tokens: int) -> Tensor:
@@ -76,7 +80,7 @@ def _unsupported_reason(config: GPTConfig, layers: list[MoELayer]) -> str | None
     linears = (
         linear
         for layer in layers
-        for mlp in layer.local_experts
+        for mlp in layer.local_experts.values()
         for linear in (mlp.linear_fc1, mlp.linear_fc2)
     )
     if not all(isinstance(linear.backend, CpuLinear) for linear in linears):

@@ -41,20 +41,27 @@ class GroupedExperts(ExpertsBackend):
     is_capturable = True
 
     def __init__(
-        self, experts: list[MLP], router: nn.Module, config: GPTConfig, mesh: Mesh
+        self, experts: dict[int, MLP], router: nn.Module, config: GPTConfig, mesh: Mesh
     ) -> None:
-        """Stack the parameters of `experts`, which become views."""
+        """Stack the parameters of `experts`, which become views.
+
+        `experts`: this rank's, by their global numbers, which are consecutive.
+        """
         self._router = router
         self._config = config
-        self._mesh = mesh
+        self._mesh = mesh.expert_mesh
         activation = activation_name(config)
         assert activation is not None, "fused_linear.unsupported_reason refuses these activations"
         self._activation = activation
-        self._fc1_weight, self._fc1_bias = _stack_linears([mlp.linear_fc1 for mlp in experts])
-        self._fc2_weight, fc2_bias = _stack_linears([mlp.linear_fc2 for mlp in experts])
-        # The outputs are summed over the tensor ranks, so one rank adds the biases.
-        self._added_fc2_bias = fc2_bias if mesh.tp_rank == 0 else None
-        self._expert_ids = torch.arange(len(experts), device=self._fc1_weight.device)
+        self._fc1_weight, self._fc1_bias = _stack_linears(
+            [mlp.linear_fc1 for mlp in experts.values()]
+        )
+        self._fc2_weight, fc2_bias = _stack_linears([mlp.linear_fc2 for mlp in experts.values()])
+        # Several ranks may hold parts of the same expert; one of them adds the biases.
+        self._added_fc2_bias = fc2_bias if mesh.in_stage.expert_tp_rank == 0 else None
+        self._first_expert = min(experts)
+        self._has_all_experts = len(experts) == config.num_experts
+        self._local_ids = torch.arange(len(experts), device=self._fc1_weight.device)
 
     def forward(self, x: Tensor, router_logits: Tensor, tokens: int) -> Tensor:
         assert not self._mesh.sequence_parallel, "each rank needs all rows"
@@ -85,24 +92,35 @@ class GroupedExperts(ExpertsBackend):
         ids, weights = triton_experts.choose_experts(
             router_logits, router_bias(self._router), self._config
         )
-        order, group_ends = triton_experts.sort_by_expert(ids, self._config.num_experts)
+        order, group_ends = triton_experts.sort_by_expert(
+            self._local_numbers(ids), len(self._local_ids)
+        )
         hidden = triton_experts.project_tokens(
             x, self._fc1_weight, self._fc1_bias, order, group_ends, self._activation
         )
         outputs = triton_experts.project_sorted_rows(
-            hidden, self._fc2_weight, self._added_fc2_bias, order, group_ends
+            hidden,
+            self._fc2_weight,
+            self._added_fc2_bias,
+            order,
+            group_ends,
+            has_all_pairs=self._has_all_experts,
         )
         return weights, outputs
 
     def _compute_in_torch(self, x: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights of each token's experts, (T, experts per token), and their outputs.
 
-        The outputs have a row for each pair of a token and one of its experts.
+        The outputs have a row for each pair of a token and one of its experts. The rows of other
+        ranks' experts are zero.
         """
         topk_ids, weights = choose_experts(router_logits, router_bias(self._router), self._config)
-        # A stable sort: the rows of an expert keep their order, as in the reference.
-        ids, order = topk_ids.flatten().sort(stable=True)
-        group_ends = torch.searchsorted(ids, self._expert_ids, right=True, out_int32=True)
+        # A stable sort: the rows of an expert keep their order, as in the reference. The pairs of
+        # other ranks' experts come after the last group.
+        ids, order = self._local_numbers(topk_ids.flatten()).sort(stable=True)
+        group_ends = torch.searchsorted(ids, self._local_ids, right=True, out_int32=True)
+        is_remote = ids >= len(self._local_ids)
+        ids = ids.clamp(max=len(self._local_ids) - 1)
         hidden = F.grouped_mm(
             x.index_select(0, order // topk_ids.shape[1]),
             self._fc1_weight.transpose(1, 2),
@@ -114,8 +132,17 @@ class GroupedExperts(ExpertsBackend):
         y = F.grouped_mm(hidden, self._fc2_weight.transpose(1, 2), offs=group_ends)
         if self._added_fc2_bias is not None:
             y = y + self._added_fc2_bias.index_select(0, ids)
+        if not self._has_all_experts:
+            # The grouped matmul writes no row after the last group.
+            y = y.masked_fill(is_remote.unsqueeze(1), 0)
         # Each index of `order` occurs once, so the copy needs no atomics and is deterministic.
         return weights.to(x.dtype), torch.empty_like(y).index_copy_(0, order, y)
+
+    def _local_numbers(self, ids: Tensor) -> Tensor:
+        """Return the experts' numbers among this rank's; larger numbers are of other ranks."""
+        if self._has_all_experts:
+            return ids
+        return (ids - self._first_expert) % self._config.num_experts
 
 
 def group_experts(layer: MoELayer) -> None:
@@ -146,7 +173,7 @@ def unsupported_model_reason(model: GPT) -> str | None:
         return f"the model has {config.num_experts} experts; a grouped matmul has {EXPERTS_MAX}"
     for layer in model.decoder_layers:
         if isinstance(layer.mlp, MoELayer):
-            expert = layer.mlp.local_experts[0]
+            expert = next(iter(layer.mlp.local_experts.values()))
             for weight in (expert.linear_fc1.weight, expert.linear_fc2.weight):
                 if any(size % ALIGNMENT for size in weight.shape):
                     shape = " x ".join(map(str, weight.shape))

@@ -68,7 +68,8 @@ def choose_experts(
 def sort_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Sort the pairs of a token and one of its experts by expert; `ids` are the experts.
 
-    Return the sorted pairs' numbers, and for each expert the end of its sorted pairs.
+    Return the sorted pairs' numbers, and for each expert the end of its sorted pairs. Pairs of
+    numbers from `experts` on are left out: what follows the last end is undefined.
     """
     pairs = ids.numel()
     order = ids.new_empty(pairs)
@@ -105,10 +106,19 @@ def project_tokens(
 
 
 def project_sorted_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor, group_ends: Tensor
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    order: Tensor,
+    group_ends: Tensor,
+    *,
+    has_all_pairs: bool = True,
 ) -> Tensor:
-    """Return fc2 of each pair; `x` has a row for each sorted pair."""
-    out = x.new_empty(len(order), weight.shape[1])
+    """Return fc2 of each pair; `x` has a row for each sorted pair.
+
+    `has_all_pairs`: whether `order` contains all pairs. The rows of the others are zero.
+    """
+    out = (x.new_empty if has_all_pairs else x.new_zeros)(len(order), weight.shape[1])
     _launch(x, weight, bias, out, order, group_ends, activation=None, first=False)
     return out
 

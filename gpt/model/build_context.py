@@ -14,7 +14,7 @@ from gpt.attention.backend import AttentionBackend
 from gpt.config import GPTConfig
 from gpt.model.activation_checkpointing import RecomputePolicy
 from gpt.parallel.mesh import Mesh
-from gpt.parallel.weight_sharding import ParameterSpec, parameter_dtype, parameter_specs, shard_spec
+from gpt.parallel.weight_sharding import ParameterSpec, parameter_dtype, parameter_specs
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class BuildContext:
         """Allocate this rank's shards of the parameters `name`.*, as attributes of `module`."""
         for parameter in self.parameters_by_module[name]:
             attribute = parameter.name.rpartition(".")[2]
-            shard = shard_spec(parameter, self.config, self.mesh.tp_rank, self.mesh.tp)
+            shard = self.mesh.in_stage.shard(parameter, self.config)
+            assert shard is not None, "only this rank's experts are allocated"
             dtype = parameter_dtype(parameter.name, str(self.dtype).removeprefix("torch."))
             shape = shard.local_shape(parameter.shape)
             values = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)

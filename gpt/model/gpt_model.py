@@ -72,7 +72,7 @@ class GPT(nn.Module):
         """
         super().__init__()
         mesh = mesh or Mesh.single(device or "cpu")
-        check_split(config, mesh.tp, mesh.pp)
+        check_split(config, mesh.tp, mesh.pp, ep=mesh.ep)
         self.config = config
         self.mesh = mesh
         self.dtype = dtype or cast(torch.dtype, getattr(torch, config.dtype))

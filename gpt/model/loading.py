@@ -20,7 +20,7 @@ from gpt.formats.registry import open_checkpoint
 from gpt.model.gpt_model import GPT
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_stages import stage_layers
-from gpt.parallel.weight_sharding import check_split, parameter_specs, shard_spec
+from gpt.parallel.weight_sharding import check_split, parameter_specs
 
 
 def load(
@@ -57,7 +57,7 @@ def load_model(
     The parameters do not require gradients.
     """
     config = checkpoint.config
-    check_split(config, mesh.tp, mesh.pp)
+    check_split(config, mesh.tp, mesh.pp, ep=mesh.ep)
     if layers is None:
         layers = stage_layers(config.num_layers, mesh.pp)[mesh.pp_rank][0]
     check_dtype(dtype)
@@ -103,7 +103,8 @@ def load_weights(
     mesh, parameter_table = model.mesh, parameter_specs(checkpoint.config)
     loaded_bytes, total_bytes = 0, sum(parameter.nbytes for parameter in model.parameters())
     for name, parameter in model.named_parameters():
-        shard = shard_spec(parameter_table[name], checkpoint.config, mesh.tp_rank, mesh.tp)
+        shard = mesh.in_stage.shard(parameter_table[name], checkpoint.config)
+        assert shard is not None, "the model has only this rank's experts"
         checkpoint.read(name, shard, out=parameter.detach())
         if not is_finite(parameter.detach()):
             raise CheckpointError(

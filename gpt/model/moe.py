@@ -1,15 +1,20 @@
-"""Mixture-of-experts layer: top-k router, experts split over tensor ranks, shared expert.
+"""Mixture-of-experts layer: top-k router, experts divided over ranks, shared expert.
 
 An experts backend (`ExpertsBackend`) computes the experts that the router chooses. The default is
 `TorchExperts`; for inference, gpt/linear/grouped_experts.py has one for a GPU, and
 gpt/linear/cpu_experts.py one for a CPU.
 
-Every expert is split over the tensor ranks like a dense MLP. The model does not use expert
-parallelism, so the number of ranks need not divide the number of experts. With sequence
-parallelism, the router computes the router logits of this rank's rows, and `to_column_parallel`
-gathers the rows and their router logits. Each rank computes only a part of every expert; therefore
-the backward pass of `to_column_parallel` sums the gradients of the rows and of the router logits
-over the tensor ranks.
+Without expert parallelism, every expert is split over the tensor ranks like a dense MLP. With
+expert parallelism, a rank holds whole experts, or parts of some experts (`RankInStage` in
+gpt/parallel/weight_sharding.py). In both cases all ranks of the stage have all rows and their
+router logits, each rank computes the outputs of its experts, and an all-reduce sums them. This
+sends as much as a dense MLP with tensor parallelism. An all-to-all would send each row to the ranks
+of its experts, but no rank lacks a row.
+
+With sequence parallelism, the router computes the router logits of this rank's rows, and
+`to_column_parallel` gathers the rows and their router logits. Each rank computes only a part of the
+output; therefore the backward pass of `to_column_parallel` sums the gradients of the rows and of
+the router logits over the tensor ranks.
 """
 
 from abc import abstractmethod
@@ -49,40 +54,34 @@ class TorchExperts(ExpertsBackend):
     """
 
     def __init__(
-        self, experts: list[MLP], router: nn.Module, config: GPTConfig, mesh: Mesh
+        self, experts: dict[int, MLP], router: nn.Module, config: GPTConfig, mesh: Mesh
     ) -> None:
+        """`experts`: this rank's, by their global numbers."""
         self._experts = experts
         self._router = router
         self._config = config
-        self._mesh = mesh
+        self._mesh = mesh.expert_mesh
+        # Several ranks may hold parts of the same expert; one of them adds the bias of fc2.
+        self._adds_fc2_bias = mesh.in_stage.expert_tp_rank == 0
 
     def forward(self, x: Tensor, router_logits: Tensor, tokens: int) -> Tensor:
-        weights = self._routing_weights(router_logits)
-        y = from_row_parallel(
-            self._sum_experts(to_column_parallel(x, self._mesh, tokens), router_logits, tokens),
-            self._mesh,
-        )
-        # The biases of fc2 are added once, after the sum over tensor ranks.
-        biases = [expert.linear_fc2.bias for expert in self._experts]
-        if biases[0] is not None:
-            y = y + weights @ torch.stack([cast(Tensor, bias) for bias in biases])
-        return y
+        x = to_column_parallel(x, self._mesh, tokens)
+        router_logits = to_column_parallel(router_logits, self._mesh, tokens)
+        return from_row_parallel(self._sum_experts(x, router_logits), self._mesh)
 
-    def _sum_experts(self, x: Tensor, router_logits: Tensor, tokens: int) -> Tensor:
-        """Return the weighted sum of all experts' outputs, before the sum over tensor ranks."""
-        weights = self._routing_weights(to_column_parallel(router_logits, self._mesh, tokens))
+    def _sum_experts(self, x: Tensor, router_logits: Tensor) -> Tensor:
+        """Return the weighted sum of this rank's experts, before the sum over the ranks."""
+        weights = routing_weights(router_logits, router_bias(self._router), self._config)
         y = torch.zeros_like(x)
-        for expert_id, expert in enumerate(self._experts):
+        for expert_id, expert in self._experts.items():
             rows = weights[:, expert_id].nonzero().squeeze(-1)
             if len(rows):
-                expert_output = expert.partial_output(x[rows]) * weights[rows, expert_id].unsqueeze(
-                    -1
-                )
-                y = y.index_add(0, rows, expert_output)
+                output = expert.partial_output(x[rows])
+                bias = expert.linear_fc2.bias
+                if bias is not None and self._adds_fc2_bias:
+                    output = output + bias
+                y = y.index_add(0, rows, output * weights[rows, expert_id].unsqueeze(-1))
         return y
-
-    def _routing_weights(self, router_logits: Tensor) -> Tensor:
-        return routing_weights(router_logits, router_bias(self._router), self._config)
 
 
 class MoELayer(nn.Module):
@@ -96,9 +95,11 @@ class MoELayer(nn.Module):
         self.router = nn.Module()
         build.allocate_parameters(self.router, f"{name}.router")
         self.experts = nn.Module()
-        self.experts.local_experts = nn.ModuleList(
-            MLP(build, f"{name}.experts.local_experts.{expert}")
-            for expert in range(build.config.num_experts)
+        self.experts.local_experts = nn.ModuleDict(
+            {
+                str(expert): MLP(build, f"{name}.experts.local_experts.{expert}")
+                for expert in build.mesh.in_stage.local_experts(build.config)
+            }
         )
         self.experts_backend: ExpertsBackend = TorchExperts(
             self.local_experts, self.router, self.config, self.mesh
@@ -110,9 +111,10 @@ class MoELayer(nn.Module):
                 build.allocate_parameters(self.shared_experts, f"{name}.shared_experts")
 
     @property
-    def local_experts(self) -> list[MLP]:
-        """This rank's parts of all experts, without the shared expert."""
-        return [cast(MLP, expert) for expert in cast(nn.ModuleList, self.experts.local_experts)]
+    def local_experts(self) -> dict[int, MLP]:
+        """This rank's experts, or parts of experts, by global number; without the shared expert."""
+        experts = cast(nn.ModuleDict, self.experts.local_experts)
+        return {int(number): cast(MLP, expert) for number, expert in experts.items()}
 
     @property
     def _router_linear_bias(self) -> Tensor | None:

@@ -110,7 +110,7 @@ def barrier(mesh: Mesh) -> None:
     NCCL's barrier is an all-reduce on a GPU. Without `device_ids`, torch guesses the GPU from the
     rank, and guesses wrong if the hosts have different numbers of ranks.
     """
-    if mesh.tp * mesh.dp * mesh.pp > 1:
+    if mesh.ranks > 1:
         dist.barrier(device_ids=[mesh.device.index] if dist.get_backend() == "nccl" else None)
 
 
@@ -122,7 +122,7 @@ def warm_up_groups(mesh: Mesh) -> None:
     """
     barrier(mesh)
     x = torch.zeros(1, device="cpu" if mesh.stages_through_host else mesh.device)
-    for group in (mesh.tp_group, mesh.dp_group, mesh.pp_group):
+    for group in (mesh.tp_group, mesh.dp_group, mesh.pp_group, mesh.stage_group):
         if group is not None:
             dist.all_reduce(x, group=group)
     if mesh.pp_rank > 0:

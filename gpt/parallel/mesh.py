@@ -1,7 +1,8 @@
-"""Mesh of tensor, sequence, pipeline and data parallel ranks: coordinates and process groups.
+"""Mesh of tensor, sequence, expert, pipeline and data parallel ranks: coordinates, process groups.
 
 Tensor, pipeline and data parallelism each have a process group; sequence parallelism uses the group
-of the tensor ranks. The operations on a mesh are in other modules:
+of the tensor ranks, and expert parallelism the group of `Mesh.expert_mesh`. The operations on a
+mesh are in other modules:
 
 - `tensor_parallel` and `sequence_parallel`: the operations of the layers, with gradients.
 - `pipeline_communication`: the exchange of tensors between stages.
@@ -15,8 +16,9 @@ stages.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Protocol, Self, cast
 
 import torch
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpt.errors import ConfigError
+from gpt.parallel.weight_sharding import RankInStage
 
 ProcessGroup = dist.ProcessGroup
 
@@ -84,17 +87,22 @@ class Mesh:
     """The position of this rank in the mesh of tensor x data x pipeline parallel ranks.
 
     The order of ranks is Megatron's: the tensor rank varies fastest, then data, then pipeline.
+
+    The experts are divided over `ep` ranks (`RankInStage`). With `ep` > `tp`, `dp` is ep / tp, and
+    the data parallel ranks compute the same batch: only the experts differ.
     """
 
     device: torch.device
     tp: int = 1
     dp: int = 1
     pp: int = 1
+    ep: int = 1
     rank: int = 0
     sequence_parallel: bool = False
     tp_group: ProcessGroup | None = None
     dp_group: ProcessGroup | None = None
     pp_group: ProcessGroup | None = None
+    stage_group: ProcessGroup | None = None  # All ranks of a stage; only with `ep` > `tp`.
     symmetric_all_reduce: FastAllReduce | None = None  # gpt/parallel/symmetric_memory.py
 
     @classmethod
@@ -108,15 +116,25 @@ class Mesh:
         pp: int,
         dp: int = 1,
         *,
+        ep: int = 1,
         device: torch.device | str = "cpu",
         sequence_parallel: bool = False,
     ) -> Self:
-        """Create the process groups of the mesh; all ranks of the world must call this together."""
+        """Create the process groups of the mesh; all ranks of the world must call this together.
+
+        With `ep` > `tp`, `dp` is derived from them.
+        """
         world_size = dist.get_world_size()
+        if ep > tp:
+            assert dp == 1, "with more expert than tensor parallel ranks, all compute one batch"
+            dp = ep // tp
         if tp * pp * dp != world_size:
+            sizes = f"tensor {tp} x pipeline {pp}" + (
+                f" x data {dp} parallel" if ep == 1 else f" x expert {ep} parallel"
+            )
             raise ConfigError(
-                f"tensor {tp} x pipeline {pp} x data {dp} parallel needs {tp * pp * dp} ranks, but "
-                f"{world_size} were started; start {tp * pp * dp}, or change the parallel sizes"
+                f"{sizes} needs {tp * pp * dp} ranks, but {world_size} were started; start "
+                f"{tp * pp * dp}, or change the parallel sizes"
             )
         grid = torch.arange(world_size).view(pp, dp, tp)
         return cls(
@@ -124,12 +142,18 @@ class Mesh:
             tp=tp,
             dp=dp,
             pp=pp,
+            ep=ep,
             rank=dist.get_rank(),
             sequence_parallel=sequence_parallel and tp > 1,
             tp_group=_new_group(grid.reshape(-1, tp)),
             dp_group=_new_group(grid.transpose(1, 2).reshape(-1, dp)),
             pp_group=_new_group(grid.permute(1, 2, 0).reshape(-1, pp)),
+            stage_group=_new_group(grid.reshape(pp, -1)) if ep > tp else None,
         )
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.dp * self.pp
 
     @property
     def tp_rank(self) -> int:
@@ -144,9 +168,36 @@ class Mesh:
         return self.rank // (self.tp * self.dp)
 
     @property
+    def in_stage(self) -> RankInStage:
+        """This rank's position in its stage, which says what part of the parameters it holds."""
+        return RankInStage(self.rank % self.expert_mesh.tp, self.tp, self.ep)
+
+    @property
+    def is_first_in_stage(self) -> bool:
+        return self.tp_rank == self.dp_rank == 0
+
+    @cached_property
+    def expert_mesh(self) -> "Mesh":
+        """The mesh whose tensor ranks hold the experts: with `ep` > `tp`, all ranks of the stage.
+
+        Otherwise it is this mesh.
+        """
+        if self.ep <= self.tp:
+            return self
+        return replace(
+            self,
+            tp=self.tp * self.dp,
+            dp=1,
+            tp_group=self.stage_group,
+            dp_group=None,
+            stage_group=None,
+            symmetric_all_reduce=None,
+        )
+
+    @property
     def stages_through_host(self) -> bool:
         """Whether communication copies tensors through host memory: on a GPU with gloo."""
-        group = self.tp_group or self.pp_group
+        group = self.tp_group or self.pp_group or self.stage_group
         return self.device.type != "cpu" and group is not None and group.name() == "gloo"
 
     def stage_rank(self, stage: int) -> int:

@@ -54,6 +54,48 @@ class ShardSpec:
         return (*global_shape[: self.dim], self.size, *global_shape[self.dim + 1 :])
 
 
+@dataclass(frozen=True, slots=True)
+class RankInStage:
+    """A rank's position in its pipeline stage: which part of each parameter it holds.
+
+    A stage has max(tp, ep) ranks. The experts are divided into `ep` parts of whole experts. With
+    `ep` < `tp`, tp / ep ranks share a part, and each expert is split over them. With `ep` > `tp`,
+    there are ep / tp groups of `tp` ranks, and each group holds all parameters but the experts.
+    """
+
+    rank: int = 0
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    @property
+    def expert_tp(self) -> int:
+        """The number of ranks over which each expert is split (Megatron's ETP)."""
+        return max(1, self.tp // self.ep)
+
+    @property
+    def expert_tp_rank(self) -> int:
+        return self.rank % self.expert_tp
+
+    def local_experts(self, config: GPTConfig) -> range:
+        """Return the global numbers of the experts that this rank holds, or holds a part of."""
+        count = config.num_experts // self.ep
+        first = self.rank // self.expert_tp * count
+        return range(first, first + count)
+
+    def shard(self, parameter: ParameterSpec, config: GPTConfig) -> ShardSpec | None:
+        """Return this rank's shard of a parameter; None if another rank holds the expert."""
+        expert = expert_number(parameter.name)
+        if expert is None:
+            return shard_spec(parameter, config, self.tp_rank, self.tp)
+        if expert not in self.local_experts(config):
+            return None
+        return shard_spec(parameter, config, self.expert_tp_rank, self.expert_tp)
+
+
 # Prefix of the parameter names of layers, as in `decoder.layers.7.mlp.linear_fc2.weight`.
 LAYERS_PREFIX = "decoder.layers."
 
@@ -63,6 +105,12 @@ def layer_number(name: str) -> int | None:
     return (
         int(name[len(LAYERS_PREFIX) :].split(".", 1)[0]) if name.startswith(LAYERS_PREFIX) else None
     )
+
+
+def expert_number(name: str) -> int | None:
+    """Return the global expert number in a canonical name; None for other parameters."""
+    _, separator, rest = name.partition(".experts.local_experts.")
+    return int(rest.split(".", 1)[0]) if separator else None
 
 
 def is_on_stage(config: GPTConfig, name: str, layers: range) -> bool:
@@ -261,12 +309,15 @@ def first_kv_head(config: GPTConfig, rank: int, tp: int) -> int:
     return rank * config.num_query_groups // tp
 
 
-def check_split(config: GPTConfig, tp: int, pp: int, stages: list[int] | None = None) -> None:
+def check_split(
+    config: GPTConfig, tp: int, pp: int, stages: list[int] | None = None, *, ep: int = 1
+) -> None:
     """Raise ConfigError if the model does not support this split; the error names valid sizes."""
     if tp < 1 or pp < 1:
         raise ConfigError(f"tensor parallel {tp} x pipeline parallel {pp}: both must be at least 1")
-    if not _is_divisible(config, tp):
-        valid_sizes = ", ".join(str(t) for t in range(1, 65) if _is_divisible(config, t))
+    check_expert_parallel(config, tp, ep)
+    if not _is_divisible(config, tp, ep):
+        valid_sizes = ", ".join(str(t) for t in range(1, 65) if _is_divisible(config, t, ep))
         widths = ", ".join(f"{name} {width}" for name, width in _mlp_widths(config).items())
         raise ConfigError(
             f"tensor parallel {tp} does not divide the model: {config.num_attention_heads} heads "
@@ -283,10 +334,39 @@ def check_split(config: GPTConfig, tp: int, pp: int, stages: list[int] | None = 
         )
 
 
-def _is_divisible(config: GPTConfig, tp: int) -> bool:
-    groups = config.num_query_groups
-    widths = [config.num_attention_heads, *_mlp_widths(config).values()]
-    return all(w % tp == 0 for w in widths) and (groups % tp == 0 or tp % groups == 0)
+def check_expert_parallel(config: GPTConfig, tp: int, ep: int) -> None:
+    """Raise ConfigError if the experts cannot be divided into `ep` parts of whole experts."""
+    if ep == 1:
+        return
+    if not any(config.moe_layers):
+        raise ConfigError(f"expert parallel {ep}, but the model has no experts; remove --ep")
+    if ep < 1 or config.num_experts % ep or not are_multiples(tp, ep):
+        valid_sizes = ", ".join(
+            str(size)
+            for size in range(1, config.num_experts + 1)
+            if config.num_experts % size == 0 and are_multiples(tp, size)
+        )
+        raise ConfigError(
+            f"expert parallel {ep} must divide the {config.num_experts} experts, and be a multiple "
+            f"or a divisor of tensor parallel {tp}; --ep can be {valid_sizes}"
+        )
+
+
+def are_multiples(a: int, b: int) -> bool:
+    """Return whether one of the numbers is a multiple of the other."""
+    return a % b == 0 or b % a == 0
+
+
+def _is_divisible(config: GPTConfig, tp: int, ep: int) -> bool:
+    if not are_multiples(tp, ep):
+        return False
+    widths = _mlp_widths(config)
+    experts_width = widths.pop("moe_ffn_hidden_size", 0)
+    return (
+        all(width % tp == 0 for width in (config.num_attention_heads, *widths.values()))
+        and experts_width % RankInStage(0, tp, ep).expert_tp == 0
+        and are_multiples(config.num_query_groups, tp)
+    )
 
 
 def _mlp_widths(config: GPTConfig) -> dict[str, int]:

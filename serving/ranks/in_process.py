@@ -53,10 +53,10 @@ class InProcessTransport:
         report: WorkerReport | None = None,
     ) -> None:
         mesh = model.mesh
-        if mesh.tp * mesh.pp > 1:
+        if mesh.ranks > 1:
             raise ConfigError(
-                f"a model of {mesh.tp * mesh.pp} ranks cannot run in one process; "
-                "serve it with `preamble serve`, or load it with tp = pp = 1"
+                f"a model of {mesh.ranks} ranks cannot run in one process; serve it with "
+                "`preamble serve`, or load it with tp = pp = ep = 1"
             )
         self._warm_up = warm_up
         self._device = with_index(mesh.device)

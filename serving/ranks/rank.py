@@ -186,7 +186,7 @@ class Rank:
             rank=position.rank,
             world_size=position.world_size,
         )
-        mesh = Mesh.create(config.tp, config.pp, device=device)
+        mesh = Mesh.create(config.tp, config.pp, ep=config.ep, device=device)
         mesh = use_symmetric_memory(mesh) if device.type == "cuda" else mesh
         warm_up_groups(mesh)  # Before the free memory is measured.
         return mesh
@@ -194,8 +194,8 @@ class Rank:
     def _start_engine_loop(self, model_runner: ModelRunner, report: WorkerReport) -> None:
         """Create the engine loop, warm it up, and tell the front end that the ranks are ready."""
         config = self._config
-        # Only the first tensor rank of the last stage returns outcomes (`ModelRunner.run_step`).
-        last_stage_rank = self._position.world_size - config.parallel_config.tp
+        # Only the first rank of the last stage returns outcomes (`ModelRunner.run_step`).
+        last_stage_rank = self._position.world_size - config.parallel_config.stage_ranks
         self._engine_loop = build_engine_loop(
             model_runner,
             config,

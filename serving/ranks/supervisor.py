@@ -259,7 +259,9 @@ class LocalSupervisor(RankSupervisor):
             self._kill_processes()
             close_descriptors(descriptors)
             raise
-        log.info("event=ranks_started pids=%s", ",".join(map(str, self.pids)))
+        parallel, pids = self._config.parallel_config, ",".join(map(str, self.pids))
+        sizes = (parallel.tp, parallel.pp, parallel.ep)
+        log.info("event=ranks_started pids=%s tp=%d pp=%d ep=%d", pids, *sizes)
         return RankSet(own_channel, descriptors, self._describe_exit)
 
     def _on_ready(self) -> None:

@@ -166,7 +166,9 @@ class TorchrunSupervisor(RankSupervisor):
             close_descriptors(descriptors)
             return None
         pids = ",".join(map(str, hello.pids.values()))
-        log.info("event=ranks_came pids=%s", pids)
+        parallel = self._config.parallel_config
+        sizes = (parallel.tp, parallel.pp, parallel.ep)
+        log.info("event=ranks_came pids=%s tp=%d pp=%d ep=%d", pids, *sizes)
         return RankSet(channel, descriptors, lambda rank: None)
 
     def _on_agent_ended(self) -> None:

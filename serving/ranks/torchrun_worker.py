@@ -108,8 +108,8 @@ def run_worker(config: ServerConfig, flags: list[str]) -> NoReturn:
     parallel = config.parallel_config
     if parallel.ranks != env.world_size:
         raise ConfigError(
-            f"--tp {parallel.tp} and --pp {parallel.pp} need {parallel.ranks} workers, but "
-            f"torchrun has started {env.world_size}; set nnodes x nproc-per-node to tp x pp"
+            f"{parallel.flags} need {parallel.ranks} workers, but torchrun has started "
+            f"{env.world_size}; set nnodes x nproc-per-node to {parallel.ranks}"
         )
     # Only `sigwait` in the thread of `_StopSignals` is to receive the signals. Threads inherit the
     # mask of blocked signals, so the signals are blocked before any thread starts.

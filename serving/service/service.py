@@ -375,8 +375,8 @@ def open_in_process(config: ServerConfig) -> Service:
     parallel = config.parallel_config
     if parallel.ranks > 1:
         raise ConfigError(
-            f"tp {parallel.tp} and pp {parallel.pp} need one process per rank; run a server "
-            "(preamble serve), or use one rank"
+            f"{parallel.flags} need one process per rank; run a server (preamble serve), or use "
+            "one rank"
         )
     checkpoint = ServableCheckpoint.from_config(config)
     return Service(checkpoint).open(in_process_transport(checkpoint))

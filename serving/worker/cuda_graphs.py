@@ -196,7 +196,7 @@ class CudaGraphRunner:
             self._hidden = torch.zeros(shape, dtype=model.dtype, device=device)
         # Only the first tensor rank of the last pipeline stage has logits.
         self._logits: Tensor | None = None
-        if model.is_last_stage and model.mesh.tp_rank == 0:
+        if model.is_last_stage and model.mesh.is_first_in_stage:
             self._logits = torch.empty(
                 (rows, model.config.vocab_size),
                 dtype=torch.promote_types(model.dtype, torch.float32),
@@ -318,11 +318,11 @@ class CudaGraphRunner:
         self._captured_graphs[size] = buffers, replay
 
     def _capture_on_all_ranks(self, work: Work, size: int) -> Work:
-        """Capture the work, and return its replay if all tensor ranks have captured it."""
+        """Capture the work, and return its replay if all ranks of the stage have captured it."""
         replay: Work | None = None
         failure: str | None = None
         cause: RuntimeError | None = None
-        mesh = self._model.mesh
+        mesh = self._model.mesh.expert_mesh
         try:
             replay = self._capturer(work)
         except RuntimeError as error:
@@ -367,9 +367,9 @@ class CudaGraphRunner:
             ids = fields[IDS]
             x = torch.where(ids < 0, self._last_tokens.index_select(0, slots), ids)
             if self._broadcasts_ids:
-                x = broadcast_from_first_rank(x, model.mesh)
+                x = broadcast_from_first_rank(x, model.mesh.expert_mesh)
         buffers.x = x = model.forward_hidden(x, batch, self._pool, self._adapter_rows)
-        if not model.is_last_stage:
+        if not model.is_last_stage or model.mesh.dp_rank > 0:
             return
         step_logits = model.compute_logits_on_first_rank(x, batch)
         if step_logits is None or self._logits is None:

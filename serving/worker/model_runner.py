@@ -108,7 +108,7 @@ class ModelRunner:
             None if model.is_last_stage else AsyncSender(mesh, mesh.pp_rank + 1, 2 * mesh.pp)
         )
         self._sampler: Sampler | None = None
-        if model.is_last_stage and mesh.tp_rank == 0:
+        if model.is_last_stage and mesh.is_first_in_stage:
             self._sampler = Sampler(slots, model_config.vocab_size, mesh.device, tokenizer)
         # Each slot's last sampled token, and an unused entry for the padding rows of CUDA graphs.
         self._last_tokens = torch.zeros(slots + 1, dtype=torch.int64, device=mesh.device)
@@ -122,7 +122,7 @@ class ModelRunner:
                 last_tokens=self._last_tokens,
                 scratch_block=blocks,
                 sizes=graph_sizes(scheduler_config),
-                broadcasts_ids=async_scheduling and mesh.tp > 1,
+                broadcasts_ids=async_scheduling and mesh.expert_mesh.tp > 1,
                 capturer=capturer,
             )
         self.failed_captures = 0  # CUDA graph captures that failed; graphs are off after the first.
@@ -258,7 +258,7 @@ class ModelRunner:
         If the device's memory is exhausted on the only rank, the step is run in halves. On several
         ranks it fails, because the other ranks run the whole step.
         """
-        self._can_rerun = self.model.mesh.tp == self.model.mesh.pp == 1 and not self._is_profile
+        self._can_rerun = self.model.mesh.ranks == 1 and not self._is_profile
         try:
             return self._replay_graph(step) or self._run_model(step)
         except torch.OutOfMemoryError as error:
@@ -353,8 +353,8 @@ class ModelRunner:
         model = self.model
         inputs = build_input_batch(step, self._block_tables, self._block_tokens, self._last_tokens)
         if self.async_scheduling and min(step.token_ids) < 0:
-            # Only the first tensor rank has the last sampled tokens.
-            token_ids = broadcast_from_first_rank(inputs.token_ids, model.mesh)
+            # Only the first rank of the stage has the last sampled tokens.
+            token_ids = broadcast_from_first_rank(inputs.token_ids, model.mesh.expert_mesh)
             inputs = replace(inputs, token_ids=token_ids)
         batch = inputs.batch
         if not inputs.samples_every_row and len(inputs.logits_rows) < batch.tokens:
@@ -373,6 +373,8 @@ class ModelRunner:
         )
         if self._stage_sender is not None:
             self._stage_sender.send(x)
+            return partial(Outcome, step.step_id)
+        if model.mesh.dp_rank > 0:  # These ranks only compute experts for the first ones.
             return partial(Outcome, step.step_id)
         fault_indices: set[int] = set()
         stuck_indices = self._failed_guide_indices(step)

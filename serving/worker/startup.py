@@ -90,7 +90,7 @@ def open_for_serving(config: ServerConfig, device: torch.device) -> WorkerCheckp
     model_config, parallel_config = config.model_config, config.parallel_config
     overrides = read_overrides(model_config.config_json, model_config.true_vocab_size)
     checkpoint = open_with_overrides(model_config.model, overrides, model_config.tokenizer)
-    check_split(checkpoint.config, parallel_config.tp, parallel_config.pp)
+    check_split(checkpoint.config, parallel_config.tp, parallel_config.pp, ep=parallel_config.ep)
     # On a GPU, `check_attention` allocates device memory, so it does not run here: each rank runs
     # it when it loads its model (`select_backend` in `load_worker_model`).
     if device.type == "cpu":

@@ -9,7 +9,15 @@ from gpt.model.loading import load_model
 from gpt.model.pipeline import forward
 from gpt.parallel.mesh import Mesh
 from gpt.sampling_params import SamplingParams
-from tests.support.models import CONFIGS, MODERN, build, first_tie, lively, recompute_greedy
+from tests.support.models import (
+    CONFIGS,
+    EIGHT_EXPERTS,
+    MODERN,
+    build,
+    first_tie,
+    lively,
+    recompute_greedy,
+)
 from tests.support.ranks import ranks
 from tests.support.trainers import learn, trainer
 
@@ -69,6 +77,20 @@ def split_logits(rank: int, tp: int, pp: int) -> torch.Tensor | None:
     with torch.inference_mode():
         logits = forward(model, torch.arange(15).cuda(), Batch.unpaged([5, 1, 9], "cuda"))
     return None if logits is None else logits.cpu()
+
+
+def expert_parallel_logits(rank: int, tp: int, ep: int) -> torch.Tensor:
+    model = build(EIGHT_EXPERTS, Mesh.create(tp, 1, ep=ep, device="cuda"))
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.arange(15).cuda(), Batch.unpaged([5, 1, 9], "cuda"))
+    return logits.cpu()
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 2), (1, 2)])
+def test_logits_of_expert_parallel_ranks_equal_those_of_a_single_rank(tp: int, ep: int) -> None:
+    want = build(EIGHT_EXPERTS)(torch.arange(15), Batch.unpaged([5, 1, 9]))
+    for got in ranks(2, expert_parallel_logits, tp, ep, timeout_s=120):
+        assert (got - want).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])

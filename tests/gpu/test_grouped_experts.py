@@ -59,6 +59,24 @@ def test_grouped_experts_in_bf16_equal_the_torch_reference(
     assert max(ratios.values()) < EXCESS_MAX
 
 
+def test_ranks_compute_only_their_experts(implementation: str) -> None:
+    config = CONFIGS["many experts"]
+    # Without process groups: the compared functions do not communicate.
+    meshes = [Mesh(CUDA, dp=3, ep=3, rank=rank) for rank in range(3)]
+    backends = [
+        make_backend(GroupedExperts, moe_layer(build(config, mesh, dtype=torch.bfloat16)))
+        for mesh in (Mesh.single("cuda"), *meshes)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, config.hidden_size, generator=generator).to(CUDA, torch.bfloat16)
+    logits = routings(64, config.num_experts)["all experts"].to(CUDA, torch.bfloat16)
+    outputs = [
+        getattr(backend, f"_compute_in_{implementation}")(x, logits)[1] for backend in backends
+    ]
+    assert outputs[0].isfinite().all()
+    assert torch.allclose(sum(outputs[1:]), outputs[0], rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("name", CONFIGS)

@@ -151,16 +151,18 @@ def run_and_check(
     folder: Path,
     adapters: AdapterFiles,
     timeout_s: float = 600.0,
+    ep: int = 1,
 ) -> Coverage:
     """Run the scenarios on a split, and compare every answer."""
     tp, pp = split
-    if tp * pp == 1:
+    rank_count = max(tp, ep) * pp
+    if rank_count == 1:
         results = run_scenarios(0, 1, 1, scenarios, str(folder))
     else:
-        arguments = (tp, pp, scenarios, str(folder))
-        results = ranks(tp * pp, run_scenarios, *arguments, timeout_s=timeout_s)[0]
+        arguments = (tp, pp, scenarios, str(folder), ep)
+        results = ranks(rank_count, run_scenarios, *arguments, timeout_s=timeout_s)[0]
     coverage = Coverage()
     for scenario, scenario_run in zip(scenarios, results, strict=True):
         check(scenario, scenario_run, adapters, coverage)
-    print(f"\ntp {tp}, pp {pp}: {coverage}")
+    print(f"\ntp {tp}, pp {pp}, ep {ep}: {coverage}")
     return coverage

@@ -362,11 +362,11 @@ class OtherRanks:
 
 
 def run_scenarios(
-    rank: int, tp: int, pp: int, scenarios: list[Scenario], folder: str
+    rank: int, tp: int, pp: int, scenarios: list[Scenario], folder: str, ep: int = 1
 ) -> list[ScenarioRun]:
     """Run all scenarios on this rank, one after another. Rank 0 returns their runs."""
     torch.set_num_threads(1)
-    mesh = Mesh.create(tp, pp) if tp * pp > 1 else Mesh.single()
+    mesh = Mesh.create(tp, pp, ep=ep) if max(tp, ep) * pp > 1 else Mesh.single()
     models: dict[tuple[str, str], GPT] = {}
     results = []
     for number, scenario in enumerate(scenarios):
@@ -378,7 +378,7 @@ def run_scenarios(
                 dtype=getattr(torch, scenario.dtype),
                 attention_backend=CapturableAttention(),
             )
-        scenario = replace(scenario, settings=scenario.settings | {"tp": tp, "pp": pp})
+        scenario = replace(scenario, settings=scenario.settings | {"tp": tp, "pp": pp, "ep": ep})
         address = f"{folder}/{number}"
         if rank == 0:
             results.append(lead(models[key], scenario, address))
@@ -404,7 +404,7 @@ def lead(model: GPT, scenario: Scenario, address: str = "") -> ScenarioRun:
         windows=runner.windows,
     )
     feeder = _Feeder(scenario)
-    peers = OtherRanks(address, mesh.tp * mesh.pp - 1) if mesh.tp * mesh.pp > 1 else None
+    peers = OtherRanks(address, mesh.ranks - 1) if mesh.ranks > 1 else None
     feeder.planner = EngineLoop(
         scheduler,
         runner,
@@ -428,7 +428,7 @@ def follow(model: GPT, scenario: Scenario, address: str) -> None:
     runner = build_runner(model, scenario.config, scenario.captured)
     mesh = model.mesh
     channel = Channel(_connect(address))
-    channel.send(b"last" if model.is_last_stage and mesh.tp_rank == 0 else b"other")
+    channel.send(b"last" if model.is_last_stage and mesh.is_first_in_stage else b"other")
     while True:
         frame = channel.receive(WAIT_S)
         assert frame is not None, "rank 0 is gone"

@@ -10,6 +10,7 @@ import torch
 from gpt.linear import triton_experts
 from gpt.linear.grouped_experts import GroupedExperts
 from gpt.model.moe import choose_experts
+from gpt.parallel.mesh import Mesh
 from tests.support.attention_cases import patch_interpreter
 from tests.support.experts_cases import CONFIGS, make_backend, moe_layer, routings
 from tests.support.models import build
@@ -36,6 +37,26 @@ def test_the_kernel_equals_torch(name: str, rows: int, monkeypatch: pytest.Monke
         assert all(
             torch.allclose(*pair, rtol=1e-5, atol=1e-5) for pair in zip(got, want, strict=True)
         )
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_computes_only_its_experts(rank: int) -> None:
+    config = CONFIGS["many experts"]
+    # Without process groups: the compared functions do not communicate.
+    mesh = Mesh(torch.device("cpu"), tp=1, dp=3, ep=3, rank=rank)
+    local_experts, all_experts = (
+        make_backend(GroupedExperts, moe_layer(build(config, m, dtype=torch.float32)))
+        for m in (mesh, Mesh.single())
+    )
+    assert isinstance(local_experts, GroupedExperts)
+    assert isinstance(all_experts, GroupedExperts)
+    x = torch.randn(21, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    for logits in routings(21, config.num_experts).values():
+        ids, _ = choose_experts(logits, None, config)
+        is_local = (ids // (config.num_experts // 3) == rank).flatten().unsqueeze(1)
+        want = all_experts._compute_in_torch(x, logits)[1] * is_local
+        for compute in (local_experts._compute_in_torch, local_experts._compute_in_triton):
+            assert torch.allclose(compute(x, logits)[1], want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

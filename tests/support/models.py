@@ -94,6 +94,8 @@ SIGMOID_EXPERTS = EXPERTS.with_fields(
     moe_router_topk_scaling_factor=2.5,
     mlp_bias=False,
 )
+# Experts that two and four ranks can divide.
+EIGHT_EXPERTS = EXPERTS.with_fields(num_experts=8, moe_router_topk=3, moe_router_bias=True)
 YARN = RopeScaling(
     "yarn",
     4.0,
@@ -187,8 +189,8 @@ CONFIGS = {
     "sinks": SINKS,
     "ALiBi": ALIBI,
 }
-# Also a configuration that only tests of serving use.
-SERVED_CONFIGS = CONFIGS | {"mixed windows": MIXED_WINDOWS}
+# Also configurations that only tests of serving use.
+SERVED_CONFIGS = CONFIGS | {"mixed windows": MIXED_WINDOWS, "eight experts": EIGHT_EXPERTS}
 
 
 def _random(seed: int, shape: tuple[int, ...]) -> Tensor:

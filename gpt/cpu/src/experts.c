@@ -17,11 +17,12 @@
 /* For fewer elements, starting a parallel loop takes longer than the loop. */
 #define PARALLEL_ELEMENTS_MIN (8 << 10)
 
-/* The experts of a layer; each array has an element for each expert. */
+/* Consecutive experts of a layer: all of them, or with expert parallelism this rank's. Each array
+   has an element for each expert. */
 typedef struct {
     const PackedWeight *fc1, *fc2; /* The outputs of fc2 are fp32. */
     const uint16_t *const *fc1_biases, *const *fc2_biases; /* NULL if there are no biases. */
-    int64_t experts, activation;
+    int64_t experts, first_expert, activation;
 } Experts;
 
 /* The rows of one expert. */
@@ -45,24 +46,33 @@ typedef struct {
     const float *weights;
     int64_t tokens, topk;
     int64_t *sources;   /* For each sorted pair, its token. */
-    int64_t *positions; /* For each pair of a token, its index in the sorted order. */
+    int64_t *positions; /* For each pair of a token, its index in the sorted order; -1 for an expert
+                           of another rank. */
     int64_t *ends;      /* For each expert, the index after its last pair. */
 } Pairs;
 
-static void sort_pairs(const Pairs *pairs, const int64_t *ids, int64_t experts)
+/* Sorts the pairs of the experts from `first_expert` on. `ids`: the number of each pair's expert. */
+static void sort_pairs(const Pairs *pairs, const int64_t *ids, int64_t first_expert,
+                       int64_t experts)
 {
     const int64_t count = pairs->tokens * pairs->topk;
     memset(pairs->ends, 0, experts * sizeof *pairs->ends);
-    for (int64_t i = 0; i < count; i++)
-        pairs->ends[ids[i]]++;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t expert = ids[i] - first_expert;
+        if (expert >= 0 && expert < experts)
+            pairs->ends[expert]++;
+    }
     for (int64_t expert = 0, first = 0; expert < experts; expert++) {
         const int64_t rows = pairs->ends[expert];
         pairs->ends[expert] = first;
         first += rows;
     }
     for (int64_t i = 0; i < count; i++) { /* Each end grows from its group's first pair. */
-        const int64_t position = pairs->ends[ids[i]]++;
-        pairs->sources[position] = i / pairs->topk;
+        const int64_t expert = ids[i] - first_expert;
+        const int is_here = expert >= 0 && expert < experts;
+        const int64_t position = is_here ? pairs->ends[expert]++ : -1;
+        if (is_here)
+            pairs->sources[position] = i / pairs->topk;
         pairs->positions[i] = position;
     }
 }
@@ -155,6 +165,8 @@ static void plan_groups(GroupedGemm *g, const Pairs *pairs, int64_t experts,
 
 static void run_groups(GroupedGemm *g, int64_t threads)
 {
+    if (!g->rows)
+        return;
     const int64_t elements = g->rows * g->groups->product.weight->channels;
     parallel_for(g->tiles, items_per_chunk(g->tiles, threads),
                  elements < PARALLEL_ELEMENTS_MIN ? 1 : threads, STEALING, stage_groups, g);
@@ -177,6 +189,8 @@ TARGET_AVX512_BF16 static void sum_token_avx512(const WeightedSum *s, int64_t to
         const __mmask16 mask = lane_mask(s->hidden - c);
         __m512 sum = _mm512_setzero_ps();
         for (int64_t i = token * topk; i < (token + 1) * topk; i++) {
+            if (s->pairs->positions[i] < 0)
+                continue;
             const float *output = s->outputs + s->pairs->positions[i] * s->hidden + c;
             sum += _mm512_maskz_loadu_ps(mask, output) * s->pairs->weights[i];
         }
@@ -190,8 +204,11 @@ static void sum_token(const WeightedSum *s, int64_t token)
     const int64_t topk = s->pairs->topk;
     for (int64_t c = 0; c < s->hidden; c++) {
         float sum = 0;
-        for (int64_t i = token * topk; i < (token + 1) * topk; i++)
+        for (int64_t i = token * topk; i < (token + 1) * topk; i++) {
+            if (s->pairs->positions[i] < 0)
+                continue;
             sum += s->outputs[s->pairs->positions[i] * s->hidden + c] * s->pairs->weights[i];
+        }
         s->out[token * s->hidden + c] = fp32_to_bf16(sum);
     }
 }
@@ -232,7 +249,7 @@ void preamble_experts(const Experts *e, const uint16_t *x, int64_t tokens, const
     for (int64_t first = 0; first < tokens; first += chunk) {
         pairs.tokens = tokens - first < chunk ? tokens - first : chunk;
         pairs.weights = weights + first * topk;
-        sort_pairs(&pairs, ids + first * topk, e->experts);
+        sort_pairs(&pairs, ids + first * topk, e->first_expert, e->experts);
         g.x = x + first * hidden, g.sources = pairs.sources;
         plan_groups(&g, &pairs, e->experts, e->fc1, e->fc1_biases, e->activation, activated, staged,
                     quantized);

@@ -46,6 +46,7 @@ async def get_server_info(message: pb.GetServerInfoRequest, call: Call) -> pb.Ge
         ledger=_memory_message(service),
         tensor_parallel=parallel.tp,
         pipeline_parallel=parallel.pp,
+        expert_parallel=parallel.ep,
         batch_invariant=service.batch_invariant,
     )
 

@@ -20,7 +20,7 @@ from tests.support.checkpoints.hf_models import model_of
 from tests.support.checkpoints.megatron_writer import DENSE, GATED, GROUPED, Layout, edit
 from tests.support.checkpoints.nemo_writer import Nemo
 from tests.support.inspect_commands import Run, json_command, read_weights, write_native_model
-from tests.support.models import EXPERTS, MODERN, lively
+from tests.support.models import EIGHT_EXPERTS, EXPERTS, MODERN, lively
 from tests.support.trained_tokenizers import sentencepiece_model
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -64,7 +64,7 @@ def test_json_keys_are_the_report_fields(run: Run, tmp_path: Path) -> None:
     split = report["splits"][0]
     assert list(split) == [
         *("tp", "pp", "weight_bytes", "kv_bytes_per_token", "kv_bytes_per_context"),
-        *("dtype", "gpu_gb"),
+        *("dtype", "gpu_gb", "ep"),
     ]
 
 
@@ -86,6 +86,25 @@ def test_serving_memory_matches_the_cost_model(run: Run, tmp_path: Path) -> None
     assert fp32_splits[2, 2]["gpu_gb"] == 16, "the smallest that is listed"
     halves = [split for split in report["splits"] if split["dtype"] == "bfloat16"]
     assert 2 * halves[0]["weight_bytes"] == fp32_splits[1, 1]["weight_bytes"]
+
+
+def test_serving_memory_of_expert_parallel_ranks(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_native_model(tmp_path / "a", EIGHT_EXPERTS)
+    _, report = run(path)
+    weight_bytes = {
+        (split["tp"], split["pp"], split["ep"]): split["weight_bytes"]
+        for split in report["splits"]
+        if split["dtype"] == "float32"
+    }
+    assert {(1, 1, 2), (1, 1, 8), (2, 1, 4)} < weight_bytes.keys()
+    assert (1, 1, 16) not in weight_bytes and (2, 2, 4) not in weight_bytes
+    costs = rank_costs(EIGHT_EXPERTS, ep=4)
+    assert weight_bytes[1, 1, 4] == max(cost.weight_bytes for cost in costs)
+    capsys.readouterr()
+    assert preamble.main(["inspect", str(path)]) == 0
+    assert "TP 1  x PP 1  x EP 8 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from gpt.kv_groups import kv_groups
 from gpt.model.gpt_model import GPT
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_stages import stage_layers
-from tests.support.models import CONFIGS, SIGMOID_EXPERTS
+from tests.support.models import CONFIGS, EIGHT_EXPERTS, SIGMOID_EXPERTS
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -35,6 +35,21 @@ def test_bytes_of_each_rank_equal_those_of_its_model(
         pool = KVPool(config, layers, 2, tp=tp, dtype=model.dtype, device="meta", groups=groups)
         # A token has a block in each group.
         assert cost.kv_bytes_per_token * pool.block_tokens == len(groups) * pool.block_bytes
+
+
+@pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 2, 4), (2, 1, 2), (4, 1, 2), (2, 2, 4)])
+def test_bytes_of_each_expert_parallel_rank_equal_those_of_its_model(
+    tp: int, pp: int, ep: int
+) -> None:
+    config = EIGHT_EXPERTS
+    costs = rank_costs(config, tp, pp, ep=ep)
+    assert len(costs) == max(tp, ep) * pp
+    for rank, cost in enumerate(costs):
+        mesh = Mesh(torch.device("meta"), tp=tp, dp=max(1, ep // tp), pp=pp, ep=ep, rank=rank)
+        layers = stage_layers(config.num_layers, pp)[mesh.pp_rank][0]
+        model = GPT(config, mesh, layers=layers)
+        assert cost.parameters == sum(p.numel() for p in model.parameters())
+        assert cost.weight_bytes == sum(p.nbytes for p in model.parameters())
 
 
 def test_fp8_kv_cache_takes_half_of_bf16() -> None:

@@ -101,6 +101,33 @@ def test_a_split_model_adds_the_biases_once() -> None:
     ranks(2, check_tensor_parallel_model)
 
 
+def check_expert_parallel_model(_rank: int, sizes: list[tuple[int, int]]) -> None:
+    config, rows = SMALL.with_fields(num_experts=8), 40
+    exact = moe_layer(build(config, dtype=torch.bfloat16).double()).experts_backend
+    x = torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for tp, ep in sizes:
+        model = build(config, Mesh.create(tp, 1, ep=ep), dtype=torch.bfloat16)
+        layer = moe_layer(model)
+        looped = layer.experts_backend
+        cases = {key: value.bfloat16() for key, value in routings(rows, 8).items()}
+        plain = {key: looped.forward(x, logits, rows) for key, logits in cases.items()}
+        pack_weights(model)
+        assert type(layer.experts_backend) is CpuExperts
+        for key, logits in cases.items():
+            want = exact.forward(x.double(), logits.double(), rows)
+            native = layer.experts_backend.forward(x, logits, rows)
+            assert std(native - want) < 1.1 * std(plain[key] - want), (key, tp, ep)
+
+
+def test_ranks_compute_whole_experts() -> None:
+    ranks(2, check_expert_parallel_model, [(2, 2), (1, 2)])
+
+
+@pytest.mark.slow
+def test_ranks_compute_parts_of_some_experts() -> None:
+    ranks(4, check_expert_parallel_model, [(4, 2), (2, 4), (1, 4)])
+
+
 def test_no_second_copy_of_the_weights_stays() -> None:
     model = build(SMALL, dtype=torch.bfloat16)
     pack_weights(model)

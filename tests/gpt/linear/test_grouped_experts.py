@@ -18,7 +18,7 @@ from tests.support.experts_cases import (
     moe_layer,
 )
 from tests.support.models import CONFIGS as MODELS
-from tests.support.models import EXPERTS, build
+from tests.support.models import EIGHT_EXPERTS, EXPERTS, build
 from tests.support.ranks import ranks
 
 IDS = torch.arange(2, 26).view(2, 12)
@@ -57,6 +57,18 @@ def test_a_split_model_adds_the_biases_once() -> None:
     ranks(2, check_tensor_parallel_model)
 
 
+def check_expert_parallel_model(_rank: int) -> None:
+    logits = build(EIGHT_EXPERTS, dtype=torch.float32).logits(IDS)
+    for tp in (1, 2):
+        model = build(EIGHT_EXPERTS, Mesh.create(tp, 1, ep=2), dtype=torch.float32)
+        group_all(model)
+        assert (model.logits(IDS) - logits).abs().max() < FP32_ERROR_MAX
+
+
+def test_ranks_compute_whole_experts() -> None:
+    ranks(2, check_expert_parallel_model)
+
+
 def test_parameters_are_views_of_the_stacked_weights() -> None:
     layer = moe_layer(build(SMALL, dtype=torch.bfloat16))
     values = {name: parameter.clone() for name, parameter in layer.named_parameters()}
@@ -67,7 +79,7 @@ def test_parameters_are_views_of_the_stacked_weights() -> None:
     for leaf in ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias"):
         storages = {
             expert.get_parameter(leaf).untyped_storage().data_ptr()
-            for expert in layer.local_experts
+            for expert in layer.local_experts.values()
         }
         assert len(storages) == 1
 

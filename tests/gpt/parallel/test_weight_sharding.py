@@ -1,5 +1,8 @@
 """The sharding table: the ranges of each rank, and complete coverage of every tensor."""
 
+from collections import Counter
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,13 +12,15 @@ from gpt.errors import ConfigError
 from gpt.parallel.pipeline_stages import stage_layers
 from gpt.parallel.weight_sharding import (
     ParameterSpec,
+    RankInStage,
     ShardRule,
     ShardSpec,
     check_split,
+    expert_number,
     parameter_specs,
     shard_spec,
 )
-from tests.support.models import CONFIGS, MODERN
+from tests.support.models import CONFIGS, EIGHT_EXPERTS, MODERN
 
 
 def fc1(config: GPTConfig) -> ParameterSpec:
@@ -71,6 +76,58 @@ def test_ranks_cover_every_tensor_once_except_copied_kv_heads(name: str, tp: int
         copies = {ShardRule.REPLICATED, ShardRule.QKV, ShardRule.KV_HEADS} if tp > 1 else set()
         assert len(covered) == extent or parameter.shard_rule in copies, parameter
         assert len({p.size for p in parts}) == 1, parameter
+
+
+@pytest.mark.parametrize(("tp", "ep"), [*product((1, 2, 4), (1, 2, 4, 8))])
+def test_ranks_of_a_stage_hold_every_expert_once(tp: int, ep: int) -> None:
+    config = EIGHT_EXPERTS
+    stage = [RankInStage(rank, tp, ep) for rank in range(max(tp, ep))]
+    for parameter in parameter_specs(config).values():
+        shards = [rank.shard(parameter, config) for rank in stage]
+        expert_shards = [shard for shard in shards if shard is not None]
+        number = expert_number(parameter.name)
+        if number is None:
+            groups = [shards[first : first + tp] for first in range(0, len(stage), tp)]
+            assert all(group == shard_specs(parameter, config, tp) for group in groups)
+            continue
+        assert [number in rank.local_experts(config) for rank in stage] == [
+            shard is not None for shard in shards
+        ]
+        rows = Counter(
+            row for shard in expert_shards for span in shard.ranges for row in range(*span)
+        )
+        copies = len(expert_shards) if parameter.shard_rule is ShardRule.REPLICATED else 1
+        extent = parameter.shape[expert_shards[0].dim]
+        assert rows == dict.fromkeys(range(extent), copies), parameter
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "message"),
+    [
+        (1, 3, r"must divide the 8 experts.* --ep can be 1, 2, 4, 8$"),
+        (3, 2, r"a multiple or a divisor of tensor parallel 3; --ep can be 1$"),
+        (1, 16, r"--ep can be 1, 2, 4, 8$"),
+        (2, 0, r"--ep can be 1, 2, 4, 8$"),
+    ],
+)
+def test_an_impossible_number_of_expert_parallel_ranks_is_refused(
+    tp: int, ep: int, message: str
+) -> None:
+    config = EIGHT_EXPERTS.with_fields(num_attention_heads=12, num_query_groups=12)
+    with pytest.raises(ConfigError, match=message):
+        check_split(config, tp, 1, ep=ep)
+
+
+def test_expert_parallelism_needs_experts() -> None:
+    with pytest.raises(ConfigError, match="the model has no experts; remove --ep"):
+        check_split(MODERN, 2, 1, ep=2)
+
+
+def test_whole_experts_need_no_width_that_the_tensor_ranks_divide() -> None:
+    config = EIGHT_EXPERTS.with_fields(moe_ffn_hidden_size=7)
+    with pytest.raises(ConfigError, match="moe_ffn_hidden_size 7"):
+        check_split(config, 2, 1)
+    check_split(config, 2, 1, ep=2)
 
 
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 4))

@@ -80,13 +80,12 @@ function showServer(info) {
   document.title = `${model.name} – Preamble`;
   $("model").textContent = model.name;
   $("summary").textContent = `${compact(model.parameters)} parameters · ${model.dtype}`;
-  const [tp, pp] = [info.tensor_parallel, info.pipeline_parallel];
   fillList($("facts"), {
     "Other names": model.aliases.join(", "),
     Format: model.format,
     Shape: `${model.layers} layers, hidden size ${integer(model.hidden_size)}`,
     Tokenizer: model.tokenizer,
-    Ranks: tp * pp > 1 ? `${tp} tensor × ${pp} pipeline` : "",
+    Parallelism: parallelism(info),
     Digest: model.digest.slice(0, 12),
     Weights: bytes(ledger.weight_bytes),
     "KV cache": `${integer(ledger.kv_tokens)} tokens`,
@@ -100,6 +99,17 @@ function showServer(info) {
   showModel(info);
   showTokenForm(false);
   $("forget").hidden = !readToken();
+}
+
+/** Returns the parallel sizes that are greater than 1. */
+function parallelism(info) {
+  const sizes = [
+    [info.tensor_parallel, "tensor"],
+    [info.pipeline_parallel, "pipeline"],
+    [info.expert_parallel, "expert"],
+  ];
+  const used = sizes.filter(([size]) => size > 1);
+  return used.map(([size, name]) => `${size} ${name}`).join(" × ");
 }
 
 /** Shows names with their values; a name with an empty value is omitted. */

@@ -27,8 +27,9 @@ from tests.support.checkpoints.megatron_writer import DENSE, GATED, GROUPED, MIX
 from tests.support.process_memory import PeakMemory, anonymous_bytes
 from tests.support.ranks import ranks
 
-# Two correct fp32 implementations differ by rounding; a wrong layout differs by whole logits.
-TOLERANCE = 1e-3
+# Two correct fp32 implementations differ by rounding, by at most 2e-5 in these models; a wrong
+# layout differs by whole logits.
+TOLERANCE = 5e-5
 
 ALL_MOE = {"moe_layers": (True,) * 4}
 FORMS = {
