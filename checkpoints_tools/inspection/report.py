@@ -43,7 +43,7 @@ from gpt.formats.megatron.rank_files import TRACKER_FILE, newer_iteration_notes
 from gpt.formats.megatron.torch_dist import FSDP_DTENSOR, TORCH_DIST
 from gpt.formats.megatron.torch_dist_config import ARGS_KEY, COMMON_KEY, read_common_args
 from gpt.formats.registry import open_checkpoint
-from gpt.kv_groups import cached_tokens_max, kv_groups
+from gpt.kv_groups import SequenceBlocks, kv_groups
 from gpt.parallel.weight_sharding import parameter_specs
 from gpt.tokenizers.tokenizer import check_tokenizer, open_tokenizer
 
@@ -287,10 +287,9 @@ def _serving_splits(config: GPTConfig) -> list[SplitMemory]:
 def _splits_for_dtype(config: GPTConfig, dtype: str) -> Iterator[SplitMemory]:
     is_large = len(parameter_specs(config)) > PARAMETER_TENSORS_MAX
     groups = kv_groups(config)
-    # Summed over the KV groups.
-    context_tokens = sum(
-        cached_tokens_max(group, config.max_position_embeddings, BLOCK_TOKENS) for group in groups
-    )
+    sequence_blocks = SequenceBlocks(tuple(group.window for group in groups), BLOCK_TOKENS)
+    # A full context, in tokens that are summed over the KV groups.
+    context_tokens = BLOCK_TOKENS * sequence_blocks.count_max(config.max_position_embeddings, 1)
     for tp, pp, ep in _split_sizes(config):
         if pp == 1 or not is_large:
             try:

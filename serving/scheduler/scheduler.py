@@ -124,7 +124,8 @@ class Scheduler:
             self._waiting,
             model_digest,
             windows=tuple(windows),
-            stages=stages + async_scheduling,
+            stages=stages,
+            async_scheduling=async_scheduling,
         )
         self._limits = SubmissionLimits(
             vocab_size, context_tokens_max, self._allocator.kv_tokens, cache_config.adapter_rows_max
@@ -566,6 +567,7 @@ class Scheduler:
             blocks=allocator.block_count,
             blocks_held=allocator.blocks_in_use,
             blocks_cached=allocator.blocks_cached,
+            blocks_by_group=allocator.group_blocks_in_use,
             prompt_tokens=totals.prompt,
             cached_tokens=totals.cached,
             made_tokens=totals.output,

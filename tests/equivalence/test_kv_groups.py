@@ -73,8 +73,8 @@ def test_blocks_behind_a_window_are_not_read(
     freed: set[int] = set()
     poisoned_total = 0
 
-    def allocate_and_record(block_pool: BlockPool, count: int) -> list[int]:
-        blocks = allocate(block_pool, count)
+    def allocate_and_record(block_pool: BlockPool, count: int, group: int) -> list[int]:
+        blocks = allocate(block_pool, count, group)
         freed.difference_update(blocks)
         return blocks
 

@@ -285,3 +285,17 @@ def test_candidate_names_are_unique_and_rejections_have_reasons() -> None:
     assert all(bool(row.reason) == (row.feasibility == "rejected") for row in serving_plan.rows)
     assert serving_plan.why_not and all(": " in line for line in serving_plan.why_not)
     assert serving_plan.best is not None and serving_plan.best is serving_plan.rows[0]
+
+
+def test_the_plan_of_a_model_with_windows_counts_its_requests() -> None:
+    lengths = LengthDistribution(8000, 8000), LengthDistribution(200, 200)
+    requirements = requirements_for(1, Workload(*lengths, None, 16), name="gemma3-27b")
+    serving_plan = plan(requirements)
+    assert serving_plan.best is not None
+    settings = serving_plan.best.settings
+    kv_tokens = int(settings["kv_tokens_max"])
+    # In 7 groups, a request has 513 blocks without a window and 65 in each group with one.
+    requests = 7 * kv_tokens // 16 // (513 + 6 * 65)
+    assert requests > 3 * kv_tokens // 8200
+    assert f"enough for {requests} requests of 8,200 tokens" in " ".join(serving_plan.binding)
+    assert kv_tokens // 8200 < int(settings["running_requests_max"]) <= requests

@@ -134,3 +134,29 @@ def test_the_prefix_cache_has_a_key_for_each_of_many_groups() -> None:
         harness.submit(text_ids(40), new=1)
         harness.finish()
     assert harness.cached_tokens[1] == 39
+
+
+def test_decoding_sequences_reserve_no_blocks_for_prefill_chunks() -> None:
+    harness = SchedulerHarness(windows=[None, 8], blocks=55, step_tokens_max=64)
+    for seed in range(3):
+        harness.submit(text_ids(8, seed), new=60)
+    for _ in range(41):
+        harness.step()
+    # Each sequence has 48 tokens, and needs 13 + 3 blocks for its next block of tokens.
+    harness.submit(text_ids(8, 3), new=4)  # Needs 3 + 3 blocks: 54 in total.
+    harness.step()
+    assert harness.scheduler.stats.running == 4
+    harness.finish()
+
+
+def test_the_end_of_a_prefill_lets_a_waiting_sequence_run_at_once() -> None:
+    harness = SchedulerHarness(windows=[8], blocks=18, step_tokens_max=64)
+    harness.submit(text_ids(60), new=200)  # Needs 16 of 17 blocks, and 3 when it decodes.
+    harness.submit(text_ids(8, 1), new=200)  # Needs 3 blocks.
+    harness.step()
+    assert harness.scheduler.stats.running == 1
+    # Admission would be tried again after 50 steps.
+    for _ in range(3):
+        harness.step()
+    assert harness.scheduler.stats.running == 2
+    harness.finish()
