@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpt.config import DTYPE_BYTES, GPTConfig
+from gpt.costs.attention_span import attention_span
 from gpt.costs.inference import kv_bytes_per_token, parameter_count
 
 # (Time of an int8 multiplication) / (time of a bf16 multiplication). A vector register holds two
@@ -142,13 +143,14 @@ class RooflineModel:
         )
         # Causal attention: each token attends to all earlier tokens and to itself.
         pairs = list(zip(contexts, new_tokens, strict=True))
-        attended_keys = sum(
-            new_count * context + new_count * (new_count + 1) / 2 for context, new_count in pairs
-        )
-        last_layer_keys = sum(context + new_count for context, new_count in pairs)
+        span = attention_span(config)
+        attended_keys = sum(span.pairs(context, context + count) for context, count in pairs)
+        last_layer_keys = sum(span.keys(context + count) for context, count in pairs)
         attended_keys = (config.num_layers - 1) * attended_keys + last_layer_keys
         return PassCost(
-            read_bytes=layer_weights * bytes_per_weight + head_bytes + sum(contexts) * kv_bytes,
+            read_bytes=layer_weights * bytes_per_weight
+            + head_bytes
+            + sum(map(span.keys, contexts)) * kv_bytes,
             operations=2 * multiplications + attention_operations * attended_keys,
         )
 

@@ -18,7 +18,9 @@ def layer_activation_bytes(
     sequence length, b the batch size, h the hidden size, a the number of heads and t the tensor
     parallel size. Selective recomputation and flash attention remove the last term. Full
     recomputation saves only the layer's input: 2sbh, or with sequence parallelism 2sbh/t. A frozen
-    linear saves no input. "block" is computed like "none": for block recomputation, the caller must
+    linear saves no input. In a MoE layer, the input of fc1 is a copy of the token for each of its
+    experts, on each tensor rank. Norms after attention and MLP, and norms of queries and keys, save
+    their inputs too. "block" is computed like "none": for block recomputation, the caller must
     compute the recomputed layers as "full" and the other layers as "none", and add up their bytes.
     """
     w, tokens = layer_widths(config), batch * sequence
@@ -27,20 +29,23 @@ def layer_activation_bytes(
     if recompute == "full":
         return 2 * tokens * w.hidden / sequence_shards
     is_frozen = setup.trainable == "adapter"
-    # Sharded with sequence parallelism, else replicated on the tensor ranks: the inputs of two
-    # norms, the masks of two dropouts, and the inputs of the QKV linear and of fc1.
-    replicated = (6 if setup.dropout else 4) * w.hidden + (0 if is_frozen else 4 * w.hidden)
+    # Sharded with sequence parallelism, else replicated on the tensor ranks: the inputs of the
+    # norms, the masks of two dropouts, and the inputs of the QKV linear and of fc1 (or the router).
+    norms = 4 if config.norm_placement == "pre_and_post" else 2
+    replicated = (2 * norms + (2 if setup.dropout else 0) + (0 if is_frozen else 4)) * w.hidden
+    expert_inputs = 0 if is_frozen else 2 * w.expert_inputs
     # Sharded over tensor ranks: queries, keys and values, the input of the activation, and the
     # inputs of proj and of fc2. The input of proj is also the output of attention, which flash
     # attention saves for its backward pass even if proj is frozen.
     sharded = 2 * (w.queries + 2 * w.keys) + 2 * w.fc1
     sharded += 0 if is_frozen else 2 * w.queries + 2 * w.fc2
     sharded += 2 * w.queries if is_frozen and setup.flash else 0
+    sharded += 2 * (w.queries + w.keys) if config.qk_layernorm else 0
     scores = 0.0
     if recompute != "selective" and not setup.flash:
         # Softmax output (2 bytes), dropout mask (1) and dropout output (2).
         scores = 5.0 * w.heads * sequence
-    return tokens * (replicated / sequence_shards + (sharded + scores) / t)
+    return tokens * (replicated / sequence_shards + expert_inputs + (sharded + scores) / t)
 
 
 def layers_in_flight(

@@ -13,6 +13,7 @@ from math import prod
 from typing import Literal
 
 from gpt.config import GPTConfig
+from gpt.costs.attention_span import attention_span
 from gpt.parallel.weight_sharding import layer_number, parameter_specs, shard_spec
 
 Trainable = Literal["all", "adapter"]
@@ -40,6 +41,7 @@ class LayerWidths:
     heads: int
     fc1: float  # Output columns of fc1, including the gate.
     fc2: float  # Input columns of fc2.
+    expert_inputs: float  # Columns of the copies of a token for its experts.
 
 
 @lru_cache(maxsize=64)
@@ -57,6 +59,10 @@ def layer_widths(config: GPTConfig) -> LayerWidths:
         heads=config.num_attention_heads,
         fc1=mean_ffn_width * (2 if config.gated else 1),
         fc2=mean_ffn_width,
+        expert_inputs=moe_layer_count
+        / config.num_layers
+        * config.moe_router_topk
+        * config.hidden_size,
     )
 
 
@@ -76,12 +82,14 @@ class Flops:
 def forward_flops(config: GPTConfig, batch: int, sequence: int, *, causal: bool = False) -> Flops:
     """Return the FLOPs of a forward pass over `batch` sequences of `sequence` tokens.
 
-    By the usual convention, attention counts all pairs of a query and a key. With `causal` it
-    counts half of the pairs.
+    By the usual convention, attention counts all pairs of a query and a key, in a layer with a
+    window those within the window. With `causal` it does not count the pairs with later keys, which
+    are half of the pairs without a window.
     """
     w, tokens = layer_widths(config), batch * sequence
     linears = 2 * tokens * w.hidden * (2 * w.queries + 2 * w.keys + w.fc1 + w.fc2)
-    scores = 4 * tokens * sequence * w.queries / (2 if causal else 1)
+    area = attention_span(config).score_area(sequence, causal=causal)
+    scores = 4 * batch * area * w.queries
     head = 2 * tokens * w.hidden * config.vocab_size
     return Flops(config.num_layers * linears, config.num_layers * scores, head)
 

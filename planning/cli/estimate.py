@@ -434,6 +434,7 @@ def _serving_values(model: GPTConfig, estimate: ServingEstimate) -> Mapping[str,
         "concurrency": estimate.concurrency,
         "utilization": estimate.utilization,
         "kv_tokens": estimate.kv_tokens,
+        "kv_requests": estimate.kv_requests,
         **memory_values(estimate.memory),
         "trust": asdict(estimate.confidence),
     }
@@ -451,7 +452,11 @@ def _serving_text(
             f"{split.running_requests_max} requests at once",
         ),
     ]
-    kv_line = ("KV cache", f"{estimate.kv_tokens:,} tokens")
+    kv_line = (
+        "KV cache",
+        f"{estimate.kv_tokens:,} tokens; it holds {estimate.kv_requests:,} requests of average "
+        "length",
+    )
     memory = memory_lines(estimate.memory, None)
     if not math.isfinite(estimate.request_ms.p95):
         overload_text = "none: the weights and one request do not fit in memory"

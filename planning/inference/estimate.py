@@ -9,16 +9,18 @@ import torch, and runs no server.
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
 
 from gpt.config import DTYPE_BYTES, GPTConfig
+from gpt.costs.attention_span import attention_span
 from gpt.costs.inference import RankCost, rank_costs
 from gpt.errors import ConfigError
 from planning.hardware import Cluster
 from planning.inference.calibration_file import Calibration
+from planning.inference.kv_capacity import request_tokens_max, requests_that_fit, sequence_blocks
 from planning.inference.simulator import (
     SchedulerRules,
     SimulatedRequest,
@@ -126,6 +128,16 @@ class Workload:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
 
+    @property
+    def request_tokens_mean(self) -> int:
+        """Number of tokens of a finished request of average length."""
+        return math.ceil(self.virtual_tokens + self.input_tokens.mean + self.output_tokens.mean)
+
+    @property
+    def request_tokens_p95(self) -> int:
+        """Number of tokens of a long request: virtual tokens + p95 of input + p95 of output."""
+        return math.ceil(self.virtual_tokens + self.input_tokens.p95 + self.output_tokens.p95)
+
 
 @dataclass(frozen=True)
 class ServingSplit:
@@ -202,6 +214,8 @@ class ServingEstimate:
     # Infinite: the memory is too small for the weights or for one request.
     utilization: float
     kv_tokens: int  # Size of each replica's KV cache in tokens.
+    # Number of requests of average length that each replica's KV cache holds.
+    kv_requests: int
     memory: MemoryLedger
     confidence: Confidence
     steps: int = 0  # Number of simulated steps.
@@ -225,10 +239,8 @@ def estimate_serving(
     prices = price_steps(model, dtype, split.tp, split.pp, cluster, calibration)
     on_cpu = calibration is not None and calibration.kind == "cpu"
     memory, kv_tokens = serving_memory(model, dtype, split, cluster, on_cpu=on_cpu)
-    request_tokens_p95 = (
-        workload.virtual_tokens + workload.input_tokens.p95 + workload.output_tokens.p95
-    )
-    if memory.verdict == "over" or kv_tokens < request_tokens_p95:
+    is_too_small = request_tokens_max(model, kv_tokens) < workload.request_tokens_p95
+    if memory.verdict == "over" or is_too_small:
         return ServingEstimate(
             ttft_ms=INFINITE_LATENCY,
             itl_ms=INFINITE_LATENCY,
@@ -238,6 +250,7 @@ def estimate_serving(
             concurrency=0.0,
             utilization=math.inf,
             kv_tokens=kv_tokens,
+            kv_requests=0,
             memory=memory,
             confidence=prices.confidence,
         )
@@ -248,8 +261,12 @@ def estimate_serving(
         kv_tokens=kv_tokens,
         pipeline_stages=split.pp,
         block_tokens=KV_BLOCK_TOKENS,
+        windows=sequence_blocks(model).windows,
+        attention_span=attention_span(model),
     )
-    return _LoadEstimator(workload, split, rules, prices).estimate(memory, prices.confidence)
+    kv_requests = requests_that_fit(model, kv_tokens, workload.request_tokens_mean)
+    load_estimator = _LoadEstimator(workload, split, rules, kv_requests, prices)
+    return load_estimator.estimate(memory, prices.confidence)
 
 
 def serving_memory(
@@ -258,8 +275,7 @@ def serving_memory(
     """Return the memory ledger of the fullest device, and a replica's KV cache size in tokens."""
     ranks = _cached_rank_costs(model, split.tp, split.pp, dtype, split.kv_dtype)
     capacity = cluster.device.memory_bytes
-    # On a CPU, all ranks of all replicas share the memory of the machine.
-    ranks_per_device = split.tp * split.pp * split.replicas if on_cpu else 1
+    ranks_per_device = _ranks_per_device(split, on_cpu=on_cpu)
     workspace = _workspace_bytes(model, dtype, split, on_cpu=on_cpu)
     kv_tokens = split.kv_tokens
     if kv_tokens is None:
@@ -271,11 +287,14 @@ def serving_memory(
                 split.running_requests_max, model.max_position_embeddings, KV_BLOCK_TOKENS
             )
             kv_tokens = min(kv_tokens, tokens_max)
-    fullest = max(ranks, key=lambda rank: rank.weight_bytes + kv_tokens * rank.kv_bytes_per_token)
+    blocks = sequence_blocks(model).held(kv_tokens, 0) + 1  # With block 0.
+    fullest = max(
+        ranks, key=lambda rank: rank.weight_bytes + blocks * _block_layout(model, rank).block_bytes
+    )
     ledger = MemoryLedger(
         capacity=capacity,
         weights=fullest.weight_bytes * ranks_per_device,
-        kv=(kv_tokens + KV_BLOCK_TOKENS) * fullest.kv_bytes_per_token * ranks_per_device,
+        kv=blocks * _block_layout(model, fullest).block_bytes * ranks_per_device,
         workspace=workspace * ranks_per_device,
     )
     return ledger, kv_tokens
@@ -285,13 +304,9 @@ def kv_token_capacity(
     model: GPTConfig, dtype: str, split: ServingSplit, cluster: Cluster, *, on_cpu: bool = False
 ) -> int:
     """Return the KV cache size in tokens that fills the server's default share of the memory."""
-    ranks_per_device = split.tp * split.pp * split.replicas if on_cpu else 1
-    memory_bytes = cluster.device.memory_bytes // ranks_per_device
-    workspace = _workspace_bytes(model, dtype, split, on_cpu=on_cpu)
-    token_capacities = []
-    for rank in _cached_rank_costs(model, split.tp, split.pp, dtype, split.kv_dtype):
-        if not rank.kv_bytes_per_token:
-            continue
+    memory_bytes = cluster.device.memory_bytes // _ranks_per_device(split, on_cpu=on_cpu)
+
+    def kv_bytes(reserved_bytes: int) -> int:
         # A server computes the size of its KV cache from the memory that is free after loading. The
         # planner does not know this memory, and plans a KV cache that is usually smaller
         # (`_workspace_bytes` describes an exception):
@@ -302,10 +317,57 @@ def kv_token_capacity(
         # - CPU: 0.25 * (total memory - weights - workspace). The server's KV cache is larger by
         #   0.25 * workspace. With 1.3B parameters on 64 GiB, the server has 84,000 tokens, and the
         #   plan 83,472.
-        kv_bytes = kv_cache_bytes(memory_bytes, rank.weight_bytes + workspace, on_cpu=on_cpu)
-        layout = KVBlockLayout(KV_BLOCK_TOKENS, rank.kv_bytes_per_token)
-        token_capacities.append(layout.token_capacity(layout.blocks_within(kv_bytes)))
+        return kv_cache_bytes(memory_bytes, reserved_bytes, on_cpu=on_cpu)
+
+    return _kv_tokens_of_ranks(model, dtype, split, kv_bytes, on_cpu=on_cpu)
+
+
+def kv_tokens_within(
+    model: GPTConfig,
+    dtype: str,
+    split: ServingSplit,
+    usable_bytes: float,
+    *,
+    on_cpu: bool = False,
+) -> int:
+    """Return the largest KV cache size in tokens with which no device needs over `usable_bytes`."""
+    rank_bytes = int(usable_bytes / _ranks_per_device(split, on_cpu=on_cpu))
+    return _kv_tokens_of_ranks(
+        model, dtype, split, lambda reserved_bytes: rank_bytes - reserved_bytes, on_cpu=on_cpu
+    )
+
+
+def _kv_tokens_of_ranks(
+    model: GPTConfig,
+    dtype: str,
+    split: ServingSplit,
+    kv_bytes: Callable[[int], int],
+    *,
+    on_cpu: bool,
+) -> int:
+    """Return the size in tokens of the smallest KV cache of a rank; all ranks have this size.
+
+    `kv_bytes` returns a rank's bytes for the KV cache. Its argument is the bytes of the rank's
+    weights and workspace.
+    """
+    workspace = _workspace_bytes(model, dtype, split, on_cpu=on_cpu)
+    token_capacities = []
+    for rank in _cached_rank_costs(model, split.tp, split.pp, dtype, split.kv_dtype):
+        if rank.kv_bytes_per_token:
+            layout = _block_layout(model, rank)
+            blocks = layout.blocks_within(max(0, kv_bytes(rank.weight_bytes + workspace)))
+            token_capacities.append(layout.token_capacity(blocks))
     return min(token_capacities)
+
+
+def _ranks_per_device(split: ServingSplit, *, on_cpu: bool) -> int:
+    """Return the number of ranks that share the memory: on a CPU all ranks of all replicas."""
+    return split.tp * split.pp * split.replicas if on_cpu else 1
+
+
+def _block_layout(model: GPTConfig, rank: RankCost) -> KVBlockLayout:
+    groups = len(sequence_blocks(model).windows)
+    return KVBlockLayout(KV_BLOCK_TOKENS, rank.kv_bytes_per_token // groups, groups)
 
 
 @lru_cache(maxsize=256)
@@ -347,6 +409,7 @@ class _LoadEstimator:
     workload: Workload
     split: ServingSplit
     rules: SchedulerRules
+    kv_requests: int  # As in `ServingEstimate`.
     prices: StepPrices
 
     def estimate(self, memory: MemoryLedger, confidence: Confidence) -> ServingEstimate:
@@ -451,6 +514,7 @@ class _LoadEstimator:
             utilization=simulation_result.busy_s
             / max(request.end_s for request in simulation_result.requests),
             kv_tokens=self.rules.kv_tokens,
+            kv_requests=self.kv_requests,
             memory=memory,
             confidence=confidence,
             steps=simulation_result.steps,
@@ -537,7 +601,7 @@ class _LoadEstimator:
             return self._replica_concurrency
         workload, batch = self.workload, self.rules.running_requests_max
         prompt, output = workload.input_tokens.mean, workload.output_tokens.mean
-        context = batch * (prompt + output / 2)
+        context = batch * self.rules.attention_span.keys(prompt + output / 2)
         step_s = self.prices.steps.step_seconds(batch, batch, context, 0, batch)
         return self._replica_request_rate * output * self.rules.pipeline_stages * step_s
 

@@ -14,6 +14,7 @@ import yaml
 
 from planning.figures import format_figure, format_number, label
 from planning.inference.estimate import ServingSplit, serving_memory
+from planning.inference.kv_capacity import kv_tokens_for_requests
 from planning.inference.requirements import Requirements
 from planning.inference.search import (
     ServingCandidate,
@@ -362,7 +363,8 @@ def _smallest_fitting_split(requirements: Requirements) -> tuple[int, int] | Non
     """
     node, layers = requirements.cluster.gpus_per_node, requirements.model.num_layers
     for tp, pp in tp_pp_splits(requirements.model, node, node * layers, layers):
-        split = ServingSplit(tp, pp, 1, 1, kv_tokens=requirements.request_tokens_p95)
+        kv_tokens = kv_tokens_for_requests(requirements.model, 1, requirements.request_tokens_p95)
+        split = ServingSplit(tp, pp, 1, 1, kv_tokens=kv_tokens)
         ledger, _ = serving_memory(
             requirements.model,
             requirements.dtype,

@@ -128,12 +128,13 @@ class _SchedulerSimulation:
         self._simulation_result.busy_s += seconds
 
     def _step_seconds(self, step: Step) -> float:
-        attention_pairs = context_tokens = 0
+        attention_pairs = context_tokens = 0.0
+        span = self._rules.attention_span
         for past, length in zip(step.past, step.lengths, strict=True):
             if length == 1 and past:
-                context_tokens += past + 1
+                context_tokens += span.keys(past + 1)
             else:
-                attention_pairs += length * (2 * past + length + 1) // 2
+                attention_pairs += span.pairs(past, past + length)
         return self._step_costs.step_seconds(
             sum(step.lengths), sum(step.draws), context_tokens, attention_pairs, len(step.slots)
         )
@@ -175,9 +176,10 @@ def make_scheduler(rules: SchedulerRules) -> Scheduler:
     )
     return Scheduler(
         vocab_size=VOCAB_SIZE,
-        blocks=rules.kv_tokens // rules.block_tokens + 1,
+        blocks=rules.kv_blocks + 1,  # Block 0 is never assigned.
         scheduler_config=config.scheduler_config,
         cache_config=config.cache_config,
         context_tokens_max=CONTEXT_TOKENS_MAX,
         stages=rules.pipeline_stages,
+        windows=rules.windows,
     )

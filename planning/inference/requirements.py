@@ -4,7 +4,6 @@ The capacity is computed from the memory ledger, without a simulation. The searc
 `planning.inference.search`. The module does not import torch.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 from gpt.config import GPTConfig
@@ -15,12 +14,17 @@ from planning.inference.estimate import (
     ServingSplit,
     Workload,
     kv_token_capacity,
+    kv_tokens_within,
     serving_memory,
+)
+from planning.inference.kv_capacity import (
+    kv_tokens_for_requests,
+    request_tokens_max,
+    requests_that_fit,
 )
 from planning.inference.service_levels import OBJECTIVES, Objective, ServiceLimits
 from planning.memory_ledger import MemoryLedger, tight_share
 from planning.plan import Feasibility
-from serving.memory_budget import KV_BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -78,19 +82,11 @@ class Requirements:
 
     @property
     def request_tokens_p95(self) -> int:
-        """Number of tokens of a long request: virtual tokens + p95 of input + p95 of output."""
-        workload = self.workload
-        return math.ceil(
-            workload.virtual_tokens + workload.input_tokens.p95 + workload.output_tokens.p95
-        )
+        return self.workload.request_tokens_p95
 
     @property
     def request_tokens_mean(self) -> int:
-        """Number of tokens of a finished request of average length."""
-        workload = self.workload
-        return math.ceil(
-            workload.virtual_tokens + workload.input_tokens.mean + workload.output_tokens.mean
-        )
+        return self.workload.request_tokens_mean
 
     @property
     def on_cpu(self) -> bool:
@@ -143,10 +139,11 @@ def memory_capacity(
     kv_tokens = 0
     for share, feasibility in memory_shares:
         kv_tokens = _kv_tokens_within(requirements, split, share)
-        if kv_tokens >= requirements.request_tokens_p95:
-            return MemoryCapacity(
-                kv_tokens, max(1, kv_tokens // requirements.request_tokens_mean), feasibility
+        if request_tokens_max(requirements.model, kv_tokens) >= requirements.request_tokens_p95:
+            requests = requests_that_fit(
+                requirements.model, kv_tokens, requirements.request_tokens_mean
             )
+            return MemoryCapacity(kv_tokens, max(1, requests), feasibility)
     memory, _ = serving_memory(
         requirements.model,
         requirements.dtype,
@@ -174,27 +171,13 @@ def _kv_tokens_within(requirements: Requirements, split: ServingSplit, share: fl
 
     The size is a whole number of blocks. The device that needs the most memory limits the size.
     """
-
-    def ledger_with(tokens: int) -> MemoryLedger:
-        ledger, _ = serving_memory(
-            requirements.model,
-            requirements.dtype,
-            replace(split, kv_tokens=tokens),
-            requirements.cluster,
-            on_cpu=requirements.on_cpu,
-        )
-        return ledger
-
-    empty_ledger = ledger_with(0)
-    usable_bytes = share * empty_ledger.capacity
-    # The empty ledger contains one KV block: block 0, which no sequence uses.
-    bytes_per_token = max(1.0, empty_ledger.kv / KV_BLOCK_TOKENS)
-    tokens = int(max(0.0, usable_bytes - empty_ledger.total) / bytes_per_token)
-    # The device that needs the most memory may be a different one if the KV cache is not empty.
-    full_ledger = ledger_with(tokens)
-    excess_bytes = max(0.0, full_ledger.total - usable_bytes)
-    bytes_per_token = max(1.0, full_ledger.kv / (tokens + KV_BLOCK_TOKENS))
-    tokens = max(0, tokens - math.ceil(excess_bytes / bytes_per_token))
+    tokens = kv_tokens_within(
+        requirements.model,
+        requirements.dtype,
+        split,
+        share * requirements.cluster.device.memory_bytes,
+        on_cpu=requirements.on_cpu,
+    )
     if requirements.on_cpu:
         # The limit is the server's default size, which leaves memory for other processes.
         tokens = min(
@@ -203,10 +186,12 @@ def _kv_tokens_within(requirements: Requirements, split: ServingSplit, share: fl
                 requirements.model, requirements.dtype, split, requirements.cluster, on_cpu=True
             ),
         )
-    return tokens // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
+    return tokens
 
 
-def kv_tokens_needed(requirements: Requirements, capacity: MemoryCapacity, batch: int) -> int:
+def kv_tokens_needed(
+    requirements: Requirements, capacity: MemoryCapacity, batch: int, step_tokens_max: int
+) -> int:
     """Return the size in tokens of the KV cache to configure.
 
     On a GPU it is the capacity. On a CPU, whose memory has other uses, it is at most the size that
@@ -214,6 +199,7 @@ def kv_tokens_needed(requirements: Requirements, capacity: MemoryCapacity, batch
     """
     if not requirements.on_cpu:
         return capacity.kv_tokens
-    # Each running request needs one more block to grow into.
-    blocks_per_request = -(-requirements.request_tokens_p95 // KV_BLOCK_TOKENS) + 1
-    return min(capacity.kv_tokens, batch * blocks_per_request * KV_BLOCK_TOKENS)
+    kv_tokens = kv_tokens_for_requests(
+        requirements.model, batch, requirements.request_tokens_p95, step_tokens_max
+    )
+    return min(capacity.kv_tokens, kv_tokens)

@@ -317,7 +317,9 @@ class _ServingSearch:
         split = ServingSplit(tp, pp, 1, batch, step_tokens, None, preset.prefill_stall_ms_max)
         if batch > capacity.running_requests_max:
             return None
-        split = replace(split, kv_tokens=kv_tokens_needed(requirements, capacity, batch))
+        split = replace(
+            split, kv_tokens=kv_tokens_needed(requirements, capacity, batch, step_tokens)
+        )
         if replicas:
             return self._evaluate_cached(replace(split, replicas=replicas), capacity)
         replicas_min = self._replicas_needed_min(split)

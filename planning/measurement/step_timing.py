@@ -15,6 +15,7 @@ import torch
 
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
+from gpt.costs.attention_span import FULL_ATTENTION, AttentionSpan, attention_span
 from gpt.costs.inference import kv_bytes_per_token
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.model.loading import parse_device
@@ -101,7 +102,7 @@ def time_model(
         slots=slots,
     )
     timings = _time_rounds(runner, shapes, seconds, clock)
-    step_costs = fit_step_costs(timings)
+    step_costs = fit_step_costs(timings, attention_span(model_config))
     shape = ModelShape.from_config(model_config)
     dtype_bytes = model.dtype.itemsize
     rows_max = max(step_shape.rows for step_shape in timings)
@@ -206,7 +207,9 @@ def _time_step(runner: ModelRunner, step_shape: StepShape, clock: Callable[[], f
 # -------------------------------------------------------------------------------------- the fit
 
 
-def fit_step_costs(timings: Mapping[StepShape, float]) -> StepCostModel:
+def fit_step_costs(
+    timings: Mapping[StepShape, float], span: AttentionSpan = FULL_ATTENTION
+) -> StepCostModel:
     """Fit the cost of each part of a step to shapes that differ in that part."""
     decode_shapes = {
         step_shape.sequences: step_shape
@@ -218,16 +221,16 @@ def fit_step_costs(timings: Mapping[StepShape, float]) -> StepCostModel:
         for step_shape in timings
         if step_shape.tokens > 1 and not step_shape.context
     }
-    context_s = _context_s(timings)
-    pair_s = _pair_s(timings)
+    context_s = _context_s(timings, span)
+    pair_s = _pair_s(timings, span)
 
     # The next two functions subtract the attention from the time of a step.
     def decode_s(count: int) -> float:
         step_shape = decode_shapes[count]
-        return timings[step_shape] - context_s * count * (step_shape.context + 1)
+        return timings[step_shape] - context_s * count * span.keys(step_shape.context + 1)
 
     def chunk_s(tokens: int) -> float:
-        return timings[chunk_shapes[tokens]] - pair_s * tokens * (tokens + 1) / 2
+        return timings[chunk_shapes[tokens]] - pair_s * span.pairs(0, tokens)
 
     # A decode step of n sequences and a prefill chunk of n tokens compute the same number of rows,
     # but the decode step has n - 1 more sequences.
@@ -260,7 +263,7 @@ def _short_context(timings: Mapping[StepShape, float]) -> int:
     return min(step_shape.context for step_shape in timings if step_shape.tokens == 1)
 
 
-def _context_s(timings: Mapping[StepShape, float]) -> float:
+def _context_s(timings: Mapping[StepShape, float], span: AttentionSpan) -> float:
     """Return the seconds per context token, fitted to decode steps of two context lengths."""
     short_shapes = {
         step_shape.sequences: step_shape
@@ -275,7 +278,10 @@ def _context_s(timings: Mapping[StepShape, float]) -> float:
     pairs = [
         (
             step_shape.sequences
-            * (step_shape.context - short_shapes[step_shape.sequences].context),
+            * (
+                span.keys(step_shape.context + 1)
+                - span.keys(short_shapes[step_shape.sequences].context + 1)
+            ),
             timings[step_shape] - timings[short_shapes[step_shape.sequences]],
         )
         for step_shape in long_shapes
@@ -284,7 +290,7 @@ def _context_s(timings: Mapping[StepShape, float]) -> float:
     return _fit_slope(pairs)
 
 
-def _pair_s(timings: Mapping[StepShape, float]) -> float:
+def _pair_s(timings: Mapping[StepShape, float], span: AttentionSpan) -> float:
     """Return the seconds per attention pair, fitted to prefill chunks with and without context."""
     first_chunk_shapes = {
         step_shape.tokens: step_shape
@@ -296,7 +302,8 @@ def _pair_s(timings: Mapping[StepShape, float]) -> float:
     ]
     pairs = [
         (
-            step_shape.tokens * step_shape.context,
+            span.pairs(step_shape.context, step_shape.context + step_shape.tokens)
+            - span.pairs(0, step_shape.tokens),
             timings[step_shape] - timings[first_chunk_shapes[step_shape.tokens]],
         )
         for step_shape in late_chunk_shapes
@@ -305,7 +312,7 @@ def _pair_s(timings: Mapping[StepShape, float]) -> float:
     return _fit_slope(pairs)
 
 
-def _fit_slope(pairs: list[tuple[int, float]]) -> float:
+def _fit_slope(pairs: list[tuple[float, float]]) -> float:
     """Return the slope of the least-squares line through the origin, at least 0."""
     squares = sum(x * x for x, _ in pairs)
     return max(0.0, sum(x * y for x, y in pairs) / squares) if squares else 0.0

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import ceil, log2, sqrt
 
 from gpt.config import GPTConfig
+from gpt.costs.attention_span import attention_span
 from gpt.errors import ConfigError
 from gpt.parallel.pipeline_stages import stage_layers
 from gpt.parallel.weight_sharding import local_kv_heads
@@ -278,7 +279,7 @@ def _attention_s(sharded_model: ShardedModel, batch: BatchPass) -> float:
     model = sharded_model.model
     tp = sharded_model.tp
     constants = sharded_model.constants
-    context = min(batch.context, model.window_size or batch.context)
+    context = attention_span(model).keys(batch.context)
     if batch.is_prefill:
         scores = batch.sequences * batch.tokens * context * model.num_attention_heads / tp
         matmul_s = (

@@ -11,6 +11,7 @@ from math import gcd
 
 import gpt.parallel.weight_sharding
 from gpt.config import GPTConfig
+from gpt.costs.attention_span import attention_span
 from gpt.costs.inference import parameter_count
 from gpt.costs.training import (
     RecomputeMode,
@@ -314,6 +315,7 @@ def _time_confidence(
             f"has a hidden size under {PUBLISHED_HIDDEN_MIN}",
         ),
         (any(job.model.moe_layers), "has MoE layers"),
+        (attention_span(job.model).has_windows, "has layers with windows"),
         # All published runs that train an adapter are on the H100. All GPUs except the A100s have
         # the H100's software; the A100s are the GPUs with an `error_fp8` of 0.
         (

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from math import log
 
 from gpt.config import GPTConfig
+from gpt.costs.attention_span import attention_span
 from gpt.costs.training import LayerWidths, Trainable, all_reduce_elements, layer_widths
 from planning.hardware import Cluster
 
@@ -214,10 +215,13 @@ def _matmul_s(work: LayerWork, m: float, n: float, k: float) -> float:
 
 def _attention_s(work: LayerWork, w: LayerWidths, *, backward: bool) -> float:
     e, device = work.efficiency, work.cluster.device
-    flops = 4 * work.tokens * work.sequence * w.queries / work.tp
     if work.flash:
-        # Fused attention skips the masked half of the scores.
-        return flops / 2 * (FUSED_BACKWARD if backward else 1) / (device.flops * e.fused_attention)
+        # Fused attention skips the scores of later keys and of keys behind the window.
+        area = work.batch * attention_span(work.config).score_area(work.sequence, causal=True)
+        flops = 4 * area * w.queries / work.tp
+        return flops * (FUSED_BACKWARD if backward else 1) / (device.flops * e.fused_attention)
+    # Unfused attention computes all scores, and masks some of them.
+    flops = 4 * work.tokens * work.sequence * w.queries / work.tp
     scores = work.tokens * work.sequence * w.heads / work.tp
     score_bytes = SCORE_BYTES["backward" if backward else "forward"] * scores
     matmuls_s = flops * (2 if backward else 1) / (device.flops * e.products)

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from gpt.kv_groups import blocks_behind_window
 from serving.scheduler.block_pool import BlockPool
 from serving.scheduler.sequence import Sequence
 
@@ -27,14 +28,6 @@ def hash_strings(*strings: str) -> bytes:
         len(string.encode()).to_bytes(8, "little") + string.encode() for string in strings
     )
     return blake2b(encoded_bytes, digest_size=KEY_BYTES).digest()
-
-
-def blocks_behind_window(window: int | None, tokens: int, block_tokens: int) -> int:
-    """Number of leading blocks that no token from position `tokens` on attends to.
-
-    The token at this position attends to the `window` - 1 tokens before it.
-    """
-    return 0 if window is None else max(0, tokens - window + 1) // block_tokens
 
 
 @dataclass(frozen=True, slots=True)

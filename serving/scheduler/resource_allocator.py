@@ -18,17 +18,16 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from gpt.kv_groups import window_blocks_max
+from gpt.kv_groups import UNLIMITED_TOKENS, SequenceBlocks, blocks_behind_window
 from serving.config import CacheConfig, SchedulerConfig
 from serving.messages import AdapterRowsWrite, BlockTableUpdate
 from serving.scheduler.adapter_row_pool import AdapterRowPool
 from serving.scheduler.block_pool import BlockPool
+from serving.scheduler.block_reservation import BlockReservation
 from serving.scheduler.preemption import PreemptionPolicy
-from serving.scheduler.prefix_cache import PrefixCache, PrefixMatch, blocks_behind_window
+from serving.scheduler.prefix_cache import PrefixCache, PrefixMatch
 from serving.scheduler.sequence import LEVELS_TO_LATENCY, SchedulingPriority, Sequence
 from serving.scheduler.waiting_queue import WaitingQueue
-
-UNLIMITED_TOKENS = 1 << 62  # The KV cache does not limit the length of a sequence.
 
 
 class AdmissionResult(Enum):
@@ -64,7 +63,7 @@ class ResourceAllocator:
 
     `blocks` is the number of KV blocks, including block 0. Preempted sequences, and parked
     sequences whose wait is over, are pushed to `waiting`. `windows`: the window of each KV group.
-    `stages`: the number of steps that may be in flight.
+    `stages`: the number of steps that may be in flight; `async_scheduling` adds one.
     """
 
     def __init__(
@@ -78,6 +77,7 @@ class ResourceAllocator:
         *,
         windows: SequenceOf[int | None] = (None,),
         stages: int = 1,
+        async_scheduling: bool = False,
     ) -> None:
         self._block_tokens = cache_config.kv_block_tokens
         self._age_s = scheduler_config.priority_age_s
@@ -95,15 +95,14 @@ class ResourceAllocator:
             windows=windows,
         )
         self._windows = tuple(windows)
-        self._has_windows = any(self._windows)
-        # The largest numbers of blocks that a sequence holds in the groups with a window. In each
-        # step in flight it may have a prefill chunk.
-        self._window_limits = [
-            window_blocks_max(window, stages * scheduler_config.step_tokens_max, self._block_tokens)
-            for window in self._windows
-            if window is not None
-        ]
-        self._full_groups = self._windows.count(None)
+        self._sequence_blocks = SequenceBlocks(self._windows, self._block_tokens)
+        # Each step in flight may have a prefill chunk of a sequence. A decode of the sequence is in
+        # one step in flight, with asynchronous scheduling in two.
+        self._reservation = BlockReservation(
+            self._sequence_blocks,
+            stages * scheduler_config.step_tokens_max + async_scheduling,
+            1 + async_scheduling + scheduler_config.speculate_tokens_max,
+        )
         self._adapter_rows = AdapterRowPool(cache_config.adapter_rows_max)
         self._slot_count = scheduler_config.running_requests_max
         self._free_slots = list(range(self._slot_count - 1, -1, -1))
@@ -126,19 +125,8 @@ class ResourceAllocator:
     @property
     def kv_tokens(self) -> int:
         """Capacity of the KV cache, in tokens of a sequence that runs alone."""
-        capacity = self._block_pool.capacity
-        # With these blocks in the groups with a window, a sequence of any length makes progress: it
-        # frees a block before it needs the next one.
-        window_blocks = sum(
-            window_blocks_max(window, 1, self._block_tokens)
-            for window in self._windows
-            if window is not None
-        )
-        if not self._full_groups and capacity >= window_blocks:
-            return UNLIMITED_TOKENS
-        group_count = len(self._windows)
-        in_windows = (capacity - window_blocks) // max(1, self._full_groups)
-        return max(capacity // group_count, in_windows) * self._block_tokens
+        tokens = self._sequence_blocks.tokens_max(self._block_pool.capacity)
+        return UNLIMITED_TOKENS if tokens is None else tokens
 
     @property
     def block_count(self) -> int:
@@ -178,7 +166,7 @@ class ResourceAllocator:
 
     @property
     def release_count(self) -> int:
-        """Number of times that a sequence released its resources."""
+        """Number of times that a sequence released its resources, or reserved blocks."""
         return self._release_count
 
     @property
@@ -286,8 +274,10 @@ class ResourceAllocator:
             or past < sequence.prefill_target
         ):
             self._wake(self._prefix_cache.publish(sequence, past))
-        if self._has_windows and sequence.end_reason is None:
+        if self._sequence_blocks.has_windows and sequence.end_reason is None:
             self._free_behind_windows(sequence)
+            # From the end of the prefill on, fewer blocks are reserved for the sequence.
+            self._release_count += past < sequence.prefill_target <= sequence.computed_tokens
         if (
             sequence.steps_in_flight == 0
             and sequence.end_reason is None
@@ -318,8 +308,7 @@ class ResourceAllocator:
 
         The sequence can run if a slot is free and the pool has enough blocks:
 
-            blocks for min(tokens of the sequence + block_tokens, kv_tokens_max)
-            - cached blocks of the sequence
+            `BlockReservation.blocks_needed` for its tokens - its cached blocks
             + blocks reserved for running sequences  <=  available blocks
 
         A sequence that needs more blocks than the pool has, because of its prefill chunks in groups
@@ -337,7 +326,7 @@ class ResourceAllocator:
         # The matching blocks are retained first, so that they do not count as available.
         matched_blocks = prefix_match.blocks
         self._block_pool.retain(matched_blocks)
-        if not self._preempt_to_fit(sequence, len(matched_blocks), now):
+        if not self._preempt_to_fit(sequence, prefix_match, now):
             self._block_pool.release(matched_blocks)
             return AdmissionResult.NO_SPACE
         self._start_running(sequence, prefix_match, now)
@@ -367,7 +356,7 @@ class ResourceAllocator:
                 for group, table in enumerate(block_tables)
             ]
 
-    def _preempt_to_fit(self, sequence: Sequence, matched_blocks: int, now: float) -> bool:
+    def _preempt_to_fit(self, sequence: Sequence, match: PrefixMatch, now: float) -> bool:
         """Make a slot and enough blocks available for a waiting sequence; return whether they are.
 
         Running sequences of lower priority are preempted, but only if this frees enough resources.
@@ -376,9 +365,11 @@ class ResourceAllocator:
             self._reserved_total = sum(
                 [self._reserved_blocks(other) for other in self._running.values()]
             )
-        tokens_needed = min(len(sequence.tokens) + self._block_tokens, sequence.kv_tokens_max)
-        blocks_needed = self._blocks_in_groups(tokens_needed)
-        blocks_needed = min(blocks_needed, self._block_pool.capacity) - matched_blocks
+        tokens = len(sequence.tokens)
+        blocks_needed = self._reservation.blocks_needed(
+            tokens, tokens - match.tokens, sequence.kv_tokens_max
+        )
+        blocks_needed = min(blocks_needed, self._block_pool.capacity) - len(match.blocks)
         blocks_missing = blocks_needed + self._reserved_total - self._block_pool.available
         if blocks_missing <= 0 and self._free_slots:
             return True
@@ -412,26 +403,20 @@ class ResourceAllocator:
     def _reserved_blocks(self, sequence: Sequence) -> int:
         """Number of blocks that are reserved for a running sequence, beyond its block tables.
 
-            blocks for min(max(prefill_target, planned_tokens) + block_tokens, kv_tokens_max)
+            `BlockReservation.blocks_needed` for max(prefill_target, planned_tokens)
             - blocks in the block tables
 
         If the difference is negative, the number is 0.
         """
-        tokens_needed = min(
-            max(sequence.prefill_target, sequence.planned_tokens) + self._block_tokens,
-            sequence.kv_tokens_max,
+        tokens = max(sequence.prefill_target, sequence.planned_tokens)
+        blocks_needed = self._reservation.blocks_needed(
+            tokens, sequence.prefill_target - sequence.computed_tokens, sequence.kv_tokens_max
         )
-        return max(0, self._blocks_in_groups(tokens_needed) - sequence.block_count)
+        return max(0, blocks_needed - sequence.block_count)
 
     def _blocks_for(self, tokens: int) -> int:
         """Number of entries of a block table for `tokens` tokens."""
         return -(-tokens // self._block_tokens)
-
-    def _blocks_in_groups(self, tokens: int) -> int:
-        """Number of blocks that a sequence of `tokens` tokens holds in all groups, at most."""
-        blocks = self._blocks_for(tokens)
-        window_blocks = sum([min(blocks, limit) for limit in self._window_limits])
-        return self._full_groups * blocks + window_blocks
 
     # -------------------------------------------------------------------------------- adapter rows
 
@@ -556,7 +541,7 @@ class ResourceAllocator:
         if sequence.has_nonfinite_kv:
             self._clear_nonfinite_blocks(sequence)
         self._block_pool.release(_blocks_of(sequence))
-        if self._has_windows:
+        if self._sequence_blocks.has_windows:
             # The slot may get another sequence before the next step, which has these updates.
             self._updates.block_table_updates = [
                 update

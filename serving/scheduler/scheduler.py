@@ -124,7 +124,8 @@ class Scheduler:
             self._waiting,
             model_digest,
             windows=tuple(windows),
-            stages=stages + async_scheduling,
+            stages=stages,
+            async_scheduling=async_scheduling,
         )
         self._limits = SubmissionLimits(
             vocab_size, context_tokens_max, self._allocator.kv_tokens, cache_config.adapter_rows_max

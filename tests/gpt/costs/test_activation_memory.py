@@ -1,6 +1,7 @@
 """Activation memory: bytes by the literature's formulas and by torch."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -84,16 +85,31 @@ def test_activation_bytes_of_a_gated_layer() -> None:
 
 
 class Layer(torch.nn.Module):
-    """A layer as the papers count it: dropout after softmax and after both halves."""
+    """A layer as the papers count it: dropout after softmax and after both halves.
 
-    def __init__(self, h: int, heads: int) -> None:
+    - `norms`: 4 adds a norm after each half, as in Gemma 3.
+    - `experts_per_token`: 0: a dense MLP, else the number of experts of each token, out of as many.
+    """
+
+    def __init__(
+        self,
+        h: int,
+        heads: int,
+        *,
+        norms: int = 2,
+        qk_norm: bool = False,
+        experts_per_token: int = 0,
+    ) -> None:
         super().__init__()
         self.heads = heads
-        self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(h) for _ in range(2)])
+        self.qk_norm = qk_norm
+        self.experts_per_token = experts_per_token
+        self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(h) for _ in range(norms)])
         self.qkv = torch.nn.Linear(h, 3 * h)
         self.proj = torch.nn.Linear(h, h)
-        self.fc1 = torch.nn.Linear(h, 4 * h)
-        self.fc2 = torch.nn.Linear(4 * h, h)
+        experts = max(1, experts_per_token)
+        self.fc1 = torch.nn.ModuleList([torch.nn.Linear(h, 4 * h) for _ in range(experts)])
+        self.fc2 = torch.nn.ModuleList([torch.nn.Linear(4 * h, h) for _ in range(experts)])
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
@@ -101,41 +117,70 @@ class Layer(torch.nn.Module):
             part.reshape(b, s, self.heads, -1).transpose(1, 2).reshape(b * self.heads, s, -1)
             for part in self.qkv(self.norms[0](x)).chunk(3, -1)
         )
+        if self.qk_norm:
+            q, k = (torch.nn.functional.layer_norm(part, part.shape[-1:]) for part in (q, k))
         start = torch.zeros(1, dtype=x.dtype)
         scores = torch.baddbmm(start, q, k.transpose(1, 2), beta=0, alpha=0.1)
         share = torch.native_dropout(scores.softmax(-1), 0.1, True)[0]
         out = (share @ v).reshape(b, self.heads, s, -1).transpose(1, 2).reshape(b, s, h)
-        x = x + torch.native_dropout(self.proj(out), 0.1, True)[0]
-        middle = torch.nn.functional.gelu(self.fc1(self.norms[1](x)), approximate="tanh")
-        return x + torch.native_dropout(self.fc2(middle), 0.1, True)[0]
+        x = x + torch.native_dropout(self.post_norm(2, self.proj(out)), 0.1, True)[0]
+        out = self.post_norm(3, self.mlp(self.norms[1](x)))
+        return x + torch.native_dropout(out, 0.1, True)[0]
+
+    def post_norm(self, index: int, x: Tensor) -> Tensor:
+        return self.norms[index](x) if len(self.norms) == 4 else x
+
+    def mlp(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if self.experts_per_token:
+            rows = rows.repeat(self.experts_per_token, 1)  # A copy for each expert of a token.
+        outputs = [
+            fc2(torch.nn.functional.gelu(fc1(part), approximate="tanh"))
+            for part, fc1, fc2 in zip(rows.chunk(len(self.fc1)), self.fc1, self.fc2, strict=True)
+        ]
+        return sum(outputs[1:], start=outputs[0]).reshape(x.shape)
 
 
 @pytest.mark.parametrize("trainable", ["all", "adapter"])
-def test_torch_keeps_the_counted_activation_bytes(trainable: str) -> None:
+@pytest.mark.parametrize(
+    ("layer_options", "fields"),
+    [
+        ({}, {}),
+        ({"norms": 4}, {"norm_placement": "pre_and_post"}),
+        ({"qk_norm": True}, {"qk_layernorm": True}),
+        ({"experts_per_token": 3}, {"num_experts": 8, "moe_router_topk": 3, "moe_layers": ()}),
+    ],
+    ids=["papers' layer", "norms after", "qk norm", "experts"],
+)
+def test_torch_keeps_the_counted_activation_bytes(
+    trainable: str, layer_options: dict[str, Any], fields: dict[str, Any]
+) -> None:
     b = 2
     s = 64
     h = 128
     heads = 4
     torch.manual_seed(0)
-    layer = Layer(h, heads).to(torch.bfloat16)
+    layer = Layer(h, heads, **layer_options).to(torch.bfloat16)
     layer.requires_grad_(trainable == "all")
     own_storage = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     bytes_by_address: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        # The count leaves out statistics of norms.
-        if storage.data_ptr() not in own_storage and tensor.numel() > b * s:
+        # The count leaves out statistics of norms, which have one value for each row or head.
+        if storage.data_ptr() not in own_storage and tensor.numel() > b * s * heads:
             bytes_by_address[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = layer(torch.randn(b, s, h, dtype=torch.bfloat16, requires_grad=True))
     assert out.requires_grad  # Its graph keeps the tensors alive, so no address is reused.
-    config = gpt3_config(1, h, heads, vocab=10, sequence=s)
+    config = gpt3_config(1, h, heads, vocab=10, sequence=s).with_fields(**fields)
     setup = TrainingSetup(trainable=trainable)  # type: ignore[arg-type]
     expected = layer_activation_bytes(config, b, s, "none", setup)
-    assert sum(bytes_by_address.values()) == expected
+    # The router of the experts is not in the layer; its input is that of the dense fc1.
+    router_input = 2 * b * s * h if config.num_experts and trainable == "all" else 0
+    assert sum(bytes_by_address.values()) == expected - router_input
 
 
 def test_layers_in_flight_of_each_schedule() -> None:

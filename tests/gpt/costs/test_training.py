@@ -16,7 +16,7 @@ from gpt.costs.training import (
     step_flops,
 )
 from tests.support.cost_configs import LLAMA_7B, gpt3_config
-from tests.support.models import CONFIGS
+from tests.support.models import CONFIGS, SERVED_CONFIGS
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,33 @@ def test_causal_counting_halves_attention_only() -> None:
     causal = forward_flops(LLAMA_7B, 3, 1000, causal=True)
     assert causal.attention == plain.attention / 2
     assert (causal.linears, causal.head) == (plain.linears, plain.head)
+
+
+@pytest.mark.parametrize("name", ["layered", "mixed windows"])
+@pytest.mark.parametrize("sequence", [3, 7, 40])
+def test_flops_of_window_layers_count_the_pairs_in_the_window(name: str, sequence: int) -> None:
+    config = SERVED_CONFIGS[name]
+    flops = forward_flops(config, 2, sequence)
+    # Each query of a window layer computes `window` scores, and each query of another layer all.
+    pairs = sum(
+        min(layer.window_size or sequence, sequence)
+        for layer in config.layers
+        for _ in range(sequence)
+    )
+    per_pair = 4 * config.num_attention_heads * config.kv_channels
+    assert flops.attention == pytest.approx(2 * pairs * per_pair)
+    # The causal count, as the literature's, counts half of the diagonal.
+    causal_pairs = sum(
+        query - key < (layer.window_size or sequence)
+        for layer in config.layers
+        for query in range(sequence)
+        for key in range(query + 1)
+    )
+    diagonal = sum(min(layer.window_size or sequence, sequence) for layer in config.layers)
+    causal = forward_flops(config, 2, sequence, causal=True)
+    assert causal.attention == pytest.approx(2 * (causal_pairs - diagonal / 2) * per_pair)
+    no_windows = config.with_fields(window_size=None, window_layers=(), window_rope=None)
+    assert causal.linears == forward_flops(no_windows, 2, sequence).linears
 
 
 def test_flops_count_every_width() -> None:

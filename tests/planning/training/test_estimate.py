@@ -265,6 +265,24 @@ def test_estimate_contains_sent_bytes() -> None:
     assert not any(single_rank_bytes.values())
 
 
+def test_fused_attention_skips_the_scores_behind_a_window() -> None:
+    # Four of six layers have a window of a quarter of the sequence.
+    windows = (True, True, False) * 16
+    window_model = GPT_22B.with_fields(window_size=512, window_layers=windows)
+    split = TrainingSplit(tp=8, micro_batch=4)
+    for flash, share in ((True, 1 / 3 + 2 / 3 * (1 / 4 + 3 / 16)), (False, 1.0)):
+        full, windowed = (
+            estimate(model, 4, split, flash=flash) for model in (GPT_22B, window_model)
+        )
+        assert windowed.seconds["attention"] == pytest.approx(share * full.seconds["attention"])
+        assert windowed.seconds["products"] == full.seconds["products"]
+        assert windowed.memory == full.memory
+    # The convention of FLOPs counts windows in both cases, as rectangles.
+    attention = 3 * 4 * 48 * 4 * 2048**2 * 6144
+    assert full.model_flops - windowed.model_flops == pytest.approx(2 / 3 * 3 / 4 * attention)
+    assert "windows" in windowed.time_confidence.note
+
+
 def test_error_bar_is_wider_outside_of_published_runs() -> None:
     split = TrainingSplit(8, 2)
     usual = estimate(GPT_22B, 64, split, "h100").time_confidence

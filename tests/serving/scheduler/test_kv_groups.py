@@ -134,3 +134,16 @@ def test_the_prefix_cache_has_a_key_for_each_of_many_groups() -> None:
         harness.submit(text_ids(40), new=1)
         harness.finish()
     assert harness.cached_tokens[1] == 39
+
+
+def test_decoding_sequences_reserve_no_blocks_for_prefill_chunks() -> None:
+    harness = SchedulerHarness(windows=[None, 8], blocks=55, step_tokens_max=64)
+    for seed in range(3):
+        harness.submit(text_ids(8, seed), new=60)
+    for _ in range(41):
+        harness.step()
+    # Each sequence has 48 tokens, and needs 13 + 3 blocks for its next block of tokens.
+    harness.submit(text_ids(8, 3), new=4)  # Needs 3 + 3 blocks: 54 in total.
+    harness.step()
+    assert harness.scheduler.stats.running == 4
+    harness.finish()
