@@ -1,13 +1,18 @@
-"""Model presets: GPTConfigs of GPT-3 and LLaMA sizes by name, for plans without a checkpoint.
+"""Model presets: GPTConfigs of published models by name, for plans without a checkpoint.
 
-The GPT-3 presets are the sizes of the published Megatron and NeMo runs. This module reads no files.
+The GPT-3 presets are the sizes of the published Megatron and NeMo runs. The sizes of
+GPT-OSS and Gemma 3 are those of their config.json; the reader of Hugging Face checkpoints adds what
+is the same for all models of a family. This module reads no files.
 """
 
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
+from gpt.formats.huggingface.families.config_json import ConfigJson
+from gpt.formats.huggingface.families.registry import FAMILIES
 from gpt.settings import short_repr, suggest_nearest
 
 # The fields in which the LLaMA architecture differs from GPT-3.
@@ -47,6 +52,44 @@ def _llama(layers: int, hidden: int, heads: int, groups: int, **sizes: int) -> G
     return GPTConfig.from_dict(record)
 
 
+def _hugging_face(model_type: str, **fields: object) -> GPTConfig:
+    family = FAMILIES[model_type]
+    record = ConfigJson({**family.defaults, **fields}, Path(f"preset {model_type}"))
+    return family.to_gpt_config(record).with_fields(dtype="bfloat16")
+
+
+def _gpt_oss(layers: int, experts: int) -> GPTConfig:
+    return _hugging_face(
+        "gpt_oss",
+        num_hidden_layers=layers,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_local_experts=experts,
+        sliding_window=128,
+        vocab_size=201088,
+        max_position_embeddings=131072,
+    )
+
+
+def _gemma3(layers: int, hidden: int, ffn: int, heads: int, groups: int, **more: int) -> GPTConfig:
+    return _hugging_face(
+        "gemma3_text",
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        sliding_window=1024,
+        vocab_size=262208,
+        max_position_embeddings=131072,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        **more,
+    )
+
+
 @cache
 def presets() -> Mapping[str, GPTConfig]:
     llama2_sizes = {"vocab_size": 32000, "max_position_embeddings": 4096}
@@ -64,6 +107,11 @@ def presets() -> Mapping[str, GPTConfig]:
         "llama2-70b": _llama(80, 8192, 64, 8, ffn_hidden_size=28672, **llama2_sizes),
         "llama3-8b": _llama(32, 4096, 32, 8, ffn_hidden_size=14336, **llama3_sizes),
         "llama3-70b": _llama(80, 8192, 64, 8, ffn_hidden_size=28672, **llama3_sizes),
+        "gpt-oss-20b": _gpt_oss(24, 32),
+        "gpt-oss-120b": _gpt_oss(36, 128),
+        "gemma3-4b": _gemma3(34, 2560, 10240, 8, 4),
+        "gemma3-12b": _gemma3(48, 3840, 15360, 16, 8),
+        "gemma3-27b": _gemma3(62, 5376, 21504, 32, 16, head_dim=128, query_pre_attn_scalar=168),
     }
 
 
@@ -72,7 +120,8 @@ def preset(name: str) -> GPTConfig | None:
 
     A GPT-3 preset can also be named by its size, such as 175B.
     """
-    normalized_name = name.lower().replace("_", "-").replace(" ", "-").replace("gpt-3", "gpt3")
+    normalized_name = name.lower().replace("_", "-").replace(" ", "-")
+    normalized_name = normalized_name.replace("gpt-3", "gpt3").replace("gemma-3", "gemma3")
     configs = presets()
     return configs.get(normalized_name) or configs.get(
         f"gpt3-{normalized_name.removeprefix('gpt-')}"

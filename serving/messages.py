@@ -172,8 +172,8 @@ def merge_outputs(outputs: Sequence[SequenceOutput]) -> SequenceOutput:
 class EngineStats(_Part, frozen=True):
     """Load of the engine, in sequences and KV blocks.
 
-    Sequences use `blocks_held` of the `blocks`. The prefix cache keeps `blocks_cached` more, which
-    no sequence uses.
+    Sequences use `blocks_held` of the `blocks`, in each KV group the number in `group_blocks_held`.
+    The prefix cache keeps `blocks_cached` more, which no sequence uses.
     """
 
     waiting: int = 0
@@ -196,6 +196,7 @@ class EngineStats(_Part, frozen=True):
     compiled_kernels: int = 0  # Kernels that Triton compiled on any rank after the warm-up.
     # CUDA graph captures of rank 0 that failed. After a failure, steps run without graphs.
     failed_captures: int = 0
+    group_blocks_held: list[int] = []  # Empty before the first step.
 
 
 class Ready(_Message, frozen=True):

@@ -24,6 +24,7 @@ import msgspec
 from aiohttp import web
 
 from gpt.errors import ConfigError
+from gpt.kv_groups import kv_groups
 from gpt.software_versions import preamble_version
 from serving.admission.auth import Authenticator
 from serving.config import (
@@ -659,9 +660,14 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
     metrics.watch_adapter_residency(engine.adapter_residency)
     ready_message = engine.ready_message
     assert ready_message is not None
+    model_config = service.checkpoint.config
+    metrics.watch_kv_groups(kv_groups(model_config), lambda: engine.stats)
+    concurrency = service.context_concurrency
     metrics.set_cache_info(
         block_tokens=str(cache_config.kv_block_tokens),
         blocks=str(ready_message.kv_blocks),
+        context_requests=f"{concurrency:g}",
+        context_tokens=str(int(concurrency * model_config.max_position_embeddings)),
         dtype=cache_config.kv_dtype,
         prefix_cache=str(cache_config.prefix_cache).lower(),
     )

@@ -40,7 +40,7 @@ class AttentionSpan:
         `end` is not included. Position 0 is the first token of the sequence.
         """
         pairs = sum(
-            count * (_causal_pairs(window, end) - _causal_pairs(window, start))
+            count * (causal_pairs(window, end) - causal_pairs(window, start))
             for window, count in self.layer_counts
         )
         return pairs / self._layers
@@ -62,7 +62,7 @@ class AttentionSpan:
 FULL_ATTENTION = AttentionSpan(((None, 1),))
 
 
-def _causal_pairs(window: int | None, tokens: int) -> int:
+def causal_pairs(window: int | None, tokens: int) -> int:
     """Return the number of pairs of the first `tokens` queries of a sequence."""
     span = tokens if window is None else min(tokens, window)
     return span * (span + 1) // 2 + (tokens - span) * span

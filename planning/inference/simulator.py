@@ -11,7 +11,7 @@ in the KV cache at their full lengths, no block is counted, because none can be 
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +20,7 @@ from itertools import groupby
 
 from gpt.costs.attention_span import FULL_ATTENTION, AttentionSpan
 from gpt.kv_groups import UNLIMITED_TOKENS, SequenceBlocks
+from planning.inference.decode_keys import DecodeKeys
 from planning.inference.step_cost import StepCostModel
 from serving.memory_budget import KV_BLOCK_TOKENS
 from serving.scheduler.block_reservation import BlockReservation
@@ -243,10 +244,12 @@ class Simulation(ABC):
             start = request.planned_tokens
             end = chunk_end(start, token_budget, request.prefill_target, block_tokens)
             if not self._allocate(request, end, victims):
-                end = min(end, self._tokens_allocatable(request))
-                if end <= start:
+                shorter_end = min(end, self._tokens_allocatable(request))
+                if shorter_end > start:
+                    end = shorter_end
+                    self._allocate(request, end, victims)
+                elif self._running_count > 1:
                     continue
-                self._allocate(request, end, victims)
             chunks.attention_pairs += self._span.pairs(start, end)
             chunks.tokens += end - start
             chunks.chunks.append((request, end))
@@ -318,17 +321,15 @@ class Simulation(ABC):
         """Allocate the blocks of a running request up to `tokens` tokens; return whether it has.
 
         If blocks are missing, preempt requests that arrived later, the latest first. `victims` are
-        the requests that may be preempted, sorted by arrival. A request that runs alone always gets
-        its blocks, because the server rejects requests that do not fit.
+        the requests that may be preempted, sorted by arrival. A request that runs alone goes on
+        without blocks: it does not fit in the KV cache, and a server would refuse it.
         """
         block_tokens = self._rules.block_tokens
         new_blocks = -(-tokens // block_tokens) - -(-request.planned_tokens // block_tokens)
         blocks = len(self._rules.windows) * new_blocks
         while blocks > self._blocks_available:
             if not victims or victims[-1].age <= request.age:
-                if self._running_count > 1:
-                    return False
-                break
+                return False
             self._preempt(victims.pop())
         self._blocks_available -= blocks
         return True
@@ -389,7 +390,7 @@ class SingleStageSimulation(Simulation):
         self._decode_heap: list[tuple[int, int, SimulatedRequest]] = []
         # Decoding requests that have no block for their next token, during a step.
         self._stalled: list[SimulatedRequest] = []
-        self._context_tokens = 0  # Context tokens of all requests in `_decode_heap`.
+        self._decode_keys = DecodeKeys(rules.attention_span)  # Of the requests in `_decode_heap`.
 
     def _run(self) -> None:
         while self.simulation_result.steps < STEPS_MAX or not self.simulation_result.requests:
@@ -426,7 +427,7 @@ class SingleStageSimulation(Simulation):
         seconds = self._step_costs.step_seconds(
             count + chunks.tokens,
             count + len(chunks.completed),
-            self._decode_pairs(1),
+            self._decode_keys.pairs(1),
             chunks.attention_pairs,
             count + len(chunks.chunks),
         )
@@ -457,18 +458,8 @@ class SingleStageSimulation(Simulation):
     def _decode_seconds(self, steps: int) -> float:
         """Return the duration of the next `steps` steps, if they decode the same requests."""
         count = len(self._decode_heap)
-        attention_s = self._step_costs.context_s * self._decode_pairs(steps)
+        attention_s = self._step_costs.context_s * self._decode_keys.pairs(steps)
         return steps * self._step_costs.step_seconds(count, count, 0, 0, count) + attention_s
-
-    def _decode_pairs(self, steps: int) -> float:
-        """Return the number of keys that the tokens of the next `steps` steps attend to."""
-        if not self._span.has_windows:
-            count = len(self._decode_heap)
-            return steps * self._context_tokens + count * steps * (steps + 1) / 2
-        pairs = self._span.pairs
-        return sum(
-            pairs(tokens, tokens + steps) for tokens in map(self._decoded_tokens, self._decode_heap)
-        )
 
     def _advance_clock(self, seconds: float, steps: int) -> None:
         """Advance the clock by `seconds`, the total duration of `steps` steps.
@@ -478,7 +469,7 @@ class SingleStageSimulation(Simulation):
         count, simulation_result = len(self._decode_heap), self.simulation_result
         self._now += seconds
         self._step_index += steps
-        self._context_tokens += count * steps
+        self._decode_keys.advance(steps)
         simulation_result.busy_s += seconds
         simulation_result.steps += steps
         simulation_result.tokens += steps * count
@@ -489,11 +480,12 @@ class SingleStageSimulation(Simulation):
         """Add a request that decodes from the next step on."""
         finish_step = self._step_index + request.output_tokens - request.generated_tokens
         heappush(self._decode_heap, (finish_step, request.number, request))
-        self._context_tokens += request.prompt_tokens + request.generated_tokens - 1
+        tokens = request.prompt_tokens + request.generated_tokens - 1
+        self._decode_keys.add(request.number, tokens, request.kv_tokens_max)
 
     def _finish_decode(self, request: SimulatedRequest) -> None:
         request.generated_tokens = request.output_tokens
-        self._context_tokens -= request.kv_tokens_max
+        self._decode_keys.remove(request.number)
         self._finish_request(request)
 
     # -------------------------------------------------------------------------------- KV blocks
@@ -517,11 +509,20 @@ class SingleStageSimulation(Simulation):
         if self._has_ample_blocks:
             return UNLIMITED_TOKENS
         count, block_tokens = len(self._decode_heap), self._rules.block_tokens
+        # Numbers of requests by the number of tokens in their last, partly filled blocks.
+        token_counts = [self._decoded_tokens(heap_entry) for heap_entry in self._decode_heap]
+        offsets = Counter(tokens % block_tokens for tokens in token_counts)
+        full_blocks = sum([tokens // block_tokens for tokens in token_counts])
 
         def blocks_max(steps: int) -> int:
-            """Return an upper bound of the blocks that all requests together hold."""
-            tokens = self._context_tokens + count * (steps + block_tokens - 1)
-            return self._blocks.held_max_of_several(count, tokens // block_tokens)
+            """Return the number of blocks after these steps, in windows an upper bound."""
+            table_length = full_blocks + sum(
+                [
+                    requests * -(-(offset + steps) // block_tokens)
+                    for offset, requests in offsets.items()
+                ]
+            )
+            return self._blocks.held_max_of_several(count, table_length)
 
         steps_max = self._decode_heap[0][0] - self._step_index
         return max(1, bisect_right(range(1, steps_max + 1), self._rules.kv_blocks, key=blocks_max))
@@ -545,7 +546,8 @@ class SingleStageSimulation(Simulation):
         for request in growing:
             if not request.is_running:  # Preempted by an earlier request in this loop.
                 continue
-            if not self._allocate(request, request.planned_tokens + 1, victims):
+            has_block = self._allocate(request, request.planned_tokens + 1, victims)
+            if not has_block and self._running_count > 1:
                 self._remove_decode(request)
                 self._stalled.append(request)
 
@@ -554,7 +556,7 @@ class SingleStageSimulation(Simulation):
         tokens = self._decoded_tokens(heap_entry)
         self._decode_heap.remove(heap_entry)
         heapify(self._decode_heap)
-        self._context_tokens -= tokens
+        self._decode_keys.remove(request.number)
         request.generated_tokens = tokens + 1 - request.prompt_tokens
         request.last_token_s = self._now
 
@@ -678,8 +680,10 @@ class PipelineSimulation(Simulation):
         for request in ready:
             if len(decoding) == count_max:
                 break
-            # An earlier request in this loop may have preempted the request.
-            if request.is_running and self._allocate(request, request.planned_tokens + 1, victims):
+            if not request.is_running:  # Preempted by an earlier request in this loop.
+                continue
+            has_block = self._allocate(request, request.planned_tokens + 1, victims)
+            if has_block or self._running_count == 1:
                 decoding[request.number] = request
         self._ready = deque(request for request in self._ready if request.number not in decoding)
         return list(decoding.values())

@@ -4,7 +4,8 @@ A block of the block pool is in one of three states. Free: it has no useful cont
 in the block tables of one or more sequences, and its reference count is their number. Cached: it is
 in no block table, but published under a key, so that a later prompt may use it again. When no block
 is free, the cached block that was released first is evicted. Block 0 is scratch memory and is never
-allocated. Keys are opaque bytes in this module.
+allocated. A block belongs to a KV group from its allocation to its eviction; the pool counts the
+blocks in use of each group. Keys are opaque bytes in this module.
 """
 
 from collections import OrderedDict
@@ -14,14 +15,18 @@ from collections.abc import Iterable, Sequence
 class BlockPool:
     """Allocates, counts and evicts blocks. `count`: number of blocks, including block 0."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, groups: int = 1) -> None:
         assert count > 1, "a pool needs block 0 and at least one block to allocate"
         self.capacity = count - 1
         self._free = list(range(count - 1, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._ref_counts = [0] * count
-        # The sum of the reference counts, and the number of blocks whose reference count is not 0.
+        # The KV group of each block that is in use or cached.
+        self._groups = [0] * count
+        # The sum of the reference counts, and the number of blocks whose reference count is not 0,
+        # in total and by KV group.
         self._ref_total = self._in_use_count = 0
+        self._in_use_by_group = [0] * groups
         self._keys_by_block: dict[int, list[bytes]] = {}
         self._blocks_by_key: dict[bytes, int] = {}
         # `find_cached(key)` returns the block published under the key, or None. It is a bound
@@ -41,8 +46,15 @@ class BlockPool:
     def in_use_count(self) -> int:
         return self._in_use_count
 
-    def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks with reference count 1; `count` must be at most `available`."""
+    @property
+    def in_use_by_group(self) -> list[int]:
+        return list(self._in_use_by_group)
+
+    def allocate(self, count: int, group: int = 0) -> list[int]:
+        """Allocate `count` blocks of a KV group with reference count 1.
+
+        `count` must be at most `available`.
+        """
         assert count <= self.available, f"{count} blocks requested, {self.available} available"
         blocks = []
         for _ in range(count):
@@ -52,9 +64,11 @@ class BlockPool:
                 block, _ = self._cached.popitem(last=False)
                 self.unpublish(block)
             self._ref_counts[block] = 1
+            self._groups[block] = group
             blocks.append(block)
         self._ref_total += count
         self._in_use_count += count
+        self._in_use_by_group[group] += count
         return blocks
 
     def retain(self, blocks: Iterable[int]) -> None:
@@ -63,6 +77,7 @@ class BlockPool:
             if self._ref_counts[block] == 0:
                 del self._cached[block]
                 self._in_use_count += 1
+                self._in_use_by_group[self._groups[block]] += 1
             self._ref_counts[block] += 1
             self._ref_total += 1
 
@@ -79,6 +94,7 @@ class BlockPool:
             self._ref_total -= 1
             if ref_count == 0:
                 self._in_use_count -= 1
+                self._in_use_by_group[self._groups[block]] -= 1
                 if block in self._keys_by_block:
                     self._cached[block] = None
                 else:
@@ -107,6 +123,7 @@ class BlockPool:
         assert self._in_use_count + self.available == self.capacity, (
             "a block is lost or was released twice"
         )
+        assert sum(self._in_use_by_group) == self._in_use_count, "a block changed its KV group"
         assert self._ref_total == references, (
             f"the pool counts {self._ref_total} references to blocks, but the block tables have "
             f"{references} entries"

@@ -84,7 +84,7 @@ class ResourceAllocator:
         self._starvation_s = LEVELS_TO_LATENCY * scheduler_config.priority_age_s
         self._preemption_policy = PreemptionPolicy(scheduler_config.priority_age_s)
         self._waiting = waiting
-        self._block_pool = BlockPool(blocks)
+        self._block_pool = BlockPool(blocks, len(windows))
         self._prefix_cache = PrefixCache(
             self._block_pool,
             self._block_tokens,
@@ -135,6 +135,11 @@ class ResourceAllocator:
     @property
     def blocks_in_use(self) -> int:
         return self._block_pool.in_use_count
+
+    @property
+    def group_blocks_in_use(self) -> list[int]:
+        """Blocks in use by KV group."""
+        return self._block_pool.in_use_by_group
 
     @property
     def blocks_cached(self) -> int:
@@ -337,11 +342,9 @@ class ResourceAllocator:
     def _start_running(self, sequence: Sequence, prefix_match: PrefixMatch, now: float) -> None:
         block_tables = prefix_match.tables
         if prefix_match.partial_blocks:
-            targets = self._block_pool.allocate(len(block_tables))
-            for table, source, target in zip(
-                block_tables, prefix_match.partial_blocks, targets, strict=True
-            ):
-                table.append(target)
+            for group, source in enumerate(prefix_match.partial_blocks):
+                (target,) = self._block_pool.allocate(1, group)
+                block_tables[group].append(target)
                 if source != target:
                     self._updates.block_copies.append((source, target))
         sequence.start_running(self._free_slots.pop(), block_tables, prefix_match.tokens, now)
@@ -456,7 +459,7 @@ class ResourceAllocator:
             self._preempt_below(sequence, count * group_count, now)
             if count * group_count > self._block_pool.available:
                 return False
-        new_blocks = [self._block_pool.allocate(count) for _ in range(group_count)]
+        new_blocks = [self._block_pool.allocate(count, group) for group in range(group_count)]
         self._updates.block_table_updates += [
             BlockTableUpdate(sequence.slot, start, blocks, group)
             for group, blocks in enumerate(new_blocks)

@@ -567,6 +567,7 @@ class Scheduler:
             blocks=allocator.block_count,
             blocks_held=allocator.blocks_in_use,
             blocks_cached=allocator.blocks_cached,
+            group_blocks_held=allocator.group_blocks_in_use,
             prompt_tokens=totals.prompt,
             cached_tokens=totals.cached,
             made_tokens=totals.output,

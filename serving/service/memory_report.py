@@ -15,7 +15,8 @@ class MemoryReport:
 
     weight_bytes: int
     kv_tokens: int
-    full_context_requests: int  # Requests that fit in the KV cache if each fills the context.
+    # Requests that fit in the KV cache if each fills the context; blocks behind a window are free.
+    full_context_requests: int
     # Number of adapter rows (one row for each virtual token) that fit on the device at once.
     adapter_rows: int
     binding_limit: str  # The setting that limits concurrent full-context requests.
@@ -28,10 +29,9 @@ class MemoryReport:
         cache_config: CacheConfig,
         weight_bytes: int,
         kv_tokens: int,
-        context_tokens: int,
+        full_context_requests: int,
         step_bytes: int = 0,
     ) -> "MemoryReport":
-        full_context_requests = kv_tokens // context_tokens
         return cls(
             weight_bytes,
             kv_tokens,

@@ -42,11 +42,14 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from gpt.kv_groups import KVGroup
 from gpt.software_versions import library_version
 from serving.engine.adapter_residency import ADAPTER_NAMES_MAX, ResidencySnapshot
 from serving.engine.stream import AnswerTiming
+from serving.messages import EngineStats
 from serving.request import AnswerSpec, FinishReason
 from serving.service.error_reasons import REASONS, Reason
+from serving.service.kv_capacity import KVGroupGauges
 from serving.service.usage import UsageCollector, UsageMeter
 from serving.service.vllm_metrics import vllm_families
 
@@ -515,6 +518,12 @@ class Metrics:
     def watch_adapter_residency(self, read: Callable[[], ResidencySnapshot]) -> None:
         """Add the series of the adapters on the device, which are read at each scrape."""
         self.registry.register(_AdapterResidency(read))
+
+    def watch_kv_groups(
+        self, groups: Sequence[KVGroup], read_stats: Callable[[], EngineStats]
+    ) -> None:
+        """Add the gauges of the KV groups, which are read at each scrape."""
+        self.registry.register(KVGroupGauges(PREFIX, groups, read_stats))
 
     def set_cache_info(self, **labels: str) -> None:
         """Add the configuration of the KV cache: labels of a series whose value is always 1."""

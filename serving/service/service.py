@@ -42,6 +42,7 @@ from serving.ranks.in_process import InProcessTransport
 from serving.request import Ask, Completion, Request, UnavailableError
 from serving.service.error_reasons import reason_name
 from serving.service.golden_check import GoldenChecker
+from serving.service.kv_capacity import context_concurrency
 from serving.service.memory_report import MemoryReport
 from serving.worker.startup import WorkerCheckpoint, build_worker, open_for_serving
 
@@ -276,14 +277,24 @@ class Service:
     def memory_report(self) -> MemoryReport:
         ready_message = self.engine.ready_message
         assert ready_message is not None
-        context_tokens = self.checkpoint.config.max_position_embeddings
         return MemoryReport.build(
             self.config.scheduler_config,
             self.config.cache_config,
             ready_message.weight_bytes,
             ready_message.kv_tokens,
-            context_tokens,
+            int(self.context_concurrency),
             ready_message.step_bytes,
+        )
+
+    @property
+    def context_concurrency(self) -> float:
+        """The number of requests that fit in the KV cache if each of them fills the context."""
+        ready_message = self.engine.ready_message
+        assert ready_message is not None
+        return context_concurrency(
+            self.checkpoint.config,
+            ready_message.kv_blocks,
+            self.config.cache_config.kv_block_tokens,
         )
 
     @property

@@ -195,6 +195,8 @@ ALIASES = (
         labels={
             "block_tokens": "block_size",
             "blocks": "num_gpu_blocks",
+            "context_requests": "kv_cache_max_concurrency",
+            "context_tokens": "kv_cache_size_tokens",
             "dtype": "cache_dtype",
             "prefix_cache": "enable_prefix_caching",
         },

@@ -23,10 +23,21 @@ def specification_of(**flags: object) -> Specification:
         *(("5b", 5.05), ("20b", 20.3), ("22b", 22.1), ("40b", 39.1), ("175b", 174.6)),
         *(("530b", 529.6), ("1t", 1008.0), ("llama2-7b", 6.74), ("llama2-70b", 68.98)),
         *(("llama3-8b", 8.03), ("llama3-70b", 70.55)),
+        *(("gpt-oss-20b", 20.91), ("gpt-oss-120b", 116.83)),
+        # The embedding and the layers of the model card, without the vision encoder.
+        *(("gemma3-4b", 0.675 + 3.209), ("gemma3-12b", 1.012 + 10.759)),
+        *(("gemma3-27b", 1.416 + 25.600), ("Gemma 3 27B", 1.416 + 25.600)),
     ],
 )
 def test_presets_have_their_published_sizes(name: str, billions: float) -> None:
     assert parameter_count(find_preset(name)) / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+def test_presets_have_the_windows_of_their_layers() -> None:
+    windows = [layer.window_size for layer in find_preset("gpt-oss-20b").layers]
+    assert windows == [128, None] * 12
+    windows = [layer.window_size for layer in find_preset("gemma3-27b").layers]
+    assert windows == ([1024] * 5 + [None]) * 10 + [1024] * 2
 
 
 @pytest.mark.parametrize("name", ["175B", "gpt3-175b", "GPT-3 175B", "gpt3_175b", "gpt-175b"])

@@ -5,6 +5,7 @@ durations from the same step costs. Its numbers of steps and tokens, and its tim
 equal the simulator's.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -17,7 +18,9 @@ from hypothesis import strategies as st
 
 from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
+from gpt.costs.attention_span import AttentionSpan
 from gpt.errors import ConfigError
+from gpt.kv_groups import kv_groups
 from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
 from planning.hardware import DEVICES, Cluster
@@ -243,8 +246,11 @@ def test_simulated_pipeline_matches_the_scheduler(rate: float, concurrency: int)
     assert_close(simulated, reference, 0.01)
 
 
-def random_case(seed: int, *, limited_memory: bool) -> Case:
-    """A random workload; with `limited_memory`, the KV cache holds at least three long requests."""
+def random_case(seed: int, *, kv_requests: float | None = None) -> Case:
+    """A random workload of a model with random windows.
+
+    `kv_requests`: the number of requests of the greatest length in the KV cache; None: all.
+    """
     draw = Random(seed)
     block_tokens = draw.choice([4, 16, 32])
     running_requests_max = draw.choice([1, 2, 8, 16, 64])
@@ -252,16 +258,21 @@ def random_case(seed: int, *, limited_memory: bool) -> Case:
         LengthDistribution(mean_tokens, mean_tokens * draw.uniform(1, 3))
         for mean_tokens in (draw.uniform(2, 600), draw.uniform(2, 80))
     )
+    if kv_requests is not None and draw.random() < 0.5:
+        # Long outputs outgrow the KV cache that admission reserves, which causes preemptions.
+        prompt, output = output, prompt
     is_closed_loop = draw.random() < 0.5
     rate = 0.0 if is_closed_loop else draw.uniform(0.2, 30)
     concurrency = draw.choice([1, 3, 12, 40]) if is_closed_loop else 0
     count = draw.choice([5, 20, 60])
     kv_tokens = 1 << 20
-    if limited_memory:
+    if kv_requests is not None:
         request_tokens_max = max(prompt.sample_lengths(count, 1)) + max(
             output.sample_lengths(count, 2)
         )
-        kv_tokens = max(64, 3 * request_tokens_max // block_tokens) * block_tokens
+        kv_tokens = (int(kv_requests * request_tokens_max) // block_tokens + 2) * block_tokens
+    window = draw.choice([8, 64, 200, 1000])
+    windows = draw.choice([(None,), (window,), (None, window), (None, window, window, 2 * window)])
     rules = SchedulerRules(
         running_requests_max=running_requests_max,
         step_tokens_max=max(running_requests_max, draw.choice([32, 64, 256, 512, 2048])),
@@ -269,6 +280,8 @@ def random_case(seed: int, *, limited_memory: bool) -> Case:
         kv_tokens=kv_tokens,
         pipeline_stages=draw.choice([1, 1, 2, 3]),
         block_tokens=block_tokens,
+        windows=windows,
+        attention_span=AttentionSpan(tuple(Counter(windows).items())),
     )
     return draw.choice([SLOW, FAST]), rules, prompt, output, count, rate, concurrency
 
@@ -291,50 +304,52 @@ def deviations(simulated: SimulationResult, reference: SimulationResult) -> list
 
 
 def check_random_workloads(seeds: range) -> None:
-    """Mean times of requests deviate by less than 1 %.
-
-    The number of steps and the last end deviate by more than 1 % in 5 of 1000 workloads, by 7 % at
-    most, all under overload.
-    """
+    """Of 500 workloads, 490 have the scheduler's steps, and 5 deviate by 1 % to 3 %."""
     deviations_max = []
     for seed in seeds:
-        simulated, reference = run_both(random_case(seed, limited_memory=False))
+        simulated, reference = run_both(random_case(seed))
         assert simulated.tokens == reference.tokens
         assert simulated.preemptions == reference.preemptions == 0
-        deviation = deviations(simulated, reference)
-        assert max(deviation[:3]) < 0.01, f"seed {seed}"
-        assert max(deviation) < 0.08, f"seed {seed}"
-        deviations_max.append(max(deviation))
+        deviations_max.append(max(deviations(simulated, reference)))
+        assert deviations_max[-1] < 0.05, f"seed {seed}"
     assert mean(deviations_max) < 0.001
 
 
 def check_random_workloads_in_limited_memory(seeds: range) -> None:
-    """The simulator counts tokens of the KV cache instead of blocks, so admissions may differ.
+    """The simulator does not model aging, which changes the order of preemptions.
 
-    Of 1000 workloads, 33 deviate by more than 5 %, by 60 % at most (the time to first token).
+    Of 500 workloads, 452 have the scheduler's steps, tokens and preemptions, and 14 deviate by more
+    than 5 %, by 29 % at most. In 87 of them, the scheduler preempts.
     """
     deviations_max = []
+    matches = preempted = 0
     for seed in seeds:
-        simulated, reference = run_both(random_case(seed, limited_memory=True))
-        if not simulated.preemptions + reference.preemptions:
-            assert simulated.tokens == reference.tokens
+        kv_requests = Random(seed).uniform(1, 3)
+        simulated, reference = run_both(random_case(seed, kv_requests=kv_requests))
+        matches += all(
+            getattr(simulated, name) == getattr(reference, name)
+            for name in ("steps", "tokens", "preemptions")
+        )
+        preempted += reference.preemptions > 0
         deviations_max.append(max(deviations(simulated, reference)))
-        assert deviations_max[-1] < 0.7, f"seed {seed}"
+        assert deviations_max[-1] < 0.4, f"seed {seed}"
     assert mean(deviations_max) < 0.02
+    assert matches > 0.8 * len(seeds)
+    assert preempted > 0.1 * len(seeds)
 
 
 def test_random_workloads_take_the_schedulers_steps_and_times() -> None:
-    check_random_workloads(range(60))
+    check_random_workloads(range(40))
 
 
 def test_random_workloads_in_limited_memory_nearly_take_the_schedulers_times() -> None:
-    check_random_workloads_in_limited_memory(range(60))
+    check_random_workloads_in_limited_memory(range(12))
 
 
 @pytest.mark.slow
 def test_many_random_workloads_match_the_scheduler() -> None:
-    check_random_workloads(range(60, 360))
-    check_random_workloads_in_limited_memory(range(60, 360))
+    check_random_workloads(range(40, 340))
+    check_random_workloads_in_limited_memory(range(12, 212))
 
 
 def test_reference_simulation_leaves_the_requests_unchanged() -> None:
@@ -383,6 +398,33 @@ def test_single_request_takes_the_sum_of_its_steps() -> None:
     total_ms = 1e3 * (first_s + sum(next_s) + COSTS.request_s)
     assert estimate.request_ms.mean == pytest.approx(total_ms)
     assert estimate.confidence.source == "calibrated"
+
+
+def test_tokens_of_window_layers_attend_to_their_windows() -> None:
+    # 18 of 24 layers have a window of 100 tokens.
+    model = MODEL.with_fields(window_size=100, window_layers=(True, True, True, False) * 6)
+    load = Workload(PROMPT, ANSWER, None, 1)
+    estimate = estimate_serving(model, "float32", load, ServingSplit(), COSTS.as_cluster(), COSTS)
+    keys = [(18 * min(tokens, 100) + 6 * tokens) / 24 for tokens in range(1, 160)]
+    first_s = SLOW.step_seconds(128, 1, 0, sum(keys[:128]), 1)
+    next_s = [SLOW.step_seconds(1, 1, keys[128 + step], 0, 1) for step in range(31)]
+    assert estimate.ttft_ms.p50 == pytest.approx(1e3 * (first_s + COSTS.request_s))
+    assert estimate.itl_ms.mean == pytest.approx(1e3 * mean(next_s))
+
+
+def test_windows_raise_the_number_of_requests_and_their_speed() -> None:
+    """A quarter of the layers attends to all 2,112 tokens, the others to 256 of them."""
+    windows = MODEL.with_fields(window_size=256, window_layers=(True, True, True, False) * 6)
+    load = Workload(LengthDistribution(2048, 2048), LengthDistribution(64, 64), None, 100)
+    split = ServingSplit(running_requests_max=100, kv_tokens=60_000)
+    full, windowed = (
+        estimate_serving(model, "bfloat16", load, split, A100, None) for model in (MODEL, windows)
+    )
+    assert windowed.memory.kv == pytest.approx(full.memory.kv, rel=1e-3)
+    # Blocks of a request: 132 of 3,750, or 132 + 3 x 17 of 15,000.
+    assert (full.kv_requests, windowed.kv_requests) == (28, 81)
+    assert windowed.itl_ms.p50 < full.itl_ms.p50
+    assert windowed.tokens_per_s > full.tokens_per_s
 
 
 @pytest.mark.parametrize("concurrency", [1, 7, 40, 100])
@@ -456,18 +498,21 @@ def test_longer_prefill_stall_lowers_ttft_and_raises_itl() -> None:
     assert short_stall.itl_ms.p50 < long_stall.itl_ms.p95
 
 
-def test_memory_estimate_equals_the_engines_allocation() -> None:
+TINY = GPTConfig(
+    num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=100, max_position_embeddings=640
+)
+# Two groups of layers with a window, and one layer without in a group of its own.
+TINY_WINDOWS = TINY.with_fields(
+    num_layers=5, moe_layers=(), window_size=32, window_layers=(True, True, False, True, True)
+)
+
+
+@pytest.mark.parametrize("model_config", [TINY, TINY_WINDOWS], ids=["full", "windows"])
+def test_memory_estimate_equals_the_engines_allocation(model_config: GPTConfig) -> None:
     """Compare with the model runner's KV pool and weights, to the byte."""
-    tiny = GPTConfig(
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        vocab_size=100,
-        max_position_embeddings=640,
-    )
     config = ServerConfig(model="", kv_tokens_max=640)
     model = load_model(
-        random_init_checkpoint(tiny, 0), Mesh.single(torch.device("cpu")), dtype="bfloat16"
+        random_init_checkpoint(model_config, 0), Mesh.single(torch.device("cpu")), dtype="bfloat16"
     )
     runner = ModelRunner(
         model,
@@ -478,35 +523,35 @@ def test_memory_estimate_equals_the_engines_allocation() -> None:
         slots=4,
     )
     split = ServingSplit(kv_tokens=640)
-    ledger, tokens = serving_memory(tiny, "bfloat16", split, A100)
-    assert tokens == (runner.blocks - 1) * config.cache_config.kv_block_tokens
-    assert ledger.kv == sum(runner.pool.layer(layer).nbytes for layer in model.layers)
+    ledger, tokens = serving_memory(model_config, "bfloat16", split, A100)
+    groups = len(runner.windows)
+    assert groups * tokens == (runner.blocks - 1) * config.cache_config.kv_block_tokens
+    assert ledger.kv == runner.blocks * runner.pool.block_bytes
+    # Layer i of each group uses part i of the blocks.
+    parts = [runner.pool.layer(layer) for layer in model.layers]
+    assert ledger.kv == sum({part.data_ptr(): part.nbytes for part in parts}.values())
     assert ledger.weights == sum(parameter.nbytes for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("model_config", [TINY, TINY_WINDOWS], ids=["full", "windows"])
 def test_planner_and_server_size_the_kv_cache_of_equal_free_memory_equally(
+    model_config: GPTConfig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The planner's free memory is that of the host without the weights and the workspace."""
-    tiny = GPTConfig(
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        vocab_size=100,
-        max_position_embeddings=640,
-    )
     host = Cluster(replace(DEVICES["a100-80g"], memory_bytes=320 << 20), 1)
-    ledger, tokens = serving_memory(tiny, "bfloat16", ServingSplit(), host, on_cpu=True)
+    ledger, tokens = serving_memory(model_config, "bfloat16", ServingSplit(), host, on_cpu=True)
     free_bytes = ledger.capacity - ledger.weights - ledger.workspace
     monkeypatch.setattr(kv_cache_size, "available_memory_bytes", lambda: free_bytes)
     model = load_model(
-        random_init_checkpoint(tiny, 0), Mesh.single(torch.device("cpu")), dtype="bfloat16"
+        random_init_checkpoint(model_config, 0), Mesh.single(torch.device("cpu")), dtype="bfloat16"
     )
     config = ServerConfig(model="")
     blocks = available_kv_blocks(model, config.scheduler_config, config.cache_config)
     running_requests_max = config.scheduler_config.running_requests_max
-    assert 0 < tokens < running_requests_max * tiny.max_position_embeddings
-    assert tokens == (blocks - 1) * config.cache_config.kv_block_tokens
+    groups = len(kv_groups(model_config))
+    assert 0 < tokens < running_requests_max * model_config.max_position_embeddings
+    assert tokens == (blocks - 1) // groups * config.cache_config.kv_block_tokens
 
 
 def test_kv_cache_fills_the_remaining_memory() -> None:

@@ -18,6 +18,7 @@ from clients.load.generator import CallRecord, LoadRun
 from clients.load.report import LoadReport
 from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
+from gpt.costs.attention_span import AttentionSpan
 from gpt.errors import ConfigError, PreambleError
 from planning.cli.calibrate import make_parser, run, summary_lines
 from planning.hardware import DEVICES, Cluster
@@ -252,16 +253,24 @@ def test_model_shape_counts_active_weights() -> None:
 # ------------------------------------------------------------------------------------- the parts
 
 
-def seconds_of(kind: StepShape, steps: StepCostModel) -> float:
+def seconds_of(kind: StepShape, steps: StepCostModel, window: int = 1 << 20) -> float:
+    """The duration of a step of a model; half of its layers have the window."""
+    positions = range(kind.context + 1, kind.context + kind.tokens + 1)
+    keys = kind.sequences * sum((position + min(position, window)) / 2 for position in positions)
     decodes = kind.tokens == 1
-    context = kind.sequences * (kind.context + 1) if decodes else 0
-    pairs = 0 if decodes else kind.tokens * (2 * kind.context + kind.tokens + 1) // 2
+    context = keys if decodes else 0
+    pairs = 0 if decodes else keys
     draws = kind.sequences if kind.samples else 0
     return steps.step_seconds(kind.rows, draws, context, pairs, kind.sequences)
 
 
-def test_fit_recovers_step_cost_parts() -> None:
-    fitted = fit_step_costs({kind: seconds_of(kind, STEPS) for kind in step_shapes(SMALL)})
+@pytest.mark.parametrize("window", [1 << 20, 100])
+def test_fit_recovers_step_cost_parts(window: int) -> None:
+    """The cost of a key does not depend on the windows."""
+    fitted = fit_step_costs(
+        {kind: seconds_of(kind, STEPS, window) for kind in step_shapes(SMALL)},
+        AttentionSpan(((None, 3), (window, 3))),
+    )
     assert fitted.context_s == pytest.approx(STEPS.context_s)
     assert fitted.pair_s == pytest.approx(STEPS.pair_s)
     assert fitted.sequence_s == pytest.approx(STEPS.sequence_s, rel=0.01)

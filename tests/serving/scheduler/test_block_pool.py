@@ -13,20 +13,22 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(8)
+        self.pool = BlockPool(8, groups=3)
         self.tables: list[list[int]] = []
         self.write_count = 0
         self.content: dict[int, int] = {}  # The content last written into each block.
+        self.group_of: dict[int, int] = {}  # The KV group that allocated each block last.
         # By key: the block's content when the key was published.
         self.published_content: dict[bytes, int] = {}
 
-    @rule(count=st.integers(0, 4))
-    def allocate(self, count: int) -> None:
+    @rule(count=st.integers(0, 4), group=st.integers(0, 2))
+    def allocate(self, count: int, group: int) -> None:
         if count > self.pool.available:
             with pytest.raises(AssertionError):
-                self.pool.allocate(count)
+                self.pool.allocate(count, group)
             return
-        blocks = self.pool.allocate(count)
+        blocks = self.pool.allocate(count, group)
+        self.group_of |= dict.fromkeys(blocks, group)
         assert len(set(blocks)) == count and 0 not in blocks
         assert not set(blocks) & {block for table in self.tables for block in table}
         for block in blocks:
@@ -74,6 +76,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         blocks_in_use = {block for table in self.tables for block in table}
         assert self.pool.in_use_count == len(blocks_in_use)
         assert self.pool.available == 7 - len(blocks_in_use)
+        groups = [self.group_of[block] for block in blocks_in_use]
+        assert self.pool.in_use_by_group == [groups.count(group) for group in range(3)]
 
 
 BlockPoolMachine.TestCase.settings = settings(

@@ -46,6 +46,7 @@ from serving.service.metrics import (
     exemplar_labels,
 )
 from tests.support.servers import (
+    CONFIG,
     ROOT,
     WAIT_S,
     Server,
@@ -244,10 +245,15 @@ def test_the_cache_configuration_equals_the_sizes_of_the_cache(
     metric = scraped_server.server.metric
     tokens, blocks = metric("preamble_kv_block_tokens"), metric("preamble_kv_blocks")
     assert tokens > 0 and blocks > 0
-    labels = f'block_tokens="{tokens:.0f}",blocks="{blocks:.0f}",dtype="auto",prefix_cache="true"'
+    context = CONFIG.max_position_embeddings
+    concurrency = blocks * tokens / context
+    labels = f'block_tokens="{tokens:.0f}",blocks="{blocks:.0f}",'
+    labels += f'context_requests="{concurrency:g}",context_tokens="{blocks * tokens:.0f}",'
+    labels += 'dtype="auto",prefix_cache="true"'
     assert metric(f"preamble_kv_cache_info{{{labels}}}") == 1
     labels = f'block_size="{tokens:.0f}",cache_dtype="auto",enable_prefix_caching="True"'
-    labels += f',engine="0",num_gpu_blocks="{blocks:.0f}"'
+    labels += f',engine="0",kv_cache_max_concurrency="{concurrency:g}"'
+    labels += f',kv_cache_size_tokens="{blocks * tokens:.0f}",num_gpu_blocks="{blocks:.0f}"'
     assert metric(f"vllm:cache_config_info{{{labels}}}") == 1
 
 
