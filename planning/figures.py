@@ -21,7 +21,10 @@ LEDGER_PARTS = ("weights", "gradients", "optimizer", "activations", "kv", "works
 _STATISTICS = ("mean", "max", "p50", "p90", "p95", "p99")
 _SHARE_WORDS = ("share", "fraction", "mfu", "hfu", "utilization")
 _DISPLAY_WORDS = {
-    **{word: word.upper() for word in ("ttft", "itl", "mfu", "hfu", "kv", "tp", "pp", "dp", "vpp")},
+    **{
+        word: word.upper()
+        for word in ("ttft", "itl", "mfu", "hfu", "kv", "tp", "pp", "ep", "dp", "vpp")
+    },
     "gpu": "GPU",
     "gpus": "GPUs",
     "tflops": "TFLOP/s",

@@ -1,8 +1,8 @@
 """Model presets: GPTConfigs of published models by name, for plans without a checkpoint.
 
-The GPT-3 presets are the sizes of the published Megatron and NeMo runs. The sizes of
-GPT-OSS and Gemma 3 are those of their config.json; the reader of Hugging Face checkpoints adds what
-is the same for all models of a family. This module reads no files.
+The GPT-3 presets are the sizes of the published Megatron and NeMo runs. The sizes of GPT-OSS, Gemma
+3, Mixtral and Qwen3 are those of their config.json; the reader of Hugging Face checkpoints adds
+what is the same for all models of a family. This module reads no files.
 """
 
 from collections.abc import Mapping
@@ -90,6 +90,40 @@ def _gemma3(layers: int, hidden: int, ffn: int, heads: int, groups: int, **more:
     )
 
 
+def _qwen3_moe(layers: int, hidden: int, heads: int, expert_width: int) -> GPTConfig:
+    return _hugging_face(
+        "qwen3_moe",
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=expert_width,
+        norm_topk_prob=True,
+        rope_theta=1_000_000.0,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+    )
+
+
+def _mixtral(layers: int, hidden: int, ffn: int, heads: int, **more: object) -> GPTConfig:
+    return _hugging_face(
+        "mixtral",
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        rope_theta=1_000_000.0,
+        **more,
+    )
+
+
 @cache
 def presets() -> Mapping[str, GPTConfig]:
     llama2_sizes = {"vocab_size": 32000, "max_position_embeddings": 4096}
@@ -109,6 +143,14 @@ def presets() -> Mapping[str, GPTConfig]:
         "llama3-70b": _llama(80, 8192, 64, 8, ffn_hidden_size=28672, **llama3_sizes),
         "gpt-oss-20b": _gpt_oss(24, 32),
         "gpt-oss-120b": _gpt_oss(36, 128),
+        "mixtral-8x7b": _mixtral(
+            32, 4096, 14336, 32, vocab_size=32000, max_position_embeddings=32768
+        ),
+        "mixtral-8x22b": _mixtral(
+            56, 6144, 16384, 48, vocab_size=32768, max_position_embeddings=65536
+        ),
+        "qwen3-30b-a3b": _qwen3_moe(48, 2048, 32, 768),
+        "qwen3-235b-a22b": _qwen3_moe(94, 4096, 64, 1536),
         "gemma3-4b": _gemma3(34, 2560, 10240, 8, 4),
         "gemma3-12b": _gemma3(48, 3840, 15360, 16, 8),
         "gemma3-27b": _gemma3(62, 5376, 21504, 32, 16, head_dim=128, query_pre_attn_scalar=168),

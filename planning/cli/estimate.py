@@ -26,6 +26,7 @@ from planning.cli.specification import Specification
 from planning.figures import format_bytes, format_figure, format_ledger, format_number
 from planning.hardware import Cluster
 from planning.inference.estimate import Percentiles, ServingEstimate, ServingSplit, estimate_serving
+from planning.inference.model_split import ModelSplit
 from planning.memory_ledger import MemoryLedger
 from planning.plan import Confidence
 from planning.published.static_batch import (
@@ -64,6 +65,13 @@ def make_parser() -> argparse.ArgumentParser:
     split = parser.add_argument_group("parallelism").add_argument
     split("--tp", metavar="N", type=int, default=1, help="tensor-parallel size (default: 1)")
     split("--pp", metavar="N", type=int, default=1, help="pipeline-parallel size (default: 1)")
+    split(
+        "--ep",
+        metavar="N",
+        type=int,
+        default=1,
+        help="expert-parallel size of a server (default: 1)",
+    )
     split(
         "--dp",
         metavar="N",
@@ -153,6 +161,9 @@ def make_parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace, log: Callable[[str], None]) -> CommandResult:
     specification = Specification.read(args.spec, vars(args))
     model = specification.model.config()
+    _check_positive_flags(args, "tp", "pp", "ep")
+    if args.ep > 1 and not args.continuous:
+        raise ConfigError("--ep applies only to a server; add --continuous")
     if args.infer or args.continuous:
         return _estimate_inference(args, specification, model)
     return _estimate_training(args, specification, model)
@@ -171,7 +182,7 @@ def _check_positive_flags(args: argparse.Namespace, *names: str) -> None:
 def _estimate_training(
     args: argparse.Namespace, specification: Specification, model: GPTConfig
 ) -> CommandResult:
-    _check_positive_flags(args, "tp", "pp", "vpp", "micro_batch")
+    _check_positive_flags(args, "vpp", "micro_batch")
     if args.recompute_layers and args.recompute != "block":
         raise ConfigError(
             f"--recompute-layers is {args.recompute_layers}, and --recompute is {args.recompute}; "
@@ -304,7 +315,7 @@ def _format_share(name: str, seconds: float, total_seconds: float) -> str:
 def _estimate_inference(
     args: argparse.Namespace, specification: Specification, model: GPTConfig
 ) -> CommandResult:
-    _check_positive_flags(args, "tp", "pp", "batch")
+    _check_positive_flags(args, "batch")
     workload = specification.workload
     if workload.input_tokens is None or workload.output_tokens is None:
         raise ConfigError(
@@ -396,12 +407,13 @@ def _estimate_server(
     from planning.cli.serve import has_load, make_workload, serving_dtype
 
     calibration = specification.hardware.machine_calibration
-    ranks = args.tp * args.pp
+    model_split = ModelSplit(args.tp, args.pp, args.ep)
+    ranks = model_split.ranks
     cluster = specification.hardware.cluster(ranks)
     if cluster.gpus < ranks:
         raise ConfigError(
-            f"--tp {args.tp} x --pp {args.pp} needs {ranks} GPUs, and there are {cluster.gpus}; "
-            f"set --gpus {ranks}, or a smaller --tp or --pp"
+            f"{model_split.name} needs {ranks} GPUs, and there are {cluster.gpus}; set --gpus "
+            f"{ranks}, or smaller parallel sizes"
         )
     split = ServingSplit(
         tp=args.tp,
@@ -411,6 +423,7 @@ def _estimate_server(
         step_tokens_max=args.step_tokens_max,
         kv_tokens=args.kv_tokens,
         kv_dtype=args.kv_dtype,
+        ep=args.ep,
     )
     if not has_load(specification):
         raise ConfigError("no load is given; set --request-rate or --concurrency")
@@ -448,7 +461,7 @@ def _serving_text(
         ("model", f"{format_parameters(parameter_count(model))} parameters in {dtype}"),
         (
             "on",
-            f"{cluster.device.name}: TP{split.tp} PP{split.pp}{replicas_note}, "
+            f"{cluster.device.name}: {split.model_split.name}{replicas_note}, "
             f"{split.running_requests_max} requests at once",
         ),
     ]

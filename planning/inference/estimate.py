@@ -21,6 +21,7 @@ from gpt.errors import ConfigError
 from planning.hardware import Cluster
 from planning.inference.calibration_file import Calibration
 from planning.inference.kv_capacity import request_tokens_max, requests_that_fit, sequence_blocks
+from planning.inference.model_split import ModelSplit
 from planning.inference.simulator import (
     SchedulerRules,
     SimulatedRequest,
@@ -150,9 +151,10 @@ class ServingSplit:
     kv_tokens: int | None = None
     prefill_stall_ms_max: float = 15.0
     kv_dtype: str = "auto"  # "auto" or "fp8"; affects the memory, but not the step time.
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "replicas", "running_requests_max", "step_tokens_max"):
+        for name in ("tp", "pp", "ep", "replicas", "running_requests_max", "step_tokens_max"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.prefill_stall_ms_max <= 0:
@@ -161,9 +163,35 @@ class ServingSplit:
             )
         check_step_tokens(self.running_requests_max, self.step_tokens_max)
 
+    @classmethod
+    def of_model(
+        cls,
+        split: ModelSplit,
+        *,
+        replicas: int = 1,
+        running_requests_max: int = 1,
+        step_tokens_max: int = 512,
+        kv_tokens: int | None = None,
+        prefill_stall_ms_max: float = 15.0,
+    ) -> "ServingSplit":
+        return cls(
+            split.tp,
+            split.pp,
+            replicas,
+            running_requests_max,
+            step_tokens_max,
+            kv_tokens,
+            prefill_stall_ms_max,
+            ep=split.ep,
+        )
+
+    @property
+    def model_split(self) -> ModelSplit:
+        return ModelSplit(self.tp, self.pp, self.ep)
+
     @property
     def gpus(self) -> int:
-        return self.tp * self.pp * self.replicas
+        return self.model_split.ranks * self.replicas
 
 
 @dataclass(frozen=True)
@@ -236,7 +264,7 @@ def estimate_serving(
     Step costs come from the calibration or, if it is None, from the specification sheet. If the
     weights or one request do not fit in memory, all latencies are infinite.
     """
-    prices = price_steps(model, dtype, split.tp, split.pp, cluster, calibration)
+    prices = price_steps(model, dtype, split.model_split, cluster, calibration)
     on_cpu = calibration is not None and calibration.kind == "cpu"
     memory, kv_tokens = serving_memory(model, dtype, split, cluster, on_cpu=on_cpu)
     is_too_small = request_tokens_max(model, kv_tokens) < workload.request_tokens_p95
@@ -273,7 +301,7 @@ def serving_memory(
     model: GPTConfig, dtype: str, split: ServingSplit, cluster: Cluster, *, on_cpu: bool = False
 ) -> tuple[MemoryLedger, int]:
     """Return the memory ledger of the fullest device, and a replica's KV cache size in tokens."""
-    ranks = _cached_rank_costs(model, split.tp, split.pp, dtype, split.kv_dtype)
+    ranks = _cached_rank_costs(model, split.model_split, dtype, split.kv_dtype)
     capacity = cluster.device.memory_bytes
     ranks_per_device = _ranks_per_device(split, on_cpu=on_cpu)
     workspace = _workspace_bytes(model, dtype, split, on_cpu=on_cpu)
@@ -352,7 +380,7 @@ def _kv_tokens_of_ranks(
     """
     workspace = _workspace_bytes(model, dtype, split, on_cpu=on_cpu)
     token_capacities = []
-    for rank in _cached_rank_costs(model, split.tp, split.pp, dtype, split.kv_dtype):
+    for rank in _cached_rank_costs(model, split.model_split, dtype, split.kv_dtype):
         if rank.kv_bytes_per_token:
             layout = _block_layout(model, rank)
             blocks = layout.blocks_within(max(0, kv_bytes(rank.weight_bytes + workspace)))
@@ -362,7 +390,7 @@ def _kv_tokens_of_ranks(
 
 def _ranks_per_device(split: ServingSplit, *, on_cpu: bool) -> int:
     """Return the number of ranks that share the memory: on a CPU all ranks of all replicas."""
-    return split.tp * split.pp * split.replicas if on_cpu else 1
+    return split.gpus if on_cpu else 1
 
 
 def _block_layout(model: GPTConfig, rank: RankCost) -> KVBlockLayout:
@@ -372,10 +400,10 @@ def _block_layout(model: GPTConfig, rank: RankCost) -> KVBlockLayout:
 
 @lru_cache(maxsize=256)
 def _cached_rank_costs(
-    model: GPTConfig, tp: int, pp: int, dtype: str, kv_dtype: str
+    model: GPTConfig, split: ModelSplit, dtype: str, kv_dtype: str
 ) -> list[RankCost]:
     """Return `rank_costs(...)`, cached because a search needs the same costs thousands of times."""
-    return rank_costs(model, tp, pp, dtype=dtype, kv_dtype=kv_dtype)
+    return rank_costs(model, split.tp, split.pp, dtype=dtype, kv_dtype=kv_dtype, ep=split.ep)
 
 
 def _workspace_bytes(model: GPTConfig, dtype: str, split: ServingSplit, *, on_cpu: bool) -> int:
@@ -398,7 +426,7 @@ def _workspace_bytes(model: GPTConfig, dtype: str, split: ServingSplit, *, on_cp
     )
     if on_cpu:
         return total_bytes
-    communication_bytes = PROCESS_GROUP_BYTES if split.tp * split.pp > 1 else 0
+    communication_bytes = PROCESS_GROUP_BYTES if split.model_split.ranks > 1 else 0
     return total_bytes + CUDA_CONTEXT_BYTES + communication_bytes
 
 

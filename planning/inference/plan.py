@@ -15,12 +15,12 @@ import yaml
 from planning.figures import format_figure, format_number, label
 from planning.inference.estimate import ServingSplit, serving_memory
 from planning.inference.kv_capacity import kv_tokens_for_requests, requests_that_fit
+from planning.inference.model_split import ModelSplit, model_splits
 from planning.inference.requirements import Requirements
 from planning.inference.search import (
     ServingCandidate,
     ServingSearchResult,
     search_serving,
-    tp_pp_splits,
 )
 from planning.inference.service_levels import LATENCIES, LimitCheck, Objective
 from planning.plan import SETTINGS_FILES, Axis, Plan, Row, SettingValue
@@ -68,7 +68,7 @@ def finalize_plan(plan: Plan, requirements: Requirements, path: str) -> Plan:
     replicas = int(best.settings["replicas"])
     command = f"preamble serve --config {SETTINGS_FILE}"
     if replicas > 1:
-        gpus_per_replica = int(best.settings["tp"]) * int(best.settings["pp"])
+        gpus_per_replica = ModelSplit.of_settings(best.settings).ranks
         command += (
             f"    # {replicas} replicas on {gpus_per_replica} GPUs each, behind a load balancer"
         )
@@ -101,19 +101,18 @@ def server_settings(row: Row, requirements: Requirements, path: str) -> dict[str
 # -------------------------------------------------------------------------------------------- rows
 
 
-def split_name(split: ServingSplit, *, tp_pp_only: bool = False) -> str:
+def split_name(split: ServingSplit, *, sizes_only: bool = False) -> str:
     """Return the name of a split for display, such as TP4 PP1 x2 batch 64 steps 512/15 ms.
 
     In this example there are 2 replicas, `running_requests_max` is 64, `step_tokens_max` is 512,
     and `prefill_stall_ms_max` is 15.
     """
-    name_parts = [f"TP{split.tp}", f"PP{split.pp}"]
-    if tp_pp_only:
-        return " ".join(name_parts)
+    if sizes_only:
+        return split.model_split.name
     stall = f"{split.prefill_stall_ms_max:g}"
     return " ".join(
         [
-            *name_parts,
+            split.model_split.name,
             f"x{split.replicas}",
             f"batch {split.running_requests_max}",
             f"steps {split.step_tokens_max}/{stall} ms",
@@ -142,7 +141,7 @@ def _rows(search: ServingSearchResult) -> list[Row]:
 def _group(requirements: Requirements, split: ServingSplit, *, by_replica_size: bool) -> str:
     if requirements.on_cpu:
         return ""
-    count = split.tp * split.pp if by_replica_size else split.gpus
+    count = split.model_split.ranks if by_replica_size else split.gpus
     return f"{count} GPU{'s' if count > 1 else ''}{' per replica' if by_replica_size else ''}"
 
 
@@ -151,6 +150,7 @@ def _row(requirements: Requirements, candidate: ServingCandidate, *, by_replica_
     settings: dict[str, SettingValue] = {
         "tp": split.tp,
         "pp": split.pp,
+        **({"ep": split.ep} if split.ep > 1 else {}),
         "replicas": split.replicas,
         "running_requests_max": split.running_requests_max,
         "step_tokens_max": split.step_tokens_max,
@@ -160,7 +160,7 @@ def _row(requirements: Requirements, candidate: ServingCandidate, *, by_replica_
         settings["kv_tokens_max"] = split.kv_tokens
     figures = {name: value for name, value in candidate.figures.items() if math.isfinite(value)}
     return Row(
-        name=split_name(split, tp_pp_only=candidate.covers_tp_pp),
+        name=split_name(split, sizes_only=candidate.covers_model_split),
         feasibility=candidate.feasibility,
         settings=settings,
         figures=figures,
@@ -269,7 +269,7 @@ def _binding(best: Row, requirements: Requirements) -> Iterator[str]:
 
 
 def _alternative_lines(search: ServingSearchResult) -> Iterator[str]:
-    """Yield why TP/PP splits are worse than the TP/PP split of the best candidate.
+    """Yield why other parallel sizes are worse than those of the best candidate.
 
     Each split is represented by its own best candidate. At most ALTERNATIVES_MAX splits are
     explained.
@@ -277,13 +277,13 @@ def _alternative_lines(search: ServingSearchResult) -> Iterator[str]:
     best = search.best
     if best is None:
         return
-    explained_splits = {(best.split.tp, best.split.pp)}
+    explained_splits = {best.split.model_split}
     for candidate in search.alternatives:
-        tp_pp = (candidate.split.tp, candidate.split.pp)
-        if tp_pp in explained_splits or len(explained_splits) > ALTERNATIVES_MAX:
+        model_split = candidate.split.model_split
+        if model_split in explained_splits or len(explained_splits) > ALTERNATIVES_MAX:
             continue
-        explained_splits.add(tp_pp)
-        name = split_name(candidate.split, tp_pp_only=candidate.estimate is None)
+        explained_splits.add(model_split)
+        name = split_name(candidate.split, sizes_only=candidate.estimate is None)
         yield f"{name}: {_disadvantage(candidate, best, search.requirements)}"
 
 
@@ -340,33 +340,32 @@ def _memory_advice(search: ServingSearchResult) -> Iterator[str]:
     if len(weights_too_large) == len(search.alternatives):
         if weights_too_large:
             last = weights_too_large[-1]
-            yield f"{split_name(last.split, tp_pp_only=True)}: {last.reason}"
+            yield f"{split_name(last.split, sizes_only=True)}: {last.reason}"
     else:
         largest_candidate = max(
             (candidate for candidate in search.alternatives if candidate not in weights_too_large),
-            key=lambda candidate: candidate.split.tp * candidate.split.pp,
+            key=lambda candidate: candidate.split.model_split.ranks,
         )
-        name = split_name(largest_candidate.split, tp_pp_only=True)
+        name = split_name(largest_candidate.split, sizes_only=True)
         yield f"{name}: {largest_candidate.reason}; shorter requests would fit"
     if smallest_split is None:
         yield "no TP/PP split of this model fits on GPUs of this type; use GPUs with more memory"
     else:
-        tp, pp = smallest_split
         yield (
-            f"the smallest split that fits is TP{tp} PP{pp}, with {tp * pp} GPUs, but only "
-            f"{requirements.gpus} may be used"
+            f"the smallest split that fits is {smallest_split.name}, with {smallest_split.ranks} "
+            f"GPUs, but only {requirements.gpus} may be used"
         )
 
 
-def _smallest_fitting_split(requirements: Requirements) -> tuple[int, int] | None:
-    """Return the smallest TP/PP split whose memory holds the weights and one request.
+def _smallest_fitting_split(requirements: Requirements) -> ModelSplit | None:
+    """Return the smallest split whose memory holds the weights and one request.
 
     The split may need more GPUs than are available. Return None if no split is large enough.
     """
     node, layers = requirements.cluster.gpus_per_node, requirements.model.num_layers
-    for tp, pp in tp_pp_splits(requirements.model, node, node * layers, layers):
+    for model_split in model_splits(requirements.model, node, node * layers, layers):
         kv_tokens = kv_tokens_for_requests(requirements.model, 1, requirements.request_tokens_p95)
-        split = ServingSplit(tp, pp, 1, 1, kv_tokens=kv_tokens)
+        split = ServingSplit.of_model(model_split, kv_tokens=kv_tokens)
         ledger, _ = serving_memory(
             requirements.model,
             requirements.dtype,
@@ -375,7 +374,7 @@ def _smallest_fitting_split(requirements: Requirements) -> tuple[int, int] | Non
             on_cpu=requirements.on_cpu,
         )
         if ledger.total <= requirements.limits.usable_memory_share * ledger.capacity:
-            return tp, pp
+            return model_split
     return None
 
 
@@ -438,7 +437,7 @@ def _replicas_needed(
     if tokens_per_s_per_replica <= 0:
         return
     replicas = math.ceil(check.limit / tokens_per_s_per_replica)
-    gpus = replicas * candidate.split.tp * candidate.split.pp
+    gpus = replicas * candidate.split.model_split.ranks
     yield (
         f"at most {format_number(check.value)} tokens/s are possible "
         f"({split_name(candidate.split)}), but the limits require at least "

@@ -22,6 +22,7 @@ from planning.inference.kv_capacity import (
     request_tokens_max,
     requests_that_fit,
 )
+from planning.inference.model_split import ModelSplit
 from planning.inference.service_levels import OBJECTIVES, Objective, ServiceLimits
 from planning.memory_ledger import MemoryLedger, tight_share
 from planning.plan import Feasibility
@@ -122,7 +123,7 @@ class MemoryCapacity:
 
 
 def memory_capacity(
-    requirements: Requirements, tp: int, pp: int, batch: int, preset: PrefillPreset
+    requirements: Requirements, model_split: ModelSplit, batch: int, preset: PrefillPreset
 ) -> MemoryCapacity:
     """Return the KV cache capacity of a replica.
 
@@ -130,7 +131,11 @@ def memory_capacity(
     request, the KV cache fills the share of tight plans (`tight`). If that share is also too small,
     the split is rejected.
     """
-    split = ServingSplit(tp, pp, 1, batch, max(batch, preset.step_tokens_max))
+    split = ServingSplit.of_model(
+        model_split,
+        running_requests_max=batch,
+        step_tokens_max=max(batch, preset.step_tokens_max),
+    )
     limits = requirements.limits
     memory_shares: tuple[tuple[float, Feasibility], ...] = (
         (limits.usable_memory_share, "fits"),

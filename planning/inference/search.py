@@ -8,19 +8,16 @@ limits with their margins. Each rejected candidate has a reason. The module does
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gpt.config import GPTConfig
-from gpt.errors import ConfigError
-from gpt.parallel.weight_sharding import check_split
-from planning.hardware import divisors
 from planning.inference.estimate import (
     ServingEstimate,
     ServingSplit,
     Workload,
     estimate_serving,
 )
+from planning.inference.model_split import ModelSplit, model_splits
 from planning.inference.requirements import (
     DEFAULT_PREFILL_PRESET,
     PREFILL_PRESETS,
@@ -37,8 +34,7 @@ from serving.memory_budget import KV_BLOCK_TOKENS
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 COARSE_BATCH_SIZES = (1, 4, 16, 64, 256)
-STAGES_MAX = 16
-STAGE_COUNTS_PER_TP = 2  # Number of PP sizes to try per TP size: the smallest sizes that fit.
+STAGE_COUNTS_MAX = 2  # Number of PP sizes to try per TP and EP size: the smallest that fit.
 # The grid of batch sizes for splits with more stages than the memory requires
 # (`_is_deep_pipeline`). The grid is small, because these splits are rarely the best and are slow
 # to simulate.
@@ -60,8 +56,8 @@ class ServingCandidate:
     estimate: ServingEstimate | None = None
     reason: str = ""
     memory: MemoryLedger | None = None
-    # Whether this rejected candidate represents all candidates with its tp and pp.
-    covers_tp_pp: bool = False
+    # Whether this rejected candidate represents all candidates with its parallel sizes.
+    covers_model_split: bool = False
     # The number of GPUs that the request rate needs if the available GPUs are too few; else 0.
     gpus_needed: int = 0
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -113,96 +109,83 @@ def serving_figures(
     }
 
 
-def tp_pp_splits(
-    model: GPTConfig, gpus_per_node: int, gpus: int, stages_max: int = STAGES_MAX
-) -> Iterator[tuple[int, int]]:
-    """Yield all pairs of TP and PP sizes that are valid for the model, fewest GPUs first."""
-    stages = [pp for pp in divisors(model.num_layers) if pp <= stages_max]
-    # A TP size must divide the GPUs of a node, or a TP group would span two nodes.
-    pairs = [(tp, pp) for tp in divisors(gpus_per_node) for pp in stages]
-    for tp, pp in sorted(pairs, key=lambda tp_pp: (tp_pp[0] * tp_pp[1], tp_pp[1])):
-        if tp * pp <= gpus:
-            try:
-                check_split(model, tp, pp)
-            except ConfigError:
-                continue
-            yield tp, pp
-
-
 @dataclass
 class _ServingSearch:
     requirements: Requirements
     candidates: dict[ServingSplit, ServingCandidate] = field(default_factory=dict)
     _requests_per_s_cache: dict[ServingSplit, float] = field(default_factory=dict)
-    _deep_pipelines: set[tuple[int, int]] = field(default_factory=set)
+    _deep_pipelines: set[ModelSplit] = field(default_factory=set)
 
     def run_search(self) -> ServingSearchResult:
         requirements = self.requirements
-        capacities: dict[tuple[int, int], MemoryCapacity] = {}
-        for tp, pp in tp_pp_splits(
+        capacities: dict[ModelSplit, MemoryCapacity] = {}
+        for model_split in model_splits(
             requirements.model, requirements.cluster.gpus_per_node, requirements.gpus
         ):
             # Only the smallest PP sizes that fit are tried: more stages do not make a request
             # faster, and the second size already allows a larger batch.
-            stage_counts_tried = sum(tp_size == tp for tp_size, _ in capacities)
-            if stage_counts_tried == STAGE_COUNTS_PER_TP:
+            stage_counts_tried = sum(_has_equal_stages(split, model_split) for split in capacities)
+            if stage_counts_tried == STAGE_COUNTS_MAX:
                 continue
-            capacity = memory_capacity(requirements, tp, pp, 1, DEFAULT_PREFILL_PRESET)
+            capacity = memory_capacity(requirements, model_split, 1, DEFAULT_PREFILL_PRESET)
             if capacity.kv_tokens:
-                capacities[tp, pp] = capacity
+                capacities[model_split] = capacity
             else:
-                split = ServingSplit(tp, pp, 1, 1)
+                split = ServingSplit.of_model(model_split)
                 self.candidates[split] = ServingCandidate(
-                    split, "rejected", None, capacity.reason, capacity.memory, covers_tp_pp=True
+                    split,
+                    "rejected",
+                    None,
+                    capacity.reason,
+                    capacity.memory,
+                    covers_model_split=True,
                 )
         self._deep_pipelines = {
-            tp_pp for tp_pp in capacities if self._is_deep_pipeline(tp_pp, capacities)
+            split for split in capacities if self._is_deep_pipeline(split, capacities)
         }
         combinations = [
-            (tp_pp, replicas) for tp_pp in capacities for replicas in self._replica_counts(*tp_pp)
+            (split, replicas) for split in capacities for replicas in self._replica_counts(split)
         ]
         is_exhaustive = len(combinations) <= EXHAUSTIVE_SPLITS_MAX
         presets = PREFILL_PRESETS if is_exhaustive else [DEFAULT_PREFILL_PRESET]
-        for tp_pp, replicas in combinations:
-            self._reject_oversized_batch(tp_pp, replicas, capacities[tp_pp])
+        for model_split, replicas in combinations:
+            self._reject_oversized_batch(model_split, replicas, capacities[model_split])
             grid: Sequence[int] = BATCH_SIZES if is_exhaustive else COARSE_BATCH_SIZES
-            if tp_pp in self._deep_pipelines:
+            if model_split in self._deep_pipelines:
                 grid = SPARSE_BATCH_SIZES
-            batches = self._batch_sizes(capacities[tp_pp], replicas, grid)
-            self._try_batches(tp_pp, replicas, batches, presets)
+            batches = self._batch_sizes(capacities[model_split], replicas, grid)
+            self._try_batches(model_split, replicas, batches, presets)
         if not is_exhaustive:
             for candidate in self._best_by_split():
-                split = candidate.split
-                self._refine_candidate(candidate, capacities[split.tp, split.pp])
+                self._refine_candidate(candidate, capacities[candidate.split.model_split])
         return self._rank_candidates()
 
     # ------------------------------------------------------------------------------ the grid
 
     @staticmethod
     def _is_deep_pipeline(
-        tp_pp: tuple[int, int], capacities: Mapping[tuple[int, int], MemoryCapacity]
+        model_split: ModelSplit, capacities: Mapping[ModelSplit, MemoryCapacity]
     ) -> bool:
         """Return whether a split has more stages than the memory requires.
 
-        This is true if a split with the same TP size and fewer stages fits in memory, or if the
-        split has several stages and any split with one stage fits in memory.
+        This is true if a split with the same TP and EP sizes and fewer stages fits in memory, or if
+        the split has several stages and any split with one stage fits in memory.
         """
-        tp, pp = tp_pp
-        fits_single_stage = any(stages == 1 for _, stages in capacities)
-        stages_min = min(stages for tp_size, stages in capacities if tp_size == tp)
-        return pp > stages_min or (pp > 1 and fits_single_stage)
+        fits_single_stage = any(split.pp == 1 for split in capacities)
+        stages_min = min(split.pp for split in capacities if _has_equal_stages(split, model_split))
+        return model_split.pp > stages_min or (model_split.pp > 1 and fits_single_stage)
 
-    def _replica_counts(self, tp: int, pp: int) -> list[int]:
+    def _replica_counts(self, model_split: ModelSplit) -> list[int]:
         """Return the numbers of replicas to try; [0]: `_try_batch` chooses by the request rate."""
         requirements = self.requirements
-        replicas_max = requirements.gpus // (tp * pp)
+        replicas_max = requirements.gpus // model_split.ranks
         if requirements.workload.request_rate is not None:
             return [0]
         if requirements.saturate:
             if requirements.objective == "gpus":
                 return replica_counts(replicas_max)
             return [replicas_max]
-        if (tp, pp) in self._deep_pipelines:
+        if model_split in self._deep_pipelines:
             return [max(1, min(replicas_max, requirements.workload.concurrency or 1))]
         assert requirements.workload.concurrency is not None
         return replica_counts(min(replicas_max, requirements.workload.concurrency))
@@ -225,7 +208,7 @@ class _ServingSearch:
         return [*batch_sizes, min(useful_max, grid[-1])]
 
     def _reject_oversized_batch(
-        self, tp_pp: tuple[int, int], replicas: int, capacity: MemoryCapacity
+        self, model_split: ModelSplit, replicas: int, capacity: MemoryCapacity
     ) -> None:
         """Add a rejected candidate for the smallest batch size that does not fit in memory.
 
@@ -239,8 +222,11 @@ class _ServingSearch:
         batch = oversized_batches[0]
         larger_capacity = replace(capacity, running_requests_max=batch)
         if batch in self._batch_sizes(larger_capacity, replicas, BATCH_SIZES):
-            split = ServingSplit(
-                *tp_pp, max(1, replicas), batch, max(batch, DEFAULT_PREFILL_PRESET.step_tokens_max)
+            split = ServingSplit.of_model(
+                model_split,
+                replicas=max(1, replicas),
+                running_requests_max=batch,
+                step_tokens_max=max(batch, DEFAULT_PREFILL_PRESET.step_tokens_max),
             )
             reason = (
                 f"the KV cache holds {capacity.kv_tokens:,} tokens, enough for "
@@ -250,16 +236,16 @@ class _ServingSearch:
             self.candidates[split] = ServingCandidate(split, "rejected", None, reason)
 
     def _best_by_split(self) -> list[ServingCandidate]:
-        """Return the best candidates, at most one for each combination of TP, PP and replicas.
+        """Return the best candidates, at most one for each split and number of replicas.
 
         The list has up to REFINED_CANDIDATES_MAX candidates. If no candidate satisfies the limits,
         the candidates nearest to the limits are the best.
         """
-        best_of: dict[tuple[int, int, int], ServingCandidate] = {}
+        best_of: dict[tuple[ModelSplit, int], ServingCandidate] = {}
         for candidate in sorted(self.candidates.values(), key=self._sort_key, reverse=True):
             split = candidate.split
             if candidate.estimate is not None:
-                best_of.setdefault((split.tp, split.pp, split.replicas), candidate)
+                best_of.setdefault((split.model_split, split.replicas), candidate)
         return list(best_of.values())[:REFINED_CANDIDATES_MAX]
 
     def _refine_candidate(self, candidate: ServingCandidate, capacity: MemoryCapacity) -> None:
@@ -271,11 +257,11 @@ class _ServingSearch:
         batches = self._batch_sizes(capacity, split.replicas, BATCH_SIZES)
         replicas = 0 if self.requirements.workload.request_rate is not None else split.replicas
         nearby_batches = [batch for batch in batches if batch_min <= batch <= batch_max]
-        self._try_batches((split.tp, split.pp), replicas, nearby_batches, PREFILL_PRESETS)
+        self._try_batches(split.model_split, replicas, nearby_batches, PREFILL_PRESETS)
 
     def _try_batches(
         self,
-        tp_pp: tuple[int, int],
+        model_split: ModelSplit,
         replicas: int,
         batches: Sequence[int],
         presets: Sequence[PrefillPreset],
@@ -287,7 +273,7 @@ class _ServingSearch:
         """
         for preset in presets:
             for batch in batches:
-                candidate = self._try_batch(tp_pp, replicas, batch, preset)
+                candidate = self._try_batch(model_split, replicas, batch, preset)
                 if (
                     candidate is None
                     or candidate.feasibility == "rejected"
@@ -300,7 +286,7 @@ class _ServingSearch:
     # ---------------------------------------------------------------------------- one candidate
 
     def _try_batch(
-        self, tp_pp: tuple[int, int], replicas: int, batch: int, preset: PrefillPreset
+        self, model_split: ModelSplit, replicas: int, batch: int, preset: PrefillPreset
     ) -> ServingCandidate | None:
         """Try a batch size with `replicas` replicas.
 
@@ -308,13 +294,20 @@ class _ServingSearch:
         the request rate. Return the last candidate, or None if the batch does not fit in memory.
         """
         requirements = self.requirements
-        tp, pp = tp_pp
         # A step must have a token for each running request.
         step_tokens = max(preset.step_tokens_max, -(-batch // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS)
         capacity = memory_capacity(
-            requirements, tp, pp, batch, PrefillPreset(step_tokens, preset.prefill_stall_ms_max)
+            requirements,
+            model_split,
+            batch,
+            PrefillPreset(step_tokens, preset.prefill_stall_ms_max),
         )
-        split = ServingSplit(tp, pp, 1, batch, step_tokens, None, preset.prefill_stall_ms_max)
+        split = ServingSplit.of_model(
+            model_split,
+            running_requests_max=batch,
+            step_tokens_max=step_tokens,
+            prefill_stall_ms_max=preset.prefill_stall_ms_max,
+        )
         if batch > capacity.running_requests_max:
             return None
         split = replace(
@@ -323,11 +316,11 @@ class _ServingSearch:
         if replicas:
             return self._evaluate_cached(replace(split, replicas=replicas), capacity)
         replicas_min = self._replicas_needed_min(split)
-        replicas_max = requirements.gpus // (tp * pp)
+        replicas_max = requirements.gpus // model_split.ranks
         if replicas_min > replicas_max:
             rejected_split = replace(split, replicas=max(1, replicas_max))
             requests_per_s = self._replica_requests_per_s(split)
-            gpus_needed = replicas_min * tp * pp
+            gpus_needed = replicas_min * model_split.ranks
             reason = (
                 f"a replica answers at most {requests_per_s:.3g} requests/s; with a load of at "
                 f"most {100 * UTILIZATION_MAX:.0f} %, {requirements.workload.request_rate:g} "
@@ -486,9 +479,14 @@ class _ServingSearch:
             # In a closed loop, a smaller batch size is simpler. In an open loop, a larger batch
             # size counts as simpler, because it allows more requests at once at no cost.
             batch = split.running_requests_max * (1 if self.requirements.is_closed_loop else -1)
-            return split.gpus, split.tp * split.pp, batch, total_bytes, metric(candidate)
+            return split.gpus, split.model_split.ranks, batch, total_bytes, metric(candidate)
 
         return min(near_minimum, key=complexity)
+
+
+def _has_equal_stages(first: ModelSplit, second: ModelSplit) -> bool:
+    """Return whether the splits differ only in the number of stages."""
+    return (first.tp, first.ep) == (second.tp, second.ep)
 
 
 def replica_counts(replicas_max: int) -> list[int]:

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gpt.config import DTYPE_BYTES, GPTConfig
+from gpt.costs.layer_weights import layer_weights
 from gpt.errors import ConfigError
 from gpt.settings import suggest_nearest
 from planning.hardware import Cluster
 from planning.inference.calibration_file import Calibration, ModelShape
+from planning.inference.model_split import ModelSplit
 from planning.inference.step_cost import PiecewiseLinear, StepCostModel
 from planning.plan import Confidence
 
@@ -59,8 +61,7 @@ class StepPrices:
 def price_steps(
     model: GPTConfig,
     dtype: str,
-    tp: int,
-    pp: int,
+    split: ModelSplit,
     cluster: Cluster,
     calibration: Calibration | None,
 ) -> StepPrices:
@@ -74,25 +75,26 @@ def price_steps(
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype is {dtype!r}; {suggest_nearest(dtype, DTYPE_BYTES)}")
     if calibration is None:
-        steps = steps_from_spec_sheet(model, dtype, tp, pp, cluster)
+        steps = steps_from_spec_sheet(model, dtype, split, cluster)
         return StepPrices(
             steps, REQUEST_OVERHEAD_S, Confidence("spec-sheet", SPEC_ERROR, "nothing was measured")
         )
     shape = ModelShape.from_config(model)
-    key = shape, dtype, tp, pp
+    key = shape, dtype, split
     for model_costs in calibration.models:
-        if (model_costs.shape, model_costs.dtype, model_costs.tp, model_costs.pp) == key:
+        measured_split = ModelSplit(model_costs.tp, model_costs.pp)
+        if (model_costs.shape, model_costs.dtype, measured_split) == key:
             confidence = Confidence("calibrated", calibration.error)
             return StepPrices(
                 model_costs.steps, calibration.request_s, confidence, calibration.request_token_s
             )
     steps, error, note = _interpolate_models(shape, dtype, calibration)
-    if tp * pp > 1:
-        steps = _divide_over_ranks(steps, model, tp, pp, cluster, calibration)
+    if split.ranks > 1:
+        steps = _divide_over_ranks(steps, model, split, cluster, calibration)
         error = max(error, FAR_ERROR)
         # `_interpolate_models` uses models that were measured on one rank, if there are any. If
         # there are none, this note is inaccurate.
-        note = f"measured on one rank, not on {tp * pp}"
+        note = f"measured on one rank, not on {split.ranks}"
     confidence = Confidence("calibrated", error, note)
     return StepPrices(steps, calibration.request_s, confidence, calibration.request_token_s)
 
@@ -215,36 +217,40 @@ def _scale_step_costs(steps: StepCostModel, factor: float) -> StepCostModel:
 def _divide_over_ranks(
     steps: StepCostModel,
     model: GPTConfig,
-    tp: int,
-    pp: int,
+    split: ModelSplit,
     cluster: Cluster,
     calibration: Calibration,
 ) -> StepCostModel:
     """Estimate the cost on several ranks from a measurement on one rank.
 
-    Ranks on one CPU share its cores, so they only add the cost of all-reduces.
+    Ranks on one CPU share its cores, so they add the cost of all-reduces and, with expert
+    parallelism, the waiting for the busiest rank.
     """
     on_gpu = calibration.kind == "cuda"
-    share = 1 / (tp * pp) if on_gpu else 1.0
-    layers = -(-model.num_layers // pp)
-    if on_gpu:
-        all_reduce_points = [(rows, _all_reduce_s(model, rows, tp, cluster)) for rows in ROW_COUNTS]
-    elif tp > 1:
+    # The share of the work of one rank, times the number of ranks that run one after the other.
+    share = 1 / (split.tp * split.pp) if on_gpu else split.stage_ranks / split.tp
+    layers = -(-model.num_layers // split.pp)
+
+    def all_reduce_s(rows: float, ranks: int) -> float:
+        if on_gpu:
+            return _all_reduce_s(model, rows, ranks, cluster)
         row_bytes = model.hidden_size * DTYPE_BYTES[model.dtype]
-        all_reduce_points = [
-            (rows, CPU_ALL_REDUCE_S + rows * row_bytes / calibration.bandwidth_bytes)
-            for rows in ROW_COUNTS
-        ]
-    else:
-        all_reduce_points = [(1, 0.0)]
-    # Each layer has two all-reduces.
-    all_reduce_cost = PiecewiseLinear(
-        tuple((float(rows), 2 * layers * seconds) for rows, seconds in all_reduce_points)
-    )
+        transfer_s = rows * row_bytes / calibration.bandwidth_bytes
+        return 0.0 if ranks == 1 else CPU_ALL_REDUCE_S + transfer_s
+
+    def layers_s(rows: float, seconds: float) -> float:
+        weights = layer_weights(model, rows, tp=split.tp, ep=split.ep).read * split.tp
+        ratio = weights / layer_weights(model, rows).read if split.ep > 1 else 1.0
+        # An all-reduce after attention, and one after the MLP.
+        all_reduces_s = all_reduce_s(rows, split.tp) + all_reduce_s(rows, split.stage_ranks)
+        return seconds * share * ratio + layers * all_reduces_s
+
+    row_counts = sorted({*map(float, ROW_COUNTS), *(rows for rows, _ in steps.rows.points)})
+    points = [(rows, layers_s(rows, steps.rows.interpolate(rows))) for rows in row_counts]
     return replace(
         steps,
-        rows=PiecewiseLinear.sum_curves([steps.rows.scaled_by(share), all_reduce_cost]),
-        draws=steps.draws.scaled_by(1 / tp if on_gpu else 1.0),
+        rows=PiecewiseLinear(tuple(points)),
+        draws=steps.draws.scaled_by(1 / split.tp if on_gpu else 1.0),
         context_s=steps.context_s * share,
         pair_s=steps.pair_s * share,
     )
@@ -254,7 +260,7 @@ def _divide_over_ranks(
 
 
 def steps_from_spec_sheet(
-    model: GPTConfig, dtype: str, tp: int, pp: int, cluster: Cluster
+    model: GPTConfig, dtype: str, split: ModelSplit, cluster: Cluster
 ) -> StepCostModel:
     """Return the step costs of the stage with the most layers.
 
@@ -262,20 +268,23 @@ def steps_from_spec_sheet(
     """
     device, dtype_bytes = cluster.device, DTYPE_BYTES[dtype]
     shape = ModelShape.from_config(model)
-    layers = -(-model.num_layers // pp)
-    rank_share = layers / model.num_layers / tp
+    tp, layers = split.tp, -(-model.num_layers // split.pp)
     # fp32 runs at about an eighth of the 16-bit rate.
     flops = device.flops * MATMUL_EFFICIENCY / (1 if dtype_bytes == 2 else 8)
     bandwidth = device.memory_bytes_per_s * MEMORY_READ_EFFICIENCY
-    weights = shape.layer_weights * rank_share
 
     def layers_s(rows: int) -> float:
-        seconds = max(2 * rows * weights / flops, weights * dtype_bytes / bandwidth)
+        weights = layer_weights(model, rows, tp=tp, ep=split.ep)
+        seconds = layers * max(
+            2 * rows * weights.used / flops, weights.read * dtype_bytes / bandwidth
+        )
         seconds += (
             ELEMENTWISE_BYTES * rows * model.hidden_size * layers * dtype_bytes / 2 / bandwidth
         )
-        all_reduces_s = 2 * layers * _all_reduce_s(model, rows, tp, cluster)
-        return max(seconds, LAYER_LAUNCH_S * layers) + all_reduces_s
+        # An all-reduce after attention, and one after the MLP.
+        all_reduces_s = _all_reduce_s(model, rows, tp, cluster)
+        all_reduces_s += _all_reduce_s(model, rows, split.stage_ranks, cluster)
+        return max(seconds, LAYER_LAUNCH_S * layers) + layers * all_reduces_s
 
     head_weights = shape.vocab * shape.hidden / tp
 
@@ -296,16 +305,16 @@ def steps_from_spec_sheet(
     )
 
 
-def _all_reduce_s(model: GPTConfig, rows: int, tp: int, cluster: Cluster) -> float:
+def _all_reduce_s(model: GPTConfig, rows: float, ranks: int, cluster: Cluster) -> float:
     """Return the seconds of a ring all-reduce of the hidden states of `rows` tokens.
 
     If the ranks are on several nodes, the time of an all-reduce between the nodes is added.
     """
-    if tp == 1:
+    if ranks == 1:
         return 0.0
     device = cluster.device
     message_bytes = rows * model.hidden_size * 2
-    ranks_in_node = min(tp, cluster.gpus_per_node)
+    ranks_in_node = min(ranks, cluster.gpus_per_node)
     seconds = ALL_REDUCE_LATENCY_S.get(ranks_in_node, ALL_REDUCE_LATENCY_MAX_S)
     seconds += (
         2
@@ -314,7 +323,7 @@ def _all_reduce_s(model: GPTConfig, rows: int, tp: int, cluster: Cluster) -> flo
         / ranks_in_node
         / (device.link_bytes_per_s * LINK_EFFICIENCY)
     )
-    nodes = -(-tp // cluster.gpus_per_node)
+    nodes = -(-ranks // cluster.gpus_per_node)
     if nodes > 1:
         node_bytes_per_s = device.network_bytes_per_s * cluster.gpus_per_node * LINK_EFFICIENCY
         seconds += (

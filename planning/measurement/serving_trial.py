@@ -19,6 +19,7 @@ import yaml
 
 from gpt.errors import ConfigError
 from planning.inference.estimate import Workload
+from planning.inference.model_split import ModelSplit
 from planning.inference.plan import finalize_plan, server_settings
 from planning.inference.requirements import Requirements
 from planning.inference.service_levels import score, violated_limit
@@ -95,7 +96,7 @@ class ServingTrial:
         except ChildError as error:
             raise TrialError(f"{error} (see {run_folder})") from None
         remove_run_folder(run_folder)
-        gpus = math.prod(int(row.settings[name]) for name in ("tp", "pp", "replicas"))
+        gpus = ModelSplit.of_settings(row.settings).ranks * int(row.settings["replicas"])
         total_rates = {
             name: replica_figures[name] * int(row.settings["replicas"]) for name in RATES
         }

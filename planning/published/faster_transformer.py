@@ -8,10 +8,11 @@ kernels reach in measurements. `planning.published.fit_inference` fits the thirt
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, log2, sqrt
+from math import ceil, inf, log2, sqrt
 
 from gpt.config import GPTConfig
 from gpt.costs.attention_span import attention_span
+from gpt.costs.layer_weights import layer_weights
 from gpt.errors import ConfigError
 from gpt.parallel.pipeline_stages import stage_layers
 from gpt.parallel.weight_sharding import local_kv_heads
@@ -233,9 +234,9 @@ def layer_seconds(sharded_model: ShardedModel, batch: BatchPass) -> dict[str, fl
 
 
 def _matmul_s(sharded_model: ShardedModel, rows: float) -> float:
-    weights_used, weights_read = _mean_weights(sharded_model.model, sharded_model.tp, rows)
-    compute_s = 2 * rows * weights_used / sharded_model.flops
-    bytes_read = weights_read * WEIGHT_BYTES[sharded_model.dtype]
+    weights = layer_weights(sharded_model.model, rows, tp=sharded_model.tp)
+    compute_s = 2 * rows * weights.used / sharded_model.flops
+    bytes_read = weights.read * WEIGHT_BYTES[sharded_model.dtype]
     return _smooth_max(compute_s, bytes_read / _weight_read_bytes_per_s(sharded_model))
 
 
@@ -243,36 +244,9 @@ def _weight_read_bytes_per_s(sharded_model: ShardedModel) -> float:
     return sharded_model.device.memory_bytes_per_s * sharded_model.constants.weight_read
 
 
-def _mean_weights(model: GPTConfig, tp: int, rows: float) -> tuple[float, float]:
-    """Return two numbers of weights of the mean layer on one rank.
-
-    The first counts the weights that one token uses. The second counts the weights that a matmul of
-    `rows` tokens reads. They differ for MoE layers. Each token uses `moe_router_topk` random
-    experts, so `rows` tokens together read this mean number of experts:
-      num_experts * (1 - (1 - moe_router_topk / num_experts) ** rows)
-    """
-    h, d = model.hidden_size, model.kv_channels
-    queries = model.num_attention_heads * d / tp
-    attention = h * (2 * queries + 2 * local_kv_heads(model, tp) * d)
-    matrices = (3 if model.gated else 2) * h / tp
-    moe_share = sum(model.moe_layers) / model.num_layers
-    dense = (1 - moe_share) * matrices * model.ffn_hidden_size
-    if not moe_share:
-        return attention + dense, attention + dense
-    shared_weights = moe_share * matrices * model.moe_shared_expert_intermediate_size
-    expert_weights = moe_share * matrices * model.moe_ffn_hidden_size
-    experts_per_token, count = model.moe_router_topk, model.num_experts
-    experts_read = count * (1 - (1 - experts_per_token / count) ** max(1.0, rows))
-    always_used = attention + dense + shared_weights
-    return (
-        always_used + experts_per_token * expert_weights,
-        always_used + experts_read * expert_weights,
-    )
-
-
 def layer_weights_per_rank(model: GPTConfig, tp: int) -> float:
     """Return the number of all matrix weights of a layer on one rank."""
-    return _mean_weights(model, tp, float("inf"))[1]
+    return layer_weights(model, inf, tp=tp).read
 
 
 def _attention_s(sharded_model: ShardedModel, batch: BatchPass) -> float:

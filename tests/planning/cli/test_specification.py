@@ -24,6 +24,8 @@ def specification_of(**flags: object) -> Specification:
         *(("530b", 529.6), ("1t", 1008.0), ("llama2-7b", 6.74), ("llama2-70b", 68.98)),
         *(("llama3-8b", 8.03), ("llama3-70b", 70.55)),
         *(("gpt-oss-20b", 20.91), ("gpt-oss-120b", 116.83)),
+        *(("mixtral-8x7b", 46.70), ("mixtral-8x22b", 140.63)),
+        *(("qwen3-30b-a3b", 30.53), ("qwen3-235b-a22b", 235.09)),
         # The embedding and the layers of the model card, without the vision encoder.
         *(("gemma3-4b", 0.675 + 3.209), ("gemma3-12b", 1.012 + 10.759)),
         *(("gemma3-27b", 1.416 + 25.600), ("Gemma 3 27B", 1.416 + 25.600)),

@@ -14,9 +14,10 @@ from gpt.errors import ConfigError
 from planning.hardware import Cluster, find_device
 from planning.inference.calibration_file import Calibration, MeasuredModel, ModelShape
 from planning.inference.estimate import LengthDistribution, Workload
+from planning.inference.model_split import model_splits
 from planning.inference.plan import plan_serving
 from planning.inference.requirements import PREFILL_PRESETS, Requirements
-from planning.inference.search import _ServingSearch, search_serving, tp_pp_splits
+from planning.inference.search import _ServingSearch, search_serving
 from planning.inference.service_levels import LATENCIES, Objective, ServiceLimits
 from planning.inference.step_cost import PiecewiseLinear, StepCostModel
 from planning.model_presets import find_preset
@@ -78,11 +79,11 @@ def test_no_candidate_of_the_full_grid_beats_the_best(objective: Objective) -> N
     requirements = requirements_for(limits=ServiceLimits(itl_ms_p95=16), objective=objective)
     search_result = search_serving(requirements)
     full_search = _ServingSearch(requirements)
-    for tp, pp in tp_pp_splits(requirements.model, 2, requirements.gpus):
-        for replicas in range(1, requirements.gpus // (tp * pp) + 1):
+    for split in model_splits(requirements.model, 2, requirements.gpus):
+        for replicas in range(1, requirements.gpus // split.ranks + 1):
             for batch in (2, 4, 6, 8, 12):
                 for posture in PREFILL_PRESETS:
-                    full_search._try_batch((tp, pp), replicas, batch, posture)
+                    full_search._try_batch(split, replicas, batch, posture)
     assert search_result.best is not None
     best = full_search._score(search_result.best)
     other_results = [

@@ -29,6 +29,7 @@ from planning.inference.calibration_file import (
     read_calibration,
     write_calibration,
 )
+from planning.inference.model_split import ModelSplit
 from planning.inference.step_cost import PiecewiseLinear, StepCostModel
 from planning.inference.step_pricing import price_steps
 from planning.measurement.calibrate import CalibrationOptions, calibrate, fit_overhead
@@ -133,7 +134,7 @@ def test_broken_calibration_raises_config_error(
 
 
 def test_measured_model_uses_its_own_step_costs() -> None:
-    step_prices = price_steps(SMALL, "float32", 1, 1, CPU, COSTS)
+    step_prices = price_steps(SMALL, "float32", ModelSplit(1, 1), CPU, COSTS)
     assert step_prices.steps == STEPS and step_prices.request_s == COSTS.request_s
     assert (
         step_prices.confidence.source == "calibrated"
@@ -144,7 +145,7 @@ def test_measured_model_uses_its_own_step_costs() -> None:
 def test_interpolated_model_lies_between_neighbours_with_a_wider_error() -> None:
     middle_model = config_of_size(8, 512, 8)
     weights = ModelShape.from_config(middle_model).layer_weights
-    step_prices = price_steps(middle_model, "float32", 1, 1, CPU, COSTS)
+    step_prices = price_steps(middle_model, "float32", ModelSplit(1, 1), CPU, COSTS)
     rates = [
         measured_model.steps.rows.interpolate(8) / measured_model.shape.layer_weights
         for measured_model in (
@@ -169,7 +170,7 @@ def test_interpolated_model_lies_between_neighbours_with_a_wider_error() -> None
     ],
 )
 def test_extrapolated_step_costs_have_a_note(model: GPTConfig, dtype: str, message: str) -> None:
-    confidence = price_steps(model, dtype, 1, 1, CPU, COSTS).confidence
+    confidence = price_steps(model, dtype, ModelSplit(1, 1), CPU, COSTS).confidence
     assert message in confidence.note and confidence.error > 2 * COSTS.error
 
 
@@ -198,7 +199,7 @@ def test_linear_step_costs_are_recovered_from_two_sizes() -> None:
     )
     costs = replace(COSTS, models=models)
     for model in (config_of_size(3, 256, 4), config_of_size(24, 768, 12), config_of_size(2, 64, 1)):
-        predicted = price_steps(model, "float32", 1, 1, CPU, costs).steps
+        predicted = price_steps(model, "float32", ModelSplit(1, 1), CPU, costs).steps
         expected = steps_of(model)
         for rows in (1, 30, 64):
             assert predicted.step_seconds(rows, 1, 9, 9, 1) == pytest.approx(
@@ -208,7 +209,8 @@ def test_linear_step_costs_are_recovered_from_two_sizes() -> None:
 
 def test_ranks_of_one_cpu_share_its_cores() -> None:
     single_rank, two_ranks = (
-        price_steps(LARGE, "float32", *ranks_, CPU, COSTS).steps for ranks_ in ((1, 1), (2, 1))
+        price_steps(LARGE, "float32", split, CPU, COSTS).steps
+        for split in (ModelSplit(1, 1), ModelSplit(2, 1))
     )
     assert two_ranks.rows.interpolate(64) > single_rank.rows.interpolate(64)
 
@@ -217,7 +219,8 @@ def test_halving_the_bytes_halves_the_step_time() -> None:
     cluster = Cluster(DEVICES["a100-80g"], 1)
     model = config_of_size(48, 6144, 48)
     bf16_step, fp32_step = (
-        price_steps(model, dtype, 1, 1, cluster, None) for dtype in ("bfloat16", "float32")
+        price_steps(model, dtype, ModelSplit(1, 1), cluster, None)
+        for dtype in ("bfloat16", "float32")
     )
     assert fp32_step.steps.rows.interpolate(1) == pytest.approx(
         2 * bf16_step.steps.rows.interpolate(1), rel=0.01
