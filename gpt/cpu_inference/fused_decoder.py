@@ -1,9 +1,8 @@
-"""Fused CPU decoder: all layers of a dense model in one call of the C library per step.
+"""Fused CPU decoder: all layers of a model in one call of the C library per step.
 
-With few rows, the overhead of one call per GEMM would exceed the time of the GEMMs. A model with
-MoE layers needs several calls, because its experts backend runs after the layer's attention. Each
-call runs a range of layers, which ends at an MoE layer or at the last layer. The decoder supports
-models with packed weights on one tensor rank, with a bf16 KV pool.
+With few rows, the overhead of one call per GEMM would exceed the time of the GEMMs. The decoder
+supports models with packed weights on one tensor rank, with a bf16 KV pool. Layers may be mixtures
+of experts.
 Tests compare it with the layers of gpt/model.
 """
 
@@ -28,9 +27,10 @@ from gpt.cpu.kernels import (
     library_keeping_gil,
 )
 from gpt.cpu.packed_linear import CpuNorm, NormArgs, PackedWeight, activation_code
+from gpt.linear import cpu_experts
 from gpt.linear.cpu_linear import CpuLinear, make_norm
 from gpt.model.activation import activation_name
-from gpt.model.attention_layer import ForwardContext, PrefixKV
+from gpt.model.attention_layer import PrefixKV
 from gpt.model.decoder import DecoderLayer
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import Linear
@@ -52,6 +52,7 @@ class _LayerRecord(ctypes.Structure):
         ("proj", PackedWeight),
         ("proj_bias", POINTER),
         ("mlp_norm", NormArgs),
+        ("moe", POINTER),
         ("fc1", PackedWeight),
         ("fc1_bias", POINTER),
         ("fc2", PackedWeight),
@@ -107,25 +108,15 @@ class FusedDecoder:
         self._scratch = torch.empty(0, dtype=torch.bfloat16)
         self._alibi_slopes: Tensor | None = None
         self._weight_elements = 0  # Number of elements of all packed weights.
-        # Each range, with the MoE layer at its end. None: the range has no MoE layer.
-        self._layer_ranges: list[tuple[_LayerRangeRecord, DecoderLayer | None]] = []
-        records: list[_LayerRecord] = []
-        for index, layer in enumerate(model.decoder_layers):
-            records.append(self._make_layer(layer, index))
-            is_moe = isinstance(layer.mlp, MoELayer)
-            if is_moe or index == len(model.decoder_layers) - 1:
-                self._layer_ranges.append(
-                    (self._make_layer_range(records), layer if is_moe else None)
-                )
-                records = []
+        self._layer_range = self._make_layer_range(
+            [self._make_layer(layer, index) for index, layer in enumerate(model.decoder_layers)]
+        )
 
     @staticmethod
     def supports_config(config: GPTConfig) -> bool:
         """Return whether the library supports the layers of a model with this configuration."""
         unsupported_width = config.kv_channels % 2 or config.kv_channels > HEAD_DIM_MAX
-        # With a parallel residual, the experts' input is the layer's input, which the library has
-        # overwritten with the sum after attention.
-        parallel_moe = config.parallel_residual and config.num_experts
+        unsupported_router = config.num_experts and config.hidden_size % 2
         # The library runs all layers of a call alike, with norms in front of the linears.
         has_equal_layers = len({(layer.window_size, layer.rope) for layer in config.layers}) == 1
         has_common_layers = (
@@ -134,7 +125,8 @@ class FusedDecoder:
             and not config.softmax_scale
             and activation_name(config) is not None
         )
-        return not unsupported_width and not parallel_moe and has_equal_layers and has_common_layers
+        is_supported = not unsupported_width and not unsupported_router
+        return is_supported and has_equal_layers and has_common_layers
 
     def forward(
         self, x: Tensor, batch: Batch, kv: KVPool | None, prefix: PrefixKV | None
@@ -210,22 +202,17 @@ class FusedDecoder:
         if config.uses_rope:
             step_args.cos, step_args.sin = (tensor.data_ptr() for tensor in cos_sin)
         output_rows = batch.logit_rows if self._is_last_stage else None
-        for layer_range, moe_layer in self._layer_ranges:
-            is_last_range = moe_layer is None and layer_range is self._layer_ranges[-1][0]
-            if is_last_range and output_rows is not None and len(output_rows) < batch.tokens:
-                output_rows = output_rows.contiguous()
-                step_args.output_rows = output_rows.data_ptr()
-                step_args.output_count = len(output_rows)
-            step_args.memory = self._scratch_address(lib, layer_range, batch.tokens)
-            if lib.preamble_decoder_layers(ctypes.byref(layer_range), ctypes.byref(step_args)):
-                raise RuntimeError("the C library does not support the number of channels per head")
-            if moe_layer is not None:
-                x = moe_layer.forward_mlp(x, x, ForwardContext(batch)).contiguous()
-                step_args.x = x.data_ptr()
+        if output_rows is not None and len(output_rows) < batch.tokens:
+            output_rows = output_rows.contiguous()
+            step_args.output_rows = output_rows.data_ptr()
+            step_args.output_count = len(output_rows)
+        step_args.memory = self._scratch_address(lib, batch.tokens)
+        if lib.preamble_decoder_layers(ctypes.byref(self._layer_range), ctypes.byref(step_args)):
+            raise RuntimeError("the C library does not support the number of channels per head")
         return x
 
-    def _scratch_address(self, lib: ctypes.CDLL, layer_range: _LayerRangeRecord, rows: int) -> int:
-        elements = lib.preamble_decoder_scratch_numel(ctypes.byref(layer_range), rows)
+    def _scratch_address(self, lib: ctypes.CDLL, rows: int) -> int:
+        elements = lib.preamble_decoder_scratch_numel(ctypes.byref(self._layer_range), rows)
         if len(self._scratch) < elements:
             self._scratch = torch.empty(elements, dtype=torch.bfloat16)
         return self._scratch.data_ptr()
@@ -266,7 +253,19 @@ class FusedDecoder:
             record.mlp_norm = self._norm_record(_packed_linear(layer.mlp.linear_fc1).norm)
             record.fc1, record.fc1_bias = self._weight_record(layer.mlp.linear_fc1)
             record.fc2, record.fc2_bias = self._weight_record(layer.mlp.linear_fc2)
+        else:
+            assert layer.pre_mlp_layernorm is not None
+            record.mlp_norm = self._norm_record(make_norm(layer.pre_mlp_layernorm))
+            record.moe = self._moe_pointer(layer.mlp)
         return record
+
+    def _moe_pointer(self, layer: MoELayer) -> int:
+        """Return the address of the layer's arguments, which live as long as this object."""
+        args, references = cpu_experts.layer_args(layer)
+        self._references += [args, *references]
+        linears = (module for module in layer.modules() if isinstance(module, Linear))
+        self._weight_elements += sum(_packed_linear(linear).packed.numel for linear in linears)
+        return ctypes.addressof(args)
 
     def _float_pointer(self, x: Tensor | None) -> int | None:
         """Return the address of an fp32 copy of `x`, which lives as long as this object."""

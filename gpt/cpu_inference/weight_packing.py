@@ -23,12 +23,14 @@ from gpt.cpu.kernels import has_prefill_attention
 from gpt.cpu.packed_linear import CpuNorm, PackedLinear
 from gpt.cpu_inference.fused_decoder import FusedDecoder
 from gpt.linear import cpu_experts
+from gpt.linear.cpu_experts import CpuExperts
 from gpt.linear.cpu_linear import CpuLinear, OneDnnLinear, make_input_norm, make_norm
 from gpt.linear.quantization_check import Divergence, DivergenceProbe, enforce_limit
 from gpt.model.activation import activation_name
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import Linear, LinearBackend
 from gpt.model.mlp import MLP
+from gpt.model.moe import MoELayer
 from gpt.model.norm import Norm
 
 log = logging.getLogger(__name__)
@@ -70,7 +72,8 @@ def pack_weights(model: GPT, *, int8: bool = False) -> None:
         norm = make_input_norm(linear) if fuses_norms else None
         linear.use_backend(packer.pack(linear.weight, norm, gated=linear in gated_linears))
     cpu_experts.use_native_experts(model)
-    if fuses_norms and FusedDecoder.supports_config(model.config):
+    has_all_experts = model.mesh.expert_mesh.tp == 1
+    if fuses_norms and has_all_experts and FusedDecoder.supports_config(model.config):
         model.use_decoder_backend(FusedDecoder(model))
     layout = "int8" if int8 else "panels" if packer.uses_panels else "onednn"
     log.info("event=weights_packed form=%s shortlist=%s", layout, is_screened)
@@ -107,9 +110,10 @@ def pack_int8_weights(model: GPT, divergence_max: float | None = None) -> Diverg
 def weight_bytes(model: GPT) -> int:
     """Return the bytes of unpacked weights and of panels. Weights packed by oneDNN do not count."""
     backends = [module.backend for module in model.modules() if isinstance(module, Linear)]
+    routers = [module.router_backend for module in model.modules() if isinstance(module, MoELayer)]
     packed_bytes = [
         backend.packed.nbytes
-        for backend in (*backends, model.head_backend)
+        for backend in (*backends, *routers, model.head_backend)
         if isinstance(backend, CpuLinear)
     ]
     return sum(parameter.nbytes for parameter in model.parameters()) + sum(packed_bytes)
@@ -118,14 +122,20 @@ def weight_bytes(model: GPT) -> int:
 def is_batch_invariant(model: GPT) -> bool:
     """Return whether a row's results are bit-identical in every batch that contains the row.
 
-    This needs the C library's panels for all linears, and its prefill attention. MoE layers are not
-    batch-invariant, because they group the rows of a batch by expert.
+    This needs the C library's panels for all linears, its experts and its prefill attention.
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     uses_panels = all(isinstance(linear.backend, CpuLinear) for linear in linears)
+    # The loop over the experts multiplies groups of rows whose sizes depend on the batch, and torch
+    # computes its router.
+    uses_native_experts = all(
+        isinstance(module.experts_backend, CpuExperts)
+        for module in model.modules()
+        if isinstance(module, MoELayer)
+    )
     # Without the C prefill kernel, torch computes prefill attention for groups of sequences, and a
     # result depends on the group.
-    return uses_panels and model.config.num_experts == 0 and has_prefill_attention()
+    return uses_panels and uses_native_experts and has_prefill_attention()
 
 
 class _WeightPacker:

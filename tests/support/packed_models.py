@@ -25,6 +25,10 @@ MORE = {
     "ALiBi, grouped queries": CLASSIC.with_fields(
         position_embedding_type="alibi", num_attention_heads=8, num_query_groups=4
     ),
+    "experts, parallel residual": EXPERTS.with_fields(parallel_residual=True),
+    "experts, router bias": EXPERTS.with_fields(
+        moe_router_bias=True, moe_router_pre_softmax=True, moe_shared_expert_gate=False
+    ),
     "experts last": EXPERTS.with_fields(moe_layers=(False, False, False, True)),
     "experts and dense": EXPERTS.with_fields(moe_layers=(False, True, False, False)),
 }
@@ -36,6 +40,9 @@ DECODER_CONFIGS = {
     for name, config in (CONFIGS | MORE).items()
     if FusedDecoder.supports_config(config)
 }
+
+
+EXPERT_CONFIGS = [name for name, config in DECODER_CONFIGS.items() if config.num_experts]
 
 
 def packed_model(config: GPTConfig, *, int8: bool = False) -> GPT:

@@ -2,7 +2,7 @@
 
    With few rows in a step, one Python call per kernel would take longer than the kernels. */
 
-#include "packed_weight.h"
+#include "experts.h"
 #include "thread_pool.h"
 
 #if defined(__x86_64__)
@@ -15,7 +15,7 @@ typedef struct {
     PackedWeight proj;
     const uint16_t *proj_bias;
     NormArgs mlp_norm;
-    /* If `fc1.panels` is NULL (MoE), the layer ends after the attention projection. */
+    const MoELayer *moe; /* NULL: the layer has a dense MLP, `fc1` and `fc2`. */
     PackedWeight fc1;
     const uint16_t *fc1_bias;
     PackedWeight fc2;
@@ -55,20 +55,34 @@ typedef struct {
 
 /* Buffers for the intermediate results of a step. */
 typedef struct {
-    uint16_t *qkv, *q, *attended, *mlp_residual, *mlp_hidden;
+    uint16_t *qkv, *q, *attended, *mlp_residual;
+    uint16_t *mlp_hidden; /* Or all buffers of an MoE layer. */
 } Scratch;
+
+/* The number of elements of the buffer `mlp_hidden`. */
+static int64_t mlp_numel(const LayerRange *s, int64_t rows)
+{
+    int64_t numel = rows * s->ffn;
+    for (const DecoderLayer *l = s->layer_array; l < s->layer_array + s->layers; l++) {
+        const int64_t moe_numel =
+            l->moe ? moe_scratch_bytes(l->moe, rows) / (int64_t)sizeof(uint16_t) : 0;
+        numel = moe_numel > numel ? moe_numel : numel;
+    }
+    return numel;
+}
 
 static int64_t layout_scratch(const LayerRange *s, int64_t rows, uint16_t *memory, Scratch *to)
 {
     const int64_t heads = s->groups * s->queries * s->width;
     /* `proj_and_mlp_of_rows` also stores copies of rows of x in the buffer `q`. */
     const int64_t q = heads > s->hidden ? heads : s->hidden;
-    const int64_t sizes[] = {heads + 2 * s->groups * s->width, q, heads, s->hidden, s->ffn};
+    const int64_t sizes[] = {rows * (heads + 2 * s->groups * s->width), rows * q, rows * heads,
+                             rows * s->hidden, mlp_numel(s, rows)};
     uint16_t **buffers[] = {&to->qkv, &to->q, &to->attended, &to->mlp_residual, &to->mlp_hidden};
     int64_t total = 0;
     for (int i = 0; i < 5; i++) {
         *buffers[i] = memory + total;
-        total += (rows * sizes[i] + 31) / 32 * 32;
+        total += (sizes[i] + 31) / 32 * 32;
     }
     return total;
 }
@@ -180,14 +194,15 @@ static void split_qkv(void *context, int64_t first, int64_t end)
 static void proj_and_mlp(const LayerRange *s, const DecoderLayer *l, const Scratch *scratch,
                          uint16_t *x, const uint16_t *attended, int64_t rows, int64_t threads)
 {
-    uint16_t *mlp_residual = l->fc1.panels ? scratch->mlp_residual : x;
-    preamble_gemm(&l->proj, attended, rows, l->proj_bias, 0, x, mlp_residual, threads, NULL);
-    if (!l->fc1.panels)
+    uint16_t *residual = scratch->mlp_residual, *input = s->parallel_residual ? x : residual;
+    preamble_gemm(&l->proj, attended, rows, l->proj_bias, 0, x, residual, threads, NULL);
+    if (l->moe) {
+        moe_layer(l->moe, &l->mlp_norm, input, rows, residual, x, scratch->mlp_hidden, threads);
         return;
-    preamble_gemm(&l->fc1, s->parallel_residual ? x : mlp_residual, rows, l->fc1_bias,
-                  s->activation, NULL, scratch->mlp_hidden, threads, &l->mlp_norm);
-    preamble_gemm(&l->fc2, scratch->mlp_hidden, rows, l->fc2_bias, 0, mlp_residual, x, threads,
-                  NULL);
+    }
+    preamble_gemm(&l->fc1, input, rows, l->fc1_bias, s->activation, NULL, scratch->mlp_hidden,
+                  threads, &l->mlp_norm);
+    preamble_gemm(&l->fc2, scratch->mlp_hidden, rows, l->fc2_bias, 0, residual, x, threads, NULL);
 }
 
 /* Like proj_and_mlp, but only for the rows in `output_rows`. */

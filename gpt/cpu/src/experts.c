@@ -7,7 +7,7 @@
    with k of E experts each choose about E(1 - (1 - k/E)^T) experts, and an expert with a gated
    activation has 3 x (intermediate size) x (hidden size) weights. */
 
-#include "gemm.h"
+#include "experts.h"
 #include "thread_pool.h"
 
 #if defined(__x86_64__)
@@ -16,14 +16,6 @@
 #define PAIRS_MAX (8 << 10)
 /* For fewer elements, starting a parallel loop takes longer than the loop. */
 #define PARALLEL_ELEMENTS_MIN (8 << 10)
-
-/* Consecutive experts of a layer: all of them, or with expert parallelism this rank's. Each array
-   has an element for each expert. */
-typedef struct {
-    const PackedWeight *fc1, *fc2; /* The outputs of fc2 are fp32. */
-    const uint16_t *const *fc1_biases, *const *fc2_biases; /* NULL if there are no biases. */
-    int64_t experts, first_expert, activation;
-} Experts;
 
 /* The rows of one expert. */
 typedef struct {
@@ -124,7 +116,8 @@ static void multiply_groups(void *context, int64_t first, int64_t end)
     }
 }
 
-/* Adds a group for each expert that has pairs. `outputs`: of all sorted pairs. */
+/* Adds a group for each expert that has pairs. `outputs`: of all sorted pairs. A group without tiles
+   reads its rows in place. */
 static void plan_groups(GroupedGemm *g, const Pairs *pairs, int64_t experts,
                         const PackedWeight *weights, const uint16_t *const *biases,
                         int64_t activation, void *outputs, uint16_t *staged,
@@ -140,9 +133,13 @@ static void plan_groups(GroupedGemm *g, const Pairs *pairs, int64_t experts,
         Group *group = g->groups + g->count++;
         const int interleave =
             !w->scales && rows >= INTERLEAVE_ROWS_MIN && isa_level == AVX512_BF16;
+        /* The rows that are adjacent in g->x already need no copy. */
+        const int in_place = !w->scales && !interleave &&
+                             (rows == 1 || (!g->sources && stride == w->channels));
+        const int64_t source = g->sources ? g->sources[first] : first;
         *group = (Group){
             .product = {.weight = w,
-                        .x = staged + first * stride,
+                        .x = in_place ? g->x + source * w->channels : staged + first * stride,
                         .bias = biases ? biases[expert] : NULL,
                         .out = (char *)outputs +
                                first * w->columns * (w->fp32_output ? sizeof(float) : sizeof *staged),
@@ -158,7 +155,7 @@ static void plan_groups(GroupedGemm *g, const Pairs *pairs, int64_t experts,
             .block_rows = w->scales ? rows : cache_block_rows(rows, w->channels),
             .panels = ((w->columns << w->gated) + COLUMNS - 1) / COLUMNS};
         g->rows += rows;
-        g->tiles += (rows + TILE - 1) / TILE;
+        g->tiles += in_place ? 0 : (rows + TILE - 1) / TILE;
         g->items += (rows + group->block_rows - 1) / group->block_rows * group->panels;
     }
 }
@@ -176,15 +173,27 @@ static void run_groups(GroupedGemm *g, int64_t threads)
 
 /* The sums of the tokens' outputs, as the context of a parallel loop over tokens. */
 typedef struct {
+    const Routing *routing;
     const Pairs *pairs;
+    int64_t first; /* The first token of the pairs. */
     const float *outputs;
     uint16_t *out;
     int64_t hidden;
 } WeightedSum;
 
+/* The factor of the shared expert's output. */
+static float shared_factor(const Routing *routing, int64_t token)
+{
+    if (!routing->shared_gates)
+        return 1;
+    return 1 / (1 + expf(-bf16_to_fp32(routing->shared_gates[token])));
+}
+
 TARGET_AVX512_BF16 static void sum_token_avx512(const WeightedSum *s, int64_t token)
 {
-    const int64_t topk = s->pairs->topk;
+    const Routing *routing = s->routing;
+    const int64_t topk = s->pairs->topk, row = (s->first + token) * s->hidden;
+    const float factor = shared_factor(routing, s->first + token);
     for (int64_t c = 0; c < s->hidden; c += LANES) {
         const __mmask16 mask = lane_mask(s->hidden - c);
         __m512 sum = _mm512_setzero_ps();
@@ -194,14 +203,19 @@ TARGET_AVX512_BF16 static void sum_token_avx512(const WeightedSum *s, int64_t to
             const float *output = s->outputs + s->pairs->positions[i] * s->hidden + c;
             sum += _mm512_maskz_loadu_ps(mask, output) * s->pairs->weights[i];
         }
-        _mm256_mask_storeu_epi16(s->out + token * s->hidden + c, mask,
-                                 (__m256i)_mm512_cvtneps_pbh(sum));
+        if (routing->shared)
+            sum += _mm512_maskz_loadu_ps(mask, routing->shared + row + c) * factor;
+        if (routing->residual)
+            sum += load_bf16(routing->residual + row + c, mask);
+        _mm256_mask_storeu_epi16(s->out + row + c, mask, (__m256i)_mm512_cvtneps_pbh(sum));
     }
 }
 
 static void sum_token(const WeightedSum *s, int64_t token)
 {
-    const int64_t topk = s->pairs->topk;
+    const Routing *routing = s->routing;
+    const int64_t topk = s->pairs->topk, row = (s->first + token) * s->hidden;
+    const float factor = shared_factor(routing, s->first + token);
     for (int64_t c = 0; c < s->hidden; c++) {
         float sum = 0;
         for (int64_t i = token * topk; i < (token + 1) * topk; i++) {
@@ -209,7 +223,11 @@ static void sum_token(const WeightedSum *s, int64_t token)
                 continue;
             sum += s->outputs[s->pairs->positions[i] * s->hidden + c] * s->pairs->weights[i];
         }
-        s->out[token * s->hidden + c] = fp32_to_bf16(sum);
+        if (routing->shared)
+            sum += routing->shared[row + c] * factor;
+        if (routing->residual)
+            sum += bf16_to_fp32(routing->residual[row + c]);
+        s->out[row + c] = fp32_to_bf16(sum);
     }
 }
 
@@ -221,12 +239,10 @@ static void sum_tokens(void *context, int64_t first, int64_t end)
 
 static int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Stores the weighted sums of the experts' outputs in `out`, (tokens, hidden). `ids` and `weights`:
-   the numbers of each token's experts and their weights, (tokens, topk). */
-void preamble_experts(const Experts *e, const uint16_t *x, int64_t tokens, const int64_t *ids,
-                      const float *weights, int64_t topk, uint16_t *out, int64_t threads)
+void run_experts(const Experts *e, const Routing *routing, const uint16_t *x, int64_t tokens,
+                 uint16_t *out, int64_t threads)
 {
-    const int64_t hidden = e->fc1->channels, columns = e->fc1->columns;
+    const int64_t hidden = e->fc1->channels, columns = e->fc1->columns, topk = routing->topk;
     const int64_t tokens_max = PAIRS_MAX / topk + 1, chunk = tokens < tokens_max ? tokens : tokens_max;
     const int64_t pairs_max = chunk * topk, width = largest(hidden, columns);
     const int64_t quantized_numel = e->fc1->scales ? pairs_max * group_count(width) : 0;
@@ -248,8 +264,8 @@ void preamble_experts(const Experts *e, const uint16_t *x, int64_t tokens, const
     GroupedGemm g = {.groups = groups, .tile_memory = activated + pairs_max * columns};
     for (int64_t first = 0; first < tokens; first += chunk) {
         pairs.tokens = tokens - first < chunk ? tokens - first : chunk;
-        pairs.weights = weights + first * topk;
-        sort_pairs(&pairs, ids + first * topk, e->first_expert, e->experts);
+        pairs.weights = routing->weights + first * topk;
+        sort_pairs(&pairs, routing->ids + first * topk, e->first_expert, e->experts);
         g.x = x + first * hidden, g.sources = pairs.sources;
         plan_groups(&g, &pairs, e->experts, e->fc1, e->fc1_biases, e->activation, activated, staged,
                     quantized);
@@ -258,11 +274,20 @@ void preamble_experts(const Experts *e, const uint16_t *x, int64_t tokens, const
         plan_groups(&g, &pairs, e->experts, e->fc2, e->fc2_biases, NO_ACTIVATION, outputs, staged,
                     quantized);
         run_groups(&g, threads);
-        WeightedSum sum = {&pairs, outputs, out + first * hidden, hidden};
+        WeightedSum sum = {routing, &pairs, first, outputs, out, hidden};
         const int64_t elements = pairs.tokens * topk * hidden;
         parallel_for(pairs.tokens, items_per_chunk(pairs.tokens, threads),
                      elements < PARALLEL_ELEMENTS_MIN ? 1 : threads, STEALING, sum_tokens, &sum);
     }
+}
+
+/* Stores the weighted sums of the experts' outputs in `out`, (tokens, hidden). `ids` and `weights`:
+   the numbers of each token's experts and their weights, (tokens, topk). */
+void preamble_experts(const Experts *experts, const uint16_t *x, int64_t tokens, const int64_t *ids,
+                      const float *weights, int64_t topk, uint16_t *out, int64_t threads)
+{
+    const Routing routing = {.ids = ids, .weights = weights, .topk = topk};
+    run_experts(experts, &routing, x, tokens, out, threads);
 }
 
 #endif

@@ -9,6 +9,7 @@ from gpt.batch import Batch
 from gpt.cpu import kernels
 from tests.support.packed_models import (
     DECODER_CONFIGS,
+    EXPERT_CONFIGS,
     STEPS,
     check_fused_decoder,
     packed_model,
@@ -40,7 +41,7 @@ def test_fused_decoder_equals_the_modules(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("name", ["classic", "modern", "odd", "turned in pairs"])
+@pytest.mark.parametrize("name", ["classic", "modern", "odd", "turned in pairs", *EXPERT_CONFIGS])
 def test_rows_are_bit_identical_in_any_batch(name: str, int8: bool) -> None:
     model = packed_model(DECODER_CONFIGS[name], int8=int8)
     generator = torch.Generator().manual_seed(3)

@@ -15,9 +15,29 @@ from gpt.parallel.mesh import Mesh
 from tests.support.experts_cases import CONFIGS, ROW_COUNTS, SMALL, moe_layer, routings
 from tests.support.models import CONFIGS as MODELS
 from tests.support.models import EXPERTS, build
+from tests.support.packed_models import STEPS, packed_model, run_step
 from tests.support.ranks import ranks
 
 IDS = torch.arange(2, 26).view(2, 12)
+# One layer with experts, after attention that the fused decoder computes bit for bit.
+FUSED = EXPERTS.with_fields(
+    num_layers=1, moe_layers=(True,), position_embedding_type="learned_absolute"
+)
+FUSED_CONFIGS = {
+    "shared expert and gate": FUSED,
+    "no gate": FUSED.with_fields(moe_shared_expert_gate=False),
+    "no shared expert": FUSED.with_fields(
+        moe_shared_expert_gate=False, moe_shared_expert_intermediate_size=0
+    ),
+    "sigmoid": FUSED.with_fields(
+        moe_router_score_function="sigmoid",
+        moe_router_expert_bias=True,
+        moe_router_topk_scaling_factor=2.5,
+    ),
+    "router bias": FUSED.with_fields(moe_router_bias=True, moe_router_pre_softmax=True),
+    "parallel residual": FUSED.with_fields(parallel_residual=True),
+    "no biases": FUSED.with_fields(mlp_bias=False, gated=False, activation="relu2"),
+}
 pytestmark = pytest.mark.skipif(
     not supports_weight(torch.empty(32, 32, dtype=torch.bfloat16)),
     reason="the C library has no bf16 GEMM for this CPU",
@@ -84,6 +104,20 @@ def test_a_packed_model_is_as_close_to_fp64_as_with_the_loop(name: str) -> None:
     native = model.logits(IDS)
     use_torch_experts(model)
     assert std(native - exact) < 1.2 * std(model.logits(IDS) - exact)
+
+
+@pytest.mark.parametrize("kind", ["one", "several", "all kinds"])
+@pytest.mark.parametrize("name", FUSED_CONFIGS)
+def test_a_fused_layer_is_as_accurate_as_the_modules(name: str, kind: str) -> None:
+    model, exact = packed_model(FUSED_CONFIGS[name]), build(FUSED_CONFIGS[name])
+    plain = build(FUSED_CONFIGS[name], dtype=torch.bfloat16)
+    for values, weight in zip(exact.parameters(), plain.parameters(), strict=True):
+        values.data.copy_(weight)  # Rounded to bf16.
+    want, _ = run_step(exact, *STEPS[kind], fused=False)
+    fused, _ = run_step(model, *STEPS[kind], fused=True)
+    layerwise, _ = run_step(model, *STEPS[kind], fused=False)
+    assert std(layerwise - want) < 0.02 * std(want)
+    assert std(fused - want) < 1.15 * std(layerwise - want)
 
 
 def check_tensor_parallel_model(_rank: int) -> None:
