@@ -6,6 +6,7 @@ norm to its input rows, and bias, activation and residual to its outputs before 
 """
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from gpt.cpu.kernels import (
 # a gated weight has 16 gate columns and 16 up columns.
 PANEL_COLUMNS = 32
 # The activations of the library; the index is the library's number of an activation.
-ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu2", "relu")
+ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu2", "relu", "quick_gelu")
 # Name prefix of gated activations, which compute activation(gate) * up. The first half of a gated
 # weight's columns is gate, the second half is up.
 GATED_PREFIX = "gated_"
@@ -39,6 +40,7 @@ class PackedWeight(ctypes.Structure):
         ("panels", POINTER),
         *((name, INT) for name in ("channels", "columns", "fp32_output", "gated")),
         ("scales", POINTER),
+        *((name, ctypes.c_double) for name in ("limit", "offset")),
     )
 
 
@@ -51,6 +53,20 @@ class NormArgs(ctypes.Structure):
         ("epsilon", ctypes.c_double),
         ("rms", INT),
     )
+
+
+class GateLimits(NamedTuple):
+    """What a gated weight computes before and after the activation of the gate.
+
+    gate is at most `limit`, and up is at least -limit and at most limit; 0: no limit. `offset` is
+    added to up.
+    """
+
+    limit: float = 0.0
+    offset: float = 0.0
+
+
+NO_LIMITS = GateLimits()
 
 
 def supports_weight(weight: Tensor) -> bool:
@@ -136,6 +152,11 @@ class PackedLinear:
         keeps_gil = memory.numel() <= KEEP_GIL_ELEMENTS_MAX
         self._gemm_keeping_gil = library_keeping_gil().preamble_gemm if keeps_gil else self._gemm
         self._gemm_argmax = lib.preamble_gemm_argmax
+
+    def use_gate_limits(self, limits: GateLimits) -> None:
+        """Apply `limits` to the outputs of a gated weight."""
+        assert self.weight_args.gated or limits == NO_LIMITS
+        self.weight_args.limit, self.weight_args.offset = limits
 
     def __call__(
         self,

@@ -29,7 +29,7 @@ from gpt.cpu.kernels import (
 from gpt.cpu.packed_linear import CpuNorm, NormArgs, PackedWeight, activation_code
 from gpt.linear import cpu_experts
 from gpt.linear.cpu_linear import CpuLinear, make_norm
-from gpt.model.activation import activation_name
+from gpt.model.activation import packed_activation_name
 from gpt.model.attention_layer import PrefixKV
 from gpt.model.decoder import DecoderLayer
 from gpt.model.gpt_model import GPT
@@ -123,7 +123,6 @@ class FusedDecoder:
             config.norm_placement == "pre"
             and not (config.qk_layernorm and config.qk_layernorm_scope != "head")
             and not config.softmax_scale
-            and activation_name(config) is not None
         )
         is_supported = not unsupported_width and not unsupported_router
         return is_supported and has_equal_layers and has_common_layers
@@ -228,7 +227,7 @@ class FusedDecoder:
             queries=config.num_attention_heads // config.num_query_groups,
             width=config.kv_channels,
             ffn=config.ffn_hidden_size,
-            activation=activation_code(activation_name(config), gated=config.gated),
+            activation=activation_code(packed_activation_name(config), gated=config.gated),
             parallel_residual=config.parallel_residual,
             rotary_dim=config.rope.rotary_dim(config.kv_channels) if config.uses_rope else 0,
             interleaved=config.rotary_interleaved,

@@ -14,7 +14,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gpt.config import GPTConfig
 from gpt.cpu import int8_linear, packed_linear
 from gpt.cpu.exact_argmax import CpuGreedyHead, ScreenedArgmax
 from gpt.cpu.huge_pages import huge_page_zeros
@@ -26,7 +25,7 @@ from gpt.linear import cpu_experts
 from gpt.linear.cpu_experts import CpuExperts
 from gpt.linear.cpu_linear import CpuLinear, OneDnnLinear, make_input_norm, make_norm
 from gpt.linear.quantization_check import Divergence, DivergenceProbe, enforce_limit
-from gpt.model.activation import activation_name
+from gpt.model.activation import gate_limits, packed_activation_name
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import Linear, LinearBackend
 from gpt.model.mlp import MLP
@@ -54,7 +53,7 @@ def pack_weights(model: GPT, *, int8: bool = False) -> None:
         return
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     mlps = [module for module in model.modules() if isinstance(module, MLP)]
-    gated_linears = {mlp.linear_fc1 for mlp in mlps if _is_gated(mlp.config)}
+    gated_linears = {mlp.linear_fc1 for mlp in mlps if mlp.config.gated}
     # The lists of weights must not be stored in variables, because a reference to the unpacked
     # weights would keep all of them in memory.
     packer = _WeightPacker(
@@ -71,12 +70,22 @@ def pack_weights(model: GPT, *, int8: bool = False) -> None:
     for linear in linears:
         norm = make_input_norm(linear) if fuses_norms else None
         linear.use_backend(packer.pack(linear.weight, norm, gated=linear in gated_linears))
+    for mlp in mlps:
+        if packer.uses_panels:
+            _fuse_activation(mlp)
     cpu_experts.use_native_experts(model)
     has_all_experts = model.mesh.expert_mesh.tp == 1
     if fuses_norms and has_all_experts and FusedDecoder.supports_config(model.config):
         model.use_decoder_backend(FusedDecoder(model))
     layout = "int8" if int8 else "panels" if packer.uses_panels else "onednn"
     log.info("event=weights_packed form=%s shortlist=%s", layout, is_screened)
+
+
+def _fuse_activation(mlp: MLP) -> None:
+    """Let the packed fc1 compute the activation."""
+    assert isinstance(mlp.linear_fc1.backend, CpuLinear)
+    mlp.linear_fc1.backend.packed.use_gate_limits(gate_limits(mlp.config))
+    mlp.use_fused_activation(packed_activation_name(mlp.config))
 
 
 def _pack_head(model: GPT, packer: "_WeightPacker", *, fuses_norms: bool, int8: bool) -> bool:
@@ -186,11 +195,6 @@ class _WeightPacker:
         panel_memory, self._free_memory = self._free_memory[:size], self._free_memory[size:]
         packed = self._panels_type(weight, panel_memory, fp32_output=fp32_output, gated=gated)
         return CpuLinear(packed, norm)
-
-
-def _is_gated(config: GPTConfig) -> bool:
-    """Return whether the backend of fc1 computes a gated activation."""
-    return config.gated and activation_name(config) is not None
 
 
 def _unsupported_reason(model: GPT) -> str | None:

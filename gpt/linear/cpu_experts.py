@@ -22,7 +22,7 @@ from gpt.cpu.packed_experts import (
 )
 from gpt.cpu.packed_linear import PackedLinear, packed_numel
 from gpt.linear.cpu_linear import CpuLinear
-from gpt.model.activation import activation_name
+from gpt.model.activation import packed_activation_name
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import Linear
 from gpt.model.mlp import MLP
@@ -54,7 +54,7 @@ class CpuExperts(ExpertsBackend):
                 )
                 for mlp in experts.values()
             ],
-            activation_name(config),
+            packed_activation_name(config),
             first_expert=min(experts),
         )
 
@@ -116,8 +116,6 @@ def _pack_small(weight: Tensor) -> PackedLinear:
 def _unsupported_reason(config: GPTConfig, layers: list[MoELayer]) -> str | None:
     if config.hidden_size % 2:
         return "the C library has no router for an odd hidden_size"
-    if activation_name(config) is None:
-        return f"the C library does not compute the activation {config.activation} of the experts"
     linears = (
         linear
         for layer in layers

@@ -21,6 +21,9 @@ MORE = {
         kv_channels=80, rotary_percent=1.0, rotary_interleaved=True, qk_layernorm=False
     ),
     "biases": MODERN.with_fields(mlp_bias=True, proj_bias=True, activation="gelu_tanh"),
+    "limited gates": MODERN.with_fields(
+        activation="quick_gelu", activation_func_clamp_value=0.6, glu_linear_offset=1.0
+    ),
     "sinks in all layers": MODERN.with_fields(attention_sinks=True),
     "ALiBi, grouped queries": CLASSIC.with_fields(
         position_embedding_type="alibi", num_attention_heads=8, num_query_groups=4

@@ -34,7 +34,8 @@ INLINE int64_t group_count(int64_t channels)
     return (channels + GROUP_CHANNELS - 1) / GROUP_CHANNELS;
 }
 
-enum { NO_ACTIVATION, GELU, GELU_TANH, SILU, RELU2, RELU };
+enum { NO_ACTIVATION, GELU, GELU_TANH, SILU, RELU2, RELU, QUICK_GELU };
+#define QUICK_GELU_FACTOR 1.702f
 
 /* The running argmax of a row's outputs, for each lane. Used if the outputs are not stored. */
 typedef struct {
@@ -125,6 +126,8 @@ INLINE Floats activate(Floats x, int64_t activation)
 {
     if (activation == SILU)
         return x * sigmoid(x);
+    if (activation == QUICK_GELU)
+        return x * sigmoid(x * QUICK_GELU_FACTOR);
     if (activation == RELU || activation == RELU2) {
         Floats positive = select_lanes(x < 0, (Floats){0}, x);
         if (activation == RELU)
@@ -161,10 +164,12 @@ TARGET_AVX512_BF16 INLINE __m512 activate_avx512(__m512 x, int64_t activation)
 {
     if (activation == GELU)
         return gelu_avx512(x);
-    if (activation != SILU && activation != GELU_TANH)
+    if (activation != SILU && activation != GELU_TANH && activation != QUICK_GELU)
         return (__m512)activate((Floats)x, activation);
-    /* Both activations are x / (1 + exp(-y)). */
+    /* The activations are x / (1 + exp(-y)). */
     __m512 y = x;
+    if (activation == QUICK_GELU)
+        y = x * QUICK_GELU_FACTOR;
     if (activation == GELU_TANH)
         y = (x + x * x * x * 0.044715f) * 1.59576912160573072f;
     return x * reciprocal(exp_avx512(-y) + 1.0f);
@@ -203,8 +208,15 @@ TARGET_AVX512_BF16 INLINE void epilogue(const Gemm *p, __m512 (*sum)[2], int64_t
             bias[half] = load_bf16(p->bias + half * w->columns + begin, mask);
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++) {
-            __m512 gate = activate_avx512(sum[i][0] + bias[0], p->activation);
-            store_output(p, (first + i) * w->columns + begin, mask, gate * (sum[i][1] + bias[1]));
+            __m512 gate = sum[i][0] + bias[0], up = sum[i][1] + bias[1];
+            if (w->limit || w->offset) {
+                /* If an operand is NaN, max and min return the second operand. */
+                const __m512 limit = _mm512_set1_ps(w->limit ? (float)w->limit : INFINITY);
+                gate = _mm512_min_ps(limit, gate);
+                up = _mm512_max_ps(-limit, _mm512_min_ps(limit, up)) + (float)w->offset;
+            }
+            gate = activate_avx512(gate, p->activation);
+            store_output(p, (first + i) * w->columns + begin, mask, gate * up);
         }
         return;
     }

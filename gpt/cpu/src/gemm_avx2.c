@@ -63,6 +63,17 @@ static void update_argmax_avx2(const Gemm *p, float (*outputs)[COLUMNS], int64_t
         }
 }
 
+/* Limits the gates, and limits and shifts the numbers that they multiply. */
+TARGET_AVX2 static void limit_gated(const PackedWeight *w, float *gates)
+{
+    const float limit = w->limit ? (float)w->limit : INFINITY;
+    float *up = gates + LANES;
+    for (int64_t c = 0; c < LANES; c++) { /* NaN stays NaN. */
+        gates[c] = gates[c] > limit ? limit : gates[c];
+        up[c] = (up[c] > limit ? limit : up[c] < -limit ? -limit : up[c]) + (float)w->offset;
+    }
+}
+
 /* Applies the epilogue to the sums of `rows` rows, from `row` on, for one panel's columns. */
 TARGET_AVX2 static void epilogue_avx2(const Gemm *p, float (*outputs)[COLUMNS], int64_t row,
                                       int64_t column, int rows)
@@ -80,6 +91,8 @@ TARGET_AVX2 static void epilogue_avx2(const Gemm *p, float (*outputs)[COLUMNS], 
         for (int64_t half = 0; p->bias && half <= w->gated; half++)
             for (int64_t c = 0; c < count; c++)
                 y[half * LANES + c] += bf16_to_fp32(p->bias[half * w->columns + begin + c]);
+        if (w->limit || w->offset)
+            limit_gated(w, y);
         for (int64_t c = 0; c < width; c += LANES)
             *(Floats *)(y + c) = activate(*(Floats *)(y + c), p->activation);
         for (int64_t c = 0; c < count; c++) {

@@ -296,7 +296,7 @@ void preamble_gemm_unpacked(const uint16_t *weight, int64_t channels, int64_t co
                             uint16_t *out, uint16_t *pre_activation, int64_t threads,
                             uint16_t *memory)
 {
-    const PackedWeight shape = {NULL, channels, columns, 0, 0, NULL};
+    const PackedWeight shape = {.channels = channels, .columns = columns};
     const int64_t panels_per_chunk = columns / COLUMNS / (threads * 8) + 1;
     Gemm product = {.weight = &shape,
                     .bias = bias,

@@ -13,14 +13,17 @@
 #define TILE 12    /* Rows whose fp32 sums fit into registers. */
 
 /* A weight in panels of bf16 or int8. `panels` is NULL if the weight is absent. If `gated` is
-   nonzero, a panel has 16 gate columns, then the 16 columns that they multiply, and `columns` is
-   the number of gate columns. */
+   nonzero, a panel has 16 gate columns, then the 16 columns that they multiply (up), and `columns`
+   is the number of gate columns. */
 typedef struct {
     const void *panels;
     int64_t channels, columns;
     int64_t fp32_output; /* Nonzero: outputs are stored as fp32; 0: as bf16. */
     int64_t gated;
     const float *scales; /* For int8, the scale of each column, in panel order; NULL for bf16. */
+    /* If nonzero: a gate is at most `limit`, and up is between -limit and limit. `offset` is added
+       to up. */
+    double limit, offset;
 } PackedWeight;
 
 /* A LayerNorm or RMSNorm with fp32 parameters. `scale` is NULL if there is no norm. */

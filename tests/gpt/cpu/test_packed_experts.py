@@ -10,8 +10,9 @@ from gpt.cpu import packed_linear
 from gpt.cpu.int8_linear import Int8PackedLinear, has_int8_gemm, packed_bytes
 from gpt.cpu.kernels import ISA_LEVELS, force_isa_level, isa_level
 from gpt.cpu.packed_experts import ExpertLinears, PackedExperts
-from gpt.cpu.packed_linear import PackedLinear, packed_numel
-from gpt.model.activation import ACTIVATIONS
+from gpt.cpu.packed_linear import NO_LIMITS, GateLimits, PackedLinear, packed_numel
+from gpt.model.activation import ACTIVATIONS, torch_activation
+from tests.support.models import EXPERTS as MODEL
 
 EXPERTS, TOPK, HIDDEN, COLUMNS = 6, 2, 72, 40  # Neither width is a multiple of a panel's columns.
 # The largest permitted error, relative to the largest output. The activated rows and the outputs
@@ -30,17 +31,31 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     force_isa_level(None)
 
 
-def pack(weight: Tensor, *, gated: bool) -> PackedLinear:
+def pack(weight: Tensor, *, gated: bool, limits: GateLimits = NO_LIMITS) -> PackedLinear:
     memory = torch.zeros(packed_numel(weight, gated=gated), dtype=torch.bfloat16)
-    return PackedLinear(weight, memory, gated=gated)
+    packed = PackedLinear(weight, memory, gated=gated)
+    packed.use_gate_limits(limits)
+    return packed
 
 
 class Layer:
     """Random experts, packed, and their exact outputs."""
 
-    def __init__(self, activation: str, *, has_bias: bool, experts: int = EXPERTS) -> None:
-        self.activation = activation
+    def __init__(
+        self,
+        activation: str,
+        *,
+        has_bias: bool,
+        experts: int = EXPERTS,
+        limits: GateLimits = NO_LIMITS,
+    ) -> None:
         gated = activation.startswith(packed_linear.GATED_PREFIX)
+        self.config = MODEL.with_fields(
+            activation=activation.removeprefix(packed_linear.GATED_PREFIX),
+            gated=gated,
+            activation_func_clamp_value=limits.limit,
+            glu_linear_offset=limits.offset,
+        )
         generator = torch.Generator().manual_seed(0)
 
         def draw(*shape: int) -> Tensor:
@@ -58,7 +73,12 @@ class Layer:
         ]
         self.packed = PackedExperts(
             [
-                ExpertLinears(pack(fc1, gated=gated), fc1_bias, pack(fc2, gated=False), fc2_bias)
+                ExpertLinears(
+                    pack(fc1, gated=gated, limits=limits),
+                    fc1_bias,
+                    pack(fc2, gated=False),
+                    fc2_bias,
+                )
                 for fc1, fc1_bias, fc2, fc2_bias in self.tensors
             ],
             activation,
@@ -73,8 +93,8 @@ class Layer:
                 )
                 assert fc1 is not None and fc2 is not None
                 hidden = fc1 @ x[row].double()
-                hidden = ACTIVATIONS[self.activation](
-                    hidden if fc1_bias is None else hidden + fc1_bias
+                hidden = torch_activation(
+                    self.config, hidden if fc1_bias is None else hidden + fc1_bias
                 )
                 output = fc2 @ hidden
                 y[row] += weight * (output if fc2_bias is None else output + fc2_bias)
@@ -112,9 +132,26 @@ def test_outputs_of_all_routings_equal_the_mlps(rows: int) -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("activation", [*sorted(ACTIVATIONS), "quick_gelu", "gated_quick_gelu"])
 def test_all_activations_equal_the_mlps(activation: str, has_bias: bool) -> None:
     check(Layer(activation, has_bias=has_bias), rows_of(7), routings(7)["spread"])
+
+
+@pytest.mark.parametrize("limits", [GateLimits(0.4, 1.0), GateLimits(0.7), GateLimits(offset=-0.5)])
+@pytest.mark.parametrize("activation", ["gated_quick_gelu", "gated_silu", "gated_gelu"])
+def test_limited_gates_equal_the_mlps(activation: str, limits: GateLimits) -> None:
+    check(Layer(activation, has_bias=True, limits=limits), rows_of(7), routings(7)["spread"])
+
+
+def test_limits_keep_nan() -> None:
+    layer = Layer("gated_quick_gelu", has_bias=True, limits=GateLimits(0.4, 1.0))
+    x, ids = rows_of(3), routings(3)["spread"]
+    x[1, 5] = torch.nan
+    assert layer.packed(x, ids, torch.ones(3, TOPK)).isnan().all(-1).tolist() == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_a_tokens_output_is_equal_in_every_batch() -> None:
