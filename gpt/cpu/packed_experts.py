@@ -1,7 +1,7 @@
 """Packed mixture-of-experts layer on a CPU: its router, and one call for all experts of a batch.
 
 The C code is in gpt/cpu/src/router.c and gpt/cpu/src/experts.c. The experts' weights are the panels
-of `PackedLinear` or `Int8PackedLinear`; they are not copied.
+of `PackedLinear`, `Int8PackedLinear` or `Fp32PackedLinear`; they are not copied.
 """
 
 import ctypes
@@ -65,6 +65,7 @@ class PackedRouter:
     ) -> None:
         """`expert_bias` affects only the choice of the experts, not their weights."""
         self._rule = rule
+        self._dtype = packed.input_dtype
         self._expert_bias = None if expert_bias is None else expert_bias.float().contiguous()
         # This object keeps the tensors allocated, because the library gets their addresses.
         self._references = (packed, bias)
@@ -81,7 +82,7 @@ class PackedRouter:
     def choose(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers of each row's experts and their weights, both (rows, topk)."""
         logits, rows = router_logits.contiguous(), len(router_logits)
-        assert logits.dtype == torch.bfloat16 and logits.shape == (rows, self.args.weight.columns)
+        assert logits.dtype == self._dtype and logits.shape == (rows, self.args.weight.columns)
         ids = torch.empty((rows, self._rule.topk), dtype=torch.int64)
         weights = torch.empty((rows, self._rule.topk))
         lib = library_keeping_gil() if rows <= KEEP_GIL_ROWS_MAX else library()
@@ -124,10 +125,11 @@ class PackedExperts:
         self._experts = list(experts)
         first = experts[0].fc1
         self._hidden_size = int(first.weight_args.channels)
+        self._dtype = first.input_dtype
         self._expert_elements = first.numel + experts[0].fc2.numel
         self.numel = len(experts) * self._expert_elements
         self._arrays = (
-            _weight_array([expert.fc1 for expert in experts], fp32_output=False),
+            _weight_array([expert.fc1 for expert in experts]),
             _weight_array([expert.fc2 for expert in experts], fp32_output=True),
             _bias_array([expert.fc1_bias for expert in experts]),
             _bias_array([expert.fc2_bias for expert in experts]),
@@ -146,7 +148,7 @@ class PackedExperts:
         """
         x, ids, weights = x.contiguous(), topk_ids.contiguous(), topk_weights.float().contiguous()
         rows, topk = ids.shape
-        assert x.dtype == torch.bfloat16 and x.shape == (rows, self._hidden_size)
+        assert x.dtype == self._dtype and x.shape == (rows, self._hidden_size)
         assert ids.dtype == torch.int64 and weights.shape == ids.shape
         elements = min(rows * topk, len(self._experts)) * self._expert_elements
         keeps_gil = rows <= KEEP_GIL_ROWS_MAX and elements <= KEEP_GIL_ELEMENTS_MAX
@@ -198,11 +200,11 @@ class MoELayerArgs(ctypes.Structure):
 
 
 def _weight_array(
-    linears: Sequence[PackedLinear], *, fp32_output: bool
+    linears: Sequence[PackedLinear], *, fp32_output: bool = False
 ) -> "ctypes.Array[PackedWeight]":
     array = (PackedWeight * len(linears))(*(linear.weight_args for linear in linears))
     for weight in array:  # Copies of `weight_args`.
-        weight.fp32_output = fp32_output
+        weight.fp32_output |= fp32_output
     return array
 
 

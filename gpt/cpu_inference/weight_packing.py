@@ -1,11 +1,11 @@
 """CPU weight packing: loaded weights in the C library's panels (bf16, int8) or oneDNN's layout.
 
 Packed weights make CPU inference faster. The C library packs the weights into panels (groups of
-adjacent output columns); oneDNN packs them if the library does not support them. A matmul with a
-packed weight applies bias, activation and residual while the product is in registers.
-`pack_weights` replaces the weights of a loaded model one at a time, so at most one weight is in
-memory twice. The exception is a tied embedding, which stays in memory unpacked for lookups, in
-addition to the packed LM head.
+adjacent output columns); oneDNN packs them if the library does not support them. Of an fp32 model,
+the library packs the experts, and oneDNN the other weights. A matmul with a packed weight applies
+bias, activation and residual while the product is in registers. `pack_weights` replaces the weights
+of a loaded model one at a time, so at most one weight is in memory twice. The exception is a tied
+embedding, which stays in memory unpacked for lookups, in addition to the packed LM head.
 """
 
 import logging
@@ -19,7 +19,7 @@ from gpt.cpu.exact_argmax import CpuGreedyHead, ScreenedArgmax
 from gpt.cpu.huge_pages import huge_page_zeros
 from gpt.cpu.int8_linear import Int8PackedLinear
 from gpt.cpu.kernels import has_prefill_attention
-from gpt.cpu.packed_linear import CpuNorm, PackedLinear
+from gpt.cpu.packed_linear import CpuNorm, Fp32PackedLinear, PackedLinear
 from gpt.cpu_inference.fused_decoder import FusedDecoder
 from gpt.linear import cpu_experts
 from gpt.linear.cpu_experts import CpuExperts
@@ -61,6 +61,7 @@ def pack_weights(model: GPT, *, int8: bool = False) -> None:
         [(linear.weight, linear in gated_linears) for linear in linears],
         int8=int8,
     )
+    expert_packer = None if packer.uses_panels else _Fp32ExpertPacker.build(model)
     # Norms are fused on one tensor rank only. With several ranks, there may be communication
     # between a norm and its linear.
     fuses_norms = packer.uses_panels and model.mesh.tp == 1
@@ -69,9 +70,13 @@ def pack_weights(model: GPT, *, int8: bool = False) -> None:
         is_screened = _pack_head(model, packer, fuses_norms=fuses_norms, int8=int8)
     for linear in linears:
         norm = make_input_norm(linear) if fuses_norms else None
-        linear.use_backend(packer.pack(linear.weight, norm, gated=linear in gated_linears))
+        gated = linear in gated_linears
+        if expert_packer is not None and linear in expert_packer.linears:
+            linear.use_backend(expert_packer.pack(linear.weight, gated=gated))
+        else:
+            linear.use_backend(packer.pack(linear.weight, norm, gated=gated))
     for mlp in mlps:
-        if packer.uses_panels:
+        if isinstance(mlp.linear_fc1.backend, CpuLinear):
             _fuse_activation(mlp)
     cpu_experts.use_native_experts(model)
     has_all_experts = model.mesh.expert_mesh.tp == 1
@@ -195,6 +200,38 @@ class _WeightPacker:
         panel_memory, self._free_memory = self._free_memory[:size], self._free_memory[size:]
         packed = self._panels_type(weight, panel_memory, fp32_output=fp32_output, gated=gated)
         return CpuLinear(packed, norm)
+
+
+class _Fp32ExpertPacker:
+    """Packs the experts of an fp32 model with the C library; oneDNN packs the other weights."""
+
+    def __init__(self, experts: list[MLP]) -> None:
+        self.linears = {linear for mlp in experts for linear in (mlp.linear_fc1, mlp.linear_fc2)}
+        element_count = sum(
+            packed_linear.packed_numel(linear.weight, gated=mlp.config.gated and is_fc1)
+            for mlp in experts
+            for linear, is_fc1 in ((mlp.linear_fc1, True), (mlp.linear_fc2, False))
+        )
+        # One allocation, as in `_WeightPacker`.
+        self._free_memory = huge_page_zeros((element_count,), torch.float32, torch.device("cpu"))
+
+    @classmethod
+    def build(cls, model: GPT) -> "_Fp32ExpertPacker | None":
+        """Return a packer, or None if the model has no experts that the C library supports."""
+        experts = [
+            mlp
+            for module in model.modules()
+            if isinstance(module, MoELayer)
+            for mlp in module.local_experts.values()
+        ]
+        weights = (w for mlp in experts for w in (mlp.linear_fc1.weight, mlp.linear_fc2.weight))
+        is_supported = bool(experts) and all(map(packed_linear.supports_fp32_weight, weights))
+        return cls(experts) if is_supported else None
+
+    def pack(self, weight: Tensor, *, gated: bool) -> LinearBackend:
+        size = packed_linear.packed_numel(weight, gated=gated)
+        memory, self._free_memory = self._free_memory[:size], self._free_memory[size:]
+        return CpuLinear(Fp32PackedLinear(weight, memory, gated=gated))
 
 
 def _unsupported_reason(model: GPT) -> str | None:

@@ -20,7 +20,7 @@ from gpt.cpu.packed_experts import (
     PackedRouter,
     SharedExpert,
 )
-from gpt.cpu.packed_linear import PackedLinear, packed_numel
+from gpt.cpu.packed_linear import Fp32PackedLinear, PackedLinear, packed_numel
 from gpt.linear.cpu_linear import CpuLinear
 from gpt.model.activation import packed_activation_name
 from gpt.model.gpt_model import GPT
@@ -109,12 +109,13 @@ def _rule(config: GPTConfig) -> ChoiceRule:
 
 
 def _pack_small(weight: Tensor) -> PackedLinear:
-    """Pack a weight with few output columns, in bf16 also in a model with int8 weights."""
-    return PackedLinear(weight, torch.zeros(packed_numel(weight), dtype=weight.dtype))
+    """Pack a weight with few output columns, in its dtype also in a model with int8 weights."""
+    linear_type = Fp32PackedLinear if weight.dtype == torch.float32 else PackedLinear
+    return linear_type(weight, torch.zeros(packed_numel(weight), dtype=weight.dtype))
 
 
 def _unsupported_reason(config: GPTConfig, layers: list[MoELayer]) -> str | None:
-    if config.hidden_size % 2:
+    if config.hidden_size % 2 and layers[0].router.weight.dtype != torch.float32:
         return "the C library has no router for an odd hidden_size"
     linears = (
         linear

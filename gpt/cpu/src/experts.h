@@ -16,7 +16,7 @@ typedef struct {
 
 /* The router computes one logit for each expert, chooses `topk` experts, and weights them. */
 typedef struct {
-    PackedWeight weight;      /* The logits are bf16. */
+    PackedWeight weight;      /* The logits are bf16; for an fp32 weight, fp32. */
     const uint16_t *bias;     /* Of the logits; NULL if there is none. */
     const float *expert_bias; /* Added to the scores that choose the experts; NULL: nothing. */
     int64_t topk;
@@ -54,6 +54,6 @@ typedef struct {
 /* Defined in experts.c. Stores the weighted sums of the experts' outputs in `out`, (tokens,
    hidden). */
 HIDDEN void run_experts(const Experts *experts, const Routing *routing, const uint16_t *x,
-                        int64_t tokens, uint16_t *out, int64_t threads);
+                        int64_t tokens, void *out, int64_t threads);
 
 #endif

@@ -52,12 +52,12 @@ static void select_experts(const Router *router, const float *scores, int64_t *i
 }
 
 /* Chooses the experts of one token. `scores` is memory for a number for each expert. */
-static void choose_row(const Router *router, const uint16_t *logits, float *scores, int64_t *ids,
-                       float *weights)
+static void choose_row(const Router *router, const void *logits, int64_t row, float *scores,
+                       int64_t *ids, float *weights)
 {
     const int64_t experts = router->weight.columns, topk = router->topk;
     for (int64_t i = 0; i < experts; i++) {
-        const float logit = bf16_to_fp32(logits[i]);
+        const float logit = load_scalar(logits, row * experts + i, !router->weight.fp32);
         scores[i] = router->sigmoid ? sigmoid_fp32(logit) : logit;
     }
     if (!router->sigmoid && router->pre_softmax)
@@ -77,7 +77,7 @@ static void choose_row(const Router *router, const uint16_t *logits, float *scor
 
 typedef struct {
     const Router *router;
-    const uint16_t *logits;
+    const void *logits;
     int64_t *ids;
     float *weights, *scores; /* `scores`: for the experts of one row of each thread. */
 } ChoiceLoop;
@@ -87,15 +87,14 @@ static void choose_rows(void *context, int64_t first, int64_t end)
     const ChoiceLoop *loop = context;
     const int64_t experts = loop->router->weight.columns, topk = loop->router->topk;
     for (int64_t row = first; row < end; row++)
-        choose_row(loop->router, loop->logits + row * experts,
-                   loop->scores + worker_index() * experts, loop->ids + row * topk,
-                   loop->weights + row * topk);
+        choose_row(loop->router, loop->logits, row, loop->scores + worker_index() * experts,
+                   loop->ids + row * topk, loop->weights + row * topk);
 }
 
 /* Stores the numbers and the weights of the experts of each row, (rows, topk), for router logits
    (rows, experts). */
-void preamble_choose_experts(const Router *router, const uint16_t *logits, int64_t rows,
-                             int64_t *ids, float *weights, int64_t threads)
+void preamble_choose_experts(const Router *router, const void *logits, int64_t rows, int64_t *ids,
+                             float *weights, int64_t threads)
 {
     const int64_t experts = router->weight.columns;
     float *scores = thread_scratch(threads * experts * sizeof *scores);

@@ -8,7 +8,12 @@ from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.cpu.packed_experts import ChoiceRule, PackedRouter
-from gpt.cpu.packed_linear import PackedLinear, packed_numel, supports_weight
+from gpt.cpu.packed_linear import (
+    Fp32PackedLinear,
+    PackedLinear,
+    packed_numel,
+    supports_weight,
+)
 from gpt.model.moe import choose_experts
 from tests.support.models import EXPERTS
 
@@ -30,9 +35,12 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_router(config: GPTConfig, expert_bias: Tensor | None) -> PackedRouter:
-    weight = torch.zeros(config.num_experts, 2, dtype=torch.bfloat16)
-    packed = PackedLinear(weight, torch.zeros(packed_numel(weight), dtype=torch.bfloat16))
+def make_router(
+    config: GPTConfig, expert_bias: Tensor | None, dtype: torch.dtype = torch.bfloat16
+) -> PackedRouter:
+    weight = torch.zeros(config.num_experts, 2, dtype=dtype)
+    linear_type = PackedLinear if dtype == torch.bfloat16 else Fp32PackedLinear
+    packed = linear_type(weight, torch.zeros(packed_numel(weight), dtype=dtype))
     rule = ChoiceRule(
         config.moe_router_topk,
         config.moe_router_score_function == "sigmoid",
@@ -97,6 +105,15 @@ def test_equal_scores_choose_the_lowest_numbers() -> None:
         make_router(config, None).choose(logits)[0],
     ):
         assert ids.tolist() == [[0, 1, 2], [9, 30, 69]]
+
+
+def test_fp32_logits_are_not_rounded() -> None:
+    config = EXPERTS.with_fields(num_experts=3, moe_router_topk=2)
+    logits = torch.tensor([[1.0, 1.0001, 1.0002]])
+    want_ids, want = choose_experts(logits, None, config)
+    ids, weights = make_router(config, None, torch.float32).choose(logits)
+    assert ids.tolist() == want_ids.tolist() == [[2, 1]]
+    torch.testing.assert_close(weights, want)
 
 
 def test_a_choice_with_nan_is_that_of_torch() -> None:
