@@ -20,7 +20,6 @@ typedef struct {
     const uint16_t *fc1_bias;
     PackedWeight fc2;
     const uint16_t *fc2_bias;
-    int64_t pool_layer; /* The layer's index in the pool. */
     const float *sinks; /* The logit of each query head's attention sink; NULL: no sinks. */
 } DecoderLayer;
 
@@ -30,23 +29,29 @@ typedef struct {
     int64_t layers, hidden, groups, queries, width, ffn;
     int64_t activation;
     int64_t parallel_residual; /* Nonzero: the MLP reads the layer's input, like attention. */
-    int64_t rotary_dim;        /* Channels of a head that RoPE rotates; 0: no RoPE. */
-    int64_t interleaved;       /* Nonzero: RoPE pairs channels 2i and 2i + 1; 0: the two halves. */
     const float *alibi_slopes; /* Of each query head; NULL: no ALiBi. */
     const DecoderLayer *layer_array;
 } LayerRange;
 
+/* What layers with the same window, RoPE and KV group share in a step. */
+typedef struct {
+    int64_t rotary_dim;     /* Channels of a head that RoPE rotates; 0: no RoPE. */
+    int64_t interleaved;    /* Nonzero: RoPE pairs channels 2i and 2i + 1; 0: the two halves. */
+    const float *cos, *sin; /* (rows, rotary_dim / 2) */
+    const int64_t *blocks;  /* Each row's block in the pool. */
+    const void *decode;     /* DecodeArgs; NULL if the step has no decode rows. */
+    const void *prefill;    /* PrefillArgs; NULL if the step has no prefill runs. */
+} LayerKind;
+
 typedef struct {
     int64_t rows, threads;
-    uint16_t *x;                     /* Input rows; replaced by the output. */
-    uint16_t *memory;                /* `preamble_decoder_scratch_numel` elements. */
-    const float *cos, *sin;          /* (rows, rotary_dim / 2) */
-    const int64_t *blocks, *offsets; /* Each row's block in the pool, and offset in the block. */
+    uint16_t *x;      /* Input rows; replaced by the output. */
+    uint16_t *memory; /* `preamble_decoder_scratch_numel` elements. */
+    const LayerKind *kinds;
+    const int64_t *layer_kinds; /* Each layer's index in `kinds`. */
+    char **layer_pools;         /* Each layer's KV pool. */
+    const int64_t *offsets;     /* Each row's offset in its block. */
     int64_t block_tokens;
-    char *pool;
-    int64_t layer_bytes; /* Bytes of a layer in the pool. */
-    const void *decode;  /* DecodeArgs; NULL if the step has no decode rows. */
-    const void *prefill; /* PrefillArgs; NULL if the step has no prefill runs. */
     /* The rows that are needed after the range's last layer, and their number. For the other rows,
        the last layer does not compute projection and MLP. NULL: all rows are needed. */
     const int64_t *output_rows;
@@ -140,17 +145,17 @@ static void apply_rope_plain(uint16_t *x, const float *cos, const float *sin, in
 }
 
 /* Applies norm and RoPE, if the model has them, to a head of q or k; stores the head at `to`. */
-static void norm_and_rope(const LayerRange *s, const StepArgs *p, const NormArgs *norm, int64_t row,
+static void norm_and_rope(const LayerKind *kind, const NormArgs *norm, int64_t row, int64_t width,
                           const uint16_t *from, uint16_t *to)
 {
+    const int64_t pairs = kind->rotary_dim / 2;
     if (norm->scale)
-        norm_row(norm, from, s->width, to);
+        norm_row(norm, from, width, to);
     else
-        memcpy(to, from, s->width * sizeof *to);
-    if (s->rotary_dim)
+        memcpy(to, from, width * sizeof *to);
+    if (pairs)
         (isa_level < AVX512_BF16 ? apply_rope_plain : apply_rope_avx512)(
-            to, p->cos + row * s->rotary_dim / 2, p->sin + row * s->rotary_dim / 2,
-            s->rotary_dim / 2, s->interleaved);
+            to, kind->cos + row * pairs, kind->sin + row * pairs, pairs, kind->interleaved);
 }
 
 /* The context of the parallel loop over the rows of `qkv`. */
@@ -158,6 +163,8 @@ typedef struct {
     const LayerRange *range;
     const StepArgs *step;
     const DecoderLayer *layer;
+    const LayerKind *kind;
+    uint16_t *pool;
     const Scratch *scratch;
 } QkvLoop;
 
@@ -168,16 +175,17 @@ static void split_qkv_row(const QkvLoop *loop, int64_t row)
     const LayerRange *s = loop->range;
     const StepArgs *p = loop->step;
     const DecoderLayer *layer = loop->layer;
-    uint16_t *pool = (uint16_t *)(p->pool + layer->pool_layer * p->layer_bytes);
+    const LayerKind *kind = loop->kind;
+    uint16_t *pool = loop->pool;
     const int64_t width = s->width, block_keys = s->groups * p->block_tokens;
     const uint16_t *from = loop->scratch->qkv + row * s->groups * (s->queries + 2) * width;
     uint16_t *queries = loop->scratch->q + row * s->groups * s->queries * width;
     for (int64_t group = 0; group < s->groups; group++) {
         for (int64_t i = 0; i < s->queries; i++, from += width, queries += width)
-            norm_and_rope(s, p, &layer->q_norm, row, from, queries);
+            norm_and_rope(kind, &layer->q_norm, row, width, from, queries);
         int64_t pool_row =
-            p->blocks[row] * 2 * block_keys + group * p->block_tokens + p->offsets[row];
-        norm_and_rope(s, p, &layer->k_norm, row, from, pool + pool_row * width);
+            kind->blocks[row] * 2 * block_keys + group * p->block_tokens + p->offsets[row];
+        norm_and_rope(kind, &layer->k_norm, row, width, from, pool + pool_row * width);
         memcpy(pool + (pool_row + block_keys) * width, from + width, width * sizeof *pool);
         from += 2 * width;
     }
@@ -230,22 +238,24 @@ int preamble_decoder_layers(const LayerRange *s, const StepArgs *p)
     Scratch scratch;
     layout_scratch(s, p->rows, p->memory, &scratch);
     const int64_t head = s->width, row = s->groups * s->queries * head, threads = p->threads;
-    for (const DecoderLayer *l = s->layer_array; l < s->layer_array + s->layers; l++) {
-        char *pool = p->pool + l->pool_layer * p->layer_bytes;
+    for (int64_t layer = 0; layer < s->layers; layer++) {
+        const DecoderLayer *l = s->layer_array + layer;
+        const LayerKind *kind = p->kinds + p->layer_kinds[layer];
+        char *pool = p->layer_pools[layer];
         preamble_gemm(&l->qkv, p->x, p->rows, l->qkv_bias, 0, NULL, scratch.qkv, threads, &l->norm);
-        QkvLoop loop = {s, p, l, &scratch};
+        QkvLoop loop = {s, p, l, kind, (uint16_t *)pool, &scratch};
         /* For a few rows, threads would not be faster. */
         parallel_for(p->rows, items_per_chunk(p->rows, threads), p->rows < LANES ? 1 : threads,
                      STEALING, split_qkv, &loop);
-        if (p->decode &&
-            preamble_decode_attention(p->decode, scratch.q, row, head, l->sinks, s->alibi_slopes, pool,
+        if (kind->decode &&
+            preamble_decode_attention(kind->decode, scratch.q, row, head, l->sinks, s->alibi_slopes, pool,
                                       scratch.attended))
             return 1;
-        if (p->prefill &&
-            preamble_prefill_attention(p->prefill, scratch.q, row, head, l->sinks, s->alibi_slopes,
+        if (kind->prefill &&
+            preamble_prefill_attention(kind->prefill, scratch.q, row, head, l->sinks, s->alibi_slopes,
                                        pool, scratch.attended))
             return 1;
-        if (p->output_rows && l == s->layer_array + s->layers - 1)
+        if (p->output_rows && layer == s->layers - 1)
             proj_and_mlp_of_rows(s, p, l, &scratch);
         else
             proj_and_mlp(s, l, &scratch, p->x, scratch.attended, p->rows, threads);

@@ -160,15 +160,16 @@ def test_limited_gates_equal_the_mlps(
     check(layer, rows_of(7, dtype), routings(7)["spread"])
 
 
-def test_limits_keep_nan() -> None:
+@pytest.mark.parametrize("column", [3, COLUMNS + 3], ids=["gate", "up"])
+def test_limits_keep_nan(column: int) -> None:
     layer = Layer("gated_quick_gelu", has_bias=True, limits=GateLimits(0.4, 1.0))
-    x, ids = rows_of(3), routings(3)["spread"]
-    x[1, 5] = torch.nan
-    assert layer.packed(x, ids, torch.ones(3, TOPK)).isnan().all(-1).tolist() == [
-        False,
-        True,
-        False,
-    ]
+    bias = layer.tensors[1][1]
+    assert bias is not None
+    bias[column] = torch.nan
+    ids = torch.tensor([[0, 2], [4, 1], [5, 3]])
+    y = layer.packed(rows_of(3), ids, torch.ones(3, TOPK))
+    assert y.isnan().all(-1).tolist() == [False, True, False]
+    assert y[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", ERROR_MAX)

@@ -7,6 +7,7 @@ from torch import Tensor
 from gpt.attention.kv_cache import KVPool
 from gpt.batch import Batch
 from gpt.cpu import kernels
+from gpt.kv_groups import kv_groups
 from tests.support.packed_models import (
     DECODER_CONFIGS,
     EXPERT_CONFIGS,
@@ -38,6 +39,20 @@ def test_skipping_unneeded_rows_does_not_change_other_rows(name: str, fused: boo
 @pytest.mark.parametrize("name", DECODER_CONFIGS)
 def test_fused_decoder_equals_the_modules(name: str, kind: str) -> None:
     check_fused_decoder(name, kind)
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_layers_use_the_blocks_of_their_kv_group(kind: str) -> None:
+    config = DECODER_CONFIGS["windows in some layers"]
+    model, groups = packed_model(config), kv_groups(config)
+    assert [group.window for group in groups] == [None, 7, 7]
+    got, pool = run_step(model, *STEPS[kind], fused=True, groups=groups)
+    want, plain_pool = run_step(model, *STEPS[kind], fused=False, groups=groups)
+    assert torch.equal(got, want)
+    assert all(torch.equal(a, b) for a, b in zip(pool, plain_pool, strict=True))
+    # Also after a step with another pool.
+    one_group, _ = run_step(model, *STEPS[kind], fused=True)
+    assert torch.equal(one_group, run_step(model, *STEPS[kind], fused=False)[0])
 
 
 @pytest.mark.parametrize("int8", [False, True])
