@@ -1,11 +1,14 @@
 """Packed bf16 linear layers on a CPU: GEMM fused with norm, bias, activation and residual.
 
+`Fp32PackedLinear` is a simpler form in fp32, for experts.
+
 The C code supports CPUs with AVX512-bf16 (gpt/cpu/src/gemm_bf16.c) and CPUs with only AVX2
 (gpt/cpu/src/gemm_avx2.c); `supports_weight` checks the CPU and the weight. The GEMM can apply a
 norm to its input rows, and bias, activation and residual to its outputs before it stores them.
 """
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +29,7 @@ from gpt.cpu.kernels import (
 # a gated weight has 16 gate columns and 16 up columns.
 PANEL_COLUMNS = 32
 # The activations of the library; the index is the library's number of an activation.
-ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu2", "relu")
+ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu2", "relu", "quick_gelu")
 # Name prefix of gated activations, which compute activation(gate) * up. The first half of a gated
 # weight's columns is gate, the second half is up.
 GATED_PREFIX = "gated_"
@@ -39,6 +42,8 @@ class PackedWeight(ctypes.Structure):
         ("panels", POINTER),
         *((name, INT) for name in ("channels", "columns", "fp32_output", "gated")),
         ("scales", POINTER),
+        *((name, ctypes.c_double) for name in ("limit", "offset")),
+        ("fp32", INT),
     )
 
 
@@ -53,6 +58,20 @@ class NormArgs(ctypes.Structure):
     )
 
 
+class GateLimits(NamedTuple):
+    """What a gated weight computes before and after the activation of the gate.
+
+    gate is at most `limit`, and up is at least -limit and at most limit; 0: no limit. `offset` is
+    added to up.
+    """
+
+    limit: float = 0.0
+    offset: float = 0.0
+
+
+NO_LIMITS = GateLimits()
+
+
 def supports_weight(weight: Tensor) -> bool:
     """Return whether the library is available and supports this weight."""
     return (
@@ -63,8 +82,14 @@ def supports_weight(weight: Tensor) -> bool:
     )
 
 
+def supports_fp32_weight(weight: Tensor) -> bool:
+    """Return whether the library is available and supports this weight in `Fp32PackedLinear`."""
+    is_fp32_on_cpu = weight.dtype == torch.float32 and weight.device.type == "cpu"
+    return is_fp32_on_cpu and isa_level() in ISA_LEVELS[1:]
+
+
 def packed_numel(weight: Tensor, *, gated: bool = False) -> int:
-    """Return the number of elements of a weight in the panels of `PackedLinear`."""
+    """Return the number of elements of a weight in the panels of a bf16 or fp32 linear."""
     columns, channels = weight.shape
     columns //= 1 + gated
     return -(-columns * (1 + gated) // PANEL_COLUMNS) * PANEL_COLUMNS * channels
@@ -115,6 +140,7 @@ class PackedLinear:
 
         An int8 weight has one scale per column; for a bf16 weight, `scales` is None.
         """
+        self.input_dtype = weight.dtype
         self._dtype = torch.float32 if fp32_output else weight.dtype
         self._columns = weight.shape[0] // (1 + gated)
         # This object keeps the tensors allocated, because the library gets their addresses.
@@ -137,6 +163,11 @@ class PackedLinear:
         self._gemm_keeping_gil = library_keeping_gil().preamble_gemm if keeps_gil else self._gemm
         self._gemm_argmax = lib.preamble_gemm_argmax
 
+    def use_gate_limits(self, limits: GateLimits) -> None:
+        """Apply `limits` to the outputs of a gated weight."""
+        assert self.weight_args.gated or limits == NO_LIMITS
+        self.weight_args.limit, self.weight_args.offset = limits
+
     def __call__(
         self,
         x: Tensor,
@@ -150,7 +181,7 @@ class PackedLinear:
         x, rows, weight_args = x.contiguous(), x.shape[0], self.weight_args
         if residual is not None:
             residual = residual.contiguous()
-        assert x.dtype == torch.bfloat16 and x.shape[1] == weight_args.channels
+        assert x.dtype == self.input_dtype and x.shape[1] == weight_args.channels
         assert bias is None or bias.dtype == x.dtype
         assert residual is None or (residual.dtype == x.dtype and residual.shape[0] == rows)
         y = torch.empty((rows, self._columns), dtype=self._dtype)
@@ -194,6 +225,32 @@ class PackedLinear:
             torch.get_num_threads(),
         )
         return None if has_nonfinite else indices
+
+
+class Fp32PackedLinear(PackedLinear):
+    """A linear of fp32 rows whose fp32 weight is packed in panels, without norm and residual."""
+
+    def __init__(self, weight: Tensor, memory: Tensor, *, gated: bool = False) -> None:
+        """Pack `weight` into `memory` (`packed_numel` elements), which this object references."""
+        lanes, channels = PANEL_COLUMNS // (1 + gated), weight.shape[1]
+        halves = weight.detach().view(1 + gated, -1, channels)
+        padded = F.pad(halves, (0, 0, 0, -halves.shape[1] % lanes))
+        panels = padded.view(1 + gated, -1, lanes, channels).permute(1, 3, 0, 2)
+        memory.view(panels.shape).copy_(panels)
+        self._set_weight(weight, memory, None, fp32_output=True, gated=gated)
+        self.weight_args.fp32 = True
+
+    def __call__(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        residual: Tensor | None,
+        *,
+        norm: CpuNorm | None = None,
+    ) -> Tensor:
+        assert residual is None and norm is None, "an fp32 linear has neither"
+        return super().__call__(x, bias, activation, None)
 
 
 def activation_code(activation: str | None, *, gated: bool) -> int:

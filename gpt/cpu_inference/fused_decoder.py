@@ -1,13 +1,13 @@
-"""Fused CPU decoder: all layers of a dense model in one call of the C library per step.
+"""Fused CPU decoder: all layers of a model in one call of the C library per step.
 
-With few rows, the overhead of one call per GEMM would exceed the time of the GEMMs. A model with
-MoE layers needs several calls, because its experts backend runs after the layer's attention. Each
-call runs a range of layers, which ends at an MoE layer or at the last layer. The decoder supports
-models with packed weights on one tensor rank, with a bf16 KV pool.
-Tests compare it with the layers of gpt/model.
+With few rows, the overhead of one call per GEMM would exceed the time of the GEMMs. The decoder
+supports models with packed weights on one tensor rank, with a bf16 KV pool. Layers may be mixtures
+of experts, and may differ in windows, rotary embeddings and KV groups. Tests compare it with the
+layers of gpt/model.
 """
 
 import ctypes
+import weakref
 
 import torch
 from torch import Tensor
@@ -15,22 +15,22 @@ from torch import Tensor
 from gpt.attention.kv_cache import KVPool
 from gpt.attention.paged import DECODE_TOKENS_MAX, AttentionShape, cached_plan
 from gpt.batch import Batch
-from gpt.config import GPTConfig
+from gpt.config import GPTConfig, RopeConfig
 from gpt.cpu.kernels import (
     HEAD_DIM_MAX,
     INT,
     KEEP_GIL_ELEMENTS_MAX,
     POINTER,
-    DecodeAttention,
     PrefillAttention,
     has_prefill_attention,
     library,
     library_keeping_gil,
 )
 from gpt.cpu.packed_linear import CpuNorm, NormArgs, PackedWeight, activation_code
+from gpt.linear import cpu_experts
 from gpt.linear.cpu_linear import CpuLinear, make_norm
-from gpt.model.activation import activation_name
-from gpt.model.attention_layer import ForwardContext, PrefixKV
+from gpt.model.activation import packed_activation_name
+from gpt.model.attention_layer import PrefixKV
 from gpt.model.decoder import DecoderLayer
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import Linear
@@ -52,11 +52,11 @@ class _LayerRecord(ctypes.Structure):
         ("proj", PackedWeight),
         ("proj_bias", POINTER),
         ("mlp_norm", NormArgs),
+        ("moe", POINTER),
         ("fc1", PackedWeight),
         ("fc1_bias", POINTER),
         ("fc2", PackedWeight),
         ("fc2_bias", POINTER),
-        ("pool_layer", INT),
         ("sinks", POINTER),
     )
 
@@ -66,9 +66,18 @@ class _LayerRangeRecord(ctypes.Structure):
 
     _fields_ = (
         *((name, INT) for name in ("layers", "hidden", "groups", "queries", "width", "ffn")),
-        *((name, INT) for name in ("activation", "parallel_residual", "rotary_dim", "interleaved")),
+        *((name, INT) for name in ("activation", "parallel_residual")),
         ("alibi_slopes", POINTER),
         ("layer_array", POINTER),
+    )
+
+
+class LayerKind(ctypes.Structure):
+    """The struct LayerKind of gpt/cpu/src/decoder_layers.c."""
+
+    _fields_ = (
+        *((name, INT) for name in ("rotary_dim", "interleaved")),
+        *((name, POINTER) for name in ("cos", "sin", "blocks", "decode", "prefill")),
     )
 
 
@@ -78,15 +87,33 @@ class _StepArgs(ctypes.Structure):
     _fields_ = (
         ("rows", INT),
         ("threads", INT),
-        *((name, POINTER) for name in ("x", "memory", "cos", "sin", "blocks", "offsets")),
+        *((name, POINTER) for name in ("x", "memory", "kinds", "layer_kinds", "layer_pools")),
+        ("offsets", POINTER),
         ("block_tokens", INT),
-        ("pool", POINTER),
-        ("layer_bytes", INT),
-        ("decode", POINTER),
-        ("prefill", POINTER),
         ("output_rows", POINTER),
         ("output_count", INT),
     )
+
+
+class _PoolLayers:
+    """The layers of a KV pool for the library.
+
+    `kinds`: the different (window, rotary embedding, KV group) of the layers.
+    """
+
+    def __init__(self, config: GPTConfig, layers: range, kv: KVPool) -> None:
+        keys = [
+            (config.layers[layer].window_size, config.layers[layer].rope, kv.group(layer))
+            for layer in layers
+        ]
+        self.kinds = list(dict.fromkeys(keys))
+        self.layer_kinds = (INT * len(keys))(*map(self.kinds.index, keys))
+        addresses = (kv.layer(layer).data_ptr() for layer in layers)
+        self.layer_pools = (POINTER * len(keys))(*addresses)
+        self._kv = weakref.ref(kv)
+
+    def belong_to(self, kv: KVPool) -> bool:
+        return self._kv() is kv
 
 
 class FusedDecoder:
@@ -106,37 +133,27 @@ class FusedDecoder:
         self._references: list[object] = []
         self._scratch = torch.empty(0, dtype=torch.bfloat16)
         self._alibi_slopes: Tensor | None = None
+        self._pool_layers: _PoolLayers | None = None  # Of the pool of the last step.
         self._weight_elements = 0  # Number of elements of all packed weights.
-        # Each range, with the MoE layer at its end. None: the range has no MoE layer.
-        self._layer_ranges: list[tuple[_LayerRangeRecord, DecoderLayer | None]] = []
-        records: list[_LayerRecord] = []
-        for index, layer in enumerate(model.decoder_layers):
-            records.append(self._make_layer(layer, index))
-            is_moe = isinstance(layer.mlp, MoELayer)
-            if is_moe or index == len(model.decoder_layers) - 1:
-                self._layer_ranges.append(
-                    (self._make_layer_range(records), layer if is_moe else None)
-                )
-                records = []
+        self._layer_range = self._make_layer_range(
+            [self._make_layer(layer) for layer in model.decoder_layers]
+        )
 
     @staticmethod
     def supports_config(config: GPTConfig) -> bool:
         """Return whether the library supports the layers of a model with this configuration."""
         unsupported_width = config.kv_channels % 2 or config.kv_channels > HEAD_DIM_MAX
-        # With a parallel residual, the experts' input is the layer's input, which the library has
-        # overwritten with the sum after attention.
-        parallel_moe = config.parallel_residual and config.num_experts
-        # The library runs all layers of a call alike, with norms in front of the linears.
-        has_equal_layers = len({(layer.window_size, layer.rope) for layer in config.layers}) == 1
+        unsupported_router = config.num_experts and config.hidden_size % 2
+        # The library has norms in front of the linears only.
         has_common_layers = (
             config.norm_placement == "pre"
             and not (config.qk_layernorm and config.qk_layernorm_scope != "head")
             and not config.softmax_scale
             and not config.query_scaling_beta
             and config.residual_multiplier == 1.0
-            and activation_name(config) is not None
+            and packed_activation_name(config) is not None
         )
-        return not unsupported_width and not parallel_moe and has_equal_layers and has_common_layers
+        return not unsupported_width and not unsupported_router and has_common_layers
 
     def forward(
         self, x: Tensor, batch: Batch, kv: KVPool | None, prefix: PrefixKV | None
@@ -158,76 +175,80 @@ class FusedDecoder:
         return has_prefill_attention() or max(batch.query_lengths) <= DECODE_TOKENS_MAX
 
     def _run(self, x: Tensor, batch: Batch, kv: KVPool) -> Tensor:
-        config, x = self.config, x.contiguous()
-        first_layer_kv = kv.layer(self._layers[0])
-        layer_bytes = first_layer_kv.numel() * first_layer_kv.element_size()
-        assert first_layer_kv.dtype == x.dtype
-        # The library computes the address of a layer's KV blocks from the index of the layer, so
-        # the layers must be adjacent in the pool.
-        assert kv.layer(self._layers[-1]).data_ptr() == first_layer_kv.data_ptr() + layer_bytes * (
-            len(self._layers) - 1
-        )
-        shape = AttentionShape(
-            config.num_attention_heads,
-            config.num_query_groups,
-            kv.block_tokens,
-            config.window_size,
-            config.position_embedding_type == "alibi",
-        )
-        plan = cached_plan(batch, shape, x[:, : config.kv_channels], first_layer_kv)
-        assert batch.slot_mapping is not None and not plan.groups
-        cos_sin = (
-            []
-            if not config.uses_rope
-            else compute_rotary_cos_sin(
-                config.rope, config.kv_channels, batch.positions, torch.float32
-            )
-        )
+        x = x.contiguous()
+        assert kv.layer(self._layers[0]).dtype == x.dtype
+        if self._pool_layers is None or not self._pool_layers.belong_to(kv):
+            self._pool_layers = _PoolLayers(self.config, self._layers, kv)
+        pool_layers = self._pool_layers
+        kinds, _references = self._layer_kinds(pool_layers, x, batch, kv)
         lib = (
             library_keeping_gil()
             if self._weight_elements * batch.tokens <= KEEP_GIL_ELEMENTS_MAX
             else library()
         )
-        assert lib is not None
-        blocks, block_offsets = (tensor.contiguous() for tensor in batch.slot_mapping)
-        records = {
-            type(kernel): kernel.ctypes_args(config.num_attention_heads, first_layer_kv)
-            for kernel in plan.native
-        }
-        decode_record, prefill_record = (
-            records.get(kernel_type) for kernel_type in (DecodeAttention, PrefillAttention)
-        )
+        assert lib is not None and batch.slot_mapping is not None
+        block_offsets = batch.slot_mapping[1].contiguous()
         step_args = _StepArgs(
             rows=batch.tokens,
             threads=torch.get_num_threads(),
             x=x.data_ptr(),
-            blocks=blocks.data_ptr(),
+            kinds=ctypes.addressof(kinds),
+            layer_kinds=ctypes.addressof(pool_layers.layer_kinds),
+            layer_pools=ctypes.addressof(pool_layers.layer_pools),
             offsets=block_offsets.data_ptr(),
             block_tokens=kv.block_tokens,
-            pool=first_layer_kv.data_ptr(),
-            layer_bytes=layer_bytes,
-            decode=None if decode_record is None else ctypes.addressof(decode_record),
-            prefill=None if prefill_record is None else ctypes.addressof(prefill_record),
         )
-        if config.uses_rope:
-            step_args.cos, step_args.sin = (tensor.data_ptr() for tensor in cos_sin)
         output_rows = batch.logit_rows if self._is_last_stage else None
-        for layer_range, moe_layer in self._layer_ranges:
-            is_last_range = moe_layer is None and layer_range is self._layer_ranges[-1][0]
-            if is_last_range and output_rows is not None and len(output_rows) < batch.tokens:
-                output_rows = output_rows.contiguous()
-                step_args.output_rows = output_rows.data_ptr()
-                step_args.output_count = len(output_rows)
-            step_args.memory = self._scratch_address(lib, layer_range, batch.tokens)
-            if lib.preamble_decoder_layers(ctypes.byref(layer_range), ctypes.byref(step_args)):
-                raise RuntimeError("the C library does not support the number of channels per head")
-            if moe_layer is not None:
-                x = moe_layer.forward_mlp(x, x, ForwardContext(batch)).contiguous()
-                step_args.x = x.data_ptr()
+        if output_rows is not None and len(output_rows) < batch.tokens:
+            output_rows = output_rows.contiguous()
+            step_args.output_rows = output_rows.data_ptr()
+            step_args.output_count = len(output_rows)
+        step_args.memory = self._scratch_address(lib, batch.tokens)
+        if lib.preamble_decoder_layers(ctypes.byref(self._layer_range), ctypes.byref(step_args)):
+            raise RuntimeError("the C library does not support the number of channels per head")
         return x
 
-    def _scratch_address(self, lib: ctypes.CDLL, layer_range: _LayerRangeRecord, rows: int) -> int:
-        elements = lib.preamble_decoder_scratch_numel(ctypes.byref(layer_range), rows)
+    def _layer_kinds(
+        self, pool_layers: _PoolLayers, x: Tensor, batch: Batch, kv: KVPool
+    ) -> tuple["ctypes.Array[LayerKind]", list[object]]:
+        """Return the step's arguments by kind of layer, and the objects that keep them valid."""
+        config, layer_kv = self.config, kv.layer(self._layers[0])
+        cos_sin: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
+        kinds = (LayerKind * len(pool_layers.kinds))()
+        references: list[object] = [cos_sin]
+        for kind, (window, rope, group) in zip(kinds, pool_layers.kinds, strict=True):
+            group_batch = batch.in_group(group) if batch.other_groups else batch
+            shape = AttentionShape(
+                config.num_attention_heads,
+                config.num_query_groups,
+                kv.block_tokens,
+                window,
+                config.position_embedding_type == "alibi",
+            )
+            plan = cached_plan(group_batch, shape, x[:, : config.kv_channels], layer_kv)
+            assert group_batch.slot_mapping is not None and not plan.groups
+            blocks = group_batch.slot_mapping[0].contiguous()
+            references += [plan, blocks]
+            kind.blocks = blocks.data_ptr()
+            for kernel in plan.native:
+                address = ctypes.addressof(kernel.ctypes_args(config.num_attention_heads, layer_kv))
+                if isinstance(kernel, PrefillAttention):
+                    kind.prefill = address
+                else:
+                    kind.decode = address
+            if rope is None:
+                continue
+            if rope not in cos_sin:
+                cos_sin[rope] = compute_rotary_cos_sin(
+                    rope, config.kv_channels, batch.positions, torch.float32
+                )
+            kind.rotary_dim = rope.rotary_dim(config.kv_channels)
+            kind.interleaved = rope.interleaved
+            kind.cos, kind.sin = (tensor.data_ptr() for tensor in cos_sin[rope])
+        return kinds, references
+
+    def _scratch_address(self, lib: ctypes.CDLL, rows: int) -> int:
+        elements = lib.preamble_decoder_scratch_numel(ctypes.byref(self._layer_range), rows)
         if len(self._scratch) < elements:
             self._scratch = torch.empty(elements, dtype=torch.bfloat16)
         return self._scratch.data_ptr()
@@ -243,19 +264,17 @@ class FusedDecoder:
             queries=config.num_attention_heads // config.num_query_groups,
             width=config.kv_channels,
             ffn=config.ffn_hidden_size,
-            activation=activation_code(activation_name(config), gated=config.gated),
+            activation=activation_code(packed_activation_name(config), gated=config.gated),
             parallel_residual=config.parallel_residual,
-            rotary_dim=config.rope.rotary_dim(config.kv_channels) if config.uses_rope else 0,
-            interleaved=config.rotary_interleaved,
             alibi_slopes=self._float_pointer(self._alibi_slopes),
             layer_array=ctypes.addressof(record_array),
         )
 
-    def _make_layer(self, layer: DecoderLayer, index: int) -> _LayerRecord:
+    def _make_layer(self, layer: DecoderLayer) -> _LayerRecord:
         attention = layer.self_attention
         options = attention.core_attention.options
         self._alibi_slopes = options.alibi_slopes  # Equal in all layers.
-        record = _LayerRecord(pool_layer=index, sinks=self._float_pointer(options.sinks))
+        record = _LayerRecord(sinks=self._float_pointer(options.sinks))
         record.norm = self._norm_record(_packed_linear(attention.linear_qkv).norm)
         record.qkv, record.qkv_bias = self._weight_record(attention.linear_qkv)
         if self.config.qk_layernorm:
@@ -268,7 +287,19 @@ class FusedDecoder:
             record.mlp_norm = self._norm_record(_packed_linear(layer.mlp.linear_fc1).norm)
             record.fc1, record.fc1_bias = self._weight_record(layer.mlp.linear_fc1)
             record.fc2, record.fc2_bias = self._weight_record(layer.mlp.linear_fc2)
+        else:
+            assert layer.pre_mlp_layernorm is not None
+            record.mlp_norm = self._norm_record(make_norm(layer.pre_mlp_layernorm))
+            record.moe = self._moe_pointer(layer.mlp)
         return record
+
+    def _moe_pointer(self, layer: MoELayer) -> int:
+        """Return the address of the layer's arguments, which live as long as this object."""
+        args, references = cpu_experts.layer_args(layer)
+        self._references += [args, *references]
+        linears = (module for module in layer.modules() if isinstance(module, Linear))
+        self._weight_elements += sum(_packed_linear(linear).packed.numel for linear in linears)
+        return ctypes.addressof(args)
 
     def _float_pointer(self, x: Tensor | None) -> int | None:
         """Return the address of an fp32 copy of `x`, which lives as long as this object."""

@@ -1,11 +1,11 @@
 """CPU weight packing: loaded weights in the C library's panels (bf16, int8) or oneDNN's layout.
 
 Packed weights make CPU inference faster. The C library packs the weights into panels (groups of
-adjacent output columns); oneDNN packs them if the library does not support them. A matmul with a
-packed weight applies bias, activation and residual while the product is in registers.
-`pack_weights` replaces the weights of a loaded model one at a time, so at most one weight is in
-memory twice. The exception is a tied embedding, which stays in memory unpacked for lookups, in
-addition to the packed LM head.
+adjacent output columns); oneDNN packs them if the library does not support them. Of an fp32 model,
+the library packs the experts, and oneDNN the other weights. A matmul with a packed weight applies
+bias, activation and residual while the product is in registers. `pack_weights` replaces the weights
+of a loaded model one at a time, so at most one weight is in memory twice. The exception is a tied
+embedding, which stays in memory unpacked for lookups, in addition to the packed LM head.
 """
 
 import logging
@@ -14,21 +14,22 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gpt.config import GPTConfig
 from gpt.cpu import int8_linear, packed_linear
 from gpt.cpu.exact_argmax import CpuGreedyHead, ScreenedArgmax
 from gpt.cpu.huge_pages import huge_page_zeros
 from gpt.cpu.int8_linear import Int8PackedLinear
 from gpt.cpu.kernels import has_prefill_attention
-from gpt.cpu.packed_linear import CpuNorm, PackedLinear
+from gpt.cpu.packed_linear import CpuNorm, Fp32PackedLinear, PackedLinear
 from gpt.cpu_inference.fused_decoder import FusedDecoder
 from gpt.linear import cpu_experts
+from gpt.linear.cpu_experts import CpuExperts
 from gpt.linear.cpu_linear import CpuLinear, OneDnnLinear, make_input_norm, make_norm
 from gpt.linear.quantization_check import Divergence, DivergenceProbe, enforce_limit
-from gpt.model.activation import activation_name
+from gpt.model.activation import gate_limits, packed_activation_name
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import Linear, LinearBackend
 from gpt.model.mlp import MLP
+from gpt.model.moe import MoELayer
 from gpt.model.norm import Norm
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def pack_weights(model: GPT, *, int8: bool = False) -> None:
         return
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     mlps = [module for module in model.modules() if isinstance(module, MLP)]
-    gated_linears = {mlp.linear_fc1 for mlp in mlps if _is_gated(mlp.config)}
+    gated_linears = {mlp.linear_fc1 for mlp in mlps if mlp.config.gated}
     # The lists of weights must not be stored in variables, because a reference to the unpacked
     # weights would keep all of them in memory.
     packer = _WeightPacker(
@@ -60,6 +61,7 @@ def pack_weights(model: GPT, *, int8: bool = False) -> None:
         [(linear.weight, linear in gated_linears) for linear in linears],
         int8=int8,
     )
+    expert_packer = None if packer.uses_panels else _Fp32ExpertPacker.build(model)
     # Norms are fused on one tensor rank only. With several ranks, there may be communication
     # between a norm and its linear.
     fuses_norms = packer.uses_panels and model.mesh.tp == 1
@@ -68,12 +70,29 @@ def pack_weights(model: GPT, *, int8: bool = False) -> None:
         is_screened = _pack_head(model, packer, fuses_norms=fuses_norms, int8=int8)
     for linear in linears:
         norm = make_input_norm(linear) if fuses_norms else None
-        linear.use_backend(packer.pack(linear.weight, norm, gated=linear in gated_linears))
+        gated = linear in gated_linears
+        if expert_packer is not None and linear in expert_packer.linears:
+            linear.use_backend(expert_packer.pack(linear.weight, gated=gated))
+        else:
+            linear.use_backend(packer.pack(linear.weight, norm, gated=gated))
+    for mlp in mlps:
+        if isinstance(mlp.linear_fc1.backend, CpuLinear):
+            _fuse_activation(mlp)
     cpu_experts.use_native_experts(model)
-    if fuses_norms and FusedDecoder.supports_config(model.config):
+    has_all_experts = model.mesh.expert_mesh.tp == 1
+    if fuses_norms and has_all_experts and FusedDecoder.supports_config(model.config):
         model.use_decoder_backend(FusedDecoder(model))
     layout = "int8" if int8 else "panels" if packer.uses_panels else "onednn"
     log.info("event=weights_packed form=%s shortlist=%s", layout, is_screened)
+
+
+def _fuse_activation(mlp: MLP) -> None:
+    """Let the packed fc1 compute the activation, if the C library has it."""
+    assert isinstance(mlp.linear_fc1.backend, CpuLinear)
+    name = packed_activation_name(mlp.config)
+    if name is not None:
+        mlp.linear_fc1.backend.packed.use_gate_limits(gate_limits(mlp.config))
+        mlp.use_fused_activation(name)
 
 
 def _pack_head(model: GPT, packer: "_WeightPacker", *, fuses_norms: bool, int8: bool) -> bool:
@@ -107,9 +126,10 @@ def pack_int8_weights(model: GPT, divergence_max: float | None = None) -> Diverg
 def weight_bytes(model: GPT) -> int:
     """Return the bytes of unpacked weights and of panels. Weights packed by oneDNN do not count."""
     backends = [module.backend for module in model.modules() if isinstance(module, Linear)]
+    routers = [module.router_backend for module in model.modules() if isinstance(module, MoELayer)]
     packed_bytes = [
         backend.packed.nbytes
-        for backend in (*backends, model.head_backend)
+        for backend in (*backends, *routers, model.head_backend)
         if isinstance(backend, CpuLinear)
     ]
     return sum(parameter.nbytes for parameter in model.parameters()) + sum(packed_bytes)
@@ -118,14 +138,20 @@ def weight_bytes(model: GPT) -> int:
 def is_batch_invariant(model: GPT) -> bool:
     """Return whether a row's results are bit-identical in every batch that contains the row.
 
-    This needs the C library's panels for all linears, and its prefill attention. MoE layers are not
-    batch-invariant, because they group the rows of a batch by expert.
+    This needs the C library's panels for all linears, its experts and its prefill attention.
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     uses_panels = all(isinstance(linear.backend, CpuLinear) for linear in linears)
+    # The loop over the experts multiplies groups of rows whose sizes depend on the batch, and torch
+    # computes its router.
+    uses_native_experts = all(
+        isinstance(module.experts_backend, CpuExperts)
+        for module in model.modules()
+        if isinstance(module, MoELayer)
+    )
     # Without the C prefill kernel, torch computes prefill attention for groups of sequences, and a
     # result depends on the group.
-    return uses_panels and model.config.num_experts == 0 and has_prefill_attention()
+    return uses_panels and uses_native_experts and has_prefill_attention()
 
 
 class _WeightPacker:
@@ -178,9 +204,36 @@ class _WeightPacker:
         return CpuLinear(packed, norm)
 
 
-def _is_gated(config: GPTConfig) -> bool:
-    """Return whether the backend of fc1 computes a gated activation."""
-    return config.gated and activation_name(config) is not None
+class _Fp32ExpertPacker:
+    """Packs the experts of an fp32 model with the C library; oneDNN packs the other weights."""
+
+    def __init__(self, experts: list[MLP]) -> None:
+        self.linears = {linear for mlp in experts for linear in (mlp.linear_fc1, mlp.linear_fc2)}
+        element_count = sum(
+            packed_linear.packed_numel(linear.weight, gated=mlp.config.gated and is_fc1)
+            for mlp in experts
+            for linear, is_fc1 in ((mlp.linear_fc1, True), (mlp.linear_fc2, False))
+        )
+        # One allocation, as in `_WeightPacker`.
+        self._free_memory = huge_page_zeros((element_count,), torch.float32, torch.device("cpu"))
+
+    @classmethod
+    def build(cls, model: GPT) -> "_Fp32ExpertPacker | None":
+        """Return a packer, or None if the model has no experts that the C library supports."""
+        experts = [
+            mlp
+            for module in model.modules()
+            if isinstance(module, MoELayer)
+            for mlp in module.local_experts.values()
+        ]
+        weights = (w for mlp in experts for w in (mlp.linear_fc1.weight, mlp.linear_fc2.weight))
+        is_supported = bool(experts) and all(map(packed_linear.supports_fp32_weight, weights))
+        return cls(experts) if is_supported else None
+
+    def pack(self, weight: Tensor, *, gated: bool) -> LinearBackend:
+        size = packed_linear.packed_numel(weight, gated=gated)
+        memory, self._free_memory = self._free_memory[:size], self._free_memory[size:]
+        return CpuLinear(Fp32PackedLinear(weight, memory, gated=gated))
 
 
 def _unsupported_reason(model: GPT) -> str | None:

@@ -1,22 +1,32 @@
-"""Native experts: an experts backend that computes a layer's experts on a CPU in one call.
+"""Native mixture-of-experts layer on a CPU: the router, and all experts of a layer in one call.
 
-The C library computes a grouped matmul over the tokens sorted by expert, from the experts' packed
-weights. `TorchExperts` in gpt/model/moe.py is the reference.
+The C library chooses the experts, and computes a grouped matmul over the tokens sorted by expert,
+from the experts' packed weights. `TorchExperts` in gpt/model/moe.py is the reference. In a decoder
+step, `FusedDecoder` computes whole MoE layers with the arguments that `layer_args` returns.
 """
 
 import logging
+from typing import cast
 
+import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
-from gpt.cpu.packed_experts import ExpertLinears, PackedExperts
-from gpt.cpu.packed_linear import PackedLinear
+from gpt.cpu.packed_experts import (
+    ChoiceRule,
+    ExpertLinears,
+    MoELayerArgs,
+    PackedExperts,
+    PackedRouter,
+    SharedExpert,
+)
+from gpt.cpu.packed_linear import Fp32PackedLinear, PackedLinear, packed_numel
 from gpt.linear.cpu_linear import CpuLinear
-from gpt.model.activation import activation_name
+from gpt.model.activation import packed_activation_name
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import Linear
 from gpt.model.mlp import MLP
-from gpt.model.moe import ExpertsBackend, MoELayer, choose_experts, router_bias
+from gpt.model.moe import ExpertsBackend, MoELayer, router_bias
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.tensor_parallel import from_row_parallel
 
@@ -27,18 +37,14 @@ class CpuExperts(ExpertsBackend):
     """Computes the experts of one layer in inference, from their packed weights."""
 
     def __init__(
-        self, experts: dict[int, MLP], expert_bias: Tensor | None, config: GPTConfig, mesh: Mesh
+        self, experts: dict[int, MLP], router: PackedRouter, config: GPTConfig, mesh: Mesh
     ) -> None:
-        """`experts`: this rank's, by their global numbers, which are consecutive.
-
-        `expert_bias`: the router's, which affects the choice of experts; None without one.
-        """
-        self._expert_bias = expert_bias
-        self._config = config
+        """`experts`: this rank's, by their global numbers, which are consecutive."""
+        self.router = router
         self._mesh = mesh.expert_mesh
         # Several ranks may hold parts of the same expert; one of them adds the bias of fc2.
         adds_fc2_bias = mesh.in_stage.expert_tp_rank == 0
-        self._packed = PackedExperts(
+        self.packed = PackedExperts(
             [
                 ExpertLinears(
                     _packed(mlp.linear_fc1),
@@ -48,14 +54,14 @@ class CpuExperts(ExpertsBackend):
                 )
                 for mlp in experts.values()
             ],
-            activation_name(config),
+            packed_activation_name(config),
             first_expert=min(experts),
         )
 
     def forward(self, x: Tensor, router_logits: Tensor, tokens: int) -> Tensor:
         assert not self._mesh.sequence_parallel, "each rank needs all rows"
-        topk_ids, weights = choose_experts(router_logits, self._expert_bias, self._config)
-        return from_row_parallel(self._packed(x, topk_ids, weights), self._mesh)
+        topk_ids, weights = self.router.choose(router_logits)
+        return from_row_parallel(self.packed(x, topk_ids, weights), self._mesh)
 
 
 def use_native_experts(model: GPT) -> None:
@@ -68,15 +74,49 @@ def use_native_experts(model: GPT) -> None:
         log.info("event=experts backend=torch reason=%r", reason)
         return
     for layer in layers:
-        layer.use_experts_backend(
-            CpuExperts(layer.local_experts, router_bias(layer.router), layer.config, layer.mesh)
+        router_linear = _pack_small(cast(Tensor, layer.router.weight))
+        router = PackedRouter(
+            router_linear, layer.router_linear_bias, router_bias(layer.router), _rule(layer.config)
         )
+        layer.use_experts_backend(CpuExperts(layer.local_experts, router, layer.config, layer.mesh))
+        layer.use_router_backend(CpuLinear(router_linear))
     log.info("event=experts backend=native reason=%r", "one call computes all experts of a layer")
 
 
+def layer_args(layer: MoELayer) -> tuple[MoELayerArgs, list[object]]:
+    """Return the library's arguments for a layer with `CpuExperts`, and what keeps them valid."""
+    backend, shared = layer.experts_backend, layer.shared_experts
+    assert isinstance(backend, CpuExperts)
+    packed_shared: SharedExpert | None = None
+    if shared is not None:
+        gate = cast("Tensor | None", getattr(shared, "gate_weight", None))
+        packed_shared = SharedExpert(
+            _packed(shared.linear_fc1),
+            _packed(shared.linear_fc2),
+            None if gate is None else _pack_small(gate),
+        )
+    args = MoELayerArgs.of(backend.router, backend.packed, packed_shared)
+    return args, [backend.router, backend.packed, packed_shared]
+
+
+def _rule(config: GPTConfig) -> ChoiceRule:
+    return ChoiceRule(
+        config.moe_router_topk,
+        config.moe_router_score_function == "sigmoid",
+        config.moe_router_pre_softmax,
+        config.moe_router_topk_scaling_factor,
+    )
+
+
+def _pack_small(weight: Tensor) -> PackedLinear:
+    """Pack a weight with few output columns, in its dtype also in a model with int8 weights."""
+    linear_type = Fp32PackedLinear if weight.dtype == torch.float32 else PackedLinear
+    return linear_type(weight, torch.zeros(packed_numel(weight), dtype=weight.dtype))
+
+
 def _unsupported_reason(config: GPTConfig, layers: list[MoELayer]) -> str | None:
-    if activation_name(config) is None:
-        return f"the C library does not compute the activation {config.activation} of the experts"
+    if config.hidden_size % 2 and layers[0].router.weight.dtype != torch.float32:
+        return "the C library has no router for an odd hidden_size"
     linears = (
         linear
         for layer in layers

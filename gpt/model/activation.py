@@ -9,10 +9,11 @@ from torch import Tensor
 
 from gpt.config import QUICK_GELU_FACTOR, GPTConfig
 from gpt.cpu import packed_linear
-from gpt.cpu.packed_linear import GATED_PREFIX
+from gpt.cpu.packed_linear import GATED_PREFIX, NO_LIMITS, GateLimits
 from gpt.model.activation_checkpointing import recompute_from_inputs
 
-# The activations that the kernels of all linear backends compute.
+# The activations that the kernels of all linear backends compute. The C library for CPUs computes
+# `_OTHER_ACTIVATIONS` too.
 UNGATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -20,12 +21,12 @@ UNGATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
     "relu": F.relu,
 }
-assert UNGATED_ACTIVATIONS.keys() == set(packed_linear.ACTIVATIONS) - {None}
 
-# The activations that only torch computes, after the linear.
-_TORCH_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+_OTHER_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(QUICK_GELU_FACTOR * x),
 }
+_ALL_ACTIVATIONS = UNGATED_ACTIVATIONS | _OTHER_ACTIVATIONS
+assert _ALL_ACTIVATIONS.keys() == set(packed_linear.ACTIVATIONS) - {None}
 
 
 def _gated_activation(
@@ -48,7 +49,7 @@ ACTIVATIONS = UNGATED_ACTIVATIONS | {
 def activation_name(config: GPTConfig) -> str | None:
     """Return the key in ACTIVATIONS of the activation that follows fc1 in this model.
 
-    None: the linear backends do not compute this activation; torch does (`MLP`).
+    None: not all linear backends compute this activation; torch does (`MLP`).
     """
     is_plain = not (config.activation_func_clamp_value or config.glu_linear_offset)
     if not is_plain or config.activation not in UNGATED_ACTIVATIONS:
@@ -71,9 +72,27 @@ def _xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tenso
     return (torch.where(wide > 0, positive, negative) + beta * wide).to(x.dtype)
 
 
+def packed_activation_name(config: GPTConfig) -> str | None:
+    """Return the name of the activation that follows fc1 for a `PackedLinear`.
+
+    None: the C library does not compute it; torch does (`MLP`). The limits of a gated activation
+    belong to the packed weight (`gate_limits`).
+    """
+    if config.activation not in _ALL_ACTIVATIONS:
+        return None
+    return f"{GATED_PREFIX}{config.activation}" if config.gated else config.activation
+
+
+def gate_limits(config: GPTConfig) -> GateLimits:
+    """Return the limits of fc1 in a `PackedLinear`."""
+    if not config.gated:
+        return NO_LIMITS
+    return GateLimits(config.activation_func_clamp_value, config.glu_linear_offset)
+
+
 def torch_activation(config: GPTConfig, x: Tensor) -> Tensor:
     """Return the activation of `x`, the output of fc1; the activation has no parameters."""
-    activation = (UNGATED_ACTIVATIONS | _TORCH_ACTIVATIONS)[config.activation]
+    activation = _ALL_ACTIVATIONS[config.activation]
     if not config.gated:
         return activation(x)
     gated = partial(

@@ -44,6 +44,10 @@ class MLP(nn.Module):
         if build.config.activation == "xielu":
             self.activation_func = Xielu(build, f"{name}.activation_func")
 
+    def use_fused_activation(self, name: str) -> None:
+        """Let the backend of fc1 compute the activation, which it knows as `name`."""
+        self._fused_activation = name
+
     def forward(self, x: Tensor, tokens: int, residual: Residual | None = None) -> Tensor:
         y = self._activate(self.linear_fc1(x, tokens, self._fused_activation))
         return cast(Tensor, self.linear_fc2(y, residual))

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from gpt.config import GPTConfig
 from gpt.model.build_context import BuildContext
+from gpt.model.linear import LinearBackend, TorchLinear
 from gpt.model.mlp import MLP
 from gpt.model.residual_dropout import Residual
 from gpt.parallel.mesh import Mesh
@@ -94,6 +95,7 @@ class MoELayer(nn.Module):
         self.mesh = build.mesh
         self.router = nn.Module()
         build.allocate_parameters(self.router, f"{name}.router")
+        self.router_backend: LinearBackend = TorchLinear(cast(Tensor, self.router.weight))
         self.experts = nn.Module()
         self.experts.local_experts = nn.ModuleDict(
             {
@@ -117,7 +119,7 @@ class MoELayer(nn.Module):
         return {int(number): cast(MLP, expert) for number, expert in experts.items()}
 
     @property
-    def _router_linear_bias(self) -> Tensor | None:
+    def router_linear_bias(self) -> Tensor | None:
         """The bias of the router's linear, which is part of the router logits."""
         return cast("Tensor | None", getattr(self.router, "bias", None))
 
@@ -125,8 +127,13 @@ class MoELayer(nn.Module):
         """Compute the experts with `backend`; the shared expert stays a dense MLP."""
         self.experts_backend = backend
 
+    def use_router_backend(self, backend: LinearBackend) -> None:
+        """Compute the router logits with `backend`, which has its own copy of the weight."""
+        self.router_backend = backend
+        self.router._parameters["weight"] = None
+
     def forward(self, x: Tensor, tokens: int, residual: Residual | None = None) -> Tensor:
-        router_logits = F.linear(x, cast(Tensor, self.router.weight), self._router_linear_bias)
+        router_logits = self.router_backend.forward(x, self.router_linear_bias, None, None)
         y = self.experts_backend.forward(x, router_logits, tokens)
         if self.shared_experts is not None:
             shared_output = self.shared_experts(x, tokens)
@@ -155,7 +162,8 @@ def choose_experts(
     """Return the numbers of each token's experts and their weights, both (T, experts per token).
 
     The weights are in at least fp32. `bias`, the router's expert bias, affects only the choice of
-    the experts, not their weights.
+    the experts, not their weights. Of experts with equal scores, the one with the lowest number is
+    chosen first.
     """
     compute_dtype = torch.promote_types(router_logits.dtype, torch.float32)
     logits = router_logits.to(compute_dtype)
@@ -165,10 +173,10 @@ def choose_experts(
     else:
         expert_scores = logits.softmax(-1) if config.moe_router_pre_softmax else logits
     if bias is None:
-        topk_weights, topk_ids = expert_scores.topk(config.moe_router_topk, dim=-1)
+        topk_weights, topk_ids = _top_scores(expert_scores, config)
     else:
         selection_scores = expert_scores + bias.to(compute_dtype)
-        topk_ids = selection_scores.topk(config.moe_router_topk, dim=-1).indices
+        _, topk_ids = _top_scores(selection_scores, config)
         topk_weights = expert_scores.gather(-1, topk_ids)
     if is_sigmoid and config.moe_router_topk > 1:
         topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + 1e-20)
@@ -176,3 +184,12 @@ def choose_experts(
         topk_weights = topk_weights.softmax(-1)
     factor = config.moe_router_topk_scaling_factor
     return topk_ids, topk_weights if factor == 1.0 else topk_weights * factor
+
+
+def _top_scores(scores: Tensor, config: GPTConfig) -> tuple[Tensor, Tensor]:
+    """Return each token's largest scores in descending order, and their experts."""
+    # A stable sort, because `torch.topk` does not define the order of equal scores, which are
+    # frequent in bf16.
+    values, ids = scores.sort(dim=-1, descending=True, stable=True)
+    topk = config.moe_router_topk
+    return values[..., :topk], ids[..., :topk]

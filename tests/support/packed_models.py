@@ -1,6 +1,7 @@
 """Steps of a packed model on a CPU, by the fused decoder or by its modules."""
 
 import random
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,9 +12,10 @@ from gpt.config import GPTConfig
 from gpt.cpu.exact_argmax import CpuGreedyHead, ScreenedArgmax
 from gpt.cpu_inference.fused_decoder import FusedDecoder
 from gpt.cpu_inference.weight_packing import pack_weights
+from gpt.kv_groups import KVGroup
 from gpt.linear.cpu_linear import CpuLinear
 from gpt.model.gpt_model import GPT
-from tests.support.models import CLASSIC, CONFIGS, EXPERTS, MODERN, XIELU, build
+from tests.support.models import CLASSIC, CONFIGS, EXPERTS, LAYERED, MODERN, XIELU, build
 
 MORE = {
     "wide": MODERN.with_fields(kv_channels=64, hidden_size=96, window_size=None),
@@ -21,6 +23,9 @@ MORE = {
         kv_channels=80, rotary_percent=1.0, rotary_interleaved=True, qk_layernorm=False
     ),
     "biases": MODERN.with_fields(mlp_bias=True, proj_bias=True, activation="gelu_tanh"),
+    "limited gates": MODERN.with_fields(
+        activation="quick_gelu", activation_func_clamp_value=0.6, glu_linear_offset=1.0
+    ),
     "sinks in all layers": MODERN.with_fields(attention_sinks=True),
     "ALiBi, grouped queries": CLASSIC.with_fields(
         position_embedding_type="alibi", num_attention_heads=8, num_query_groups=4
@@ -34,6 +39,14 @@ MORE = {
     # The fused decoder must not compute these two.
     "multiplied outputs": MODERN.with_fields(residual_multiplier=0.5),
     "scaled queries": MODERN.with_fields(query_scaling_beta=0.5, query_scaling_length=4),
+    "windows in some layers": CLASSIC.with_fields(
+        num_layers=6, moe_layers=(), window_size=7, window_layers=(True, True, False) * 2
+    ),
+    "windows and rotary embeddings": LAYERED.with_fields(norm_placement="pre", softmax_scale=0.0),
+    "experts, parallel residual": EXPERTS.with_fields(parallel_residual=True),
+    "experts, router bias": EXPERTS.with_fields(
+        moe_router_bias=True, moe_router_pre_softmax=True, moe_shared_expert_gate=False
+    ),
     "experts last": EXPERTS.with_fields(moe_layers=(False, False, False, True)),
     "experts and dense": EXPERTS.with_fields(moe_layers=(False, True, False, False)),
 }
@@ -45,6 +58,9 @@ DECODER_CONFIGS = {
     for name, config in (CONFIGS | MORE).items()
     if FusedDecoder.supports_config(config)
 }
+
+
+EXPERT_CONFIGS = [name for name, config in DECODER_CONFIGS.items() if config.num_experts]
 
 
 def packed_model(config: GPTConfig, *, int8: bool = False) -> GPT:
@@ -68,7 +84,13 @@ def disable_screening(model: GPT) -> None:
 
 
 def run_step(
-    model: GPT, lengths: list[int], past: list[int], *, fused: bool, rows: Tensor | None = None
+    model: GPT,
+    lengths: list[int],
+    past: list[int],
+    *,
+    fused: bool,
+    rows: Tensor | None = None,
+    groups: Sequence[KVGroup] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Logits of a step over a pool with past tokens, and the pool after the step."""
     size = 8
@@ -76,20 +98,28 @@ def run_step(
     draw = random.Random(1)
     generator = torch.Generator().manual_seed(2)
     needs = [-(-(n + p) // size) for n, p in zip(lengths, past, strict=True)]
-    blocks = draw.sample(range(1, sum(needs) + 1), sum(needs))
-    tables = torch.zeros(len(needs), max(needs), dtype=torch.long)
-    for row, need in enumerate(needs):
-        tables[row, :need] = torch.tensor([blocks.pop() for _ in range(need)])
-    kv = KVPool(config, model.layers, sum(needs) + 1, block_tokens=size, dtype=model.dtype)
+    count = sum(needs) * len(groups or [None])
+    blocks = draw.sample(range(1, count + 1), count)
+    tables = torch.zeros(len(groups or [None]), len(needs), max(needs), dtype=torch.long)
+    for group_tables in tables:
+        for row, need in enumerate(needs):
+            group_tables[row, :need] = torch.tensor([blocks.pop() for _ in range(need)])
+    kv = KVPool(
+        config, model.layers, count + 1, block_tokens=size, dtype=model.dtype, groups=groups
+    )
     for layer in model.layers:
         layer_kv = kv.layer(layer)
         layer_kv.copy_(torch.randn(layer_kv.shape, generator=generator).bfloat16())
     ids = torch.randint(config.vocab_size, (sum(lengths),), generator=generator)
+    batch, *others = (Batch.paged(lengths, past, t, size, logit_rows=rows) for t in tables)
+    if others:
+        slots = [other.slot_mapping[0] for other in others if other.slot_mapping is not None]
+        batch = batch.with_groups(list(zip(slots, tables[1:], strict=True)))
     backend = model.decoder_backend
     if not fused:
         model.use_decoder_backend(model.layerwise_decoder())
     try:
-        logits = model(ids, Batch.paged(lengths, past, tables, size, logit_rows=rows), kv)
+        logits = model(ids, batch, kv)
     finally:
         model.use_decoder_backend(backend)
     return logits, [kv.layer(layer).clone() for layer in model.layers]

@@ -2,7 +2,7 @@
 
    With few rows in a step, one Python call per kernel would take longer than the kernels. */
 
-#include "packed_weight.h"
+#include "experts.h"
 #include "thread_pool.h"
 
 #if defined(__x86_64__)
@@ -15,12 +15,11 @@ typedef struct {
     PackedWeight proj;
     const uint16_t *proj_bias;
     NormArgs mlp_norm;
-    /* If `fc1.panels` is NULL (MoE), the layer ends after the attention projection. */
+    const MoELayer *moe; /* NULL: the layer has a dense MLP, `fc1` and `fc2`. */
     PackedWeight fc1;
     const uint16_t *fc1_bias;
     PackedWeight fc2;
     const uint16_t *fc2_bias;
-    int64_t pool_layer; /* The layer's index in the pool. */
     const float *sinks; /* The logit of each query head's attention sink; NULL: no sinks. */
 } DecoderLayer;
 
@@ -30,23 +29,29 @@ typedef struct {
     int64_t layers, hidden, groups, queries, width, ffn;
     int64_t activation;
     int64_t parallel_residual; /* Nonzero: the MLP reads the layer's input, like attention. */
-    int64_t rotary_dim;        /* Channels of a head that RoPE rotates; 0: no RoPE. */
-    int64_t interleaved;       /* Nonzero: RoPE pairs channels 2i and 2i + 1; 0: the two halves. */
     const float *alibi_slopes; /* Of each query head; NULL: no ALiBi. */
     const DecoderLayer *layer_array;
 } LayerRange;
 
+/* What layers with the same window, RoPE and KV group share in a step. */
+typedef struct {
+    int64_t rotary_dim;     /* Channels of a head that RoPE rotates; 0: no RoPE. */
+    int64_t interleaved;    /* Nonzero: RoPE pairs channels 2i and 2i + 1; 0: the two halves. */
+    const float *cos, *sin; /* (rows, rotary_dim / 2) */
+    const int64_t *blocks;  /* Each row's block in the pool. */
+    const void *decode;     /* DecodeArgs; NULL if the step has no decode rows. */
+    const void *prefill;    /* PrefillArgs; NULL if the step has no prefill runs. */
+} LayerKind;
+
 typedef struct {
     int64_t rows, threads;
-    uint16_t *x;                     /* Input rows; replaced by the output. */
-    uint16_t *memory;                /* `preamble_decoder_scratch_numel` elements. */
-    const float *cos, *sin;          /* (rows, rotary_dim / 2) */
-    const int64_t *blocks, *offsets; /* Each row's block in the pool, and offset in the block. */
+    uint16_t *x;      /* Input rows; replaced by the output. */
+    uint16_t *memory; /* `preamble_decoder_scratch_numel` elements. */
+    const LayerKind *kinds;
+    const int64_t *layer_kinds; /* Each layer's index in `kinds`. */
+    char **layer_pools;         /* Each layer's KV pool. */
+    const int64_t *offsets;     /* Each row's offset in its block. */
     int64_t block_tokens;
-    char *pool;
-    int64_t layer_bytes; /* Bytes of a layer in the pool. */
-    const void *decode;  /* DecodeArgs; NULL if the step has no decode rows. */
-    const void *prefill; /* PrefillArgs; NULL if the step has no prefill runs. */
     /* The rows that are needed after the range's last layer, and their number. For the other rows,
        the last layer does not compute projection and MLP. NULL: all rows are needed. */
     const int64_t *output_rows;
@@ -55,20 +60,34 @@ typedef struct {
 
 /* Buffers for the intermediate results of a step. */
 typedef struct {
-    uint16_t *qkv, *q, *attended, *mlp_residual, *mlp_hidden;
+    uint16_t *qkv, *q, *attended, *mlp_residual;
+    uint16_t *mlp_hidden; /* Or all buffers of an MoE layer. */
 } Scratch;
+
+/* The number of elements of the buffer `mlp_hidden`. */
+static int64_t mlp_numel(const LayerRange *s, int64_t rows)
+{
+    int64_t numel = rows * s->ffn;
+    for (const DecoderLayer *l = s->layer_array; l < s->layer_array + s->layers; l++) {
+        const int64_t moe_numel =
+            l->moe ? moe_scratch_bytes(l->moe, rows) / (int64_t)sizeof(uint16_t) : 0;
+        numel = moe_numel > numel ? moe_numel : numel;
+    }
+    return numel;
+}
 
 static int64_t layout_scratch(const LayerRange *s, int64_t rows, uint16_t *memory, Scratch *to)
 {
     const int64_t heads = s->groups * s->queries * s->width;
     /* `proj_and_mlp_of_rows` also stores copies of rows of x in the buffer `q`. */
     const int64_t q = heads > s->hidden ? heads : s->hidden;
-    const int64_t sizes[] = {heads + 2 * s->groups * s->width, q, heads, s->hidden, s->ffn};
+    const int64_t sizes[] = {rows * (heads + 2 * s->groups * s->width), rows * q, rows * heads,
+                             rows * s->hidden, mlp_numel(s, rows)};
     uint16_t **buffers[] = {&to->qkv, &to->q, &to->attended, &to->mlp_residual, &to->mlp_hidden};
     int64_t total = 0;
     for (int i = 0; i < 5; i++) {
         *buffers[i] = memory + total;
-        total += (rows * sizes[i] + 31) / 32 * 32;
+        total += (sizes[i] + 31) / 32 * 32;
     }
     return total;
 }
@@ -126,17 +145,17 @@ static void apply_rope_plain(uint16_t *x, const float *cos, const float *sin, in
 }
 
 /* Applies norm and RoPE, if the model has them, to a head of q or k; stores the head at `to`. */
-static void norm_and_rope(const LayerRange *s, const StepArgs *p, const NormArgs *norm, int64_t row,
+static void norm_and_rope(const LayerKind *kind, const NormArgs *norm, int64_t row, int64_t width,
                           const uint16_t *from, uint16_t *to)
 {
+    const int64_t pairs = kind->rotary_dim / 2;
     if (norm->scale)
-        norm_row(norm, from, s->width, to);
+        norm_row(norm, from, width, to);
     else
-        memcpy(to, from, s->width * sizeof *to);
-    if (s->rotary_dim)
+        memcpy(to, from, width * sizeof *to);
+    if (pairs)
         (isa_level < AVX512_BF16 ? apply_rope_plain : apply_rope_avx512)(
-            to, p->cos + row * s->rotary_dim / 2, p->sin + row * s->rotary_dim / 2,
-            s->rotary_dim / 2, s->interleaved);
+            to, kind->cos + row * pairs, kind->sin + row * pairs, pairs, kind->interleaved);
 }
 
 /* The context of the parallel loop over the rows of `qkv`. */
@@ -144,6 +163,8 @@ typedef struct {
     const LayerRange *range;
     const StepArgs *step;
     const DecoderLayer *layer;
+    const LayerKind *kind;
+    uint16_t *pool;
     const Scratch *scratch;
 } QkvLoop;
 
@@ -154,16 +175,17 @@ static void split_qkv_row(const QkvLoop *loop, int64_t row)
     const LayerRange *s = loop->range;
     const StepArgs *p = loop->step;
     const DecoderLayer *layer = loop->layer;
-    uint16_t *pool = (uint16_t *)(p->pool + layer->pool_layer * p->layer_bytes);
+    const LayerKind *kind = loop->kind;
+    uint16_t *pool = loop->pool;
     const int64_t width = s->width, block_keys = s->groups * p->block_tokens;
     const uint16_t *from = loop->scratch->qkv + row * s->groups * (s->queries + 2) * width;
     uint16_t *queries = loop->scratch->q + row * s->groups * s->queries * width;
     for (int64_t group = 0; group < s->groups; group++) {
         for (int64_t i = 0; i < s->queries; i++, from += width, queries += width)
-            norm_and_rope(s, p, &layer->q_norm, row, from, queries);
+            norm_and_rope(kind, &layer->q_norm, row, width, from, queries);
         int64_t pool_row =
-            p->blocks[row] * 2 * block_keys + group * p->block_tokens + p->offsets[row];
-        norm_and_rope(s, p, &layer->k_norm, row, from, pool + pool_row * width);
+            kind->blocks[row] * 2 * block_keys + group * p->block_tokens + p->offsets[row];
+        norm_and_rope(kind, &layer->k_norm, row, width, from, pool + pool_row * width);
         memcpy(pool + (pool_row + block_keys) * width, from + width, width * sizeof *pool);
         from += 2 * width;
     }
@@ -180,14 +202,15 @@ static void split_qkv(void *context, int64_t first, int64_t end)
 static void proj_and_mlp(const LayerRange *s, const DecoderLayer *l, const Scratch *scratch,
                          uint16_t *x, const uint16_t *attended, int64_t rows, int64_t threads)
 {
-    uint16_t *mlp_residual = l->fc1.panels ? scratch->mlp_residual : x;
-    preamble_gemm(&l->proj, attended, rows, l->proj_bias, 0, x, mlp_residual, threads, NULL);
-    if (!l->fc1.panels)
+    uint16_t *residual = scratch->mlp_residual, *input = s->parallel_residual ? x : residual;
+    preamble_gemm(&l->proj, attended, rows, l->proj_bias, 0, x, residual, threads, NULL);
+    if (l->moe) {
+        moe_layer(l->moe, &l->mlp_norm, input, rows, residual, x, scratch->mlp_hidden, threads);
         return;
-    preamble_gemm(&l->fc1, s->parallel_residual ? x : mlp_residual, rows, l->fc1_bias,
-                  s->activation, NULL, scratch->mlp_hidden, threads, &l->mlp_norm);
-    preamble_gemm(&l->fc2, scratch->mlp_hidden, rows, l->fc2_bias, 0, mlp_residual, x, threads,
-                  NULL);
+    }
+    preamble_gemm(&l->fc1, input, rows, l->fc1_bias, s->activation, NULL, scratch->mlp_hidden,
+                  threads, &l->mlp_norm);
+    preamble_gemm(&l->fc2, scratch->mlp_hidden, rows, l->fc2_bias, 0, residual, x, threads, NULL);
 }
 
 /* Like proj_and_mlp, but only for the rows in `output_rows`. */
@@ -215,22 +238,24 @@ int preamble_decoder_layers(const LayerRange *s, const StepArgs *p)
     Scratch scratch;
     layout_scratch(s, p->rows, p->memory, &scratch);
     const int64_t head = s->width, row = s->groups * s->queries * head, threads = p->threads;
-    for (const DecoderLayer *l = s->layer_array; l < s->layer_array + s->layers; l++) {
-        char *pool = p->pool + l->pool_layer * p->layer_bytes;
+    for (int64_t layer = 0; layer < s->layers; layer++) {
+        const DecoderLayer *l = s->layer_array + layer;
+        const LayerKind *kind = p->kinds + p->layer_kinds[layer];
+        char *pool = p->layer_pools[layer];
         preamble_gemm(&l->qkv, p->x, p->rows, l->qkv_bias, 0, NULL, scratch.qkv, threads, &l->norm);
-        QkvLoop loop = {s, p, l, &scratch};
+        QkvLoop loop = {s, p, l, kind, (uint16_t *)pool, &scratch};
         /* For a few rows, threads would not be faster. */
         parallel_for(p->rows, items_per_chunk(p->rows, threads), p->rows < LANES ? 1 : threads,
                      STEALING, split_qkv, &loop);
-        if (p->decode &&
-            preamble_decode_attention(p->decode, scratch.q, row, head, l->sinks, s->alibi_slopes, pool,
+        if (kind->decode &&
+            preamble_decode_attention(kind->decode, scratch.q, row, head, l->sinks, s->alibi_slopes, pool,
                                       scratch.attended))
             return 1;
-        if (p->prefill &&
-            preamble_prefill_attention(p->prefill, scratch.q, row, head, l->sinks, s->alibi_slopes,
+        if (kind->prefill &&
+            preamble_prefill_attention(kind->prefill, scratch.q, row, head, l->sinks, s->alibi_slopes,
                                        pool, scratch.attended))
             return 1;
-        if (p->output_rows && l == s->layer_array + s->layers - 1)
+        if (p->output_rows && layer == s->layers - 1)
             proj_and_mlp_of_rows(s, p, l, &scratch);
         else
             proj_and_mlp(s, l, &scratch, p->x, scratch.attended, p->rows, threads);

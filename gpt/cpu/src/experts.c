@@ -7,7 +7,7 @@
    with k of E experts each choose about E(1 - (1 - k/E)^T) experts, and an expert with a gated
    activation has 3 x (intermediate size) x (hidden size) weights. */
 
-#include "gemm.h"
+#include "experts.h"
 #include "thread_pool.h"
 
 #if defined(__x86_64__)
@@ -16,14 +16,6 @@
 #define PAIRS_MAX (8 << 10)
 /* For fewer elements, starting a parallel loop takes longer than the loop. */
 #define PARALLEL_ELEMENTS_MIN (8 << 10)
-
-/* Consecutive experts of a layer: all of them, or with expert parallelism this rank's. Each array
-   has an element for each expert. */
-typedef struct {
-    const PackedWeight *fc1, *fc2; /* The outputs of fc2 are fp32. */
-    const uint16_t *const *fc1_biases, *const *fc2_biases; /* NULL if there are no biases. */
-    int64_t experts, first_expert, activation;
-} Experts;
 
 /* The rows of one expert. */
 typedef struct {
@@ -36,10 +28,13 @@ typedef struct {
 typedef struct {
     Group *groups;
     int64_t count, rows, tiles, items;
-    const uint16_t *x;      /* The rows before staging. */
+    const uint16_t *x;      /* The rows before staging; for fp32 weights, fp32 numbers. */
     const int64_t *sources; /* For each row of the groups, its row of x; NULL if they are equal. */
     uint16_t *tile_memory;  /* For one tile of each thread. */
 } GroupedGemm;
+
+/* The 16-bit words of a number that the weight multiplies. */
+static int64_t words_per_number(const PackedWeight *w) { return w->fp32 ? 2 : 1; }
 
 /* The pairs of some tokens, sorted by expert. */
 typedef struct {
@@ -81,7 +76,8 @@ static void sort_pairs(const Pairs *pairs, const int64_t *ids, int64_t first_exp
 static void stage_group_tile(const GroupedGemm *g, const Group *group, int64_t tile)
 {
     const Gemm *p = &group->product;
-    const int64_t width = p->weight->channels, first = tile * TILE;
+    const int64_t channels = p->weight->channels, first = tile * TILE;
+    const int64_t width = channels * words_per_number(p->weight);
     const int64_t count = p->rows - first < TILE ? p->rows - first : TILE;
     const int interleaved = first < p->interleaved_rows;
     uint16_t *target = p->staged + first * p->x_stride;
@@ -91,7 +87,7 @@ static void stage_group_tile(const GroupedGemm *g, const Group *group, int64_t t
         const int64_t row = group->first_row + first + i;
         const uint16_t *from = g->x + (g->sources ? g->sources[row] : row) * width;
         if (p->weight->scales)
-            quantize_row(from, width, p->groups + (first + i) * group_count(width));
+            quantize_row(from, channels, p->groups + (first + i) * group_count(channels));
         else
             memcpy(rows + i * stride, from, width * sizeof *from);
     }
@@ -124,7 +120,8 @@ static void multiply_groups(void *context, int64_t first, int64_t end)
     }
 }
 
-/* Adds a group for each expert that has pairs. `outputs`: of all sorted pairs. */
+/* Adds a group for each expert that has pairs. `outputs`: of all sorted pairs. A group without tiles
+   reads its rows in place. */
 static void plan_groups(GroupedGemm *g, const Pairs *pairs, int64_t experts,
                         const PackedWeight *weights, const uint16_t *const *biases,
                         int64_t activation, void *outputs, uint16_t *staged,
@@ -134,15 +131,20 @@ static void plan_groups(GroupedGemm *g, const Pairs *pairs, int64_t experts,
     for (int64_t expert = 0; expert < experts; expert++) {
         const PackedWeight *w = weights + expert;
         const int64_t rows = pairs->ends[expert] - g->rows, first = g->rows;
-        const int64_t stride = padded_stride(w->channels);
+        const int64_t words = words_per_number(w), width = w->channels * words;
+        const int64_t stride = padded_stride(w->channels) * words;
         if (!rows)
             continue;
         Group *group = g->groups + g->count++;
         const int interleave =
-            !w->scales && rows >= INTERLEAVE_ROWS_MIN && isa_level == AVX512_BF16;
+            !w->scales && !w->fp32 && rows >= INTERLEAVE_ROWS_MIN && isa_level == AVX512_BF16;
+        /* The rows that are adjacent in g->x already need no copy. */
+        const int in_place = !w->scales && !interleave &&
+                             (rows == 1 || (!g->sources && stride == width));
+        const int64_t source = g->sources ? g->sources[first] : first;
         *group = (Group){
             .product = {.weight = w,
-                        .x = staged + first * stride,
+                        .x = in_place ? g->x + source * width : staged + first * stride,
                         .bias = biases ? biases[expert] : NULL,
                         .out = (char *)outputs +
                                first * w->columns * (w->fp32_output ? sizeof(float) : sizeof *staged),
@@ -155,10 +157,10 @@ static void plan_groups(GroupedGemm *g, const Pairs *pairs, int64_t experts,
             .first_row = first,
             .first_tile = g->tiles,
             .first_item = g->items,
-            .block_rows = w->scales ? rows : cache_block_rows(rows, w->channels),
+            .block_rows = w->scales ? rows : cache_block_rows(rows, width),
             .panels = ((w->columns << w->gated) + COLUMNS - 1) / COLUMNS};
         g->rows += rows;
-        g->tiles += (rows + TILE - 1) / TILE;
+        g->tiles += in_place ? 0 : (rows + TILE - 1) / TILE;
         g->items += (rows + group->block_rows - 1) / group->block_rows * group->panels;
     }
 }
@@ -176,15 +178,27 @@ static void run_groups(GroupedGemm *g, int64_t threads)
 
 /* The sums of the tokens' outputs, as the context of a parallel loop over tokens. */
 typedef struct {
+    const Routing *routing;
     const Pairs *pairs;
+    int64_t first; /* The first token of the pairs. */
     const float *outputs;
-    uint16_t *out;
-    int64_t hidden;
+    void *out;
+    int64_t hidden, fp32; /* `fp32`: nonzero if the numbers of `out` are fp32, 0 if they are bf16. */
 } WeightedSum;
+
+/* The factor of the shared expert's output. */
+static float shared_factor(const Routing *routing, int64_t token)
+{
+    if (!routing->shared_gates)
+        return 1;
+    return 1 / (1 + expf(-bf16_to_fp32(routing->shared_gates[token])));
+}
 
 TARGET_AVX512_BF16 static void sum_token_avx512(const WeightedSum *s, int64_t token)
 {
-    const int64_t topk = s->pairs->topk;
+    const Routing *routing = s->routing;
+    const int64_t topk = s->pairs->topk, row = (s->first + token) * s->hidden;
+    const float factor = shared_factor(routing, s->first + token);
     for (int64_t c = 0; c < s->hidden; c += LANES) {
         const __mmask16 mask = lane_mask(s->hidden - c);
         __m512 sum = _mm512_setzero_ps();
@@ -194,14 +208,23 @@ TARGET_AVX512_BF16 static void sum_token_avx512(const WeightedSum *s, int64_t to
             const float *output = s->outputs + s->pairs->positions[i] * s->hidden + c;
             sum += _mm512_maskz_loadu_ps(mask, output) * s->pairs->weights[i];
         }
-        _mm256_mask_storeu_epi16(s->out + token * s->hidden + c, mask,
-                                 (__m256i)_mm512_cvtneps_pbh(sum));
+        if (routing->shared)
+            sum += _mm512_maskz_loadu_ps(mask, routing->shared + row + c) * factor;
+        if (routing->residual)
+            sum += load_bf16(routing->residual + row + c, mask);
+        if (s->fp32)
+            _mm512_mask_storeu_ps((float *)s->out + row + c, mask, sum);
+        else
+            _mm256_mask_storeu_epi16((uint16_t *)s->out + row + c, mask,
+                                     (__m256i)_mm512_cvtneps_pbh(sum));
     }
 }
 
 static void sum_token(const WeightedSum *s, int64_t token)
 {
-    const int64_t topk = s->pairs->topk;
+    const Routing *routing = s->routing;
+    const int64_t topk = s->pairs->topk, row = (s->first + token) * s->hidden;
+    const float factor = shared_factor(routing, s->first + token);
     for (int64_t c = 0; c < s->hidden; c++) {
         float sum = 0;
         for (int64_t i = token * topk; i < (token + 1) * topk; i++) {
@@ -209,7 +232,14 @@ static void sum_token(const WeightedSum *s, int64_t token)
                 continue;
             sum += s->outputs[s->pairs->positions[i] * s->hidden + c] * s->pairs->weights[i];
         }
-        s->out[token * s->hidden + c] = fp32_to_bf16(sum);
+        if (routing->shared)
+            sum += routing->shared[row + c] * factor;
+        if (routing->residual)
+            sum += bf16_to_fp32(routing->residual[row + c]);
+        if (s->fp32)
+            ((float *)s->out)[row + c] = sum;
+        else
+            ((uint16_t *)s->out)[row + c] = fp32_to_bf16(sum);
     }
 }
 
@@ -221,23 +251,22 @@ static void sum_tokens(void *context, int64_t first, int64_t end)
 
 static int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Stores the weighted sums of the experts' outputs in `out`, (tokens, hidden). `ids` and `weights`:
-   the numbers of each token's experts and their weights, (tokens, topk). */
-void preamble_experts(const Experts *e, const uint16_t *x, int64_t tokens, const int64_t *ids,
-                      const float *weights, int64_t topk, uint16_t *out, int64_t threads)
+void run_experts(const Experts *e, const Routing *routing, const uint16_t *x, int64_t tokens,
+                 void *out, int64_t threads)
 {
-    const int64_t hidden = e->fc1->channels, columns = e->fc1->columns;
+    const int64_t hidden = e->fc1->channels, columns = e->fc1->columns, topk = routing->topk;
+    const int64_t words = words_per_number(e->fc1);
     const int64_t tokens_max = PAIRS_MAX / topk + 1, chunk = tokens < tokens_max ? tokens : tokens_max;
     const int64_t pairs_max = chunk * topk, width = largest(hidden, columns);
     const int64_t quantized_numel = e->fc1->scales ? pairs_max * group_count(width) : 0;
     const int64_t staged_numel =
-        pairs_max * largest(padded_stride(hidden), padded_stride(columns));
+        pairs_max * largest(padded_stride(hidden), padded_stride(columns)) * words;
     if (!tokens)
         return;
     QuantizedGroup *quantized = thread_scratch(
         quantized_numel * sizeof *quantized + e->experts * (sizeof(Group) + sizeof(int64_t)) +
         2 * pairs_max * sizeof(int64_t) + pairs_max * hidden * sizeof(float) +
-        (staged_numel + pairs_max * columns + threads * TILE * width) * sizeof *x);
+        (staged_numel + (pairs_max * columns + threads * TILE * width) * words) * sizeof *x);
     Group *groups = (Group *)(quantized + quantized_numel);
     Pairs pairs = {.topk = topk, .ends = (int64_t *)(groups + e->experts)};
     pairs.sources = pairs.ends + e->experts;
@@ -245,12 +274,12 @@ void preamble_experts(const Experts *e, const uint16_t *x, int64_t tokens, const
     float *outputs = (float *)(pairs.positions + pairs_max);
     uint16_t *staged = (uint16_t *)(outputs + pairs_max * hidden);
     uint16_t *activated = staged + staged_numel;
-    GroupedGemm g = {.groups = groups, .tile_memory = activated + pairs_max * columns};
+    GroupedGemm g = {.groups = groups, .tile_memory = activated + pairs_max * columns * words};
     for (int64_t first = 0; first < tokens; first += chunk) {
         pairs.tokens = tokens - first < chunk ? tokens - first : chunk;
-        pairs.weights = weights + first * topk;
-        sort_pairs(&pairs, ids + first * topk, e->first_expert, e->experts);
-        g.x = x + first * hidden, g.sources = pairs.sources;
+        pairs.weights = routing->weights + first * topk;
+        sort_pairs(&pairs, routing->ids + first * topk, e->first_expert, e->experts);
+        g.x = x + first * hidden * words, g.sources = pairs.sources;
         plan_groups(&g, &pairs, e->experts, e->fc1, e->fc1_biases, e->activation, activated, staged,
                     quantized);
         run_groups(&g, threads);
@@ -258,11 +287,21 @@ void preamble_experts(const Experts *e, const uint16_t *x, int64_t tokens, const
         plan_groups(&g, &pairs, e->experts, e->fc2, e->fc2_biases, NO_ACTIVATION, outputs, staged,
                     quantized);
         run_groups(&g, threads);
-        WeightedSum sum = {&pairs, outputs, out + first * hidden, hidden};
+        WeightedSum sum = {routing, &pairs, first, outputs, out, hidden, e->fc1->fp32};
         const int64_t elements = pairs.tokens * topk * hidden;
         parallel_for(pairs.tokens, items_per_chunk(pairs.tokens, threads),
                      elements < PARALLEL_ELEMENTS_MIN ? 1 : threads, STEALING, sum_tokens, &sum);
     }
+}
+
+/* Stores the weighted sums of the experts' outputs in `out`, (tokens, hidden). `ids` and `weights`:
+   the numbers of each token's experts and their weights, (tokens, topk). For fp32 weights, x and
+   `out` are fp32. */
+void preamble_experts(const Experts *experts, const uint16_t *x, int64_t tokens, const int64_t *ids,
+                      const float *weights, int64_t topk, void *out, int64_t threads)
+{
+    const Routing routing = {.ids = ids, .weights = weights, .topk = topk};
+    run_experts(experts, &routing, x, tokens, out, threads);
 }
 
 #endif

@@ -34,7 +34,8 @@ INLINE int64_t group_count(int64_t channels)
     return (channels + GROUP_CHANNELS - 1) / GROUP_CHANNELS;
 }
 
-enum { NO_ACTIVATION, GELU, GELU_TANH, SILU, RELU2, RELU };
+enum { NO_ACTIVATION, GELU, GELU_TANH, SILU, RELU2, RELU, QUICK_GELU };
+#define QUICK_GELU_FACTOR 1.702f
 
 /* The running argmax of a row's outputs, for each lane. Used if the outputs are not stored. */
 typedef struct {
@@ -44,7 +45,8 @@ typedef struct {
 
 typedef struct Bounds Bounds; /* Defined in exact_argmax.c. */
 
-/* A GEMM of bf16 rows with a packed weight, and its epilogue. */
+/* A GEMM of bf16 rows with a packed weight, and its epilogue. For an fp32 weight, `x`, `bias` and
+   `staged` are addresses of fp32 numbers, and there is no residual. */
 typedef struct {
     const PackedWeight *weight;
     const uint16_t *x, *bias, *residual;
@@ -52,7 +54,7 @@ typedef struct {
     int64_t rows, activation;
     uint16_t *pre_activation; /* Receives the outputs before the activation, or is NULL. */
     QuantizedGroup *groups;   /* The quantized rows, if the weight is int8. */
-    int64_t x_stride;         /* Elements from one row of x to the next. */
+    int64_t x_stride;         /* 16-bit words from one row of x to the next. */
     /* Memory for rows that are normed, padded or interleaved before the GEMM reads them. The first
        `interleaved_rows` rows are interleaved in tiles of TILE rows: the first pair of channels of
        each row of the tile, then the second pair of each row, and so on. */
@@ -125,6 +127,8 @@ INLINE Floats activate(Floats x, int64_t activation)
 {
     if (activation == SILU)
         return x * sigmoid(x);
+    if (activation == QUICK_GELU)
+        return x * sigmoid(x * QUICK_GELU_FACTOR);
     if (activation == RELU || activation == RELU2) {
         Floats positive = select_lanes(x < 0, (Floats){0}, x);
         if (activation == RELU)
@@ -161,10 +165,12 @@ TARGET_AVX512_BF16 INLINE __m512 activate_avx512(__m512 x, int64_t activation)
 {
     if (activation == GELU)
         return gelu_avx512(x);
-    if (activation != SILU && activation != GELU_TANH)
+    if (activation != SILU && activation != GELU_TANH && activation != QUICK_GELU)
         return (__m512)activate((Floats)x, activation);
-    /* Both activations are x / (1 + exp(-y)). */
+    /* The activations are x / (1 + exp(-y)). */
     __m512 y = x;
+    if (activation == QUICK_GELU)
+        y = x * QUICK_GELU_FACTOR;
     if (activation == GELU_TANH)
         y = (x + x * x * x * 0.044715f) * 1.59576912160573072f;
     return x * reciprocal(exp_avx512(-y) + 1.0f);
@@ -179,6 +185,14 @@ TARGET_AVX512_BF16 INLINE void store_output(const Gemm *p, int64_t offset, __mma
         _mm512_mask_storeu_ps((float *)p->out + offset, mask, y);
     else
         _mm256_mask_storeu_epi16((uint16_t *)p->out + offset, mask, (__m256i)_mm512_cvtneps_pbh(y));
+}
+
+/* Loads up to 16 numbers of the bias. */
+TARGET_AVX512_BF16 INLINE __m512 load_bias(const Gemm *p, int64_t at, __mmask16 mask)
+{
+    if (p->weight->fp32)
+        return _mm512_maskz_loadu_ps(mask, (const float *)p->bias + at);
+    return load_bf16(p->bias + at, mask);
 }
 
 /* Applies the epilogue to the sums of `rows` rows, from `first` on, for one panel's columns. */
@@ -200,11 +214,18 @@ TARGET_AVX512_BF16 INLINE void epilogue(const Gemm *p, __m512 (*sum)[2], int64_t
         __mmask16 mask = lane_mask(w->columns - begin);
         __m512 bias[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
         for (int half = 0; p->bias && half < 2; half++)
-            bias[half] = load_bf16(p->bias + half * w->columns + begin, mask);
+            bias[half] = load_bias(p, half * w->columns + begin, mask);
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++) {
-            __m512 gate = activate_avx512(sum[i][0] + bias[0], p->activation);
-            store_output(p, (first + i) * w->columns + begin, mask, gate * (sum[i][1] + bias[1]));
+            __m512 gate = sum[i][0] + bias[0], up = sum[i][1] + bias[1];
+            if (w->limit || w->offset) {
+                /* If an operand is NaN, max and min return the second operand. */
+                const __m512 limit = _mm512_set1_ps(w->limit ? (float)w->limit : INFINITY);
+                gate = _mm512_min_ps(limit, gate);
+                up = _mm512_max_ps(-limit, _mm512_min_ps(limit, up)) + (float)w->offset;
+            }
+            gate = activate_avx512(gate, p->activation);
+            store_output(p, (first + i) * w->columns + begin, mask, gate * up);
         }
         return;
     }
@@ -214,7 +235,7 @@ TARGET_AVX512_BF16 INLINE void epilogue(const Gemm *p, __m512 (*sum)[2], int64_t
         if (left <= 0)
             break;
         __mmask16 mask = lane_mask(left);
-        __m512 bias = p->bias ? load_bf16(p->bias + begin, mask) : _mm512_setzero_ps();
+        __m512 bias = p->bias ? load_bias(p, begin, mask) : _mm512_setzero_ps();
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++) {
             int64_t offset = (first + i) * w->columns + begin;
@@ -232,6 +253,9 @@ TARGET_AVX512_BF16 INLINE void epilogue(const Gemm *p, __m512 (*sum)[2], int64_t
 /* Defined in gemm_avx2.c. `gemm_panel_avx2` computes a panel's columns for the rows from `first` to
    `end`. `norm_row_avx2` applies a norm to a row. */
 HIDDEN void gemm_panel_avx2(const Gemm *p, const uint16_t *panel, int64_t column, int64_t first,
+                            int64_t end);
+/* Defined in gemm_fp32.c. Computes a panel's columns for the rows from `first` to `end`. */
+HIDDEN void gemm_fp32_panel(const Gemm *p, const float *panel, int64_t column, int64_t first,
                             int64_t end);
 HIDDEN void norm_row_avx2(const NormArgs *norm, const uint16_t *x, int64_t width, uint16_t *out);
 

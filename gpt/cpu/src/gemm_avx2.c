@@ -47,6 +47,24 @@ TARGET_AVX2 INLINE void accumulate_avx2(__m256 (*sum)[4], const uint16_t *x, int
     }
 }
 
+/* Like `accumulate_avx2` for an fp32 weight. */
+TARGET_AVX2 INLINE void accumulate_fp32_avx2(__m256 (*sum)[4], const float *x, int64_t stride,
+                                             const float *panel, int64_t channels, int rows)
+{
+    for (int64_t k = 0; k < channels; k++, panel += COLUMNS) {
+        _mm_prefetch((const char *)panel + 2048, _MM_HINT_T0);
+        _mm_prefetch((const char *)panel + 2112, _MM_HINT_T0);
+#pragma GCC unroll 4
+        for (int quarter = 0; quarter < 4; quarter++) {
+            const __m256 weights = _mm256_loadu_ps(panel + quarter * AVX2_LANES);
+#pragma GCC unroll 3
+            for (int i = 0; i < rows; i++)
+                sum[i][quarter] =
+                    _mm256_fmadd_ps(_mm256_set1_ps(x[i * stride + k]), weights, sum[i][quarter]);
+        }
+    }
+}
+
 static void update_argmax_avx2(const Gemm *p, float (*outputs)[COLUMNS], int64_t row,
                                int64_t column, int rows)
 {
@@ -61,6 +79,17 @@ static void update_argmax_avx2(const Gemm *p, float (*outputs)[COLUMNS], int64_t
                 *best_logit = y, *best_column = column_index;
             argmax[i].nonfinite[c % LANES] += y * 0;
         }
+}
+
+/* Limits the gates, and limits and shifts the numbers that they multiply. */
+TARGET_AVX2 static void limit_gated(const PackedWeight *w, float *gates)
+{
+    const float limit = w->limit ? (float)w->limit : INFINITY;
+    float *up = gates + LANES;
+    for (int64_t c = 0; c < LANES; c++) { /* NaN stays NaN. */
+        gates[c] = gates[c] > limit ? limit : gates[c];
+        up[c] = (up[c] > limit ? limit : up[c] < -limit ? -limit : up[c]) + (float)w->offset;
+    }
 }
 
 /* Applies the epilogue to the sums of `rows` rows, from `row` on, for one panel's columns. */
@@ -79,7 +108,9 @@ TARGET_AVX2 static void epilogue_avx2(const Gemm *p, float (*outputs)[COLUMNS], 
         const int64_t offset = (row + i) * w->columns + begin;
         for (int64_t half = 0; p->bias && half <= w->gated; half++)
             for (int64_t c = 0; c < count; c++)
-                y[half * LANES + c] += bf16_to_fp32(p->bias[half * w->columns + begin + c]);
+                y[half * LANES + c] += load_scalar(p->bias, half * w->columns + begin + c, !w->fp32);
+        if (w->limit || w->offset)
+            limit_gated(w, y);
         for (int64_t c = 0; c < width; c += LANES)
             *(Floats *)(y + c) = activate(*(Floats *)(y + c), p->activation);
         for (int64_t c = 0; c < count; c++) {
@@ -96,16 +127,20 @@ TARGET_AVX2 static void epilogue_avx2(const Gemm *p, float (*outputs)[COLUMNS], 
 /* Computes one panel's columns for `rows` rows. Each sum adds its channels in the same order for
    any number of rows. */
 TARGET_AVX2 INLINE void gemm_tile_avx2(const Gemm *p, const uint16_t *panel, int64_t row,
-                                       int64_t column, int rows)
+                                       int64_t column, int rows, int fp32)
 {
+    const uint16_t *x = p->x + row * p->x_stride;
     __m256 sum[AVX2_TILE_ROWS][4];
     float outputs[AVX2_TILE_ROWS][COLUMNS];
 #pragma GCC unroll 3
     for (int i = 0; i < rows; i++)
         for (int quarter = 0; quarter < 4; quarter++)
             sum[i][quarter] = _mm256_setzero_ps();
-    accumulate_avx2(sum, p->x + row * p->x_stride, p->x_stride, panel, p->weight->channels / 2,
-                    rows);
+    if (fp32)
+        accumulate_fp32_avx2(sum, (const float *)x, p->x_stride / 2, (const float *)panel,
+                             p->weight->channels, rows);
+    else
+        accumulate_avx2(sum, x, p->x_stride, panel, p->weight->channels / 2, rows);
 #pragma GCC unroll 3
     for (int i = 0; i < rows; i++)
         for (int quarter = 0; quarter < 4; quarter++)
@@ -113,15 +148,24 @@ TARGET_AVX2 INLINE void gemm_tile_avx2(const Gemm *p, const uint16_t *panel, int
     epilogue_avx2(p, outputs, row, column, rows);
 }
 
+TARGET_AVX2 INLINE void gemm_rows_avx2(const Gemm *p, const uint16_t *panel, int64_t column,
+                                       int64_t first, int64_t end, int fp32)
+{
+    for (; first + AVX2_TILE_ROWS <= end; first += AVX2_TILE_ROWS)
+        gemm_tile_avx2(p, panel, first, column, AVX2_TILE_ROWS, fp32);
+    if (end - first == 2)
+        gemm_tile_avx2(p, panel, first, column, 2, fp32);
+    else if (end - first == 1)
+        gemm_tile_avx2(p, panel, first, column, 1, fp32);
+}
+
 TARGET_AVX2 void gemm_panel_avx2(const Gemm *p, const uint16_t *panel, int64_t column,
                                  int64_t first, int64_t end)
 {
-    for (; first + AVX2_TILE_ROWS <= end; first += AVX2_TILE_ROWS)
-        gemm_tile_avx2(p, panel, first, column, AVX2_TILE_ROWS);
-    if (end - first == 2)
-        gemm_tile_avx2(p, panel, first, column, 2);
-    else if (end - first == 1)
-        gemm_tile_avx2(p, panel, first, column, 1);
+    if (p->weight->fp32)
+        gemm_rows_avx2(p, panel, column, first, end, 1);
+    else
+        gemm_rows_avx2(p, panel, column, first, end, 0);
 }
 
 /* The sum of x - mean over a row, or if `squared` the sum of (x - mean)^2. */

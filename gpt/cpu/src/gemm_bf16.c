@@ -203,12 +203,16 @@ typedef struct {
 void multiply_panel(const Gemm *p, int64_t panel, int64_t first, int64_t end)
 {
     const PackedWeight *weight = p->weight;
-    const int64_t size = weight->channels * COLUMNS;
+    const int64_t size = weight->channels * COLUMNS << (weight->fp32 != 0);
+    const uint16_t *words = (const uint16_t *)weight->panels + panel * size;
     if (weight->scales)
         gemm_int8_panel(p, panel);
+    else if (isa_level < AVX512_BF16)
+        gemm_panel_avx2(p, words, panel * COLUMNS, first, end);
+    else if (weight->fp32)
+        gemm_fp32_panel(p, (const float *)words, panel * COLUMNS, first, end);
     else
-        (isa_level < AVX512_BF16 ? gemm_panel_avx2 : gemm_panel)(
-            p, (const uint16_t *)weight->panels + panel * size, panel * COLUMNS, first, end);
+        gemm_panel(p, words, panel * COLUMNS, first, end);
 }
 
 static void gemm_range(void *context, int64_t first, int64_t end)
@@ -231,14 +235,19 @@ void gemm(Gemm product, const uint16_t *x, const NormArgs *norm, int64_t threads
     const int64_t block_rows = weight->scales ? rows : cache_block_rows(rows, weight->channels);
     const int64_t blocks = (rows + block_rows - 1) / block_rows;
     PanelLoop loop = {&product, block_rows, panels};
-    plan_staging(&product, x, norm, threads);
-    stage_rows(&product, x, norm, threads);
+    if (weight->fp32) {
+        product.x = x, product.x_stride = 2 * weight->channels;
+    } else {
+        plan_staging(&product, x, norm, threads);
+        stage_rows(&product, x, norm, threads);
+    }
     parallel_for(blocks * panels, items_per_chunk(panels, threads), threads, STEALING, gemm_range,
                  &loop);
 }
 
 /* Stores activation(norm(x) @ weight.T + bias) + residual in `out`, for a weight (columns,
-   channels). NULL for `norm`, `bias` or `residual` omits the operation. */
+   channels). NULL for `norm`, `bias` or `residual` omits the operation. If the weight is fp32, x and
+   `bias` are fp32, and there is neither norm nor residual. */
 void preamble_gemm(const PackedWeight *weight, const uint16_t *x, int64_t rows,
                    const uint16_t *bias, int64_t activation, const uint16_t *residual, void *out,
                    int64_t threads, const NormArgs *norm)
@@ -296,7 +305,7 @@ void preamble_gemm_unpacked(const uint16_t *weight, int64_t channels, int64_t co
                             uint16_t *out, uint16_t *pre_activation, int64_t threads,
                             uint16_t *memory)
 {
-    const PackedWeight shape = {NULL, channels, columns, 0, 0, NULL};
+    const PackedWeight shape = {.channels = channels, .columns = columns};
     const int64_t panels_per_chunk = columns / COLUMNS / (threads * 8) + 1;
     Gemm product = {.weight = &shape,
                     .bias = bias,

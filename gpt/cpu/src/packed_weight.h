@@ -1,7 +1,8 @@
 /* Packed weights and the GEMM loop.
 
    A panel has 32 columns (outputs) of a weight. In a bf16 panel, each 32-bit word holds the weights
-   of one column for two adjacent channels (inputs). */
+   of one column for two adjacent channels (inputs). In an fp32 panel, each row of 32 words holds the
+   weights of one channel. */
 
 #pragma once
 
@@ -12,15 +13,19 @@
 #define COLUMNS 32 /* Columns of a panel. A panel is contiguous in memory. */
 #define TILE 12    /* Rows whose fp32 sums fit into registers. */
 
-/* A weight in panels of bf16 or int8. `panels` is NULL if the weight is absent. If `gated` is
-   nonzero, a panel has 16 gate columns, then the 16 columns that they multiply, and `columns` is
-   the number of gate columns. */
+/* A weight in panels of bf16, int8 or fp32. `panels` is NULL if the weight is absent. If `gated` is
+   nonzero, a panel has 16 gate columns, then the 16 columns that they multiply (up), and `columns`
+   is the number of gate columns. */
 typedef struct {
     const void *panels;
     int64_t channels, columns;
     int64_t fp32_output; /* Nonzero: outputs are stored as fp32; 0: as bf16. */
     int64_t gated;
-    const float *scales; /* For int8, the scale of each column, in panel order; NULL for bf16. */
+    const float *scales; /* For int8, the scale of each column, in panel order; else NULL. */
+    /* If nonzero: a gate is at most `limit`, and up is between -limit and limit. `offset` is added
+       to up. */
+    double limit, offset;
+    int64_t fp32; /* Nonzero: the weight, its inputs, outputs and bias are fp32. */
 } PackedWeight;
 
 /* A LayerNorm or RMSNorm with fp32 parameters. `scale` is NULL if there is no norm. */

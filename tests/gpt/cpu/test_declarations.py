@@ -6,12 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from gpt.cpu import exact_argmax, kernels, packed_linear, training_kernels
+from gpt.cpu import exact_argmax, kernels, packed_experts, packed_linear, training_kernels
 from gpt.cpu_inference import fused_decoder
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = sorted((ROOT / "gpt/cpu/src").glob("*.[ch]"))
-MODULES = (fused_decoder, exact_argmax, kernels, packed_linear, training_kernels)
+MODULES = (
+    fused_decoder,
+    exact_argmax,
+    kernels,
+    packed_experts,
+    packed_linear,
+    training_kernels,
+)
 STRUCTURES = sorted(
     {
         structure

@@ -7,8 +7,10 @@ from torch import Tensor
 from gpt.attention.kv_cache import KVPool
 from gpt.batch import Batch
 from gpt.cpu import kernels
+from gpt.kv_groups import kv_groups
 from tests.support.packed_models import (
     DECODER_CONFIGS,
+    EXPERT_CONFIGS,
     STEPS,
     check_fused_decoder,
     packed_model,
@@ -39,8 +41,22 @@ def test_fused_decoder_equals_the_modules(name: str, kind: str) -> None:
     check_fused_decoder(name, kind)
 
 
+@pytest.mark.parametrize("kind", STEPS)
+def test_layers_use_the_blocks_of_their_kv_group(kind: str) -> None:
+    config = DECODER_CONFIGS["windows in some layers"]
+    model, groups = packed_model(config), kv_groups(config)
+    assert [group.window for group in groups] == [None, 7, 7]
+    got, pool = run_step(model, *STEPS[kind], fused=True, groups=groups)
+    want, plain_pool = run_step(model, *STEPS[kind], fused=False, groups=groups)
+    assert torch.equal(got, want)
+    assert all(torch.equal(a, b) for a, b in zip(pool, plain_pool, strict=True))
+    # Also after a step with another pool.
+    one_group, _ = run_step(model, *STEPS[kind], fused=True)
+    assert torch.equal(one_group, run_step(model, *STEPS[kind], fused=False)[0])
+
+
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("name", ["classic", "modern", "odd", "turned in pairs"])
+@pytest.mark.parametrize("name", ["classic", "modern", "odd", "turned in pairs", *EXPERT_CONFIGS])
 def test_rows_are_bit_identical_in_any_batch(name: str, int8: bool) -> None:
     model = packed_model(DECODER_CONFIGS[name], int8=int8)
     generator = torch.Generator().manual_seed(3)

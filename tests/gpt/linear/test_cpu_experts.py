@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from gpt.cpu.kernels import force_isa_level
 from gpt.cpu.packed_linear import supports_weight
 from gpt.cpu_inference.weight_packing import pack_weights, weight_bytes
 from gpt.linear.cpu_experts import CpuExperts
@@ -15,9 +16,34 @@ from gpt.parallel.mesh import Mesh
 from tests.support.experts_cases import CONFIGS, ROW_COUNTS, SMALL, moe_layer, routings
 from tests.support.models import CONFIGS as MODELS
 from tests.support.models import EXPERTS, build
+from tests.support.packed_models import STEPS, packed_model, run_step
 from tests.support.ranks import ranks
 
 IDS = torch.arange(2, 26).view(2, 12)
+# The largest difference, relative to the largest output, between sums of fp32 in different orders.
+FP32_ERROR_MAX = 5e-6
+# One layer with experts, after attention that the fused decoder computes bit for bit.
+FUSED = EXPERTS.with_fields(
+    num_layers=1, moe_layers=(True,), position_embedding_type="learned_absolute"
+)
+LIMITED = {"activation_func_clamp_value": 0.6, "glu_linear_offset": 1.0}
+CPU_CONFIGS = CONFIGS | {"limited gates": SMALL.with_fields(activation="quick_gelu", **LIMITED)}
+FUSED_CONFIGS = {
+    "shared expert and gate": FUSED,
+    "no gate": FUSED.with_fields(moe_shared_expert_gate=False),
+    "no shared expert": FUSED.with_fields(
+        moe_shared_expert_gate=False, moe_shared_expert_intermediate_size=0
+    ),
+    "sigmoid": FUSED.with_fields(
+        moe_router_score_function="sigmoid",
+        moe_router_expert_bias=True,
+        moe_router_topk_scaling_factor=2.5,
+    ),
+    "router bias": FUSED.with_fields(moe_router_bias=True, moe_router_pre_softmax=True),
+    "parallel residual": FUSED.with_fields(parallel_residual=True),
+    "limited gates": FUSED.with_fields(activation="quick_gelu", **LIMITED),
+    "no biases": FUSED.with_fields(mlp_bias=False, gated=False, activation="relu2"),
+}
 pytestmark = pytest.mark.skipif(
     not supports_weight(torch.empty(32, 32, dtype=torch.bfloat16)),
     reason="the C library has no bf16 GEMM for this CPU",
@@ -44,9 +70,9 @@ def std(error: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("rows", ROW_COUNTS)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", CPU_CONFIGS)
 def test_native_experts_are_as_accurate_as_the_loop(name: str, rows: int) -> None:
-    config = CONFIGS[name]
+    config = CPU_CONFIGS[name]
     model, exact = build(config, dtype=torch.bfloat16), build(config)
     for values, weight in zip(exact.parameters(), model.parameters(), strict=True):
         values.data.copy_(weight)  # Rounded to bf16.
@@ -84,6 +110,39 @@ def test_a_packed_model_is_as_close_to_fp64_as_with_the_loop(name: str) -> None:
     native = model.logits(IDS)
     use_torch_experts(model)
     assert std(native - exact) < 1.2 * std(model.logits(IDS) - exact)
+
+
+@pytest.mark.parametrize("rows", ROW_COUNTS)
+@pytest.mark.parametrize("name", CPU_CONFIGS)
+def test_fp32_experts_equal_the_loop(name: str, rows: int) -> None:
+    config = CPU_CONFIGS[name]
+    model = build(config, dtype=torch.float32)
+    layer = moe_layer(model)
+    looped = layer.experts_backend
+    x = torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    cases = routings(rows, config.num_experts)
+    plain = {key: looped.forward(x, logits, rows) for key, logits in cases.items()}
+    plain_output = layer(x, rows)
+    pack_weights(model)
+    assert type(layer.experts_backend) is CpuExperts
+    for key, logits in cases.items():
+        native = layer.experts_backend.forward(x, logits, rows)
+        assert (native - plain[key]).abs().max() < FP32_ERROR_MAX * plain[key].abs().max(), key
+    assert (layer(x, rows) - plain_output).abs().max() < FP32_ERROR_MAX * plain_output.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["one", "several", "all kinds"])
+@pytest.mark.parametrize("name", FUSED_CONFIGS)
+def test_a_fused_layer_is_as_accurate_as_the_modules(name: str, kind: str) -> None:
+    model, exact = packed_model(FUSED_CONFIGS[name]), build(FUSED_CONFIGS[name])
+    plain = build(FUSED_CONFIGS[name], dtype=torch.bfloat16)
+    for values, weight in zip(exact.parameters(), plain.parameters(), strict=True):
+        values.data.copy_(weight)  # Rounded to bf16.
+    want, _ = run_step(exact, *STEPS[kind], fused=False)
+    fused, _ = run_step(model, *STEPS[kind], fused=True)
+    layerwise, _ = run_step(model, *STEPS[kind], fused=False)
+    assert std(layerwise - want) < 0.02 * std(want)
+    assert std(fused - want) < 1.15 * std(layerwise - want)
 
 
 def check_tensor_parallel_model(_rank: int) -> None:
@@ -132,24 +191,23 @@ def test_no_second_copy_of_the_weights_stays() -> None:
     model = build(SMALL, dtype=torch.bfloat16)
     pack_weights(model)
     names = [name for name, _ in model.named_parameters()]
-    assert not any(".experts." in name and name.endswith("weight") for name in names)
+    is_packed = (".experts." in name or ".router." in name for name in names)
+    assert not any(
+        packed and name.endswith("weight") for packed, name in zip(is_packed, names, strict=True)
+    )
     packed_bytes = weight_bytes(model)
     use_torch_experts(model)
     assert weight_bytes(model) == packed_bytes
 
 
-@pytest.mark.parametrize(
-    ("dtype", "activation", "reason"),
-    [
-        (torch.float32, "silu", "the experts' weights are not packed by the C library"),
-        (torch.bfloat16, "quick_gelu", "does not compute the activation quick_gelu"),
-    ],
-)
-def test_the_reason_for_the_loop_is_logged(
-    dtype: torch.dtype, activation: str, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = build(SMALL.with_fields(activation=activation), dtype=dtype)
-    with caplog.at_level(logging.INFO):
-        pack_weights(model)
+def test_the_reason_for_the_loop_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model = build(SMALL, dtype=torch.float32)
+    force_isa_level("plain")
+    try:
+        with caplog.at_level(logging.INFO):
+            pack_weights(model)
+    finally:
+        force_isa_level(None)
     assert backends(model) == {TorchExperts}
-    assert "event=experts backend=torch" in caplog.text and reason in caplog.text
+    assert "event=experts backend=torch" in caplog.text
+    assert "the experts' weights are not packed by the C library" in caplog.text

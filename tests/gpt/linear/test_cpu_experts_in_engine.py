@@ -28,7 +28,7 @@ SETTINGS = {
     not supports_weight(torch.empty(32, 32, dtype=torch.bfloat16)),
     reason="the C library has no bf16 GEMM for this CPU",
 )
-@pytest.mark.parametrize("name", ["experts", "sigmoid experts"])
+@pytest.mark.parametrize("name", ["experts", "sigmoid experts", "sinks"])
 def test_served_tokens_equal_the_plain_loop(name: str) -> None:
     config, new_tokens = CONFIGS[name], 12
     model, exact = build(config, dtype=torch.bfloat16), build(config)
