@@ -51,8 +51,8 @@ def test_layers_use_the_blocks_of_their_kv_group(kind: str) -> None:
     assert torch.equal(got, want)
     assert all(torch.equal(a, b) for a, b in zip(pool, plain_pool, strict=True))
     # Also after a step with another pool.
-    one_group, _ = run_step(model, *STEPS[kind], fused=True)
-    assert torch.equal(one_group, run_step(model, *STEPS[kind], fused=False)[0])
+    ungrouped_logits, _ = run_step(model, *STEPS[kind], fused=True)
+    assert torch.equal(ungrouped_logits, run_step(model, *STEPS[kind], fused=False)[0])
 
 
 @pytest.mark.parametrize("int8", [False, True])
