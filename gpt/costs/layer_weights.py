@@ -1,4 +1,4 @@
-"""Layer weights: how many weights of a layer one rank uses for a token, and reads in a step.
+"""Layer weights: the numbers of weights of a layer that a token uses and that a step reads.
 
 They differ in a MoE layer: a token uses some experts, and the tokens of a step together read more
 of them. With expert parallelism, the ranks have different numbers of chosen experts, and the layer

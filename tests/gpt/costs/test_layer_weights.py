@@ -33,18 +33,18 @@ def test_the_busiest_rank_has_the_load_of_random_tokens(experts: int, topk: int)
 
 
 def test_ranks_share_the_weights_of_a_dense_layer() -> None:
-    whole = layer_weights(MODERN, 1)
-    assert whole.used == whole.read == layer_weights(MODERN, 1000).read
-    assert layer_weights(MODERN, 1, tp=2).read == whole.read / 2
+    weights = layer_weights(MODERN, 1)
+    assert weights.used == weights.read == layer_weights(MODERN, 1000).read
+    assert layer_weights(MODERN, 1, tp=2).read == weights.read / 2
 
 
 def test_a_large_step_reads_all_experts_of_a_rank() -> None:
     config = EIGHT_EXPERTS
-    whole, split, local = (
+    single_rank, tensor_ranks, expert_ranks = (
         layer_weights(config, 1e6, tp=tp, ep=ep).read for tp, ep in ((1, 1), (2, 1), (2, 2))
     )
-    assert split == pytest.approx(local) == pytest.approx(whole / 2)
+    assert tensor_ranks == pytest.approx(expert_ranks) == pytest.approx(single_rank / 2)
     with_four_ranks = layer_weights(config, 1e6, ep=4).read
     matrices = 3 * config.hidden_size
     experts = 0.75 * matrices * config.moe_ffn_hidden_size * 8
-    assert whole - with_four_ranks == pytest.approx(0.75 * experts)
+    assert single_rank - with_four_ranks == pytest.approx(0.75 * experts)

@@ -9,6 +9,7 @@ import preamble
 from gpt.config import GPTConfig
 from gpt.costs.inference import rank_costs
 from planning.hardware import Cluster, find_device
+from planning.inference.calibration_file import Calibration, MeasuredModel, ModelShape
 from planning.inference.estimate import (
     LengthDistribution,
     ServingSplit,
@@ -19,8 +20,8 @@ from planning.inference.model_split import ModelSplit, model_splits
 from planning.inference.plan import plan_serving
 from planning.inference.requirements import Requirements
 from planning.inference.service_levels import ServiceLimits
+from planning.inference.step_cost import PiecewiseLinear, StepCostModel
 from planning.inference.step_pricing import price_steps, steps_from_spec_sheet
-from tests.planning.measurement.test_calibrate import COSTS, CPU
 
 # As Qwen3-30B-A3B.
 MODEL = GPTConfig(
@@ -43,6 +44,28 @@ MODEL = GPTConfig(
 ODD_HEADS = MODEL.with_fields(num_attention_heads=7, num_query_groups=7)
 ODD_EXPERTS = MODEL.with_fields(moe_ffn_hidden_size=770)
 H100 = Cluster(find_device("h100"), 4, 4)
+COSTS = Calibration(
+    date="",
+    device="",
+    kind="cpu",
+    memory_bytes=256 << 30,
+    flops=1e11,
+    bandwidth_bytes=1e10,
+    models=(
+        MeasuredModel(
+            ModelShape.from_config(MODEL),
+            "float32",
+            StepCostModel(
+                rows=PiecewiseLinear(((1.0, 0.1), (64.0, 0.5))),
+                draws=PiecewiseLinear(((1.0, 0.01),)),
+                context_s=1e-6,
+                pair_s=2e-8,
+                sequence_s=1e-4,
+                step_s=0.0,
+            ),
+        ),
+    ),
+)
 CHAT = Workload(LengthDistribution(60, 100), LengthDistribution(12, 20), None, 8)
 
 
@@ -85,23 +108,24 @@ def test_memory_is_that_of_the_fullest_expert_parallel_rank() -> None:
 
 def test_a_step_of_more_tokens_reads_more_experts() -> None:
     steps = steps_from_spec_sheet(MODEL, "bfloat16", ModelSplit(1, 1), H100)
-    one, many = (steps.rows.interpolate(rows) for rows in (1, 256))
+    short_s, long_s = (steps.rows.interpolate(rows) for rows in (1, 256))
     all_weights = sum(rank.weight_bytes for rank in rank_costs(MODEL, dtype="bfloat16"))
-    assert many > 2 * one
-    assert many > all_weights * 0.95 / H100.device.memory_bytes_per_s
+    assert long_s > 2 * short_s
+    assert long_s > all_weights * 0.95 / H100.device.memory_bytes_per_s
 
 
 def test_the_busiest_of_the_ranks_with_whole_experts_is_slower() -> None:
-    split, whole = (
+    tensor_ranks, expert_ranks = (
         steps_from_spec_sheet(MODEL, "bfloat16", ModelSplit(4, 1, ep), H100).rows for ep in (1, 4)
     )
-    assert whole.interpolate(4096) > split.interpolate(4096)
-    assert whole.interpolate(8192) == pytest.approx(split.interpolate(8192), rel=0.01)
+    assert expert_ranks.interpolate(4096) > tensor_ranks.interpolate(4096)
+    assert expert_ranks.interpolate(8192) == pytest.approx(tensor_ranks.interpolate(8192), rel=0.01)
 
 
 def test_ranks_of_a_cpu_repeat_the_attention_of_expert_parallel_ranks() -> None:
     single, expert_ranks = (
-        price_steps(MODEL, "float32", ModelSplit(1, 1, ep), CPU, COSTS).steps for ep in (1, 2)
+        price_steps(MODEL, "float32", ModelSplit(1, 1, ep), COSTS.as_cluster(), COSTS).steps
+        for ep in (1, 2)
     )
     assert expert_ranks.context_s == pytest.approx(2 * single.context_s)
     assert expert_ranks.rows.interpolate(64) > single.rows.interpolate(64)
