@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.cpu.packed_linear import ACTIVATIONS, GATED_PREFIX
+from gpt.cpu.packed_linear import GATED_PREFIX
 from gpt.linear import triton_few_rows
 from gpt.linear.unquantized_matmul import ROWS_MAX, multiply_in_torch
+from gpt.model.activation import UNGATED_ACTIVATIONS
 from tests.support.attention_cases import patch_interpreter
 
 patch_interpreter()
 
-NAMES = [prefix + name for name in ACTIVATIONS if name is not None for prefix in ("", GATED_PREFIX)]
+NAMES = [prefix + name for name in UNGATED_ACTIVATIONS for prefix in ("", GATED_PREFIX)]
 
 
 def check(rows: int, columns: int, channels: int, activation: str | None, bias: bool) -> None:

@@ -11,15 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.cpu.packed_linear import ACTIVATIONS, GATED_PREFIX
+from gpt.cpu.packed_linear import GATED_PREFIX
 from gpt.fp8_rows import ABSMAX_MIN, FP8_ALIGNMENT, FP8_MAX, Fp8Rows
 from gpt.linear import norm_activation, triton_norm_activation
 from gpt.linear.norm_activation import NormParameters
+from gpt.model.activation import UNGATED_ACTIVATIONS
 from tests.support.attention_cases import patch_interpreter
 
 patch_interpreter()
 
-NAMES = [name for name in ACTIVATIONS if name is not None]
+NAMES = list(UNGATED_ACTIVATIONS)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 16, 30, 100]
 
