@@ -8,6 +8,7 @@ from gpt.attention.kv_cache import KVPool
 from gpt.batch import Batch
 from gpt.cpu import kernels
 from gpt.kv_groups import kv_groups
+from tests.support.models import EIGHT_EXPERTS
 from tests.support.packed_models import (
     DECODER_CONFIGS,
     EXPERT_CONFIGS,
@@ -53,6 +54,18 @@ def test_layers_use_the_blocks_of_their_kv_group(kind: str) -> None:
     # Also after a step with another pool.
     ungrouped_logits, _ = run_step(model, *STEPS[kind], fused=True)
     assert torch.equal(ungrouped_logits, run_step(model, *STEPS[kind], fused=False)[0])
+
+
+def test_equal_sequences_are_equal_beyond_the_pairs_that_are_computed_at_once() -> None:
+    """The library computes 8,192 pairs of a token and an expert at once; the step has 9,600."""
+    model = packed_model(EIGHT_EXPERTS.with_fields(moe_router_topk=8))
+    sequences, length = 24, 50
+    kv = KVPool(model.config, model.layers, 1 + 7 * sequences, block_tokens=8, dtype=torch.bfloat16)
+    tables = 1 + torch.arange(7 * sequences).view(sequences, 7)
+    prompt = torch.randint(100, (length,), generator=torch.Generator().manual_seed(0))
+    batch = Batch.paged([length] * sequences, [0] * sequences, tables, 8)
+    logits = model(prompt.repeat(sequences), batch, kv).view(sequences, length, -1)
+    assert torch.equal(logits, logits[:1].expand_as(logits))
 
 
 @pytest.mark.parametrize("int8", [False, True])
