@@ -106,7 +106,7 @@ class RopeScaling:
             object.__setattr__(self, "original_max_position_embeddings", 8192)
 
     def for_context(self, context_tokens: int) -> Self:
-        """Return the scaling of a model whose context has this length.
+        """Return the scaling for a model with a context of `context_tokens` tokens.
 
         All positions of all sequences have the same factors, because keys of earlier positions are
         in the KV cache when a sequence exceeds the original length.
@@ -157,7 +157,7 @@ class RopeConfig:
         return int(head_width * self.percent)
 
     def for_context(self, context_tokens: int) -> Self:
-        """Return the rotary embedding of a model whose context has this length."""
+        """Return the rotary embedding for a model with a context of `context_tokens` tokens."""
         if self.scaling is None:
             return self
         return replace(self, scaling=self.scaling.for_context(context_tokens))

@@ -108,7 +108,7 @@ class ExpertLinears(NamedTuple):
 
 
 class PackedExperts:
-    """The experts of one layer, or with expert parallelism this rank's experts.
+    """The local experts of one layer: all of them, or with expert parallelism this rank's.
 
     The output of a token does not depend on the other tokens, bit for bit. The sums over channels
     and over a token's experts are in fp32; an output is rounded once.
@@ -142,7 +142,7 @@ class PackedExperts:
         )
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """Return the weighted sum of the outputs of those of each row's experts that are here.
+        """Return the weighted sum of the outputs of each row's local experts.
 
         `topk_ids` (int64) and `topk_weights`: (rows, experts per token).
         """

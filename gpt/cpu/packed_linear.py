@@ -228,7 +228,7 @@ class PackedLinear:
 
 
 class Fp32PackedLinear(PackedLinear):
-    """A linear of fp32 rows whose fp32 weight is packed in panels, without norm and residual."""
+    """A linear with an fp32 weight in packed panels, for fp32 rows; no norm, no residual."""
 
     def __init__(self, weight: Tensor, memory: Tensor, *, gated: bool = False) -> None:
         """Pack `weight` into `memory` (`packed_numel` elements), which this object references."""

@@ -142,8 +142,8 @@ def is_batch_invariant(model: GPT) -> bool:
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     uses_panels = all(isinstance(linear.backend, CpuLinear) for linear in linears)
-    # The loop over the experts multiplies groups of rows whose sizes depend on the batch, and torch
-    # computes its router.
+    # `TorchExperts` multiplies groups of rows whose sizes depend on the batch, and torch computes
+    # the router logits.
     uses_native_experts = all(
         isinstance(module.experts_backend, CpuExperts)
         for module in model.modules()

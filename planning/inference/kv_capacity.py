@@ -1,9 +1,8 @@
 """KV cache capacity: number of requests, and length of a request, that fit in a KV cache.
 
-The size of a KV cache is given in tokens, as the server's `kv_tokens_max`: no block of these tokens
-is behind a window. In a model with windows, more tokens fit, because the server frees the blocks
-behind them. The counts of blocks are those of the server's scheduler. The module does not import
-torch.
+The size of a KV cache, like the server's `kv_tokens_max`, is its number of tokens with full
+attention. In a model with windows, more tokens fit, because the server frees the blocks behind the
+windows. The counts of blocks are those of the server's scheduler. The module does not import torch.
 """
 
 from functools import lru_cache

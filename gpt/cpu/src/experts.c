@@ -64,9 +64,9 @@ static void sort_pairs(const Pairs *pairs, const int64_t *ids, int64_t first_exp
     }
     for (int64_t i = 0; i < count; i++) { /* Each end grows from its group's first pair. */
         const int64_t expert = ids[i] - first_expert;
-        const int is_here = expert >= 0 && expert < experts;
-        const int64_t position = is_here ? pairs->ends[expert]++ : -1;
-        if (is_here)
+        const int is_local = expert >= 0 && expert < experts;
+        const int64_t position = is_local ? pairs->ends[expert]++ : -1;
+        if (is_local)
             pairs->sources[position] = i / pairs->topk;
         pairs->positions[i] = position;
     }

@@ -1,4 +1,4 @@
-"""The model family Apertus: an MLP without a gate, whose activation xIELU has parameters."""
+"""The model family Apertus: Llama with an ungated MLP and the learned activation xIELU."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""The model family Ministral 3: Mistral whose queries are scaled by their position."""
+"""The model family Ministral 3: Mistral with position-dependent query scaling."""
 
 from typing import Any
 
