@@ -163,28 +163,6 @@ class ServingSplit:
             )
         check_step_tokens(self.running_requests_max, self.step_tokens_max)
 
-    @classmethod
-    def of_model(
-        cls,
-        split: ModelSplit,
-        *,
-        replicas: int = 1,
-        running_requests_max: int = 1,
-        step_tokens_max: int = 512,
-        kv_tokens: int | None = None,
-        prefill_stall_ms_max: float = 15.0,
-    ) -> "ServingSplit":
-        return cls(
-            split.tp,
-            split.pp,
-            replicas,
-            running_requests_max,
-            step_tokens_max,
-            kv_tokens,
-            prefill_stall_ms_max,
-            ep=split.ep,
-        )
-
     @property
     def model_split(self) -> ModelSplit:
         return ModelSplit(self.tp, self.pp, self.ep)

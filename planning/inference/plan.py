@@ -365,7 +365,7 @@ def _smallest_fitting_split(requirements: Requirements) -> ModelSplit | None:
     node, layers = requirements.cluster.gpus_per_node, requirements.model.num_layers
     for model_split in model_splits(requirements.model, node, node * layers, layers):
         kv_tokens = kv_tokens_for_requests(requirements.model, 1, requirements.request_tokens_p95)
-        split = ServingSplit.of_model(model_split, kv_tokens=kv_tokens)
+        split = ServingSplit(**model_split._asdict(), running_requests_max=1, kv_tokens=kv_tokens)
         ledger, _ = serving_memory(
             requirements.model,
             requirements.dtype,

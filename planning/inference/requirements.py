@@ -131,8 +131,8 @@ def memory_capacity(
     request, the KV cache fills the share of tight plans (`tight`). If that share is also too small,
     the split is rejected.
     """
-    split = ServingSplit.of_model(
-        model_split,
+    split = ServingSplit(
+        **model_split._asdict(),
         running_requests_max=batch,
         step_tokens_max=max(batch, preset.step_tokens_max),
     )

@@ -131,7 +131,7 @@ class _ServingSearch:
             if capacity.kv_tokens:
                 capacities[model_split] = capacity
             else:
-                split = ServingSplit.of_model(model_split)
+                split = ServingSplit(**model_split._asdict(), running_requests_max=1)
                 self.candidates[split] = ServingCandidate(
                     split,
                     "rejected",
@@ -222,8 +222,8 @@ class _ServingSearch:
         batch = oversized_batches[0]
         larger_capacity = replace(capacity, running_requests_max=batch)
         if batch in self._batch_sizes(larger_capacity, replicas, BATCH_SIZES):
-            split = ServingSplit.of_model(
-                model_split,
+            split = ServingSplit(
+                **model_split._asdict(),
                 replicas=max(1, replicas),
                 running_requests_max=batch,
                 step_tokens_max=max(batch, DEFAULT_PREFILL_PRESET.step_tokens_max),
@@ -302,8 +302,8 @@ class _ServingSearch:
             batch,
             PrefillPreset(step_tokens, preset.prefill_stall_ms_max),
         )
-        split = ServingSplit.of_model(
-            model_split,
+        split = ServingSplit(
+            **model_split._asdict(),
             running_requests_max=batch,
             step_tokens_max=step_tokens,
             prefill_stall_ms_max=preset.prefill_stall_ms_max,
