@@ -166,8 +166,10 @@ def squared_norm_share(
 
 
 def _replication(name: str, shard_rule: ShardRule, config: GPTConfig, mesh: Mesh) -> Replication:
-    if shard_rule is ShardRule.QKV and config.num_query_groups < mesh.tp:
+    if config.num_query_groups < mesh.tp and shard_rule is ShardRule.QKV:
         return Replication.KV_GROUPS
+    if config.num_query_groups < mesh.tp and shard_rule is ShardRule.KV_HEADS:
+        return Replication.KV_HEADS
     if shard_rule is not ShardRule.REPLICATED:
         return Replication.SPLIT
     covers_own_tokens = mesh.sequence_parallel and name.endswith(SEQUENCE_PARALLEL_SUFFIXES)

@@ -29,6 +29,7 @@ from tests.support.models import (
     EXPERTS,
     MODERN,
     ODD,
+    POST_NORMS,
     SIGMOID_EXPERTS,
     XIELU,
     build,
@@ -164,6 +165,8 @@ FULL_TRAINING_CONFIGS = {
     "odd": ODD,
     "experts": EXPERTS,
     "xIELU": XIELU,
+    # Norms over all heads, and half as many KV heads as the tensor ranks of split 4.
+    "post norms": POST_NORMS,
     "multipliers": EXPERTS.with_fields(residual_multiplier=0.6, logits_scaling=0.8),
 }
 # Indices of the splits of each network; at least two networks have each split.
@@ -174,6 +177,7 @@ FULL_TRAINING_SPLITS = {
     "odd": (0, 1, 3),
     "experts": (2, 4, 5),
     "xIELU": (0, 2, 3),  # Its three layers are too few for the virtual stages of split 1.
+    "post norms": (0, 4),
     "multipliers": (2, 4),
 }
 FULL = {"method": "full", "steps": 10, "learning_rate": 1e-3, "warmup_steps": 1}
