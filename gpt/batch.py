@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gpt.device_transfers import to_device
 from gpt.dropout import Dropout
+from gpt.linear_adapter import AdaptedRows
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Batch:
     # sequence of the batch that has no parent. Each child sequence begins with the parent's tokens,
     # which are computed only once. An empty tuple: no sequence has a parent.
     parents: tuple[int | None, ...] = ()
+    # The adapters that change linears, and the rows on which they act; empty: the base model.
+    adapted_rows: tuple[AdaptedRows, ...] = ()
     # This batch for each KV group after the first (gpt/kv_groups.py), with the group's slot mapping
     # and block tables.
     other_groups: tuple["Batch", ...] = ()

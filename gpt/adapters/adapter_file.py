@@ -1,13 +1,15 @@
-"""Adapter file: reads and writes the safetensors file with the virtual-token table and the card.
+"""Adapter file: reads and writes the safetensors file with an adapter's tensors and its card.
 
-The table is the file's only tensor, and the card is in the file's metadata. Writes are atomic, and
+The tensors are the virtual-token table, if the adapter has virtual tokens, and those of its changes
+of linears. The card is in the file's metadata. An adapter without changes of linears is written in
+version 1 of the format, which older releases read. Writes are atomic, and
 a read compares the adapter's digest with the recorded digest, so an incomplete or changed file is
 refused. Adapters of Hugging Face PEFT, TGIS and NeMo can be read too. The module checks whether an
 adapter fits a model; it does not apply adapters.
 """
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,13 +31,15 @@ from gpt.adapters.card import (
 from gpt.adapters.change_log import AdapterChange, AdapterChangeLog, ChangeAuthor
 from gpt.adapters.import_nemo import is_nemo_prompt, open_nemo_prompt
 from gpt.adapters.import_peft import open_peft, open_tgis
+from gpt.adapters.linear_check import LINEARS_MAX, check_linears
 from gpt.checkpoint.files.safetensors_file import open_safetensors
-from gpt.checkpoint.logical_tensor import Checkpoint, ModelIdentity
+from gpt.checkpoint.logical_tensor import Checkpoint, ModelIdentity, StoredTensor
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import AdapterError, CheckpointError, RequestError
 from gpt.files.abandoned_files import remove_abandoned_partials
 from gpt.files.atomic_files import write_atomic
+from gpt.linear_adapter import TENSOR_NAMES, LinearAdapter
 
 __all__ = [
     "Adapter",
@@ -58,12 +62,13 @@ __all__ = [
 ]
 
 FORMAT = "preamble.adapter"
-VERSION = 1
+TABLE_VERSION = 1  # The table is the only tensor.
+LINEARS_VERSION = 2
 SUFFIX = ".safetensors"
 TABLE = "table"
-# The header contains a card as a JSON string, in which quotes are escaped, and the entries of a few
+# The header contains a card as a JSON string, in which quotes are escaped, and the entries of the
 # tensors. A header with a million tensor names would take seconds and hundreds of MiB to parse.
-HEADER_BYTES_MAX = 3 * CARD_BYTES_MAX
+HEADER_BYTES_MAX = 3 * CARD_BYTES_MAX + LINEARS_MAX * 512
 
 
 def save_adapter(adapter: Adapter, path: Path, *, overwrite: bool = True) -> None:
@@ -201,11 +206,18 @@ def last_version(folder: Path, name: str) -> int:
 def _write_file(adapter: Adapter, path: Path, *, overwrite: bool) -> None:
     metadata = {
         "format": FORMAT,
-        "version": str(VERSION),
+        "version": str(LINEARS_VERSION if adapter.linears else TABLE_VERSION),
         "card": adapter.card.to_json(),
         "digest": adapter.digest,
     }
-    content = safetensors.torch.save({TABLE: adapter.table}, metadata)
+    tensors = {
+        f"{key}.{name}": tensor
+        for key, linear in adapter.linears.items()
+        for name, tensor in linear.tensors()
+    }
+    if len(adapter.table):
+        tensors[TABLE] = adapter.table
+    content = safetensors.torch.save(tensors, metadata)
     # A server can scan the directory at any time, but it ignores hidden files. `write_atomic`
     # writes to a hidden file, and then gives the complete file the name `path`.
     try:
@@ -270,17 +282,12 @@ def _open_native(path: Path) -> Adapter:
             f"{path} has no adapter metadata, so its weights may not be an adapter; give a file "
             "that `preamble tune` wrote, a PEFT directory, or a decoder.pt"
         )
-    _check_version(metadata.get("version", ""), path)
-    if list(tensors) != [TABLE] or tensors[TABLE].dtype != torch.float32:
-        tensor_summary = ", ".join(
-            f"{name} ({stored.dtype})" for name, stored in list(tensors.items())[:4]
-        )
-        raise AdapterError(
-            f"{path} contains {tensor_summary or 'no tensor'}; version {VERSION} of the format has "
-            f"one tensor, {TABLE} (torch.float32): export the adapter again"
-        )
-    # `build_adapter` copies the table, because another process may truncate the mapped file.
-    adapter = build_adapter(Card.from_json(metadata.get("card", "")), tensors[TABLE].tensor())
+    version = _check_version(metadata.get("version", ""), path)
+    _check_tensors(tensors, version, path)
+    card = Card.from_json(metadata.get("card", ""))
+    # `build_adapter` copies the tensors, because another process may truncate the mapped file.
+    table = tensors[TABLE].tensor() if TABLE in tensors else None
+    adapter = build_adapter(card, table, _read_linears(tensors, card))
     if adapter.digest != metadata.get("digest"):
         raise AdapterError(
             f"{path} was changed after it was saved: its digest is "
@@ -290,18 +297,56 @@ def _open_native(path: Path) -> Adapter:
     return adapter
 
 
-def _check_version(version: str, path: Path) -> None:
-    if version == str(VERSION):
-        return
-    if version.isascii() and version.isdigit() and int(version[:9]) > VERSION:
+def _check_version(version: str, path: Path) -> int:
+    if version in (str(TABLE_VERSION), str(LINEARS_VERSION)):
+        return int(version)
+    if version.isascii() and version.isdigit() and int(version[:9]) > LINEARS_VERSION:
         raise AdapterError(
             f"{path} has format version {version[:9]}, but this release of Preamble reads only "
-            f"version {VERSION}; use a newer release, or export the adapter again with this "
-            "release"
+            f"versions up to {LINEARS_VERSION}; use a newer release, or export the adapter again "
+            "with this release"
         )
     raise AdapterError(
-        f"{path} has the format version {version[:20]!r}; it must be {VERSION}: copy the file again"
+        f"{path} has the format version {version[:20]!r}; it must be {TABLE_VERSION} or "
+        f"{LINEARS_VERSION}: copy the file again"
     )
+
+
+def _check_tensors(tensors: Mapping[str, StoredTensor], version: int, path: Path) -> None:
+    names = set(tensors) - {TABLE}
+    expected = f"one tensor, {TABLE} (torch.float32)"
+    are_known = list(tensors) == [TABLE]
+    if version == LINEARS_VERSION:
+        expected = "torch.float32 tensors named LINEAR.lora_a, LINEAR.lora_b and so on"
+        are_known = bool(names) and all(
+            name.rpartition(".")[2] in TENSOR_NAMES and "." in name for name in names
+        )
+    if not are_known or any(stored.dtype != torch.float32 for stored in tensors.values()):
+        tensor_summary = ", ".join(
+            f"{name[:100]} ({stored.dtype})" for name, stored in list(tensors.items())[:4]
+        )
+        raise AdapterError(
+            f"{path} contains {tensor_summary or 'no tensor'}; version {version} of the format has "
+            f"{expected}: export the adapter again"
+        )
+
+
+def _read_linears(tensors: Mapping[str, StoredTensor], card: Card) -> dict[str, LinearAdapter]:
+    by_key: dict[str, dict[str, Tensor]] = {}
+    for name, stored in tensors.items():
+        key, _, tensor_name = name.rpartition(".")
+        if name != TABLE:
+            by_key.setdefault(key, {})[tensor_name] = stored.tensor()
+    linears = {
+        key: LinearAdapter(**linear_tensors, scale=float(card.scales.get(key, 1.0)))
+        for key, linear_tensors in by_key.items()
+    }
+    if card.scales.keys() != {key for key, linear in linears.items() if linear.rank}:
+        raise AdapterError(
+            f"the card of {card.name!r} has scales of other linears than the file; export the "
+            "adapter again"
+        )
+    return linears
 
 
 def check_adapter(
@@ -319,7 +364,14 @@ def check_adapter(
     """
     card = adapter.card
     rows, width = adapter.table.shape
-    if width != table_width(card.kind, config):
+    check_linears(card.name, adapter.linears, config)
+    invalid_id = next((token for token in card.invocation if token >= config.vocab_size), None)
+    if invalid_id is not None:
+        raise AdapterError(
+            f"the invocation of adapter {card.name!r} has the token id {invalid_id}, outside the "
+            f"vocabulary of {config.vocab_size}; use it with the model that it was trained on"
+        )
+    if rows and width != table_width(card.kind, config):
         mismatch = f"rows of width {width}, but the model has hidden_size {config.hidden_size}"
         if card.kind == "prefix":
             mismatch = (
@@ -338,7 +390,7 @@ def check_adapter(
             f"{virtual_tokens_limit} (the model's context has {context} tokens); train it with "
             "fewer virtual tokens, or raise the limit"
         )
-    if not bool(adapter.table.to(FLOAT_DTYPES[config.dtype]).isfinite().all()):
+    if rows and not bool(adapter.table.to(FLOAT_DTYPES[config.dtype]).isfinite().all()):
         raise AdapterError(
             f"adapter {card.name!r} has values up to {float(adapter.table.abs().max()):.3g}, which "
             f"overflow in {config.dtype}; serve the model in bfloat16 or float32"

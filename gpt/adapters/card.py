@@ -1,10 +1,11 @@
-"""Adapter and its card: metadata, template, golden examples, and the digest of the table.
+"""Adapter and its card: metadata, template, golden examples, and the digest of the content.
 
-An adapter is a table and a card. The table has a row for each virtual token. The virtual tokens
-(the preamble) are inserted into a prompt, usually before the text. The card describes the table. An
-adapter is immutable. Its digest covers the table, the template and the base model, so adapters with
-equal digests have the same effect. A card can be written as JSON and read again without a change.
-The module opens no files.
+An adapter is a card, a table and the changes of linears (`LinearAdapter`); it has a table, or
+changes of linears, or both. The table has a row for each virtual token. The virtual tokens (the
+preamble) are inserted into a prompt, usually before the text. The card describes the content. An
+adapter is immutable. Its digest covers the table, the changes of linears, the template and the base
+model, so adapters with equal digests have the same effect. A card can be written as JSON and read
+again without a change. The module opens no files.
 """
 
 import hashlib
@@ -18,8 +19,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from gpt.adapters.linear_check import copy_linears
 from gpt.adapters.prompt_template import PromptTemplate
 from gpt.errors import AdapterError, ConfigError, RequestError
+from gpt.linear_adapter import LinearAdapter
 from gpt.settings import parse_settings, short_repr
 
 # A name is part of a file name, so it must not contain a path separator, nor begin with a dot or a
@@ -40,7 +43,9 @@ GOLDEN_EXAMPLES_MAX = 32  # Limit of one card; a server replays all examples of 
 # "prefix": the keys and values of a token before the prompt, in all layers. The row is a flattened
 # array (layers, 2, KV heads, channels). Its second dimension has the keys at index 0, with RoPE
 # already applied, and the values at index 1.
-ADAPTER_KINDS = ("rows", "prefix")
+# "linears": the table is empty, and the adapter only changes linears of the model.
+ADAPTER_KINDS = ("rows", "prefix", "linears")
+INVOCATION_TOKENS_MAX = 256
 
 
 class AdapterName(NamedTuple):
@@ -112,6 +117,11 @@ class Card:
     max_new_tokens: int | None = None  # The default of a request. None: the server's.
     golden: tuple[GoldenExample, ...] = ()
     notes: tuple[str, ...] = ()  # For the user.
+    # The token ids of the invocation (activated LoRA): the changes of linears act on the tokens
+    # from its last occurrence in the prompt on. Empty: they act on all tokens.
+    invocation: tuple[int, ...] = ()
+    # The factor of the low-rank product of each linear or part, by key. `build_adapter` sets it.
+    scales: Mapping[str, float] = field(default_factory=dict)
     created: str = ""  # ISO 8601, UTC.
 
     def __post_init__(self) -> None:
@@ -137,6 +147,7 @@ class Card:
                     f"the card of {self.name!r} has the metric {short_repr(name)} with the value "
                     f"{short_repr(metric)}; it must be at most {METRIC_MAX:g}"
                 )
+        self._check_invocation()
         if len(self.golden) > GOLDEN_EXAMPLES_MAX:
             raise AdapterError(
                 f"the card of {self.name!r} has {len(self.golden)} golden examples; at most "
@@ -168,6 +179,14 @@ class Card:
                 "again; in `metrics`, use strings as keys, and lists instead of tuples"
             )
 
+    def _check_invocation(self) -> None:
+        are_ids = all(0 <= token <= INTEGER_MAX for token in self.invocation)
+        if not are_ids or len(self.invocation) > INVOCATION_TOKENS_MAX:
+            raise AdapterError(
+                f"the card of {self.name!r} has an invocation of {len(self.invocation)} tokens; it "
+                f"must have at most {INVOCATION_TOKENS_MAX} token ids that are not negative"
+            )
+
     def _check_stop_strings(self) -> None:
         """Check the stop strings; an empty stop string would stop every completion at once."""
         if len(self.stop) > STOP_STRINGS_MAX:
@@ -187,12 +206,17 @@ class Card:
         record = {card_field.name: getattr(self, card_field.name) for card_field in fields(self)}
         if self.kind == "rows":  # The default is omitted, as in older cards, which had no `kind`.
             del record["kind"]
+        for name in ("invocation", "scales"):  # Older cards did not have these fields.
+            if not record[name]:
+                del record[name]
         return record | {
             "template": self.template.to_dict() if self.template else None,
             "metrics": dict(self.metrics),
             "stop": list(self.stop),
             "golden": [example.to_dict() for example in self.golden],
             "notes": list(self.notes),
+            **({"invocation": list(self.invocation)} if self.invocation else {}),
+            **({"scales": dict(self.scales)} if self.scales else {}),
         }
 
     def to_json(self) -> str:
@@ -228,15 +252,85 @@ def _parse_golden_example(record: Any) -> GoldenExample:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A card and its table of virtual tokens; immutable. `build_adapter` creates adapters."""
+    """A card, a table of virtual tokens and changes of linears; immutable.
+
+    `build_adapter` creates adapters.
+    """
 
     card: Card
     table: Tensor  # (virtual tokens, width), fp32, on the CPU.
     digest: str
+    # By the key of a linear or part (gpt/linear_adapter.py); fp32 tensors on the CPU.
+    linears: Mapping[str, LinearAdapter] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of the low-rank products; 0 without them."""
+        return max((linear.rank for linear in self.linears.values()), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all tensors in fp32."""
+        tensors = (tensor for linear in self.linears.values() for _, tensor in linear.tensors())
+        return self.table.nbytes + sum(tensor.nbytes for tensor in tensors)
 
 
-def build_adapter(card: Card, table: Tensor) -> Adapter:
-    """Build an adapter from a card and an fp32 copy of a table; refuse a card that does not fit."""
+def build_adapter(
+    card: Card, table: Tensor | None = None, linears: Mapping[str, LinearAdapter] | None = None
+) -> Adapter:
+    """Build an adapter from a card and fp32 copies of its tensors; refuse a card that does not fit.
+
+    `table` is None if the adapter has no virtual tokens.
+    """
+    if table is None or card.kind == "linears":
+        table = _empty_table(card, table, linears)
+        card = replace(card, kind="linears")
+    else:
+        _check_table(card, table)
+    rows, hidden = table.shape
+    if card.template is not None and card.template.virtual_tokens != rows:
+        raise AdapterError(
+            f"the template of {card.name!r} has {card.template.virtual_tokens} virtual tokens, but "
+            f"the table has {rows} rows; make the template's splits sum to {rows}"
+        )
+    if card.kind == "prefix" and not (
+        card.template is None or begins_with_virtual_tokens(card.template)
+    ):
+        raise AdapterError(
+            f"the template of {card.name!r} does not begin with its virtual tokens in order, as "
+            "an adapter of the kind prefix requires: begin the template with the markers "
+            "<|VIRTUAL_PROMPT_0|>, <|VIRTUAL_PROMPT_1|>, ... in order, and set bos to none or text"
+        )
+    fp32_table = torch.empty(rows, hidden, dtype=torch.float32).copy_(table.detach())
+    if not bool(fp32_table.isfinite().all()):
+        raise AdapterError(
+            f"the table of {card.name!r} has values that are not finite, probably because training "
+            "diverged; give an adapter that was saved earlier"
+        )
+    checked_linears = copy_linears(card.name, linears or {})
+    if card.invocation and not checked_linears:
+        raise AdapterError(
+            f"the card of {card.name!r} has an invocation, but the adapter changes no linear; "
+            "remove the invocation"
+        )
+    scales = {key: linear.scale for key, linear in checked_linears.items() if linear.rank}
+    card = replace(card, virtual_tokens=rows, hidden_size=hidden, scales=scales)
+    digest = _digest(card, fp32_table, checked_linears)
+    return Adapter(card, fp32_table, digest, checked_linears)
+
+
+def _empty_table(
+    card: Card, table: Tensor | None, linears: Mapping[str, LinearAdapter] | None
+) -> Tensor:
+    if not linears or (table is not None and len(table)):
+        raise AdapterError(
+            f"adapter {card.name!r} of the kind linears must change linears, and must have no "
+            "virtual tokens; export the adapter again"
+        )
+    return torch.empty(0, card.hidden_size)
+
+
+def _check_table(card: Card, table: Tensor) -> None:
     if table.ndim != 2 or not table.numel() or not table.is_floating_point():
         raise AdapterError(
             f"the table of {card.name!r} is {table.dtype} of shape {tuple(table.shape)}; it must "
@@ -257,27 +351,6 @@ def build_adapter(card: Card, table: Tensor) -> Adapter:
                 f"{rows} x {hidden}; card and table belong to different adapters: export the "
                 "adapter again"
             )
-    if card.template is not None and card.template.virtual_tokens != rows:
-        raise AdapterError(
-            f"the template of {card.name!r} has {card.template.virtual_tokens} virtual tokens, but "
-            f"the table has {rows} rows; make the template's splits sum to {rows}"
-        )
-    if card.kind == "prefix" and not (
-        card.template is None or begins_with_virtual_tokens(card.template)
-    ):
-        raise AdapterError(
-            f"the template of {card.name!r} does not begin with its virtual tokens in order, as "
-            "an adapter of the kind prefix requires: begin the template with the markers "
-            "<|VIRTUAL_PROMPT_0|>, <|VIRTUAL_PROMPT_1|>, ... in order, and set bos to none or text"
-        )
-    fp32_table = torch.empty(rows, hidden, dtype=torch.float32).copy_(table.detach())
-    if not bool(fp32_table.isfinite().all()):
-        raise AdapterError(
-            f"the table of {card.name!r} has values that are not finite, probably because training "
-            "diverged; give an adapter that was saved earlier"
-        )
-    card = replace(card, virtual_tokens=rows, hidden_size=hidden)
-    return Adapter(card, fp32_table, _digest(card, fp32_table))
 
 
 def begins_with_virtual_tokens(template: PromptTemplate) -> bool:
@@ -290,10 +363,10 @@ def begins_with_virtual_tokens(template: PromptTemplate) -> bool:
     return rows == list(range(template.virtual_tokens)) and template.bos != "first"
 
 
-def _digest(card: Card, table: Tensor) -> str:
-    """Return the SHA-256 of the base model's digest, the prompt layout, and the table.
+def _digest(card: Card, table: Tensor, linears: Mapping[str, LinearAdapter]) -> str:
+    """Return the SHA-256 of the base model's digest, the prompt layout, and all tensors.
 
-    These three inputs determine the hidden states of a prompt.
+    These inputs determine the hidden states of a prompt.
     """
     layout: dict[str, Any] = {}
     if card.template is not None:
@@ -308,7 +381,18 @@ def _digest(card: Card, table: Tensor) -> str:
         layout = {key: value for key, value in record.items() if value != defaults.get(key, ...)}
     if card.kind != "rows":
         layout["kind"] = card.kind
+    if linears:
+        layout["invocation"] = list(card.invocation)
+        layout["scales"] = dict(card.scales)
+        layout["tensors"] = {
+            f"{key}.{name}": list(tensor.shape)
+            for key, linear in linears.items()
+            for name, tensor in linear.tensors()
+        }
     header = ["preamble.adapter", card.base_digest, list(table.shape), layout]
     hasher = hashlib.sha256(json.dumps(header, sort_keys=True).encode() + b"\n")
     hasher.update(table.numpy().astype("<f4", copy=False).data)
+    for key in sorted(linears):
+        for _, tensor in linears[key].tensors():
+            hasher.update(tensor.numpy().astype("<f4", copy=False).data)
     return hasher.hexdigest()

@@ -162,7 +162,7 @@ class FusedDecoder:
 
         `DecoderBackend.forward` says which rows are valid.
         """
-        if kv is None or not self._supports_batch(batch):
+        if kv is None or batch.adapted_rows or not self._supports_batch(batch):
             return self._layerwise.forward(x, batch, kv, prefix)
         assert prefix is None, "with a KV pool, a prefix is in the pool, not in a PrefixKV"
         return self._run(x, batch, kv)

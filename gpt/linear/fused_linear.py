@@ -81,6 +81,19 @@ class FusedLinear(LinearBackend):
             return self.add_residual(self._multiply(x, None, None), bias, residual)
         return self._multiply(x, bias, activation)
 
+    def input_rows(self, x: Tensor) -> Tensor:
+        prepared = self._prepared.consume(x)
+        if self._norm is None:
+            return x
+        if isinstance(prepared, Tensor):
+            return prepared
+        normed = norm_activation.norm_rows(x, self._norm)
+        assert isinstance(normed, Tensor)
+        return normed
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        return self.matmul(rows, None, None)
+
     def multiply_into(self, x: Tensor, allocate: OutputAllocator) -> Tensor | None:
         out = self.matmul.allocate_output(len(x), allocate)
         return None if out is None else self._multiply(x, None, None, out)

@@ -20,7 +20,9 @@ from gpt.attention.varlen import AttentionDropout, unfused_attention
 from gpt.batch import Batch
 from gpt.config import LayerConfig, RopeConfig
 from gpt.dropout import Dropout
+from gpt.linear_adapter import AdaptedRows
 from gpt.model.activation_checkpointing import checkpointed
+from gpt.model.adapted_linear import select_rows
 from gpt.model.build_context import BuildContext
 from gpt.model.linear import ColumnParallelLinear, RowParallelLinear
 from gpt.model.norm import AllHeadsNorm, Norm
@@ -62,12 +64,28 @@ class ForwardContext:
     # The rows that a layer computes after its attention core; set for the last layer of the model
     # only. None: all rows.
     output_rows: Tensor | None = None
+    # The adapters of these rows. None: those of all rows, `batch.adapted_rows`.
+    adapted_output_rows: tuple[AdaptedRows, ...] | None = None
     prefix: PrefixKV | None = None
     # cos and sin of all positions. If not empty, the attention backend transforms queries and keys,
     # and the step has a KV pool and no prefix.
     rotary_tables: Mapping[RopeConfig, Tensor] = field(default_factory=dict)
     # The factor of each token's query, which depends on its position. None: no factors.
     query_factors: Tensor | None = None
+
+    @property
+    def output_adapters(self) -> tuple[AdaptedRows, ...]:
+        """The adapters of the rows that a layer computes after its attention core."""
+        if self.adapted_output_rows is not None:
+            return self.adapted_output_rows
+        return self.batch.adapted_rows
+
+    def with_output_rows(self, rows: Tensor | None) -> "ForwardContext":
+        """Return the context of a layer that computes only `rows` after its attention core."""
+        if rows is None:
+            return self
+        adapted_rows = select_rows(self.batch.adapted_rows, rows)
+        return replace(self, output_rows=rows, adapted_output_rows=adapted_rows)
 
 
 class CoreAttention(nn.Module):
@@ -133,7 +151,8 @@ class Attention(nn.Module):
         self, x: Tensor, context: ForwardContext, kv: KV | None, residual: Residual | None = None
     ) -> Tensor:
         batch, d = context.batch, self.config.kv_channels
-        qkv = self.linear_qkv(x, batch.tokens).view(batch.tokens, self.groups, -1, d)
+        qkv = self.linear_qkv(x, batch.tokens, None, batch.adapted_rows)
+        qkv = qkv.view(batch.tokens, self.groups, -1, d)
         transform = self._qk_transform(context)
         if transform is not None:
             assert kv is not None and isinstance(self.backend, QKTransformBackend)
@@ -157,7 +176,7 @@ class Attention(nn.Module):
         rows = y.flatten(1)
         if fp8_rows is not None:
             self.linear_proj.backend.store_fp8_rows(rows, fp8_rows)
-        return cast(Tensor, self.linear_proj(rows, residual))
+        return cast(Tensor, self.linear_proj(rows, residual, context.output_adapters))
 
     def _qk_transform(self, context: ForwardContext) -> QKTransform | None:
         """Return the transform that the attention backend computes; None: torch computes it."""

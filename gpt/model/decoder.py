@@ -72,7 +72,11 @@ class DecoderLayer(nn.Module):
         """Run the MLP sublayer: return the MLP output of `x`, added to `residual`."""
         if self.pre_mlp_layernorm is not None:
             x = self.pre_mlp_layernorm(x)
-        return cast(Tensor, self.mlp(x, context.batch.tokens, self._residual(residual, context, 2)))
+        mlp_residual = self._residual(residual, context, 2)
+        if isinstance(self.mlp, MLP):
+            adapters = context.output_adapters
+            return cast(Tensor, self.mlp(x, context.batch.tokens, mlp_residual, adapters))
+        return cast(Tensor, self.mlp(x, context.batch.tokens, mlp_residual))
 
     def _residual(self, x: Tensor, context: ForwardContext, sublayer: int) -> Residual:
         """Return the residual connection of a sublayer: 1 is attention, 2 is the MLP."""
@@ -124,7 +128,7 @@ class LayerwiseDecoder:
             if kv is not None and batch.other_groups:
                 context = replace(context, batch=batch.in_group(kv.group(layer.layer)))
             if index == len(self._layers) - 1 and self._selects_rows_early(batch, kv):
-                context = replace(context, output_rows=batch.logit_rows)
+                context = context.with_output_rows(batch.logit_rows)
             y = (
                 checkpointed(layer, x, context, layer_kv)
                 if self._recompute.recomputes_layer(index)

@@ -8,7 +8,7 @@ is loaded.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from gpt.cpu import training_kernels
 from gpt.fp8_rows import Fp8Rows
+from gpt.linear_adapter import AdaptedRows
 from gpt.model.activation import ACTIVATIONS
+from gpt.model.adapted_linear import RowTerms, adapted_product, row_terms
 from gpt.model.build_context import BuildContext
 from gpt.model.norm import Norm, normalize
 from gpt.model.residual_dropout import Residual
@@ -45,6 +47,29 @@ class LinearBackend(Protocol):
 
         `activation` is a key of ACTIVATIONS. If an argument is None, its operation is left out.
         """
+
+    def forward_adapted(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        residual: Tensor | None,
+        terms: RowTerms,
+    ) -> Tensor:
+        """Return the output of `forward` with the terms of adapters (gpt/linear_adapter.py)."""
+        y = adapted_product(self.input_rows(x), terms, self.multiply, bias)
+        if activation is not None:
+            y = ACTIVATIONS[activation](y)
+        return y if residual is None else residual + y
+
+    def input_rows(self, x: Tensor) -> Tensor:
+        """Return the rows that the weight multiplies: `x` after the norm, if `includes_norm`."""
+        assert not self.includes_norm, "a backend with a norm has its own input_rows"
+        return x
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Return rows @ weight.T; `rows` are the rows of `input_rows`, or scaled ones."""
+        return self.forward(rows, None, None, None)
 
     def add_residual(self, y: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """Return y + bias + residual; `y` is an all-reduced output of `forward`."""
@@ -104,6 +129,7 @@ class Linear(nn.Module):
         self, build: BuildContext, name: str, optional_parameters: tuple[str, ...] = ("bias",)
     ) -> None:
         super().__init__()
+        self.name = name
         for optional in optional_parameters:
             self.register_parameter(optional, None)
         self.mesh = build.mesh
@@ -135,18 +161,33 @@ class ColumnParallelLinear(Linear):
         super().__init__(build, name, ("bias", "layer_norm_weight", "layer_norm_bias"))
         self.config = build.config
 
-    def forward(self, x: Tensor, tokens: int, activation: str | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        tokens: int,
+        activation: str | None = None,
+        adapted_rows: Sequence[AdaptedRows] = (),
+    ) -> Tensor:
         if self.backend.includes_norm:
-            return self.project_gathered(x, activation)
+            return self.project_gathered(x, activation, adapted_rows)
         if self.layer_norm_weight is not None:
             x = normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.config)
         if self.mesh.sequence_parallel and self._trains_weight():
             y = all_gather_linear(x, self.weight, self.bias, self.mesh, tokens)
             return y if activation is None else ACTIVATIONS[activation](y)
-        return self.project_gathered(to_column_parallel(x, self.mesh, tokens), activation)
+        x = to_column_parallel(x, self.mesh, tokens)
+        return self.project_gathered(x, activation, adapted_rows)
 
-    def project_gathered(self, x: Tensor, activation: str | None = None) -> Tensor:
+    def project_gathered(
+        self,
+        x: Tensor,
+        activation: str | None = None,
+        adapted_rows: Sequence[AdaptedRows] = (),
+    ) -> Tensor:
         """Return the backend's output for `x`, which must have the rows of all tensor ranks."""
+        terms = row_terms(adapted_rows, self.name)
+        if terms:
+            return self.backend.forward_adapted(x, self.bias, activation, None, terms)
         return self.backend.forward(x, self.bias, activation, None)
 
     def _trains_weight(self) -> bool:
@@ -167,14 +208,26 @@ class RowParallelLinear(Linear):
         if f"{name}.post_layernorm" in build.parameters_by_module:
             self.post_layernorm = Norm(build, f"{name}.post_layernorm")
 
-    def forward(self, x: Tensor, residual: Residual | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        residual: Residual | None = None,
+        adapted_rows: Sequence[AdaptedRows] = (),
+    ) -> Tensor:
+        terms = row_terms(adapted_rows, self.name)
         # Without dropout, a factor and a norm of the output, the backend adds the residual.
         fused_residual: Tensor | None = None
         is_plain = residual is not None and residual.is_plain_sum and self.post_layernorm is None
         if residual is not None and is_plain:
             fused_residual = residual.x
-        if self.mesh.tp == 1:
+        if self.mesh.tp == 1 and terms:
+            y = self.backend.forward_adapted(x, self.bias, None, fused_residual, terms)
+        elif self.mesh.tp == 1:
             y = self.backend.forward(x, self.bias, None, fused_residual)
+        elif terms:
+            y = self._summed_adapted_output(x, terms)
+            if fused_residual is not None:
+                y = self.backend.add_residual(y, None, fused_residual)
         else:
             y = self._summed_output(x, is_temporary=fused_residual is not None)
             if fused_residual is not None:
@@ -199,6 +252,17 @@ class RowParallelLinear(Linear):
             if y is not None:
                 return all_reduce.sum_allocated(y)
         return from_row_parallel(self.partial_output(x), self.mesh)
+
+    def _summed_adapted_output(self, x: Tensor, terms: RowTerms) -> Tensor:
+        """Return the sum of the outputs of the tensor ranks with adapters, with the bias.
+
+        All factors of an output column are equal on all ranks, so each rank applies them to its
+        share of the sum. One rank adds the bias, because an output scale applies to it too.
+        """
+        bias = self.bias if self.mesh.tp_rank == 0 else None
+        return from_row_parallel(
+            self.backend.forward_adapted(x, bias, None, None, terms), self.mesh
+        )
 
     @property
     def _is_inference(self) -> bool:

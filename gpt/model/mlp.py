@@ -5,10 +5,12 @@ columns. Each tensor rank computes one range of the gate columns and the same ra
 columns (`ShardRule.GATED` in gpt/parallel/weight_sharding.py).
 """
 
+from collections.abc import Sequence
 from typing import cast
 
 from torch import Tensor, nn
 
+from gpt.linear_adapter import AdaptedRows
 from gpt.model.activation import activation_name, torch_activation, xielu
 from gpt.model.build_context import BuildContext
 from gpt.model.linear import ColumnParallelLinear, RowParallelLinear
@@ -48,9 +50,15 @@ class MLP(nn.Module):
         """Let the backend of fc1 compute the activation, which it knows as `name`."""
         self._fused_activation = name
 
-    def forward(self, x: Tensor, tokens: int, residual: Residual | None = None) -> Tensor:
-        y = self._activate(self.linear_fc1(x, tokens, self._fused_activation))
-        return cast(Tensor, self.linear_fc2(y, residual))
+    def forward(
+        self,
+        x: Tensor,
+        tokens: int,
+        residual: Residual | None = None,
+        adapted_rows: Sequence[AdaptedRows] = (),
+    ) -> Tensor:
+        y = self._activate(self.linear_fc1(x, tokens, self._fused_activation, adapted_rows))
+        return cast(Tensor, self.linear_fc2(y, residual, adapted_rows))
 
     def partial_output(self, x: Tensor) -> Tensor:
         """Return the output before the sum over tensor ranks, without the bias of fc2.

@@ -1,0 +1,118 @@
+"""What an adapter changes in the linears of a model: low-rank terms, magnitudes and scales.
+
+With an adapter, a linear computes
+
+    y = output_scale * (c * (W (input_scale * x) + scale * B (A x)) + bias),
+
+where c = magnitude / weight_norm. LoRA and activated LoRA have A and B; DoRA also has a magnitude;
+IA3 has an output scale or an input scale. A `LinearAdapter` has whole tensors, as in an adapter
+file; a `LinearTerm` is one rank's shard of it, in the dtype of the computation.
+
+A linear is identified by its canonical name, for example
+`decoder.layers.3.self_attention.linear_qkv`. An adapter may change the parts of a fused linear
+separately; the key of a part is the linear's name and the part's name: `....linear_qkv.query`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+# The parts of fused linears. The rows of a part are in the order of the heads or channels.
+QKV_PARTS = ("query", "key", "value")
+GATED_PARTS = ("gate", "up")
+LINEAR_PARTS = {"linear_qkv": QKV_PARTS, "linear_fc1": GATED_PARTS}
+
+
+@dataclass(frozen=True, eq=False)
+class LinearAdapter:
+    """The change of one linear, or of one part of a fused linear; whole tensors.
+
+    A tensor that is None has no effect. `lora_a` and `lora_b` are set together, and so are
+    `magnitude` and `weight_norm`.
+    """
+
+    lora_a: Tensor | None = None  # (rank, input channels)
+    lora_b: Tensor | None = None  # (output columns, rank)
+    scale: float = 1.0  # Factor of the low-rank product.
+    magnitude: Tensor | None = None  # (output columns,)
+    # The norm of each row of W + scale * B A. The base model is frozen, so the adapter's author
+    # knows it, and a server needs no unquantized weights.
+    weight_norm: Tensor | None = None  # (output columns,)
+    output_scale: Tensor | None = None  # (output columns,)
+    input_scale: Tensor | None = None  # (input channels,)
+
+    @property
+    def rank(self) -> int:
+        """The rank of the low-rank product; 0 without one."""
+        return 0 if self.lora_a is None else len(self.lora_a)
+
+    @property
+    def output_factor(self) -> Tensor | None:
+        """The factor c of the product of a linear with a magnitude."""
+        if self.magnitude is None:
+            return None
+        assert self.weight_norm is not None
+        return self.magnitude / self.weight_norm
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the value of each tensor that is set, in the order of the fields."""
+        for tensor_field in fields(self):
+            value = getattr(self, tensor_field.name)
+            if isinstance(value, Tensor):
+                yield tensor_field.name, value
+
+
+TENSOR_NAMES = tuple(
+    tensor_field.name for tensor_field in fields(LinearAdapter) if tensor_field.name != "scale"
+)
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """Split the key of a linear or of a part; the part is "" for the key of a whole linear."""
+    linear, _, last = key.rpartition(".")
+    module = linear.rpartition(".")[2]
+    return (linear, last) if last in LINEAR_PARTS.get(module, ()) else (key, "")
+
+
+def join_key(linear: str, part: str) -> str:
+    """Return the key of a part, or of the whole linear if `part` is ""."""
+    return f"{linear}.{part}" if part else linear
+
+
+@dataclass(frozen=True)
+class OutputColumns:
+    """Columns of a linear's output: `count` runs of `width` columns, `stride` apart.
+
+    The queries of a fused QKV linear, for example, are one run for each group of heads.
+    """
+
+    offset: int
+    width: int
+    stride: int
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class LinearTerm:
+    """One rank's shard of a `LinearAdapter`, in the dtype of the computation."""
+
+    columns: OutputColumns | None = None  # The columns that it changes; None: all columns.
+    lora_a: Tensor | None = None
+    lora_b: Tensor | None = None
+    scale: float = 1.0
+    output_factor: Tensor | None = None  # The factor c of the product, before the bias.
+    output_scale: Tensor | None = None
+    input_scale: Tensor | None = None
+
+
+# By the name of a linear, without a part: the terms of its parts on this rank.
+ModelAdapter = Mapping[str, Sequence[LinearTerm]]
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedRows:
+    """The rows of a batch on which an adapter acts. A row has at most one adapter."""
+
+    adapter: ModelAdapter
+    rows: Tensor | None  # (n,) flat indices in ascending order; None: all rows.

@@ -1,0 +1,103 @@
+"""Applies adapters to the rows of a linear, in torch: the reference of the other backends."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from gpt.linear_adapter import AdaptedRows, LinearTerm, OutputColumns
+
+# The terms that act on some rows of a linear's input; None: on all rows.
+RowTerms = Sequence[tuple[Tensor | None, Sequence[LinearTerm]]]
+
+
+def row_terms(adapted_rows: Iterable[AdaptedRows], linear: str) -> RowTerms:
+    """Return the terms of the adapters that change the linear with this name."""
+    return [
+        (adapted.rows, adapted.adapter[linear])
+        for adapted in adapted_rows
+        if linear in adapted.adapter
+    ]
+
+
+def adapted_product(
+    x: Tensor, terms: RowTerms, multiply: Callable[[Tensor], Tensor], bias: Tensor | None
+) -> Tensor:
+    """Return the output of a linear with adapters, before its activation.
+
+    `multiply` computes the product of the base weight.
+    """
+    scaled_x = x
+    for rows, row_group in terms:
+        for term in row_group:
+            if term.input_scale is not None:
+                scaled_x = _scale_rows(scaled_x, rows, term.input_scale)
+    y = multiply(scaled_x)
+    for rows, row_group in terms:
+        for term in row_group:
+            y = _add_term(y, x, rows, term)
+    if bias is not None:
+        y = y + bias
+    for rows, row_group in terms:
+        for term in row_group:
+            if term.output_scale is not None:
+                y = _scale_columns(y, rows, term.columns, term.output_scale)
+    return y
+
+
+def select_rows(adapted_rows: Sequence[AdaptedRows], kept: Tensor) -> tuple[AdaptedRows, ...]:
+    """Return the adapters of a batch of which only the rows `kept` are left, in this order."""
+    selected = []
+    for adapted in adapted_rows:
+        if adapted.rows is None:
+            selected.append(adapted)
+            continue
+        positions = torch.isin(kept, adapted.rows).nonzero().flatten()
+        if len(positions):
+            selected.append(AdaptedRows(adapted.adapter, positions))
+    return tuple(selected)
+
+
+def _add_term(y: Tensor, x: Tensor, rows: Tensor | None, term: LinearTerm) -> Tensor:
+    """Return factor * (y + scale * B (A x)) in the rows and columns of the term, y elsewhere."""
+    if term.lora_a is not None:
+        assert term.lora_b is not None
+        input_rows = x if rows is None else x.index_select(0, rows)
+        hidden = input_rows.to(term.lora_a.dtype) @ term.lora_a.T
+        product = (hidden * term.scale) @ term.lora_b.T
+        y = _update(y, rows, term.columns, lambda part: part + product.to(part.dtype))
+    if term.output_factor is not None:
+        y = _scale_columns(y, rows, term.columns, term.output_factor)
+    return y
+
+
+def _scale_rows(x: Tensor, rows: Tensor | None, scale: Tensor) -> Tensor:
+    return _scale_columns(x, rows, None, scale)
+
+
+def _scale_columns(
+    y: Tensor, rows: Tensor | None, columns: OutputColumns | None, scale: Tensor
+) -> Tensor:
+    return _update(y, rows, columns, lambda part: (part * scale).to(part.dtype))
+
+
+def _update(
+    y: Tensor,
+    rows: Tensor | None,
+    columns: OutputColumns | None,
+    change: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return a copy of `y` in which `change` replaces the selected rows and columns."""
+    selected = y if rows is None else y.index_select(0, rows)
+    if columns is None:
+        changed = change(selected)
+    else:
+        column_indices = _column_indices(columns, y.device)
+        part = change(selected.index_select(1, column_indices))
+        changed = selected.index_copy(1, column_indices, part)
+    return changed if rows is None else y.index_copy(0, rows, changed)
+
+
+def _column_indices(columns: OutputColumns, device: torch.device) -> Tensor:
+    starts = columns.offset + columns.stride * torch.arange(columns.count, device=device)
+    return (starts.unsqueeze(1) + torch.arange(columns.width, device=device)).flatten()

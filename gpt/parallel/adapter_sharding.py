@@ -1,0 +1,229 @@
+"""How adapters of linears follow the sharding of their linears over tensor ranks.
+
+The low-rank term of a linear is sharded so that it needs no communication beside the linear's own.
+A column-parallel linear has A whole and B with the rows of the base weight. A row-parallel linear
+has A with the columns of the base weight and B whole: its term is added to the partial output,
+before the sum over tensor ranks.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpt.config import GPTConfig
+from gpt.linear_adapter import (
+    GATED_PARTS,
+    QKV_PARTS,
+    LinearAdapter,
+    LinearTerm,
+    OutputColumns,
+    join_key,
+    split_key,
+)
+from gpt.parallel.weight_sharding import (
+    ParameterSpec,
+    ShardRule,
+    ShardSpec,
+    layer_number,
+    local_kv_heads,
+    parameter_specs,
+    shard_spec,
+)
+
+ADAPTABLE_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+@dataclass(frozen=True)
+class AdaptableLinear:
+    """A linear of the model that an adapter can change."""
+
+    name: str
+    out_features: int
+    in_features: int
+    rule: ShardRule
+
+    @property
+    def is_row_parallel(self) -> bool:
+        return self.rule is ShardRule.COLUMNS
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that an adapter can change separately; empty for a linear that is not fused."""
+        return {ShardRule.QKV: QKV_PARTS, ShardRule.GATED: GATED_PARTS}.get(self.rule, ())
+
+    @property
+    def _weight(self) -> ParameterSpec:
+        shape = (self.out_features, self.in_features)
+        return ParameterSpec(f"{self.name}.weight", shape, self.rule)
+
+    def shard(self, config: GPTConfig, rank: int, tp: int) -> ShardSpec:
+        """Return the base weight's shard on tensor rank `rank` of `tp`."""
+        return shard_spec(self._weight, config, rank, tp)
+
+
+def adaptable_linears(config: GPTConfig) -> dict[str, AdaptableLinear]:
+    """Return the linears that an adapter can change, by name, in forward-pass order.
+
+    The linears of experts are not among them.
+    """
+    linears = {}
+    for parameter in parameter_specs(config).values():
+        name, _, leaf = parameter.name.rpartition(".")
+        is_adaptable = layer_number(name) is not None and name.endswith(ADAPTABLE_LINEARS)
+        if leaf == "weight" and is_adaptable and "experts." not in name:
+            out_features, in_features = parameter.shape
+            linears[name] = AdaptableLinear(name, out_features, in_features, parameter.shard_rule)
+    return linears
+
+
+def part_rows(linear: AdaptableLinear, part: str, config: GPTConfig) -> Tensor:
+    """Return the rows of a part in the weight of its fused linear, in the part's own order.
+
+    For the part "", the rows of the whole linear.
+    """
+    rows = torch.arange(linear.out_features)
+    if not part:
+        return rows
+    if linear.rule is ShardRule.GATED:
+        return rows.view(2, -1)[GATED_PARTS.index(part)]
+    return _head_rows(rows, config.num_query_groups, config.kv_channels, part)
+
+
+def _head_rows(rows: Tensor, groups: int, channels: int, part: str) -> Tensor:
+    """Return the elements of `rows`, in Megatron's order of a QKV linear, that belong to a part."""
+    heads = rows.view(groups, -1, channels)
+    by_part = {"query": heads[:, :-2], "key": heads[:, -2], "value": heads[:, -1]}
+    return by_part[part].flatten()
+
+
+def shard_adapter(
+    adapters: Mapping[str, LinearAdapter],
+    config: GPTConfig,
+    layers: Iterable[int],
+    *,
+    rank: int = 0,
+    tp: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> dict[str, list[LinearTerm]]:
+    """Return the terms of tensor rank `rank` in the layers of its pipeline stage, by linear.
+
+    The adapters must fit the model (gpt/adapters/linear_check.py).
+    """
+    linears, stage_layers = adaptable_linears(config), set(layers)
+    terms: dict[str, list[LinearTerm]] = {}
+    for key, adapter in adapters.items():
+        name, part = split_key(key)
+        if layer_number(name) not in stage_layers:
+            continue
+        term = shard_linear_adapter(adapter, linears[name], part, config, rank=rank, tp=tp)
+        terms.setdefault(name, []).append(term_to(term, dtype, device))
+    return terms
+
+
+def shard_linear_adapter(
+    adapter: LinearAdapter,
+    linear: AdaptableLinear,
+    part: str,
+    config: GPTConfig,
+    *,
+    rank: int,
+    tp: int,
+) -> LinearTerm:
+    """Return tensor rank `rank`'s shard of the adapter of one linear or part."""
+    shard = linear.shard(config, rank, tp)
+    if linear.is_row_parallel:
+        columns = _select_ranges(shard)
+        return LinearTerm(
+            None,
+            None if adapter.lora_a is None else adapter.lora_a[:, columns],
+            adapter.lora_b,
+            adapter.scale,
+            adapter.output_factor,
+            adapter.output_scale,
+            None if adapter.input_scale is None else adapter.input_scale[columns],
+        )
+    rows = local_part_rows(linear, part, config, rank=rank, tp=tp)
+    factor = adapter.output_factor
+    return LinearTerm(
+        output_columns(linear, part, config, tp),
+        adapter.lora_a,
+        None if adapter.lora_b is None else adapter.lora_b[rows],
+        adapter.scale,
+        None if factor is None else factor[rows],
+        None if adapter.output_scale is None else adapter.output_scale[rows],
+        adapter.input_scale,
+    )
+
+
+def local_part_rows(
+    linear: AdaptableLinear, part: str, config: GPTConfig, *, rank: int, tp: int
+) -> Tensor:
+    """Return the rows of a part that tensor rank `rank` computes, in the order of its output.
+
+    The numbers count the part's own rows. `linear` must be column-parallel.
+    """
+    local_rows = _select_ranges(linear.shard(config, rank, tp))
+    if not part:
+        return local_rows
+    # The part's own number of each row of the fused weight; -1 for rows of other parts.
+    numbers = torch.full((linear.out_features,), -1)
+    rows = part_rows(linear, part, config)
+    numbers[rows] = torch.arange(len(rows))
+    local_numbers = numbers[local_rows]
+    return local_numbers[local_numbers >= 0]
+
+
+def output_columns(
+    linear: AdaptableLinear, part: str, config: GPTConfig, tp: int
+) -> OutputColumns | None:
+    """Return the columns of a part in the output of a rank's shard of a column-parallel linear."""
+    if not part:
+        return None
+    if linear.rule is ShardRule.GATED:
+        width = linear.out_features // 2 // tp
+        return OutputColumns(width * GATED_PARTS.index(part), width, width, 1)
+    groups, channels = local_kv_heads(config, tp), config.kv_channels
+    queries = config.num_attention_heads // tp // groups
+    first_head = {"query": 0, "key": queries, "value": queries + 1}[part]
+    width = channels * (queries if part == "query" else 1)
+    return OutputColumns(first_head * channels, width, (queries + 2) * channels, groups)
+
+
+def term_to(term: LinearTerm, dtype: torch.dtype, device: torch.device | str) -> LinearTerm:
+    """Return a copy of the term with contiguous tensors of `dtype` on `device`."""
+
+    def copy(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device, dtype, copy=True).contiguous()
+
+    return LinearTerm(
+        term.columns,
+        copy(term.lora_a),
+        copy(term.lora_b),
+        term.scale,
+        copy(term.output_factor),
+        copy(term.output_scale),
+        copy(term.input_scale),
+    )
+
+
+def merge_parts(
+    parts: Mapping[str, Tensor], linear: AdaptableLinear, config: GPTConfig, fill: float
+) -> Tensor:
+    """Return the rows of a fused linear from the rows of its parts; `fill` for missing parts."""
+    first = next(iter(parts.values()))
+    merged = first.new_full((linear.out_features, *first.shape[1:]), fill)
+    for part, rows in parts.items():
+        merged[part_rows(linear, part, config)] = rows
+    return merged
+
+
+def linear_keys(linear: AdaptableLinear) -> tuple[str, ...]:
+    """Return the keys of a linear's parts; the linear's own key if it is not fused."""
+    return tuple(join_key(linear.name, part) for part in linear.parts) or (linear.name,)
+
+
+def _select_ranges(shard: ShardSpec) -> Tensor:
+    return torch.cat([torch.arange(start, stop) for start, stop in shard.ranges])
