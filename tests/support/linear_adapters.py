@@ -1,0 +1,93 @@
+"""Random changes of linears, and models whose weights contain them."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gpt.config import GPTConfig
+from gpt.linear_adapter import LinearAdapter, split_key
+from gpt.model.gpt_model import GPT
+from gpt.parallel.adapter_sharding import AdaptableLinear, adaptable_linears, linear_keys, part_rows
+
+METHODS = ("lora", "dora", "ia3")
+
+
+def random_linears(
+    config: GPTConfig,
+    method: str = "lora",
+    *,
+    rank: int = 3,
+    seed: int = 0,
+    targets: Sequence[str] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    by_parts: bool = False,
+    strength: float = 1.0,
+) -> dict[str, LinearAdapter]:
+    """Changes of all linears with the names `targets`, about as large as the weights.
+
+    `by_parts`: the parts of fused linears are changed separately, the first with a larger rank, and
+    the last not at all.
+    """
+    changes = {}
+    for linear in adaptable_linears(config).values():
+        if linear.name.rpartition(".")[2] not in targets:
+            continue
+        keys: tuple[str, ...] = (linear.name,)
+        if by_parts and linear.parts:
+            keys = linear_keys(linear)[:-1]
+        for index, key in enumerate(keys):
+            draw = torch.Generator().manual_seed(zlib.crc32(f"{seed} {key}".encode()))
+            outputs = len(part_rows(linear, split_key(key)[1], config))
+            key_rank = rank + (1 if by_parts and index == 0 else 0)
+            changes[key] = _random_change(linear, outputs, method, key_rank, strength, draw)
+    return changes
+
+
+def _random_change(
+    linear: AdaptableLinear,
+    outputs: int,
+    method: str,
+    rank: int,
+    strength: float,
+    draw: torch.Generator,
+) -> LinearAdapter:
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    if method == "ia3":
+        if linear.is_row_parallel and linear.name.endswith("linear_fc2"):
+            return LinearAdapter(input_scale=1 + 0.3 * strength * normal(linear.in_features))
+        return LinearAdapter(output_scale=1 + 0.3 * strength * normal(outputs))
+    a = normal(rank, linear.in_features) / linear.in_features**0.5
+    b = strength * normal(outputs, rank)
+    if method == "lora":
+        return LinearAdapter(a, b, scale=0.4)
+    # Any positive norm will do: only the quotient of magnitude and norm counts.
+    norm = 1 + normal(outputs).abs()
+    magnitude = norm * (1 + 0.2 * normal(outputs))
+    return LinearAdapter(a, b, 0.4, magnitude, norm)
+
+
+@torch.no_grad()
+def merge_into(model: GPT, changes: Mapping[str, LinearAdapter]) -> GPT:
+    """Change the weights and biases of a model on one rank as the adapter changes its linears."""
+    config, linears = model.config, adaptable_linears(model.config)
+    for key, change in changes.items():
+        name, part = split_key(key)
+        module = model.get_submodule(name)
+        weight, bias = module.weight, module.bias
+        rows = part_rows(linears[name], part, config)
+        merged = weight[rows].double()
+        if change.input_scale is not None:
+            merged = merged * change.input_scale
+        if change.lora_a is not None and change.lora_b is not None:
+            merged = merged + change.scale * change.lora_b.double() @ change.lora_a.double()
+        if change.output_factor is not None:
+            merged = merged * change.output_factor.unsqueeze(1)
+        if change.output_scale is not None:
+            merged = merged * change.output_scale.unsqueeze(1)
+            if bias is not None:
+                bias[rows] *= change.output_scale
+        weight[rows] = merged.to(weight.dtype)
+    return model
