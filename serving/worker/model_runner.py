@@ -360,7 +360,9 @@ class ModelRunner:
             # Only the first rank of the stage has the last sampled tokens.
             token_ids = broadcast_from_first_rank(inputs.token_ids, model.mesh.expert_mesh)
             inputs = replace(inputs, token_ids=token_ids)
-        batch = replace(inputs.batch, adapted_rows=self._adapter_memory.adapted_rows(step))
+        batch = inputs.batch
+        if step.adapter_starts:
+            batch = replace(batch, adapted_rows=self._adapter_memory.adapted_rows(step))
         if not inputs.samples_every_row and len(inputs.logits_rows) < batch.tokens:
             batch = replace(
                 batch,
