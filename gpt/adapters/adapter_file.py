@@ -246,14 +246,14 @@ def open_adapter(path: Path, *, task: str | None = None, base: Checkpoint | None
         if path.is_dir():
             if (path / "decoder.pt").is_file() and not (path / "adapter_config.json").is_file():
                 return open_tgis(path / "decoder.pt")
-            return open_peft(path, task, base.config if base else None)
+            return open_peft(path, task, base)
         if not path.is_file():
             problem = "is not a regular file" if path.exists() else "does not exist"
             raise AdapterError(f"{path} {problem}; give the file or directory of an adapter")
         if path.suffix in (".pt", ".pth"):
             return open_tgis(path)
         if path.name in ("adapter_config.json", "adapter_model.bin", "adapter_model.safetensors"):
-            return open_peft(path.parent, task, base.config if base else None)
+            return open_peft(path.parent, task, base)
         return _open_native(path)
     except CheckpointError as error:
         raise AdapterError(str(error)) from None

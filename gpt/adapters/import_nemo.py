@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt.adapters.card import Adapter, Card, build_adapter
-from gpt.adapters.import_peft import card_name, checked_table, sanitized_name
+from gpt.adapters.card import Adapter, Card, build_adapter, card_name, sanitized_name
+from gpt.adapters.import_peft import checked_table
 from gpt.adapters.nemo_encoder import SavedEncoder
 from gpt.adapters.prompt_template import PromptTemplate
 from gpt.checkpoint.files.file_tree import FileTree, Span, scan_folder_recursive
