@@ -21,6 +21,7 @@ from checkpoints_tools.adapters.check import (
     open_base_checkpoint,
 )
 from checkpoints_tools.flags import positive_int
+from checkpoints_tools.writers.huggingface_config import choose_family
 from gpt.adapters.adapter_file import (
     SUFFIX,
     Adapter,
@@ -42,10 +43,13 @@ from gpt.adapters.export_peft import (
     convert_to_tgis,
     write_export,
 )
+from gpt.adapters.export_peft_linears import convert_linears_to_peft
 from gpt.adapters.prompt_template import BOS_POSITIONS, VIRTUAL_PROMPT_MARK, PromptTemplate
 from gpt.checkpoint.digest import identify
 from gpt.checkpoint.logical_tensor import Checkpoint, ModelIdentity
 from gpt.errors import AdapterError, ConfigError, RequestError
+from gpt.formats.huggingface.families.registry import FAMILIES
+from gpt.formats.huggingface.reader import read_family_name
 from gpt.tokenizers.tokenizer import open_tokenizer
 
 TEMPLATE_BYTES_MAX = 1 << 20
@@ -128,7 +132,9 @@ def import_command(argv: Sequence[str]) -> int:
     source_adapter = open_adapter(flags.source, task=flags.task, base=base)
     identity = None if base is None else identify(base)
     adapter = build_adapter(
-        _build_card(source_adapter, flags, base, identity), source_adapter.table
+        _build_card(source_adapter, flags, base, identity),
+        source_adapter.table,
+        source_adapter.linears,
     )
     notes: tuple[str, ...] = ()
     if base is not None:
@@ -284,8 +290,7 @@ def export_parser() -> argparse.ArgumentParser:
         "--to",
         choices=("peft", "tgis", "nemo"),
         required=True,
-        help="PEFT prompt tuning, a decoder.pt for TGIS's prompt store, or prompt learning of "
-        "NeMo 1.20 to 1.22",
+        help="PEFT, a decoder.pt for TGIS's prompt store, or prompt learning of NeMo 1.20 to 1.22",
     )
     add_model_flags(
         parser,
@@ -296,6 +301,14 @@ def export_parser() -> argparse.ArgumentParser:
         "--base-name",
         metavar="NAME",
         help="base model name in PEFT's config, or path of the base .nemo for NeMo (default: none)",
+    )
+    add(
+        "--family",
+        metavar="NAME",
+        choices=sorted(FAMILIES),
+        help="model family of Hugging Face that has the modules of a LoRA or IA3 adapter in PEFT "
+        "(default: of --model; for a Megatron checkpoint, the family that `preamble convert` "
+        "writes)",
     )
     add("--overwrite", action="store_true", help="replace an existing target")
     return parser
@@ -311,7 +324,10 @@ def export_command(argv: Sequence[str]) -> int:
     notes: tuple[str, ...] = ()
     if base is not None:
         notes = check_adapter(adapter, base.config, identify(base))
-    if flags.to == "peft":
+    if flags.to == "peft" and adapter.linears:
+        family = None if base is None else _family_name(base, flags.family)
+        export = convert_linears_to_peft(adapter, base, flags.base_name, family)
+    elif flags.to == "peft":
         export = convert_to_peft(adapter, base, flags.base_name)
     elif flags.to == "nemo":
         export = convert_to_nemo(adapter, base, flags.base_name)
@@ -323,3 +339,12 @@ def export_command(argv: Sequence[str]) -> int:
         sys.stderr.write(f"note: {note}\n")
     sys.stdout.write(f"{flags.target}\n")
     return 0
+
+
+def _family_name(base: Checkpoint, requested_family: str | None) -> str:
+    """Return the family of Hugging Face whose names PEFT uses for the base model."""
+    if requested_family is not None:
+        return requested_family
+    if base.format == "huggingface":
+        return read_family_name(base.path)
+    return choose_family(base.config, base.path).family
