@@ -245,11 +245,12 @@ def _prompt_template(
             )
         return replace(template, **overrides)
     text = _read_template_text(flags.template)
-    if VIRTUAL_PROMPT_MARK not in text:
+    rows = len(source_adapter.table)
+    if VIRTUAL_PROMPT_MARK not in text and rows:
         text = f"{VIRTUAL_PROMPT_MARK}0|>{text}"
     if "bos" not in overrides and base is not None and base.tokenizer is not None:
         overrides["bos"] = "text" if open_tokenizer(base.tokenizer).adds_bos else "none"
-    return PromptTemplate(text, (len(source_adapter.table),), **overrides)
+    return PromptTemplate(text, (rows,) if rows else (), **overrides)
 
 
 def _read_template_text(argument: str) -> str:

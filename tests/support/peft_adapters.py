@@ -60,7 +60,7 @@ def random_peft_model(hf_model: "PreTrainedModel", config: Any) -> Any:
         if "lora_A" in name:
             value.copy_(torch.randn(value.shape) * value.shape[1] ** -0.5)
         elif "lora_B" in name:
-            value.copy_(torch.randn(value.shape) * 0.7)
+            value.copy_(torch.randn(value.shape) * 0.4)
         elif "lora_magnitude" in name or "ia3_l" in name:
             value.mul_(1 + 0.3 * torch.randn(value.shape))
     return peft_model
