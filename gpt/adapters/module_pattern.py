@@ -8,7 +8,7 @@ lookbehinds, flags and possessive repeats; an expression with these is refused.
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from gpt.errors import AdapterError
@@ -17,7 +17,7 @@ from gpt.settings import short_repr
 PATTERN_CHARACTERS_MAX = 1 << 16
 NESTING_MAX = 40
 REPEATS_MAX = 1000
-STEPS_MAX = 1_000_000  # About a second.
+STEPS_MAX = 1_000_000  # Half a second.
 
 PLAIN_NAME = re.compile(r"[\w.-]*", re.ASCII)
 _ESCAPED_SETS: Mapping[str, Callable[[str], bool]] = {
@@ -50,6 +50,16 @@ class _Subject:
 
     text: str
     budget: Budget
+    _masks: dict[Callable[[str], bool], int] = field(default_factory=dict)
+
+    def characters(self, condition: Callable[[str], bool]) -> int:
+        """Return the positions of the characters for which a condition holds."""
+        mask = self._masks.get(condition)
+        if mask is None:
+            positions = (1 << len(self.text)) - 1
+            mask = self.select(positions, lambda text, position: condition(text[position]))
+            self._masks[condition] = mask
+        return mask
 
     def select(self, positions: int, holds: Callable[[str, int], bool]) -> int:
         """Return the positions for which a condition holds."""
@@ -87,10 +97,8 @@ class _CharacterSet:
     condition: Callable[[str], bool]
 
     def ends(self, starts: int, subject: _Subject) -> int:
-        return subject.select(starts, self._holds) << 1
-
-    def _holds(self, text: str, position: int) -> bool:
-        return position < len(text) and self.condition(text[position])
+        subject.budget.spend()
+        return (starts & subject.characters(self.condition)) << 1
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,10 @@ class _Repeat:
             starts = self.item.ends(starts, subject)
             if not starts:
                 return 0
+        if isinstance(self.item, _CharacterSet) and self.count_max is None:
+            # The carry of the sum passes through each run of matching characters with a start.
+            run = subject.characters(self.item.condition)
+            return (((starts & run) + run) ^ run) | starts
         found = new = starts
         extra = None if self.count_max is None else self.count_max - self.count_min
         while new and extra != 0:
@@ -158,6 +170,10 @@ class _Lookahead:
             return (self.item.ends(1 << position, subject) != 0) != self.negative
 
         return subject.select(starts, holds)
+
+
+def _is_no_newline(character: str) -> bool:
+    return character != "\n"
 
 
 def _is_word_boundary(text: str, position: int) -> bool:
@@ -226,7 +242,7 @@ class _Parser:
             case "[":
                 return _CharacterSet(self._bracket())
             case ".":
-                return _CharacterSet(lambda other: other != "\n")
+                return _CharacterSet(_is_no_newline)
             case "^":
                 return _Position(lambda text, position: position == 0)
             case "$":

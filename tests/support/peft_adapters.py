@@ -1,7 +1,8 @@
 """Adapters of linears as PEFT saves them, and logits of our model with an adapter."""
 
+import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,3 +94,17 @@ def peft_tensors(folder: Path) -> dict[str, Tensor]:
     import safetensors.torch
 
     return safetensors.torch.load_file(folder / "adapter_model.safetensors")
+
+
+def write_peft_adapter(
+    folder: Path, config: Mapping[str, Any] | str, tensors: Mapping[str, Tensor]
+) -> Path:
+    """Write the files of an adapter, as any program could."""
+    import safetensors.torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    text = config if isinstance(config, str) else json.dumps(config)
+    (folder / "adapter_config.json").write_text(text)
+    contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    safetensors.torch.save_file(contiguous, folder / "adapter_model.safetensors")
+    return folder
