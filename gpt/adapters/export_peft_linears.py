@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from gpt.adapters.card import Adapter
@@ -66,8 +67,9 @@ def convert_linears_to_peft(
         config["target_modules"] = _module_names(_paths(changes), modules, base.config)
     # Conv1D stores its weight as (in, out). The adapter's own tensors are the same.
     config["fan_in_fan_out"] = family == "gpt2"
+    # Parts of a fused linear share A, but safetensors stores no shared memory.
     tensors = {
-        f"{KEY_PREFIX}{module.path}.{leaf}": tensor.contiguous()
+        f"{KEY_PREFIX}{module.path}.{leaf}": tensor.clone(memory_format=torch.contiguous_format)
         for module in changes
         for leaf, tensor in _tensors(module.change)
     }

@@ -34,7 +34,9 @@ def linear_groups(
     order = {name: number for number, name in enumerate(model_linears)}
     keys = sorted(linears, key=lambda key: order[split_key(key)[0]])
     for name, group in groupby(keys, key=lambda key: split_key(key)[0]):
-        yield model_linears[name], {split_key(key)[1]: linears[key] for key in group}
+        changes = {split_key(key)[1]: linears[key] for key in group}
+        parts = ("", *model_linears[name].parts)
+        yield model_linears[name], {part: changes[part] for part in parts if part in changes}
 
 
 def select_outputs(adapter: LinearAdapter, rows: Tensor) -> LinearAdapter:
@@ -60,24 +62,26 @@ def split_whole(
 def fold_equal_parts(
     parts: Mapping[str, LinearAdapter], linear: AdaptableLinear, config: GPTConfig
 ) -> dict[str, LinearAdapter]:
-    """Return one change of the whole linear if all parts have the same A; else the parts.
+    """Return one change of the whole linear if all parts have the same A, or none; else the parts.
 
     Libraries that have no fused linears store A once for each part.
     """
     changes = list(parts.values())
     first = changes[0]
-    has_equal_inputs = set(parts) == set(linear.parts) and all(
-        change.lora_a is not None
-        and first.lora_a is not None
-        and torch.equal(change.lora_a, first.lora_a)
-        and change.scale == first.scale
-        and (change.magnitude is None) == (first.magnitude is None)
-        and change.output_scale is None
-        for change in changes
+    names = {tuple(name for name, _ in change.tensors()) for change in changes}
+    is_foldable = (
+        set(parts) == set(linear.parts)
+        and len(names) == 1
+        and first.input_scale is None
+        and all(change.scale == first.scale and _has_equal_a(change, first) for change in changes)
     )
-    if not has_equal_inputs:
-        return dict(parts)
-    return {"": _merge_outputs(parts, linear, config, first)}
+    return {"": _merge_outputs(parts, linear, config, first)} if is_foldable else dict(parts)
+
+
+def _has_equal_a(change: LinearAdapter, other: LinearAdapter) -> bool:
+    if change.lora_a is None or other.lora_a is None:
+        return change.lora_a is other.lora_a
+    return torch.equal(change.lora_a, other.lora_a)
 
 
 def _merge_outputs(
