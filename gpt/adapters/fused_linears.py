@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError
-from gpt.linear_adapter import LinearAdapter, split_key
+from gpt.linear_adapter import LinearAdapter, join_key, split_key
 from gpt.parallel.adapter_sharding import (
     AdaptableLinear,
     adaptable_linears,
@@ -76,6 +76,18 @@ def fold_equal_parts(
         and all(change.scale == first.scale and _has_equal_a(change, first) for change in changes)
     )
     return {"": _merge_outputs(parts, linear, config, first)} if is_foldable else dict(parts)
+
+
+def fold_linears(
+    linears: Mapping[str, LinearAdapter], config: GPTConfig
+) -> dict[str, LinearAdapter]:
+    """Fold the parts of each linear with `fold_equal_parts`."""
+    folded = {}
+    for linear, parts in linear_groups(linears, config):
+        changes = parts if "" in parts else fold_equal_parts(parts, linear, config)
+        for part, change in changes.items():
+            folded[join_key(linear.name, part)] = change
+    return folded
 
 
 def _has_equal_a(change: LinearAdapter, other: LinearAdapter) -> bool:

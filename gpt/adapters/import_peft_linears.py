@@ -15,8 +15,7 @@ from torch import Tensor
 
 from gpt.adapters.card import Adapter, Card, build_adapter, card_name
 from gpt.adapters.fused_linears import (
-    fold_equal_parts,
-    linear_groups,
+    fold_linears,
     scatter_outputs,
     with_weight_norms,
 )
@@ -28,7 +27,7 @@ from gpt.checkpoint.logical_tensor import Checkpoint, StoredTensor
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError
 from gpt.formats.huggingface.linear_modules import LinearModule, find_family_modules
-from gpt.linear_adapter import LinearAdapter, join_key
+from gpt.linear_adapter import LinearAdapter
 
 __all__ = ["LINEAR_PEFT_TYPES", "open_peft_linears"]
 
@@ -70,7 +69,7 @@ def open_peft_linears(
         modules[path].key: _read_module(tensors, modules[path], config, base.config, weights)
         for path, tensors in by_path.items()
     }
-    linears = _fold_linears(linears, base.config)
+    linears = fold_linears(linears, base.config)
     if config.has_magnitudes:
         linears = with_weight_norms(linears, base)
     notes = ["imported from PEFT"]
@@ -235,15 +234,3 @@ def _read_tensor(stored: StoredTensor, shape: tuple[int, ...], source: str) -> T
     if not is_dense(tensor) or 4 * tensor.numel() > LINEARS_BYTES_MAX:
         raise AdapterError(f"{source} is no dense matrix of a usual size; save it again")
     return torch.empty(shape, dtype=torch.float32).copy_(tensor)
-
-
-def _fold_linears(
-    linears: Mapping[str, LinearAdapter], model: GPTConfig
-) -> dict[str, LinearAdapter]:
-    """Fold parts of a linear that have the same A; see `fold_equal_parts`."""
-    folded = {}
-    for linear, parts in linear_groups(linears, model):
-        changes = parts if "" in parts else fold_equal_parts(parts, linear, model)
-        for part, change in changes.items():
-            folded[join_key(linear.name, part)] = change
-    return folded
