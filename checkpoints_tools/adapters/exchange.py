@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from checkpoints_tools.adapters.check import (
     FOREIGN_FORMATS,
@@ -21,7 +22,9 @@ from checkpoints_tools.adapters.check import (
     open_base_checkpoint,
 )
 from checkpoints_tools.flags import positive_int
+from checkpoints_tools.layout.layout import ParallelSplit
 from checkpoints_tools.writers.huggingface_config import choose_family
+from checkpoints_tools.writers.nemo_config import check_supported, model_config
 from gpt.adapters.adapter_file import (
     SUFFIX,
     Adapter,
@@ -37,6 +40,7 @@ from gpt.adapters.adapter_file import (
 )
 from gpt.adapters.change_log import AdapterChangeLog
 from gpt.adapters.export_nemo import check_nemo_target, convert_to_nemo, write_nemo
+from gpt.adapters.export_nemo_linears import convert_linears_to_nemo
 from gpt.adapters.export_peft import (
     check_export_target,
     convert_to_peft,
@@ -47,6 +51,7 @@ from gpt.adapters.export_peft_linears import convert_linears_to_peft
 from gpt.adapters.prompt_template import BOS_POSITIONS, VIRTUAL_PROMPT_MARK, PromptTemplate
 from gpt.checkpoint.digest import identify
 from gpt.checkpoint.logical_tensor import Checkpoint, ModelIdentity
+from gpt.config import GPTConfig
 from gpt.errors import AdapterError, ConfigError, RequestError
 from gpt.formats.huggingface.families.registry import FAMILIES
 from gpt.formats.huggingface.reader import read_family_name
@@ -291,7 +296,8 @@ def export_parser() -> argparse.ArgumentParser:
         "--to",
         choices=("peft", "tgis", "nemo"),
         required=True,
-        help="PEFT, a decoder.pt for TGIS's prompt store, or prompt learning of NeMo 1.20 to 1.22",
+        help="PEFT, a decoder.pt for TGIS's prompt store, or NeMo: prompt learning of NeMo 1.20 to "
+        "1.22, and LoRA and IA3 of NeMo 1",
     )
     add_model_flags(
         parser,
@@ -311,6 +317,13 @@ def export_parser() -> argparse.ArgumentParser:
         "(default: of --model; for a Megatron checkpoint, the family that `preamble convert` "
         "writes)",
     )
+    add(
+        "--tp",
+        metavar="N",
+        type=positive_int,
+        default=1,
+        help="tensor-parallel size of a LoRA or IA3 adapter for NeMo (default: 1)",
+    )
     add("--overwrite", action="store_true", help="replace an existing target")
     return parser
 
@@ -328,6 +341,9 @@ def export_command(argv: Sequence[str]) -> int:
     if flags.to == "peft" and adapter.linears:
         family = None if base is None else _family_name(base, flags.family)
         export = convert_linears_to_peft(adapter, base, flags.base_name, family)
+    elif flags.to == "nemo" and adapter.linears:
+        model = {} if base is None else _nemo_model_config(base.config, flags.tp)
+        export = convert_linears_to_nemo(adapter, base, model, flags.base_name, flags.tp)
     elif flags.to == "peft":
         export = convert_to_peft(adapter, base, flags.base_name)
     elif flags.to == "nemo":
@@ -349,3 +365,10 @@ def _family_name(base: Checkpoint, requested_family: str | None) -> str:
     if base.format == "huggingface":
         return read_family_name(base.path)
     return choose_family(base.config, base.path).family
+
+
+def _nemo_model_config(config: GPTConfig, tp: int) -> dict[str, Any]:
+    """Return NeMo's config fields of the base model."""
+    split = ParallelSplit(tp=tp)
+    check_supported(config, split)
+    return model_config(config, split)

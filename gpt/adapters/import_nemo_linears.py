@@ -18,7 +18,7 @@ from torch import Tensor
 from gpt.adapters.card import Adapter, Card, build_adapter, card_name
 from gpt.adapters.fused_linears import fold_linears
 from gpt.adapters.import_peft_linears import DTYPES
-from gpt.adapters.linear_check import LINEARS_BYTES_MAX
+from gpt.adapters.linear_check import LINEARS_BYTES_MAX, has_effect
 from gpt.checkpoint.files.file_tree import FileTree
 from gpt.checkpoint.files.torch_file import read_torch_span
 from gpt.checkpoint.files.torch_save import is_dense
@@ -97,7 +97,7 @@ def open_nemo_linears(
     _check_layers(path, shards, tuning, base.config)
     linears = _build_changes(path, shards, base.config)
     if scheme == LORA:
-        linears = _with_scales(linears, tuning)
+        linears = _without_zeros(_with_scales(linears, tuning))
     card = Card(
         card_name(path.with_suffix("")),
         method=scheme,
@@ -358,3 +358,9 @@ def _with_scales(
                 "copy the archive again"
             )
     return {key: replace(change, scale=alpha / rank) for key, change in linears.items()}
+
+
+def _without_zeros(linears: dict[str, LinearAdapter]) -> dict[str, LinearAdapter]:
+    """Remove low-rank products of zeros: NeMo has the same targets in all layers."""
+    changes = {key: change for key, change in linears.items() if has_effect(change)}
+    return changes or linears
