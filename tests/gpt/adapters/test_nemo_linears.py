@@ -225,6 +225,7 @@ def test_exports_that_nemo_cannot_express_are_refused(
 
 State = dict[str, Any]
 KQV = "model.decoder.layers.0.self_attention.adapter_layer.lora_kqv_adapter"
+EXPERT = "model.decoder.layers.0.mlp.experts.local_experts.0"
 FAULTS: dict[str, tuple[Callable[[State], State], Mapping[str, Any], str]] = {
     "houlsby": (dict, {"peft_scheme": "adapter"}, "peft_scheme 'adapter'"),
     "selective": (dict, {"peft_scheme": "selective"}, "peft_scheme 'selective'"),
@@ -302,11 +303,7 @@ FAULTS: dict[str, tuple[Callable[[State], State], Mapping[str, Any], str]] = {
     "expert": (
         lambda state: (
             state
-            | {
-                "model.decoder.layers.0.mlp.experts.local_experts.0.adapter_layer.x.linear_in.weight": (
-                    torch.ones(1, 1)
-                )
-            }
+            | {f"{EXPERT}.adapter_layer.lora_hto4h_adapter.linear_in.weight": torch.ones(1, 1)}
         ),
         {},
         "an expert's linear",
