@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpt.adapters.card import Adapter
 from gpt.adapters.export_peft import AdapterExport, lost_field_notes
-from gpt.adapters.fused_linears import join_parts, linear_groups, split_whole
+from gpt.adapters.fused_linears import join_parts, linear_groups, split_into_parts
 from gpt.adapters.import_nemo_linears import IA3, IA3_MODULES, LORA, LORA_MODULES
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
@@ -93,7 +93,7 @@ def convert_linears_to_nemo(
             "variant": "canonical" if any(change.part for change in changes) else "nemo",
             "target_modules": list(dict.fromkeys(TARGET_MODULES[c.kind] for c in changes)),
             "adapter_dim": first.rank,
-            "alpha": _whole_number(first.scale * first.rank),
+            "alpha": _yaml_number(first.scale * first.rank),
             "adapter_dropout": 0.0,
             "dropout_position": "pre",
             "column_init_method": "xavier",
@@ -142,7 +142,7 @@ def _refuse_unsupported(adapter: Adapter) -> None:
         )
 
 
-def _whole_number(number: float) -> float | int:
+def _yaml_number(number: float) -> float | int:
     return int(number) if number.is_integer() else number
 
 
@@ -159,7 +159,7 @@ def _lora_changes(adapter: Adapter, config: GPTConfig, tp: int) -> list[_Change]
     by_linear = {}
     for linear, parts in groups:
         if is_canonical and linear.parts and "" in parts:
-            parts = split_whole(parts[""], linear, config)
+            parts = split_into_parts(parts[""], linear, config)
         elif not is_canonical and "" not in parts:
             parts = {"": join_parts(adapter.card.name, parts, linear, config)}
         by_linear[linear.name] = parts
@@ -208,7 +208,7 @@ def _ia3_changes(adapter: Adapter, config: GPTConfig) -> list[_Change]:
             continue
         parts = groups.get(linear.name, (linear, {}))[1]
         if "" in parts and linear.parts and parts[""].input_scale is None:
-            parts = split_whole(parts[""], linear, config)
+            parts = split_into_parts(parts[""], linear, config)
         targets = [part for kind, part in IA3_MODULES.values() if kind == _kind(linear.name)]
         for part, change in parts.items():
             scales = change.output_scale if part in targets and part else change.input_scale

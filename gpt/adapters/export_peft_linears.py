@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpt.adapters.card import Adapter
 from gpt.adapters.export_peft import PEFT_FILES, AdapterExport, lost_field_notes
-from gpt.adapters.fused_linears import join_parts, linear_groups, select_outputs, split_whole
+from gpt.adapters.fused_linears import join_parts, linear_groups, select_outputs, split_into_parts
 from gpt.adapters.import_peft_linears import IA3_VECTOR, KEY_PREFIX, LORA_A, LORA_B, MAGNITUDE
 from gpt.adapters.peft_config import IA3, LORA
 from gpt.checkpoint.logical_tensor import Checkpoint
@@ -89,7 +89,7 @@ def _module_changes(adapter: Adapter, config: GPTConfig, family: str) -> list[_M
         modules = by_linear[linear.name]
         are_separate = bool(modules[0].part)
         if are_separate and "" in parts:
-            parts = split_whole(parts[""], linear, config)
+            parts = split_into_parts(parts[""], linear, config)
         elif not are_separate and "" not in parts:
             parts = {"": join_parts(adapter.card.name, parts, linear, config)}
         for module in modules:
@@ -148,7 +148,7 @@ def _lora_fields(adapter: Adapter, changes: list[_ModuleChange]) -> dict[str, ob
     """Return the fields of LoRA: the most frequent rank and alpha, and the others by path."""
     use_rslora, alphas = _alphas([module.change for module in changes])
     ranks = [module.change.rank for module in changes]
-    rank, alpha = _most_frequent(ranks), _most_frequent(alphas)
+    rank, alpha = _modal_number(ranks), _modal_number(alphas)
     paths = _paths(changes)
     return {
         "peft_type": LORA,
@@ -168,7 +168,7 @@ def _lora_fields(adapter: Adapter, changes: list[_ModuleChange]) -> dict[str, ob
     }
 
 
-def _most_frequent(numbers: list[int] | list[float]) -> float:
+def _modal_number(numbers: list[int] | list[float]) -> float:
     return Counter(numbers).most_common(1)[0][0]
 
 

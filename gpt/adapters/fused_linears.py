@@ -52,7 +52,7 @@ def scatter_outputs(adapter: LinearAdapter, rows: Tensor) -> LinearAdapter:
     return select_outputs(adapter, torch.argsort(rows))
 
 
-def split_whole(
+def split_into_parts(
     adapter: LinearAdapter, linear: AdaptableLinear, config: GPTConfig
 ) -> dict[str, LinearAdapter]:
     """Return the changes of a fused linear's parts: A for each part, and the part's rows of B."""

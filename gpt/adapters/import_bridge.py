@@ -113,20 +113,20 @@ def _is_adapter_key(key: str) -> bool:
 
 def _read_settings(folder: Path) -> _Settings:
     """Read the adapter's settings beside the weights, or in the context of a NeMo 2 run."""
-    for place in (folder, folder.parent):
-        if (place / RUN_CONFIG).is_file():
-            tree = scan_folder(place)
-            fields = NemoConfig(read_config(tree.spans[RUN_CONFIG]), str(place / RUN_CONFIG))
+    for directory in (folder, folder.parent):
+        if (directory / RUN_CONFIG).is_file():
+            tree = scan_folder(directory)
+            fields = NemoConfig(read_config(tree.spans[RUN_CONFIG]), str(directory / RUN_CONFIG))
             tp = fields.section("model").get("tensor_model_parallel_size", 0)
-            return _check_settings(fields.section("peft").record, tp, place / RUN_CONFIG)
-        if (place / CONTEXT_GRAPH).is_file():
-            span = scan_folder_recursive(place / "context").spans["io.json"]
+            return _check_settings(fields.section("peft").record, tp, directory / RUN_CONFIG)
+        if (directory / CONTEXT_GRAPH).is_file():
+            span = scan_folder_recursive(directory / "context").spans["io.json"]
             records = read_fiddle_graph(span)
             peft_records = [record for record in records if _class_name(record) in METHODS]
             sizes = [record.get("tensor_model_parallel_size") for record in records]
             tp = next((size for size in sizes if type(size) is int), 0)
             if len(peft_records) == 1:
-                return _check_settings(peft_records[0], tp, place / CONTEXT_GRAPH)
+                return _check_settings(peft_records[0], tp, directory / CONTEXT_GRAPH)
     raise AdapterError(
         f"{folder} has no {RUN_CONFIG} with a peft section and no {CONTEXT_GRAPH} with a LoRA "
         "beside it, so the adapter's alpha is unknown; copy the file from the training run"
@@ -218,17 +218,17 @@ def _layer_tensors(
         )
     if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != elements:
         raise AdapterError(f"{folder} lacks chunks of {entry.key[:200]!r}; copy it again")
-    whole = torch.empty(entry.shape)
+    tensor = torch.empty(entry.shape)
     for chunk in entry.chunks:
         box = tuple(
             slice(offset, offset + size)
             for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)
         )
-        whole[box] = chunk.tensor()
+        tensor[box] = chunk.tensor()
     if layer is not None:
-        yield int(layer), whole
+        yield int(layer), tensor
     else:
-        yield from enumerate(whole)
+        yield from enumerate(tensor)
 
 
 def _check_shape(

@@ -131,9 +131,9 @@ def _group_tensors(
 
 
 def _other_reason(key: str) -> str:
-    known = next((reason for part, reason in _OTHER_TENSORS.items() if part in key), None)
-    if known is not None:
-        return f"which {known}, or merge it into the model"
+    reason = next((text for part, text in _OTHER_TENSORS.items() if part in key), None)
+    if reason is not None:
+        return f"which {reason}, or merge it into the model"
     if f".{MAGNITUDE}" in key:
         return "but its config does not set use_dora; save the adapter again"
     return (

@@ -85,11 +85,11 @@ class _Literal:
 
     def ends(self, starts: int, subject: _Subject) -> int:
         subject.budget.spend()
-        found, position = 0, subject.text.find(self.text)
+        matches, position = 0, subject.text.find(self.text)
         while position >= 0:
-            found |= 1 << position
+            matches |= 1 << position
             position = subject.text.find(self.text, position + 1)
-        return (starts & found) << len(self.text)
+        return (starts & matches) << len(self.text)
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,10 @@ class _Alternatives:
     branches: tuple[_Node, ...]
 
     def ends(self, starts: int, subject: _Subject) -> int:
-        found = 0
+        ends = 0
         for branch in self.branches:
-            found |= branch.ends(starts, subject)
-        return found
+            ends |= branch.ends(starts, subject)
+        return ends
 
 
 @dataclass(frozen=True)
@@ -140,14 +140,14 @@ class _Repeat:
             # The carry of the sum passes through each run of matching characters with a start.
             run = subject.characters(self.item.condition)
             return (((starts & run) + run) ^ run) | starts
-        found = new = starts
+        ends = new = starts
         extra = None if self.count_max is None else self.count_max - self.count_min
         while new and extra != 0:
             subject.budget.spend()
-            new = self.item.ends(new, subject) & ~found
-            found |= new
+            new = self.item.ends(new, subject) & ~ends
+            ends |= new
             extra = None if extra is None else extra - 1
-        return found
+        return ends
 
 
 @dataclass(frozen=True)

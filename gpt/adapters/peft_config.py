@@ -1,4 +1,4 @@
-"""The fields of adapter_config.json of LoRA and IA3: which modules, which kind, which scale.
+"""PEFT config of LoRA and IA3: the targets, the kind, the ranks and scales.
 
 A field that changes the computation is honoured, or refused by name. A field that this release does
 not know is refused too, unless it is null, false or empty.

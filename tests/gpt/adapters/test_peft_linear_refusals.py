@@ -256,6 +256,9 @@ def tensor_faults() -> Iterator[tuple[str, Callable[[Tensors], Tensors], str]]:
     def with_tensor(key: str, value: Tensor) -> Callable[[Tensors], Tensors]:
         return lambda tensors: {**tensors, key: value}
 
+    def with_tensors(others: Tensors) -> Callable[[Tensors], Tensors]:
+        return lambda tensors: tensors | others
+
     def without(key: str) -> Callable[[Tensors], Tensors]:
         return lambda tensors: {name: value for name, value in tensors.items() if name != key}
 
@@ -271,16 +274,18 @@ def tensor_faults() -> Iterator[tuple[str, Callable[[Tensors], Tensors], str]]:
     yield "no tensors", lambda _: {}, "has no tensors"
     yield "no A", without(A_0), "has only lora_B.weight"
     yield "no B", without(B_0), "has only lora_A.weight"
-    for shape in (
+    a_shapes: list[tuple[int, ...]] = [
         (inputs, RANK),
         (RANK, inputs + 1),
         (RANK + 1, inputs),
         (RANK,),
         (RANK, inputs, 1),
-    ):
+    ]
+    for shape in a_shapes:
         pattern = "has rank 3" if shape[0] == RANK + 1 else "shape|rank 32"
         yield f"A {shape}", with_tensor(A_0, torch.ones(shape)), pattern
-    for shape in ((RANK, QUERIES), (QUERIES, RANK + 1), (QUERIES - 1, RANK), (), (0, RANK)):
+    b_shapes = [(RANK, QUERIES), (QUERIES, RANK + 1), (QUERIES - 1, RANK), (), (0, RANK)]
+    for shape in b_shapes:
         yield f"B {shape}", with_tensor(B_0, torch.ones(shape)), "has the shape"
     for dtype in (torch.int64, torch.int8, torch.float64, torch.bool, torch.float8_e4m3fn):
         yield f"B {dtype}", with_tensor(B_0, torch.ones(QUERIES, RANK).to(dtype)), "it must be"
@@ -312,12 +317,12 @@ def tensor_faults() -> Iterator[tuple[str, Callable[[Tensors], Tensors], str]]:
             f"base_model.model.{key}.lora_A.weight": torch.ones(RANK, inputs),
             f"base_model.model.{key}.lora_B.weight": torch.ones(QUERIES, RANK),
         }
-        yield key, lambda tensors, pair=pair: tensors | pair, "is no attention or MLP linear"
+        yield key, with_tensors(pair), "is no attention or MLP linear"
     expert = {
         f"{PREFIX}.0.mlp.experts.1.gate_proj.lora_{letter}.weight": torch.ones(2, 2)
         for letter in "AB"
     }
-    yield "experts", lambda tensors: tensors | expert, "cannot change the linears of experts"
+    yield "experts", with_tensors(expert), "cannot change the linears of experts"
     yield "path", lambda tensors: rename(tensors, ".layers.0.", ".layers.../"), "is no attention"
 
 
