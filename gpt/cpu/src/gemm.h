@@ -196,20 +196,20 @@ TARGET_AVX512_BF16 INLINE void store_output(const Gemm *p, int64_t offset, __mma
         _mm256_mask_storeu_epi16((uint16_t *)p->out + offset, mask, (__m256i)_mm512_cvtneps_pbh(y));
 }
 
-/* Loads up to 16 numbers of the bias. With adapters, `add_terms` has added it: -0 then leaves every
-   number unchanged. */
-TARGET_AVX512_BF16 INLINE __m512 load_bias(const Gemm *p, int64_t at, __mmask16 mask)
+/* Loads up to 16 numbers of the bias. If `is_added`, returns -0, which changes no number. */
+TARGET_AVX512_BF16 INLINE __m512 load_bias(const Gemm *p, int64_t at, __mmask16 mask, int is_added)
 {
-    if (!p->bias || p->adapters)
-        return _mm512_set1_ps(p->adapters ? -0.0f : 0.0f);
+    if (!p->bias || is_added)
+        return _mm512_set1_ps(is_added ? -0.0f : 0.0f);
     if (p->weight->fp32)
         return _mm512_maskz_loadu_ps(mask, (const float *)p->bias + at);
     return load_bf16(p->bias + at, mask);
 }
 
-/* Applies the epilogue to the sums of `rows` rows, from `first` on, for one panel's columns. */
+/* Applies the epilogue to the sums of `rows` rows, from `first` on, for one panel's columns. If
+   `adapts` is nonzero, `add_terms` applies the adapters. */
 TARGET_AVX512_BF16 INLINE void epilogue(const Gemm *p, __m512 (*sum)[2], int64_t first,
-                                        int64_t column, int rows)
+                                        int64_t column, int rows, int adapts)
 {
     const PackedWeight *w = p->weight;
     if (p->argmaxes || p->bounds) {
@@ -221,7 +221,7 @@ TARGET_AVX512_BF16 INLINE void epilogue(const Gemm *p, __m512 (*sum)[2], int64_t
         (p->argmaxes ? update_argmax : update_bounds)(p, outputs, first, column, rows);
         return;
     }
-    if (p->adapters) {
+    if (adapts) {
         __m512 adapted[TILE][2];
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++)
@@ -236,7 +236,7 @@ TARGET_AVX512_BF16 INLINE void epilogue(const Gemm *p, __m512 (*sum)[2], int64_t
         __mmask16 mask = lane_mask(w->columns - begin);
         __m512 bias[2];
         for (int half = 0; half < 2; half++)
-            bias[half] = load_bias(p, half * w->columns + begin, mask);
+            bias[half] = load_bias(p, half * w->columns + begin, mask, adapts);
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++) {
             __m512 gate = sum[i][0] + bias[0], up = sum[i][1] + bias[1];
@@ -257,7 +257,7 @@ TARGET_AVX512_BF16 INLINE void epilogue(const Gemm *p, __m512 (*sum)[2], int64_t
         if (left <= 0)
             break;
         __mmask16 mask = lane_mask(left);
-        const __m512 bias = load_bias(p, begin, mask);
+        const __m512 bias = load_bias(p, begin, mask, adapts);
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++) {
             int64_t offset = (first + i) * w->columns + begin;

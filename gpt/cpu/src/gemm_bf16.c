@@ -33,11 +33,15 @@ TARGET_AVX512_BF16 INLINE void gemm_tile(const Gemm *p, const uint16_t *panel, P
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++)
         sum[i][0] = sum[i][1] = _mm512_setzero_ps();
+    TileTerms terms;
+    terms.is_general = 0;
     if (p->adapters)
-        prefetch_terms(p, column / COLUMNS, first, rows);
+        plan_tile_terms(p, column, first, rows, &terms);
     accumulate_prefetching(sum, x, interleaved ? 2 : p->x_stride, interleaved ? 2 * rows : 2, panel,
                            p->weight->channels / 2, rows, prefetch);
-    epilogue(p, sum, first, column, rows);
+    if (p->adapters)
+        add_tile_terms(&terms, sum, rows);
+    epilogue(p, sum, first, column, rows, terms.is_general);
 }
 
 #define TILE_CASE(n)                                                                               \
@@ -140,12 +144,13 @@ static void plan_staging(Gemm *p, const uint16_t *x, const NormArgs *norm, int64
 }
 
 /* The rows to stage for a GEMM, as the context of a parallel loop. Its items are the tiles of
-   interleaved rows, then the other rows. */
+   interleaved rows, then groups of `group_rows` of the other rows. */
 typedef struct {
     const Gemm *product;
     const uint16_t *x;
     const NormArgs *norm;
     int scales_inputs; /* Whether an adapter scales its rows. */
+    int64_t group_rows;
 } Staging;
 
 static void stage_tile(const Staging *s, int64_t row)
@@ -168,44 +173,56 @@ static void stage_tile(const Staging *s, int64_t row)
     interleave_tile(from, width, p->staged + row * p->x_stride);
 }
 
-static void stage_row(const Staging *s, int64_t row)
+/* Stages the rows from `first` to `end`, without interleaving them. */
+static void stage_group(const Staging *s, int64_t first, int64_t end)
 {
     const Gemm *p = s->product;
     const int64_t width = p->weight->channels;
-    const uint16_t *from = s->x + row * width, *target = p->x + row * p->x_stride;
-    if (s->norm)
-        norm_row(s->norm, from, width, p->staged + row * p->x_stride);
-    else if (target != from)
-        memcpy(p->staged + row * p->x_stride, from, width * sizeof *from);
+    for (int64_t row = first; row < end; row++) {
+        const uint16_t *from = s->x + row * width;
+        if (s->norm)
+            norm_row(s->norm, from, width, p->staged + row * p->x_stride);
+        else if (p->x + row * p->x_stride != from)
+            memcpy(p->staged + row * p->x_stride, from, width * sizeof *from);
+    }
     if (p->adapters)
-        project_rows(p, target, width, row, 1);
-    if (s->scales_inputs)
-        scale_input_row(p, row, p->staged + row * p->x_stride);
-    if (p->weight->scales)
-        quantize_row(target, width, p->groups + row * group_count(width));
+        project_rows(p, p->x + first * p->x_stride, p->x_stride, first, end - first);
+    for (int64_t row = first; row < end; row++) {
+        if (s->scales_inputs)
+            scale_input_row(p, row, p->staged + row * p->x_stride);
+        if (p->weight->scales)
+            quantize_row(p->x + row * p->x_stride, width, p->groups + row * group_count(width));
+    }
 }
 
 static void stage_range(void *context, int64_t first, int64_t end)
 {
     const Staging *s = context;
     const int64_t tiles = s->product->interleaved_rows / TILE;
-    for (int64_t i = first; i < end; i++)
+    for (int64_t i = first; i < end; i++) {
+        const int64_t row = s->product->interleaved_rows + (i - tiles) * s->group_rows;
+        const int64_t rows = s->product->rows;
         if (i < tiles)
             stage_tile(s, i * TILE);
         else
-            stage_row(s, s->product->interleaved_rows + i - tiles);
+            stage_group(s, row, row + s->group_rows < rows ? row + s->group_rows : rows);
+    }
 }
 
 static void stage_rows(const Gemm *p, const uint16_t *x, const NormArgs *norm, int64_t threads)
 {
     if (!p->interleaved_rows && p->x == x && !p->weight->scales && !p->adapters)
         return; /* The GEMM reads x in place. */
-    Staging staging = {p, x, norm, p->adapters && adapters_scale_inputs(p->adapters)};
-    const int64_t count = p->interleaved_rows / TILE + p->rows - p->interleaved_rows;
-    const int64_t elements = p->rows * p->weight->channels * (1 + p->u_stride);
-    parallel_for(count, items_per_chunk(count, threads),
-                 elements < PARALLEL_STAGING_ELEMENTS_MIN ? 1 : threads, STEALING, stage_range,
-                 &staging);
+    const int64_t groups = p->adapters ? adapter_groups(p->adapters, p->rows) : 1;
+    const int64_t elements = p->rows * p->weight->channels * groups;
+    if (elements < PARALLEL_STAGING_ELEMENTS_MIN)
+        threads = 1;
+    /* With adapters, adjacent rows read A together. */
+    const int64_t rest = p->rows - p->interleaved_rows, share = (rest + threads - 1) / threads;
+    const int64_t group_rows = !p->adapters || share < 1 ? 1 : share < TILE ? share : TILE;
+    const int64_t count = p->interleaved_rows / TILE + (rest + group_rows - 1) / group_rows;
+    Staging staging = {p, x, norm, p->adapters && adapters_scale_inputs(p->adapters), group_rows};
+    parallel_for(count, items_per_chunk(count, threads), threads, STEALING, stage_range, &staging);
 }
 
 /* The items of a GEMM's parallel loop: (block of rows, panel) pairs, ordered by block, so that a

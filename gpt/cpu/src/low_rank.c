@@ -53,6 +53,14 @@ static int64_t equal_adapters(const RowAdapters *adapters, int64_t row, int64_t 
     return count;
 }
 
+int64_t adapter_groups(const RowAdapters *adapters, int64_t rows)
+{
+    int64_t groups = 0;
+    for (int64_t row = 0; row < rows; row += equal_adapters(adapters, row, rows))
+        groups++;
+    return groups;
+}
+
 /* Computes 16 numbers of u (fewer if the rank ends) for `rows` adjacent rows of x. */
 TARGET_AVX512_BF16 INLINE void project_block(const AdaptedLinear *linear, int64_t block,
                                              int64_t channels, const uint16_t *x, int64_t stride,
@@ -163,17 +171,55 @@ INLINE const uint16_t *term_panel(const LowRankTerm *term, int64_t panel)
     return position < 0 ? NULL : term->b + position * term->pairs * 2 * COLUMNS;
 }
 
-TARGET_AVX512_BF16 void prefetch_terms(const Gemm *p, int64_t panel, int64_t first, int rows)
+/* Prefetches a panel of B. */
+INLINE void prefetch_panel(const uint16_t *b, int64_t pairs)
 {
-    for (int64_t i = 0; i < rows; i += equal_adapters(p->adapters, first + i, first + rows)) {
-        const AdaptedLinear *linear = row_adapter(p->adapters, first + i);
-        for (int64_t t = 0; linear && t < linear->terms; t++) {
-            const LowRankTerm *term = linear->term_array + t;
-            const uint16_t *b = term_panel(term, panel);
-            for (int64_t k = 0; b && k < term->pairs * 2; k++, b += LANES * 2)
-                _mm_prefetch((const char *)b, _MM_HINT_T0);
-        }
+    for (int64_t k = 0; k < pairs * 2; k++)
+        _mm_prefetch((const char *)(b + k * COLUMNS), _MM_HINT_T0);
+}
+
+/* Returns the only term of `linear` with a panel of B for this panel; NULL if there is none. Stores
+   the panel of B in `b`, and clears `is_simple` if there are several such terms. */
+static const LowRankTerm *only_term(const AdaptedLinear *linear, int64_t panel, const uint16_t **b,
+                                    int *is_simple)
+{
+    const LowRankTerm *only = NULL;
+    for (const LowRankTerm *term = linear->term_array; term < linear->term_array + linear->terms;
+         term++) {
+        const uint16_t *term_b = term_panel(term, panel);
+        if (!term_b)
+            continue;
+        prefetch_panel(term_b, term->pairs);
+        *is_simple &= !only;
+        only = term;
+        *b = term_b;
     }
+    return only;
+}
+
+void plan_tile_terms(const Gemm *p, int64_t column, int64_t first, int rows, TileTerms *to)
+{
+    const RowAdapters *adapters = p->adapters;
+    int is_simple = 1;
+    for (int i = 0; i < rows; i++) {
+        if (i && adapters->rows[first + i] == adapters->rows[first + i - 1]) {
+            to->b[i] = to->b[i - 1], to->pairs[i] = to->pairs[i - 1];
+            to->u[i] = to->u[i - 1] + p->u_stride;
+            continue;
+        }
+        const AdaptedLinear *linear = row_adapter(adapters, first + i);
+        const LowRankTerm *term = NULL;
+        to->b[i] = NULL;
+        if (linear) {
+            is_simple &= !linear->factors && !linear->output_scales;
+            term = only_term(linear, column / COLUMNS, &to->b[i], &is_simple);
+        }
+        to->pairs[i] = term ? term->pairs : 0;
+        to->u[i] = p->u + (first + i) * p->u_stride + (term ? term->first : 0);
+    }
+    to->u_stride = p->u_stride;
+    to->is_uniform = equal_adapters(adapters, first, first + rows) == rows;
+    to->is_general = !is_simple;
 }
 
 /* Adds the products of a panel of B with the rows of u to the sums of `rows` rows. */
