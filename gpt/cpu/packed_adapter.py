@@ -6,20 +6,23 @@ own ranks. A row's result does not depend on the other rows and their adapters, 
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gpt.cpu.huge_pages import huge_page_zeros
 from gpt.cpu.kernels import INT, POINTER
 from gpt.cpu.packed_linear import PANEL_COLUMNS, AdaptedLinear, PackedWeight
 from gpt.linear_adapter import LinearTerm, OutputColumns
 
 # Rows of A in a block. Must equal LANES in gpt/cpu/src/vectors.h.
 BLOCK_RANKS = 16
+ALIGNMENT_BYTES = 64  # A cache line.
+HUGE_PAGE_BYTES = 2 << 20
 
 
 class LowRankTerm(ctypes.Structure):
@@ -39,11 +42,13 @@ class PackedTerms(LinearTerm):
     """
 
     args: AdaptedLinear = field(default_factory=AdaptedLinear)
-    references: tuple[object, ...] = ()  # The owners of the memory at the addresses in `args`.
+    # The owners of the memory at the addresses in `args`.
+    arrays: tuple[Tensor, ...] = ()
+    references: tuple[object, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.references if isinstance(x, Tensor))
+        return sum(array.nbytes for array in self.arrays)
 
 
 def adapter_of_each_row(rows: Sequence[Tensor | None], batch_rows: int) -> Tensor:
@@ -57,36 +62,31 @@ def adapter_of_each_row(rows: Sequence[Tensor | None], batch_rows: int) -> Tenso
     return indices
 
 
-def pack_terms(terms: Sequence[LinearTerm], weight: PackedWeight) -> PackedTerms:
-    """Copy the terms of an adapter for the linear with this weight; matrices become bf16."""
-    shape = _WeightShape(weight.columns, weight.channels, bool(weight.gated))
-    low_rank = [term for term in terms if term.lora_a is not None]
-    args, references = AdaptedLinear(), list[object]()
+def pack_adapter(
+    linears: Mapping[str, tuple[Sequence[LinearTerm], PackedWeight]],
+) -> dict[str, PackedTerms]:
+    """Copy the terms of an adapter by linear, with the linears' weights, into one allocation.
 
-    def address(tensor: Tensor | None) -> int | None:
-        if tensor is None:
-            return None
-        references.append(tensor)
-        return tensor.data_ptr()
+    The matrices are rounded to bf16.
+    """
+    shapes = {
+        name: _WeightShape(weight.columns, weight.channels, bool(weight.gated))
+        for name, (_, weight) in linears.items()
+    }
+    arrays = {name: _TermArrays.build(terms, shapes[name]) for name, (terms, _) in linears.items()}
+    size = sum(map(_aligned_bytes, (x for of_linear in arrays.values() for x in of_linear.all)))
+    free_memory = _allocate(size)
 
-    term_array = (LowRankTerm * len(low_rank))()
-    ranks = [_even_rank(term) for term in low_rank]
-    for index, (term, term_args) in enumerate(zip(low_rank, term_array, strict=True)):
-        layout = _panel_layout(term.columns, shape)
-        term_args.first, term_args.pairs = sum(ranks[:index]), ranks[index] // 2
-        term_args.positions = None if layout.positions is None else layout.positions.data_ptr()
-        term_args.b = address(_pack_b(term, layout, shape))
-    if low_rank:
-        args.rank = sum(ranks)
-        args.a = address(_pack_a(low_rank, shape.channels))
-        scales = torch.tensor([term.scale for term in low_rank])
-        args.scales = address(scales.repeat_interleave(torch.tensor(ranks)))
-        args.terms, args.term_array = len(low_rank), ctypes.addressof(term_array)
-        references.append(term_array)
-    args.factors = address(_panel_vector([(t.columns, t.output_factor) for t in terms], shape))
-    args.output_scales = address(_panel_vector([(t.columns, t.output_scale) for t in terms], shape))
-    args.input_scales = address(_input_scales(terms))
-    return PackedTerms(args=args, references=tuple(references))
+    def place(array: Tensor) -> Tensor:
+        nonlocal free_memory
+        placed = free_memory[: array.nbytes].view(array.dtype).view(array.shape).copy_(array)
+        free_memory = free_memory[_aligned_bytes(array) :]
+        return placed
+
+    return {
+        name: _make_packed_terms(terms, arrays[name].map(place), shapes[name])
+        for name, (terms, _) in linears.items()
+    }
 
 
 class _WeightShape(NamedTuple):
@@ -110,7 +110,97 @@ class _PanelLayout(NamedTuple):
     positions: Tensor | None
 
 
-@lru_cache
+@dataclass(frozen=True)
+class _TermArrays:
+    """The arrays of an adapter of one linear, in the layout of the library; None: not set."""
+
+    a: Tensor | None
+    b: list[Tensor]  # Of each low-rank term.
+    scales: Tensor | None
+    factors: Tensor | None
+    output_scales: Tensor | None
+    input_scales: Tensor | None
+
+    @classmethod
+    def build(cls, terms: Sequence[LinearTerm], shape: _WeightShape) -> "_TermArrays":
+        low_rank = _low_rank_terms(terms)
+        ranks = torch.tensor([_even_rank(term) for term in low_rank])
+        scales = torch.tensor([term.scale for term in low_rank])
+        return cls(
+            _pack_a(low_rank, shape.channels) if low_rank else None,
+            [_pack_b(term, shape) for term in low_rank],
+            scales.repeat_interleave(ranks) if low_rank else None,
+            _panel_vector([(term.columns, term.output_factor) for term in terms], shape),
+            _panel_vector([(term.columns, term.output_scale) for term in terms], shape),
+            _input_scales(terms),
+        )
+
+    @property
+    def all(self) -> list[Tensor]:
+        optional = (self.a, self.scales, self.factors, self.output_scales, self.input_scales)
+        return [*self.b, *(array for array in optional if array is not None)]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "_TermArrays":
+        def apply(array: Tensor | None) -> Tensor | None:
+            return None if array is None else function(array)
+
+        return _TermArrays(
+            apply(self.a),
+            list(map(function, self.b)),
+            apply(self.scales),
+            apply(self.factors),
+            apply(self.output_scales),
+            apply(self.input_scales),
+        )
+
+
+def _make_packed_terms(
+    terms: Sequence[LinearTerm], arrays: _TermArrays, shape: _WeightShape
+) -> PackedTerms:
+    low_rank = _low_rank_terms(terms)
+    term_array = (LowRankTerm * len(low_rank))()
+    first = 0
+    for term, b, args in zip(low_rank, arrays.b, term_array, strict=True):
+        positions = _panel_layout(term.columns, shape).positions
+        rank = _even_rank(term)
+        args.first, args.pairs, args.b = first, rank // 2, b.data_ptr()
+        args.positions = None if positions is None else positions.data_ptr()
+        first += rank
+    linear = AdaptedLinear(
+        first,
+        _address(arrays.a),
+        _address(arrays.scales),
+        len(low_rank),
+        ctypes.addressof(term_array),
+        _address(arrays.factors),
+        _address(arrays.output_scales),
+        _address(arrays.input_scales),
+    )
+    return PackedTerms(args=linear, arrays=tuple(arrays.all), references=(term_array,))
+
+
+def _address(array: Tensor | None) -> int | None:
+    return None if array is None else array.data_ptr()
+
+
+def _aligned_bytes(array: Tensor) -> int:
+    return -(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _allocate(size_bytes: int) -> Tensor:
+    if size_bytes < HUGE_PAGE_BYTES:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+    # Steps read the terms of many adapters in small pieces, so TLB misses would be frequent.
+    return huge_page_zeros((size_bytes,), torch.uint8, torch.device("cpu"))
+
+
+def _low_rank_terms(terms: Sequence[LinearTerm]) -> list[LinearTerm]:
+    return [term for term in terms if term.lora_a is not None]
+
+
+# The layouts are kept for ever, because `LowRankTerm` has addresses of their tensors. There are a
+# few: a model has few shapes of linears.
+@cache
 def _panel_layout(columns: OutputColumns | None, shape: _WeightShape) -> _PanelLayout:
     numbers = torch.arange(shape.columns * (1 + shape.gated))
     if columns is not None:
@@ -144,10 +234,10 @@ def _pack_a(terms: Sequence[LinearTerm], channels: int) -> Tensor:
     return torch.cat([block.transpose(0, 1).flatten() for block in blocks])
 
 
-def _pack_b(term: LinearTerm, layout: _PanelLayout, shape: _WeightShape) -> Tensor:
+def _pack_b(term: LinearTerm, shape: _WeightShape) -> Tensor:
     """Return the matrix B of a term in panels."""
     assert term.lora_b is not None
-    rank = _even_rank(term)
+    rank, layout = _even_rank(term), _panel_layout(term.columns, shape)
     panels = torch.zeros(shape.panels * PANEL_COLUMNS, rank, dtype=torch.bfloat16)
     panels[layout.slots, : term.lora_b.shape[1]] = term.lora_b.bfloat16()
     pairs = panels.view(shape.panels, PANEL_COLUMNS, rank // 2, 2)[layout.panels]

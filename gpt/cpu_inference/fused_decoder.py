@@ -27,7 +27,7 @@ from gpt.cpu.kernels import (
     library,
     library_keeping_gil,
 )
-from gpt.cpu.packed_adapter import PackedTerms, adapter_of_each_row
+from gpt.cpu.packed_adapter import PackedTerms, adapter_of_each_row, pack_adapter
 from gpt.cpu.packed_linear import (
     AdaptedLinear,
     CpuNorm,
@@ -109,9 +109,7 @@ class _StepArgs(ctypes.Structure):
 class _FusedAdapter(Mapping[str, Sequence[LinearTerm]]):
     """An adapter with the C library's arguments for the linears of a layer range."""
 
-    def __init__(
-        self, terms: Mapping[str, PackedTerms], linears: Sequence[Linear | None]
-    ) -> None:
+    def __init__(self, terms: Mapping[str, PackedTerms], linears: Sequence[Linear | None]) -> None:
         """`linears`: the linears of the range, in the order of `_linears`."""
         self._terms = terms
         self.args = (AdaptedLinear * len(linears))()
@@ -231,14 +229,14 @@ class FusedDecoder:
     def _fused_adapter(self, adapter: ModelAdapter) -> _FusedAdapter:
         if isinstance(adapter, _FusedAdapter):
             return adapter
-        terms = {
-            linear.name: _packed_linear(linear).pack_terms(adapter[linear.name])
+        linears = {
+            linear.name: (adapter[linear.name], _packed_linear(linear).packed.weight_args)
             for linear in self._linears
             if linear is not None and linear.name in adapter
         }
-        unsupported = adapter.keys() - terms.keys()
+        unsupported = adapter.keys() - linears.keys()
         assert not unsupported, f"the fused decoder does not support adapters of {unsupported}"
-        return _FusedAdapter(terms, self._linears)
+        return _FusedAdapter(pack_adapter(linears), self._linears)
 
     def _supports_batch(self, batch: Batch) -> bool:
         """Return whether the library has the attention kernel for the batch's query lengths."""

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpt.cpu import packed_adapter
-from gpt.cpu.packed_adapter import PackedTerms, adapter_of_each_row
+from gpt.cpu.packed_adapter import PackedTerms, adapter_of_each_row, pack_adapter
 from gpt.cpu.packed_linear import CpuNorm, PackedLinear, RowAdapters
 from gpt.linear.norm_activation import NormParameters
 from gpt.linear_adapter import LinearTerm
@@ -57,7 +56,7 @@ class CpuLinear(LinearBackend):
         """Return the terms in the layout of the C library; terms that have it are not copied."""
         if isinstance(terms[0], PackedTerms):
             return terms[0]
-        return packed_adapter.pack_terms(terms, self.packed.weight_args)
+        return pack_adapter({"": (terms, self.packed.weight_args)})[""]
 
 
 class OneDnnLinear(LinearBackend):

@@ -19,6 +19,7 @@ from gpt.linear_adapter import ModelAdapter
 from gpt.model.activation_checkpointing import RecomputePolicy, checkpointed
 from gpt.model.attention_layer import Attention, ForwardContext, PrefixKV
 from gpt.model.build_context import BuildContext
+from gpt.model.linear import Linear
 from gpt.model.mlp import MLP
 from gpt.model.moe import MoELayer
 from gpt.model.norm import Norm
@@ -43,7 +44,7 @@ class DecoderBackend(Protocol):
         """
 
     def prepare_adapter(self, adapter: ModelAdapter) -> ModelAdapter:
-        """Return an adapter, whose terms are prepared, in the form that `forward` reads fastest."""
+        """Return an adapter in the layout that `forward` reads fastest."""
 
 
 class DecoderLayer(nn.Module):
@@ -143,7 +144,13 @@ class LayerwiseDecoder:
         return x
 
     def prepare_adapter(self, adapter: ModelAdapter) -> ModelAdapter:
-        return adapter
+        linears = {
+            module.name: module
+            for layer in self._layers
+            for module in layer.modules()
+            if isinstance(module, Linear)
+        }
+        return {name: linears[name].backend.prepare_terms(terms) for name, terms in adapter.items()}
 
     def _forward_context(
         self, batch: Batch, kv: KVPool | None, prefix: PrefixKV | None

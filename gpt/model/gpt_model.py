@@ -137,11 +137,7 @@ class GPT(nn.Module):
         A batch may have an adapter that is not prepared, but some backends then convert it in each
         step. If a backend has a layout of its own, the result has copies of the tensors.
         """
-        terms = {
-            name: self.get_submodule(name).backend.prepare_terms(terms)
-            for name, terms in adapter.items()
-        }
-        return self.decoder_backend.prepare_adapter(terms)
+        return self.decoder_backend.prepare_adapter(adapter)
 
     def layerwise_decoder(self) -> LayerwiseDecoder:
         """Return a decoder backend that runs this stage's layers one after another."""
