@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,13 +54,11 @@ class PackedTerms(LinearTerm):
 
 def adapter_of_each_row(rows: Sequence[Tensor | None], batch_rows: int) -> Tensor:
     """Return the index of each row's adapter, or -1; `rows` are each adapter's rows, None: all."""
-    indices = torch.full((batch_rows,), -1)
+    # numpy is faster than torch for a few numbers; a step may have many adapters.
+    indices = np.full(batch_rows, -1, np.int64)
     for index, adapter_rows in enumerate(rows):
-        if adapter_rows is None:
-            indices.fill_(index)
-        else:
-            indices[adapter_rows] = index
-    return indices
+        indices[slice(None) if adapter_rows is None else adapter_rows.numpy()] = index
+    return torch.from_numpy(indices)
 
 
 def pack_adapter(
@@ -67,8 +66,12 @@ def pack_adapter(
 ) -> dict[str, PackedTerms]:
     """Copy the terms of an adapter by linear, with the linears' weights, into one allocation.
 
-    The matrices are rounded to bf16.
+    The matrices are rounded to bf16. Terms that are packed already are not copied.
     """
+    packed = {
+        name: terms[0] for name, (terms, _) in linears.items() if isinstance(terms[0], PackedTerms)
+    }
+    linears = {name: linear for name, linear in linears.items() if name not in packed}
     shapes = {
         name: _WeightShape(weight.columns, weight.channels, bool(weight.gated))
         for name, (_, weight) in linears.items()
@@ -83,7 +86,7 @@ def pack_adapter(
         free_memory = free_memory[_aligned_bytes(array) :]
         return placed
 
-    return {
+    return packed | {
         name: _make_packed_terms(terms, arrays[name].map(place), shapes[name])
         for name, (terms, _) in linears.items()
     }

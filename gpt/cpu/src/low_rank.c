@@ -171,17 +171,11 @@ INLINE const uint16_t *term_panel(const LowRankTerm *term, int64_t panel)
     return position < 0 ? NULL : term->b + position * term->pairs * 2 * COLUMNS;
 }
 
-/* Prefetches a panel of B. */
-INLINE void prefetch_panel(const uint16_t *b, int64_t pairs)
-{
-    for (int64_t k = 0; k < pairs * 2; k++)
-        _mm_prefetch((const char *)(b + k * COLUMNS), _MM_HINT_T0);
-}
-
 /* Returns the only term of `linear` with a panel of B for this panel; NULL if there is none. Stores
    the panel of B in `b`, and clears `is_simple` if there are several such terms. */
-static const LowRankTerm *only_term(const AdaptedLinear *linear, int64_t panel, const uint16_t **b,
-                                    int *is_simple)
+TARGET_AVX512_BF16 INLINE const LowRankTerm *only_term(const AdaptedLinear *linear, int64_t panel,
+                                                       int prefetches, const uint16_t **b,
+                                                       int *is_simple)
 {
     const LowRankTerm *only = NULL;
     for (const LowRankTerm *term = linear->term_array; term < linear->term_array + linear->terms;
@@ -189,7 +183,8 @@ static const LowRankTerm *only_term(const AdaptedLinear *linear, int64_t panel, 
         const uint16_t *term_b = term_panel(term, panel);
         if (!term_b)
             continue;
-        prefetch_panel(term_b, term->pairs);
+        for (int64_t k = 0; prefetches && k < term->pairs * 2; k++)
+            _mm_prefetch((const char *)(term_b + k * COLUMNS), _MM_HINT_T0);
         *is_simple &= !only;
         only = term;
         *b = term_b;
@@ -197,28 +192,38 @@ static const LowRankTerm *only_term(const AdaptedLinear *linear, int64_t panel, 
     return only;
 }
 
-void plan_tile_terms(const Gemm *p, int64_t column, int64_t first, int rows, TileTerms *to)
+/* Whether the `rows` rows from `first` on have the same adapter. */
+TARGET_AVX512_BF16 INLINE int is_uniform(const RowAdapters *adapters, int64_t first, int rows)
+{
+    const __m512i adapter = _mm512_set1_epi64(adapters->rows[first]);
+    const __mmask16 tile = lane_mask(rows);
+    const __m512i low = _mm512_maskz_loadu_epi64(tile & 0xff, adapters->rows + first);
+    const __m512i high = _mm512_maskz_loadu_epi64(tile >> 8, adapters->rows + first + 8);
+    return !(_mm512_mask_cmpneq_epi64_mask(tile & 0xff, low, adapter) |
+             _mm512_mask_cmpneq_epi64_mask(tile >> 8, high, adapter));
+}
+
+TARGET_AVX512_BF16 void plan_tile_terms(const Gemm *p, int64_t column, int64_t first, int rows,
+                                        TileTerms *to)
 {
     const RowAdapters *adapters = p->adapters;
     int is_simple = 1;
-    for (int i = 0; i < rows; i++) {
-        if (i && adapters->rows[first + i] == adapters->rows[first + i - 1]) {
-            to->b[i] = to->b[i - 1], to->pairs[i] = to->pairs[i - 1];
-            to->u[i] = to->u[i - 1] + p->u_stride;
-            continue;
-        }
-        const AdaptedLinear *linear = row_adapter(adapters, first + i);
+    to->u_stride = p->u_stride;
+    to->is_uniform = is_uniform(adapters, first, rows);
+    for (int i = 0; i < (to->is_uniform ? 1 : rows); i++) {
+        const int64_t row = first + i;
+        const AdaptedLinear *linear = row_adapter(adapters, row);
         const LowRankTerm *term = NULL;
         to->b[i] = NULL;
         if (linear) {
+            /* The rows before have read the same panel of B. */
+            const int prefetches = !row || adapters->rows[row] != adapters->rows[row - 1];
             is_simple &= !linear->factors && !linear->output_scales;
-            term = only_term(linear, column / COLUMNS, &to->b[i], &is_simple);
+            term = only_term(linear, column / COLUMNS, prefetches, &to->b[i], &is_simple);
         }
         to->pairs[i] = term ? term->pairs : 0;
-        to->u[i] = p->u + (first + i) * p->u_stride + (term ? term->first : 0);
+        to->u[i] = p->u + row * p->u_stride + (term ? term->first : 0);
     }
-    to->u_stride = p->u_stride;
-    to->is_uniform = equal_adapters(adapters, first, first + rows) == rows;
     to->is_general = !is_simple;
 }
 
