@@ -156,12 +156,27 @@ void project_rows(const Gemm *p, const uint16_t *x, int64_t stride, int64_t firs
     }
 }
 
+TARGET_AVX512_BF16 static void scale_row_avx512(uint16_t *x, const float *scales, int64_t width)
+{
+    for (int64_t c = 0; c < width; c += LANES) {
+        const __mmask16 mask = lane_mask(width - c);
+        const __m512 y = load_bf16(x + c, mask) * _mm512_maskz_loadu_ps(mask, scales + c);
+        _mm256_mask_storeu_epi16(x + c, mask, (__m256i)_mm512_cvtneps_pbh(y));
+    }
+}
+
+static void scale_row_plain(uint16_t *x, const float *scales, int64_t width)
+{
+    for (int64_t c = 0; c < width; c++)
+        x[c] = fp32_to_bf16(bf16_to_fp32(x[c]) * scales[c]);
+}
+
 void scale_input_row(const Gemm *p, int64_t row, uint16_t *x)
 {
     const AdaptedLinear *linear = row_adapter(p->adapters, row);
     if (linear && linear->input_scales)
-        for (int64_t c = 0; c < p->weight->channels; c++)
-            x[c] = fp32_to_bf16(bf16_to_fp32(x[c]) * linear->input_scales[c]);
+        (isa_level < AVX512_BF16 ? scale_row_plain : scale_row_avx512)(x, linear->input_scales,
+                                                                       p->weight->channels);
 }
 
 /* The panel of B of a term for a panel of the weight; NULL if the term has none. */
