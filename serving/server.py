@@ -63,7 +63,7 @@ from serving.frontend.open_files import fit_connections, log_accept_errors
 from serving.frontend.tls import TlsCertificates
 from serving.protocols.grpc_services import all_services, handlers
 from serving.protocols.kserve import http_routes as kserve_http
-from serving.protocols.openai import routes
+from serving.protocols.openai import lora_adapters, routes
 from serving.protocols.preamble import web_page
 from serving.protocols.tgi import routes as tgi
 from serving.ranks.launcher import open_transport
@@ -97,7 +97,11 @@ PROBE_PATHS = frozenset(
 )
 
 # The error formats of the HTTP paths; other paths have OpenAI's format.
-ERROR_FORMATS = {**kserve_http.ERROR_FORMATS, **tgi.ERROR_FORMATS}
+ERROR_FORMATS = {
+    **kserve_http.ERROR_FORMATS,
+    **tgi.ERROR_FORMATS,
+    **lora_adapters.ERROR_FORMATS,
+}
 
 # Seconds for open connections to close after the last call has ended.
 CLOSE_GRACE_S = 1.0
