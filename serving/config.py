@@ -202,6 +202,11 @@ class CacheConfig:
         """The size of the memory for changes of linears, in pages."""
         return self.adapter_memory_mb * 1_000_000 // ADAPTER_PAGE_BYTES
 
+    @property
+    def adapter_memory_bytes(self) -> int:
+        """The size of the memory for changes of linears, in bytes."""
+        return self.adapter_pages * ADAPTER_PAGE_BYTES
+
     def __post_init__(self) -> None:
         _check_bounds(self)
         _check_choice(self, "kv_dtype", KV_DTYPES)

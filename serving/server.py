@@ -567,6 +567,16 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
         ),
         ("adapters_resident", "Adapters on the device.", lambda: engine.stats.adapters_resident),
         ("adapters_loaded", "Adapters that requests can name.", lambda: len(adapters)),
+        (
+            "adapter_memory_bytes",
+            "Memory of each rank for adapters' changes of linears, in bytes.",
+            lambda: cache_config.adapter_memory_bytes,
+        ),
+        (
+            "adapter_memory_used_bytes",
+            "Part of the adapter memory that adapters have, in bytes.",
+            lambda: engine.stats.adapter_memory_bytes,
+        ),
         ("engine_up", "1 if the ranks are ready, else 0.", lambda: engine.up),
         (
             "kv_usage_ratio",
@@ -644,6 +654,11 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
             lambda: engine.stats.compiled_kernels,
         ),
         ("adapter_loads", "Adapters loaded onto the device.", lambda: engine.stats.adapter_loads),
+        (
+            "adapter_evictions",
+            "Adapters that left the device for others.",
+            lambda: engine.stats.adapter_evictions,
+        ),
         (
             "adapter_load_failures",
             "Adapter files that could not be used.",

@@ -262,7 +262,7 @@ class AdapterImporter:
                 "path",
             )
         unknown_error = UnknownAdapterError(
-            f"Loading lora {name} failed: No adapter found for {path[:500]}"
+            f"Loading lora {name} failed: No adapter found for {path[:200]}"
         )
         unknown_error.field = "path"
         try:
@@ -278,7 +278,7 @@ class AdapterImporter:
         if is_inside:
             raise unknown_error
         raise RequestError(
-            f"path is {path[:500]!r}, outside the directory from which this server reads adapters "
+            f"path is {path[:200]!r}, outside the directory from which this server reads adapters "
             "(adapter_imports); copy the adapter into it, or upload it",
             "path",
         )

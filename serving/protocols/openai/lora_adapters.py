@@ -30,7 +30,12 @@ from serving.request import RefusedError, UnknownAdapterError
 PROTOCOL = "openai"
 LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # Fields in the errors of the adapter store, and their names in these requests.
-FIELD_NAMES = {"name": "lora_name", "path": "lora_path", "data": "lora_path"}
+FIELD_NAMES = {
+    "name": "lora_name",
+    "adapter": "lora_name",
+    "path": "lora_path",
+    "data": "lora_path",
+}
 
 
 class LoadLoraAdapterRequest(RequestBody):

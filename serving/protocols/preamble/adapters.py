@@ -222,8 +222,11 @@ def _adapter_message(adapter: LoadedAdapter, is_current: bool) -> pb.Adapter:
         digest=adapter.adapter_ref.digest,
         task=card.task,
         input_fields=fields,
-        method=card.method,
+        method=adapter.info.method,
         metrics=metrics,
         max_new_tokens=card.max_new_tokens or 0,
         stops=card.stop,
+        rank=adapter.info.rank,
+        bytes=adapter.info.nbytes,
+        invocation=card.invocation,
     )
