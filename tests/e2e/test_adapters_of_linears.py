@@ -221,7 +221,7 @@ def by_tgis(deployment: Deployment, adapter: str, text: str, field: str = "adapt
             call = tgis.ask(text, adapter={field: adapter}, stopping={"max_new_tokens": NEW})
             return str(call().responses[0].text)
     except grpc.RpcError as error:
-        raise RefusedCall(error.code().name, error.details()) from None  # type: ignore[attr-defined]
+        raise RefusedCall(error.code().name, str(error.details())) from None
 
 
 def by_tgis_prefix_id(deployment: Deployment, adapter: str, text: str) -> str:
@@ -489,8 +489,8 @@ def test_loading_needs_the_role_and_stays_in_the_tenants_folder(tmp_path: Path) 
     tokens = tokens_file(
         tmp_path / "tokens.yaml",
         {
-            "crew": {"tokens": [CREW], "roles": ["generate", "adapters"]},
-            "guest": {"tokens": [GUEST], "roles": ["generate"]},
+            "crew": {"token": CREW, "roles": ["generate", "adapters"]},
+            "guest": {"token": GUEST, "roles": ["generate"]},
         },
     )
     with deployed(tmp_path / "served", tokens=tokens) as deployment:
@@ -519,6 +519,6 @@ def test_a_server_without_an_adapter_directory_loads_nothing(tmp_path: Path) -> 
         assert status == 400 and "--adapter-imports DIR" in text
         with server.client() as client:
             with pytest.raises(CallError, match="--adapters DIR") as caught:
-                AdapterCalls(client).upload("x", checkpoint / "model.safetensors")
+                AdapterCalls(client).upload("x", next(checkpoint.glob("*.safetensors")))
             assert caught.value.reason == "NOT_POSSIBLE_NOW"
             assert client.generate(TEXT, Options(max_new_tokens=2)).token_ids

@@ -7,8 +7,9 @@ below the import directory are read.
 
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic
 
 from aiohttp import web
 
@@ -103,37 +104,33 @@ ERROR_FORMATS = dict.fromkeys((LOAD_PATH, UNLOAD_PATH), ERROR_FORMAT)
 
 def routes(frontend: Frontend) -> Routes:
     """Return the handlers of the two routes."""
-    load = partial(
-        _answer, frontend, LOAD_PATH, "load_lora_adapter", LoadLoraAdapterRequest, "upload", _load
-    )
-    unload = partial(
-        _answer,
-        frontend,
-        UNLOAD_PATH,
-        "unload_lora_adapter",
-        UnloadLoraAdapterRequest,
-        "unload",
-        _unload,
-    )
-    return {LOAD_PATH: {"POST": load}, UNLOAD_PATH: {"POST": unload}}
+    load = _Route(LOAD_PATH, "load_lora_adapter", LoadLoraAdapterRequest, "upload", _load)
+    unload = _Route(UNLOAD_PATH, "unload_lora_adapter", UnloadLoraAdapterRequest, "unload", _unload)
+    return {
+        LOAD_PATH: {"POST": partial(_answer, frontend, load)},
+        UNLOAD_PATH: {"POST": partial(_answer, frontend, unload)},
+    }
+
+
+@dataclass(frozen=True)
+class _Route(Generic[BodyT]):
+    path: str
+    method: str
+    body_type: type[BodyT]
+    change: ChangeAction
+    respond: Callable[[BodyT, Call], Awaitable[str]]
 
 
 async def _answer(
-    frontend: Frontend,
-    path: str,
-    method: str,
-    body_type: type[BodyT],
-    action: ChangeAction,
-    respond: Callable[[BodyT, Call], Awaitable[str]],
-    request: web.BaseRequest,
+    frontend: Frontend, route: _Route[BodyT], request: web.BaseRequest
 ) -> web.StreamResponse:
     try:
         async with frontend.call(
-            PROTOCOL, method, credential(request), origin=call_origin(request, path)
+            PROTOCOL, route.method, credential(request), origin=call_origin(request, route.path)
         ) as call:
-            await call.require_role("adapters", action)
-            body = parse_request(await read_json_body(request, call), body_type)
-            text = await respond(body, call)
+            await call.require_role("adapters", route.change)
+            body = parse_request(await read_json_body(request, call), route.body_type)
+            text = await route.respond(body, call)
             return web.Response(text=text, headers=HEADERS)
     except CallFailure as error:
         field, message = error.field, str(error)
