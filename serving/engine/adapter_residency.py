@@ -10,7 +10,7 @@ locks; the engine calls it under its own lock.
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serving.memory_budget import ADAPTER_PAGE_BYTES
 from serving.request import AdapterInfo, AnswerSpec
@@ -24,11 +24,11 @@ class ResidencySnapshot:
 
     resident: tuple[str, ...]
     waiting: tuple[str, ...]  # Requests wait for these adapters, which are not on the device.
-    # The adapters on the device by name, each in the version that was used last.
-    infos: Mapping[str, AdapterInfo]
     # Number of adapters that fit on the device, if they have the average size of those on it.
     adapters_max: int
     changed_at: float  # Unix time of the last change of the adapters on the device.
+    # The adapters in `resident` by name, each in the version that was used last.
+    infos: Mapping[str, AdapterInfo] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,9 @@ class AdapterResidency:
         return ResidencySnapshot(
             names,
             _distinct_names(reversed(waiting)),
-            {name: infos[name] for name in names},
             max(len(self._resident), self._capacity(resident)),
             self._changed_at,
+            {name: infos[name] for name in names},
         )
 
     def _capacity(self, resident: Sequence[_AdapterUse]) -> int:

@@ -71,6 +71,12 @@ class ServableCheckpoint(WorkerCheckpoint):
         for setting in ("adapters", "adapter_imports"):
             if (folder := getattr(config.adapter_config, setting)) is not None:
                 check_directory(Path(folder), setting)
+        for module in map(LoraModule.parse, config.adapter_config.lora_modules):
+            if not Path(module.path).exists():
+                raise ConfigError(
+                    f"lora_modules: {module.path}, the path of {module.name}, does not exist; give "
+                    "the path of an adapter"
+                )
         worker_checkpoint = open_for_serving(config, device)
         checkpoint, tokenizer = worker_checkpoint.checkpoint, worker_checkpoint.tokenizer
         return cls(
