@@ -105,7 +105,10 @@ class ModelRunner:
         if model.is_first_stage:
             shape = (cache_config.adapter_rows_max, model_config.hidden_size)
             self._adapter_rows = torch.zeros(shape, dtype=model.dtype, device=mesh.device)
-        self._adapter_memory = AdapterMemory(model, cache_config.adapter_pages * ADAPTER_PAGE_BYTES)
+        self._adapter_memory = AdapterMemory(
+            model, cache_config.adapter_pages * ADAPTER_PAGE_BYTES, slots
+        )
+        self._adapter_memory.compile_kernels()
         self._stage_sender = (
             None if model.is_last_stage else AsyncSender(mesh, mesh.pp_rank + 1, 2 * mesh.pp)
         )
@@ -360,7 +363,7 @@ class ModelRunner:
             # Only the first rank of the stage has the last sampled tokens.
             token_ids = broadcast_from_first_rank(inputs.token_ids, model.mesh.expert_mesh)
             inputs = replace(inputs, token_ids=token_ids)
-        batch = replace(inputs.batch, adapted_rows=self._adapter_memory.adapted_rows(step))
+        batch = self._adapter_memory.add_adapters(inputs.batch, step)
         if not inputs.samples_every_row and len(inputs.logits_rows) < batch.tokens:
             batch = replace(
                 batch,
