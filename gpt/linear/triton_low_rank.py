@@ -14,7 +14,7 @@ from gpt.triton_runtime import launcher
 
 BLOCK_RANKS = 16  # The least size of a factor of the tensor cores.
 BLOCK_CHANNELS = 128
-BLOCK_COLUMNS = 128
+BLOCK_COLUMNS = 64
 WARPS = 4
 # The channels that a program of `shrink_rows` sums: at least this number, in at most this number of
 # ranges. With few rows more programs read A at the same time. With many rows, a program for each

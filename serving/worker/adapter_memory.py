@@ -96,7 +96,9 @@ class AdapterMemory:
             if isinstance(value, Tensor):
                 nbytes = value.numel() * self._model.dtype.itemsize
                 view = self._memory[adapter.end : adapter.end + nbytes].view(self._model.dtype)
-                stored[name] = view.view(value.shape).copy_(value)
+                host_value = value.to(self._model.dtype).contiguous()
+                device_value = to_device(host_value, self._memory.device)
+                stored[name] = view.view(value.shape).copy_(device_value)
                 adapter.end += aligned_bytes(nbytes)
         return LinearTerm(**stored)
 
