@@ -42,10 +42,11 @@ def with_adapters(
     )
 
 
-def run_adapter_steps(runner: ModelRunner, config: GPTConfig) -> list[Outcome]:
+def run_adapter_steps(runner: ModelRunner, config: GPTConfig, blocks: int = 6) -> list[Outcome]:
     """Run a prefill step and decode steps; return the outcomes of the decode steps.
 
-    The inputs of the decode steps are fixed, so that the steps of two runners are the same.
+    Each sequence has a number of `blocks`. The inputs of the decode steps are fixed, so that the
+    steps of two runners are the same.
     """
 
     def linears(method: str, seed: int, **options: object) -> dict[str, LinearAdapter]:
@@ -60,7 +61,7 @@ def run_adapter_steps(runner: ModelRunner, config: GPTConfig) -> list[Outcome]:
     starts = [LORA, DORA, BASE, IA3, LORA]
     # The last sequence has an activated LoRA, which acts from its second decode step on.
     adapted_from = [0, 0, 0, 0, len(PROMPT) - 4 + 1]
-    step = with_adapters(prefill_step(RULES), starts, adapted_from)
+    step = with_adapters(prefill_step(RULES, blocks), starts, adapted_from)
     outcomes = [
         run(
             step,
