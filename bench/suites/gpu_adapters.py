@@ -42,7 +42,7 @@ COPY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class AdapterSizes:
+class LowRankSizes:
     """The workloads; tests use smaller ones."""
 
     device: str = "cuda"
@@ -57,11 +57,11 @@ class AdapterSizes:
 @torch.inference_mode()
 def run_suite(
     parts: Collection[str] = PARTS,
-    sizes: AdapterSizes | None = None,
+    sizes: LowRankSizes | None = None,
     shapes: dict[str, LinearShapes] | None = None,
 ) -> Iterator[SuiteOutput]:
     """Yield a line for each number of rows and of distinct adapters."""
-    sizes, shapes = sizes or AdapterSizes(), shapes or SHAPES
+    sizes, shapes = sizes or LowRankSizes(), shapes or SHAPES
     bandwidth = _copy_bandwidth(sizes)
     yield f"copy: {bandwidth / 1e9:.0f} GB/s"
     for name, shape in shapes.items():
@@ -76,7 +76,7 @@ def run_suite(
             torch.cuda.empty_cache()
 
 
-def _copy_bandwidth(sizes: AdapterSizes) -> float:
+def _copy_bandwidth(sizes: LowRankSizes) -> float:
     """Return the bytes that a copy reads and writes per second."""
     source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=sizes.device)
     target = torch.empty_like(source)
@@ -87,7 +87,7 @@ def _copy_bandwidth(sizes: AdapterSizes) -> float:
 class _Linears:
     """The linears of all layers, and as many LoRAs as a batch has at most."""
 
-    def __init__(self, shape: LinearShapes, sizes: AdapterSizes) -> None:
+    def __init__(self, shape: LinearShapes, sizes: LowRankSizes) -> None:
         self._sizes, self._device = sizes, torch.device(sizes.device)
         self._shapes = shape.linears * shape.layers
         self._names = [str(index) for index in range(len(self._shapes))]
@@ -102,7 +102,7 @@ class _Linears:
         self._memory = memory.view(sizes.dtype).normal_()
         self._table = TermTable(self._memory, self._names, adapters)
         encoded = [self._table.encode(self._terms(index)) for index in range(adapters)]
-        self._slots = self._table.place(dict(enumerate(encoded)))
+        self._slots = self._table.assign_slots(dict(enumerate(encoded)))
         self._encoded = encoded
 
     def _random(self, *shape: int) -> Tensor:

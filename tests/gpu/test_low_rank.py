@@ -14,7 +14,7 @@ pytestmark = [
 msgspec = pytest.importorskip("msgspec", reason="msgspec is not installed, and the engine needs it")
 pytest.importorskip("triton", reason="the kernels need Triton, which is not installed")
 
-from bench.suites.gpu_adapters import AdapterSizes, LinearShapes, run_suite  # noqa: E402
+from bench.suites.gpu_adapters import LinearShapes, LowRankSizes, run_suite  # noqa: E402
 from gpt.attention.selector import select_backend  # noqa: E402
 from gpt.config import GPTConfig  # noqa: E402
 from gpt.linear import fp8_linear  # noqa: E402
@@ -236,7 +236,7 @@ def test_graphs_with_adapters_use_no_more_memory_than_was_reserved_for_them() ->
 
 
 def test_the_benchmark_runs() -> None:
-    sizes = replace(AdapterSizes(), copy_bytes=1 << 24, repeats=3)
+    sizes = replace(LowRankSizes(), copy_bytes=1 << 24, repeats=3)
     lines = list(run_suite((), sizes, {"small": LinearShapes(2, ((768, 768), (256, 1024)))}))
     assert len(lines) == 7
     print(*lines, sep="\n")

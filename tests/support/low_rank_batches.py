@@ -142,7 +142,7 @@ class LinearBatch:
         used = [index for index in np.unique(row_adapters).tolist() if self.adapters[index]]
         encoded = {index: self.table.encode({LINEAR: self.adapters[index]}) for index in used}
         slots = np.full(len(self.adapters), -1)
-        slots[used] = self.table.place(encoded)
+        slots[used] = self.table.assign_slots(encoded)
         packed = low_rank.pack_rows(slots[row_adapters])
         groups = int(packed[0])
         view = PackedRows.view(torch.from_numpy(packed).to(self._device), len(row_adapters), groups)
@@ -255,7 +255,7 @@ def check_replaced_descriptors(
             batch.table.forget(number)
             if adapter:
                 encoded = batch.table.encode({LINEAR: adapter})
-                [slots[number]] = batch.table.place({number: encoded})
+                [slots[number]] = batch.table.assign_slots({number: encoded})
         # The last rows are padding.
         count = rows - index
         packed = low_rank.pack_rows(

@@ -171,8 +171,8 @@ def test_inputs_after_a_norm_are_scaled(config: GPTConfig, backend: str) -> None
 def check_tensor_parallel_models(_rank: int) -> None:
     mesh = Mesh.create(2, 1)
     for config in (CLASSIC, MODERN, ODD):
-        whole, model = build(config), build(config, mesh)
-        expected = adapted_logits(whole, mixed_rows(whole), kernels=False)
+        unsplit, model = build(config), build(config, mesh)
+        expected = adapted_logits(unsplit, mixed_rows(unsplit), kernels=False)
         fuse_layers(model)
         for kernels in (False, True):
             actual = adapted_logits(model, mixed_rows(model), kernels=kernels)
