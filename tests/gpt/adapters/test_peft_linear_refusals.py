@@ -120,6 +120,16 @@ def test_the_unchanged_adapters_are_read(tmp_path: Path, base: Checkpoint) -> No
         open_adapter(tmp_path / "lora")
 
 
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_the_text_part_of_a_model_with_images_is_read(
+    tmp_path: Path, base: Checkpoint, prefix: str
+) -> None:
+    tensors = rename(lora_tensors(), "base_model.model.model.", f"base_model.model.{prefix}")
+    folder = write_peft_adapter(tmp_path / "a", LORA, tensors)
+    plain = open_adapter(write_peft_adapter(tmp_path / "b", LORA, lora_tensors()), base=base)
+    assert open_adapter(folder, base=base).digest == plain.digest
+
+
 EXPLODING = [
     r"((.?){999}){999}x",
     "(" * 60 + ")" * 60,
