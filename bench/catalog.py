@@ -70,6 +70,12 @@ def _adapters_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     return adapters.run_suite(flags.parts)
 
 
+def _lora_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
+    from bench.suites import lora
+
+    return lora.run_suite(flags.parts, lora.LoraSizes(rounds=flags.rounds))
+
+
 def _prompt_tuning_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     from bench.peers import prompt_tuning
 
@@ -123,6 +129,9 @@ SUITES: Mapping[str, Suite] = {
         _adapters_suite,
         ("mixed", "first", "registry", "mixed-32", "first-32", "arrivals", "tasks", "equal"),
         ("mixed", "first", "registry"),
+    ),
+    "lora": Suite(
+        _lora_suite, ("batches", "prefill", "activated", "turns"), ("batches", "prefill")
     ),
     "tuning": Suite(_prompt_tuning_suite, ("speed", "memory", "losses")),
     "contention": Suite(_contention_suite, ("serving", "tuning")),

@@ -50,6 +50,7 @@ __all__ = [
     "build_adapter",
     "check_adapter",
     "check_publish_directory",
+    "encode_adapter",
     "find_adapter",
     "instruction_adapter",
     "last_version",
@@ -204,7 +205,8 @@ def last_version(folder: Path, name: str) -> int:
     return max(versions)
 
 
-def _write_file(adapter: Adapter, path: Path, *, overwrite: bool) -> None:
+def encode_adapter(adapter: Adapter) -> bytes:
+    """Return the content of the adapter's file."""
     metadata = {
         "format": FORMAT,
         "version": str(LINEARS_VERSION if adapter.linears else TABLE_VERSION),
@@ -218,11 +220,14 @@ def _write_file(adapter: Adapter, path: Path, *, overwrite: bool) -> None:
     }
     if len(adapter.table):
         tensors[TABLE] = adapter.table
-    content = safetensors.torch.save(tensors, metadata)
+    return safetensors.torch.save(tensors, metadata)
+
+
+def _write_file(adapter: Adapter, path: Path, *, overwrite: bool) -> None:
     # A server can scan the directory at any time, but it ignores hidden files. `write_atomic`
     # writes to a hidden file, and then gives the complete file the name `path`.
     try:
-        write_atomic(path, content, overwrite=overwrite)
+        write_atomic(path, encode_adapter(adapter), overwrite=overwrite)
     except FileExistsError:
         raise
     except OSError as error:

@@ -280,6 +280,17 @@ class Adapter:
         return max((linear.rank for linear in self.linears.values()), default=0)
 
     @property
+    def method(self) -> str:
+        """The card's method; if it has none, the method that the changes of linears tell."""
+        if self.card.method or not self.linears:
+            return self.card.method
+        if self.card.invocation:
+            return "alora"
+        if any(linear.magnitude is not None for linear in self.linears.values()):
+            return "dora"
+        return "lora" if self.rank else "ia3"
+
+    @property
     def nbytes(self) -> int:
         """The size of all tensors in fp32."""
         tensors = (tensor for linear in self.linears.values() for _, tensor in linear.tensors())
