@@ -27,7 +27,9 @@ from gpt.parallel.mesh import Mesh
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, open_tokenizer
 
 # Adapter formats of other programs. Preamble can read these formats, and help texts list them.
-FOREIGN_FORMATS = "a PEFT directory, a TGIS decoder.pt, a NeMo prompt-learning .nemo"
+FOREIGN_FORMATS = (
+    "a PEFT directory, a TGIS decoder.pt, a NeMo 1 .nemo, a Megatron-Bridge checkpoint of LoRA"
+)
 
 
 def check_parser() -> argparse.ArgumentParser:

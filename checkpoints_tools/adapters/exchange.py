@@ -39,6 +39,7 @@ from gpt.adapters.adapter_file import (
     save_adapter,
 )
 from gpt.adapters.change_log import AdapterChangeLog
+from gpt.adapters.export_bridge import convert_linears_to_bridge
 from gpt.adapters.export_nemo import check_nemo_target, convert_to_nemo, write_nemo
 from gpt.adapters.export_nemo_linears import convert_linears_to_nemo
 from gpt.adapters.export_peft import (
@@ -294,10 +295,10 @@ def export_parser() -> argparse.ArgumentParser:
     )
     add(
         "--to",
-        choices=("peft", "tgis", "nemo"),
+        choices=("peft", "tgis", "nemo", "bridge"),
         required=True,
         help="PEFT, a decoder.pt for TGIS's prompt store, or NeMo: prompt learning of NeMo 1.20 to "
-        "1.22, and LoRA and IA3 of NeMo 1",
+        "1.22, and LoRA and IA3 of NeMo 1; bridge: LoRA of Megatron-Bridge",
     )
     add_model_flags(
         parser,
@@ -344,6 +345,8 @@ def export_command(argv: Sequence[str]) -> int:
     elif flags.to == "nemo" and adapter.linears:
         model = {} if base is None else _nemo_model_config(base.config, flags.tp)
         export = convert_linears_to_nemo(adapter, base, model, flags.base_name, flags.tp)
+    elif flags.to == "bridge":
+        export = convert_linears_to_bridge(adapter, base)
     elif flags.to == "peft":
         export = convert_to_peft(adapter, base, flags.base_name)
     elif flags.to == "nemo":

@@ -41,8 +41,8 @@ TARGET_MODULES = {
 
 
 @dataclass(frozen=True)
-class _Change:
-    """The change of a linear or part, and NeMo's module for it."""
+class LinearChange:
+    """The change of a linear or part."""
 
     linear: AdaptableLinear
     part: str
@@ -72,7 +72,7 @@ def convert_linears_to_nemo(
     `model_config` has NeMo's config fields of the base model, and `base_name` is the path from
     which NeMo will load the base model.
     """
-    _refuse_unsupported(adapter)
+    refuse_unsupported(adapter, "a .nemo file of NeMo 1")
     if base is None:
         raise AdapterError(
             f"adapter {adapter.card.name!r} changes linears, and NeMo's file describes the base "
@@ -85,7 +85,7 @@ def convert_linears_to_nemo(
             "ranks; choose a smaller --tp"
         )
     is_ia3 = adapter.rank == 0
-    changes = _ia3_changes(adapter, config) if is_ia3 else _lora_changes(adapter, config, tp)
+    changes = _ia3_changes(adapter, config) if is_ia3 else uniform_changes(adapter, config, tp)
     tuning: dict[str, Any] = {"layer_selection": _layer_selection(changes, config)}
     if not is_ia3:
         first = changes[0].change
@@ -122,7 +122,8 @@ def convert_linears_to_nemo(
     return AdapterExport(files, tuple(notes))
 
 
-def _refuse_unsupported(adapter: Adapter) -> None:
+def refuse_unsupported(adapter: Adapter, format_name: str) -> None:
+    """Refuse an adapter with more than low-rank products or scales of linears."""
     name, changes = adapter.card.name, adapter.linears.values()
     problem = None
     if len(adapter.table):
@@ -137,8 +138,8 @@ def _refuse_unsupported(adapter: Adapter) -> None:
         problem = "low-rank products and scales"
     if problem is not None:
         raise AdapterError(
-            f"adapter {name!r} has {problem}, which a .nemo file of NeMo 1 cannot express; export "
-            "it with --to peft, or train LoRA or IA3"
+            f"adapter {name!r} has {problem}, which {format_name} cannot express; export it with "
+            "--to peft, or train LoRA"
         )
 
 
@@ -146,14 +147,17 @@ def _yaml_number(number: float) -> float | int:
     return int(number) if number.is_integer() else number
 
 
-def _layer_selection(changes: list[_Change], config: GPTConfig) -> list[int] | None:
+def _layer_selection(changes: list[LinearChange], config: GPTConfig) -> list[int] | None:
     """Return NeMo's numbers of the changed layers, which count from 1; None: all layers."""
     layers = sorted({change.layer for change in changes})
     return None if len(layers) == config.num_layers else [layer + 1 for layer in layers]
 
 
-def _lora_changes(adapter: Adapter, config: GPTConfig, tp: int) -> list[_Change]:
-    """Return the changes of all targets in all changed layers, with one rank and one scale."""
+def uniform_changes(adapter: Adapter, config: GPTConfig, tp: int) -> list[LinearChange]:
+    """Return the changes of all targets in all changed layers, with one rank and one scale.
+
+    The rank is a multiple of `tp`.
+    """
     groups = list(linear_groups(adapter.linears, config))
     is_canonical = any("" not in parts for _, parts in groups)
     by_linear = {}
@@ -163,7 +167,6 @@ def _lora_changes(adapter: Adapter, config: GPTConfig, tp: int) -> list[_Change]
         elif not is_canonical and "" not in parts:
             parts = {"": join_parts(adapter.card.name, parts, linear, config)}
         by_linear[linear.name] = parts
-    # The rank must be a multiple of the tensor-parallel size.
     rank = -(-max(c.rank for parts in by_linear.values() for c in parts.values()) // tp) * tp
     scale = next((change.scale for change in adapter.linears.values() if change.scale), 1.0)
     layers = {layer_number(name) for name in by_linear}
@@ -176,7 +179,7 @@ def _lora_changes(adapter: Adapter, config: GPTConfig, tp: int) -> list[_Change]
         for part in linear.parts if is_canonical and linear.parts else ("",):
             outputs = len(part_rows(linear, part, config))
             change = _with_rank(parts.get(part), rank, scale, linear.in_features, outputs)
-            changes.append(_Change(linear, part, change))
+            changes.append(LinearChange(linear, part, change))
     return changes
 
 
@@ -196,7 +199,7 @@ def _with_rank(
     return LinearAdapter(lora_a, lora_b, scale)
 
 
-def _ia3_changes(adapter: Adapter, config: GPTConfig) -> list[_Change]:
+def _ia3_changes(adapter: Adapter, config: GPTConfig) -> list[LinearChange]:
     """Return NeMo's scales of keys, of values and of fc2's input, in all changed layers."""
     groups = {
         linear.name: (linear, parts) for linear, parts in linear_groups(adapter.linears, config)
@@ -225,12 +228,12 @@ def _ia3_changes(adapter: Adapter, config: GPTConfig) -> list[_Change]:
             size = len(part_rows(linear, part, config)) if part else linear.in_features
             name = "output_scale" if part else "input_scale"
             ones = LinearAdapter(**{name: torch.ones(size)})  # type: ignore[arg-type]
-            changes.append(_Change(linear, part, parts.get(part, ones)))
+            changes.append(LinearChange(linear, part, parts.get(part, ones)))
     return changes
 
 
 def _rank_state(
-    changes: list[_Change], config: GPTConfig, rank: int, tp: int
+    changes: list[LinearChange], config: GPTConfig, rank: int, tp: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the keys and shards of a tensor rank."""
     lora_modules = {site: module for module, site in LORA_MODULES.items()}

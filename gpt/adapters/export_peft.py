@@ -27,8 +27,9 @@ from gpt.tokenizers.tokenizer import open_tokenizer
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 TGIS_FILES = ("decoder.pt",)
+BRIDGE_FILES = (".metadata", "__0_0.distcp", "metadata.json", "common.pt", "run_config.yaml")
 # `write_export` replaces an existing directory only if it has no files with other names.
-REPLACEABLE_FILES = {*PEFT_FILES, *TGIS_FILES, "adapter_model.bin"}
+REPLACEABLE_FILES = {*PEFT_FILES, *TGIS_FILES, *BRIDGE_FILES, "adapter_model.bin"}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gpt.adapters.card import Adapter, Card, build_adapter, card_name
 from gpt.adapters.fused_linears import fold_linears, with_weight_norms
+from gpt.adapters.import_nemo_linears import without_zeros
 from gpt.adapters.import_peft_linears import DTYPES
 from gpt.adapters.linear_check import LINEARS_BYTES_MAX, RANK_MAX
 from gpt.checkpoint.files.file_tree import scan_folder, scan_folder_recursive
@@ -89,7 +90,7 @@ def open_bridge(path: Path, folder: Path, base: Checkpoint | None) -> Adapter:
         )
     settings = _read_settings(folder)
     changes = _read_changes(folder, index.tensors, settings, base.config)
-    linears = fold_linears(changes, base.config)
+    linears = fold_linears(without_zeros(changes), base.config)
     if settings.method == "dora":
         _check_dora(settings, base.config)
         linears = with_weight_norms(linears, base)

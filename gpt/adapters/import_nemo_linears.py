@@ -97,7 +97,7 @@ def open_nemo_linears(
     _check_layers(path, shards, tuning, base.config)
     linears = _build_changes(path, shards, base.config)
     if scheme == LORA:
-        linears = _without_zeros(_with_scales(linears, tuning))
+        linears = without_zeros(_with_scales(linears, tuning))
     card = Card(
         card_name(path.with_suffix("")),
         method=scheme,
@@ -360,7 +360,7 @@ def _with_scales(
     return {key: replace(change, scale=alpha / rank) for key, change in linears.items()}
 
 
-def _without_zeros(linears: dict[str, LinearAdapter]) -> dict[str, LinearAdapter]:
+def without_zeros(linears: dict[str, LinearAdapter]) -> dict[str, LinearAdapter]:
     """Remove low-rank products of zeros: NeMo has the same targets in all layers."""
     changes = {key: change for key, change in linears.items() if has_effect(change)}
     return changes or linears

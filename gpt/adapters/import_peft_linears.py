@@ -6,6 +6,7 @@ tables, and for the weight norms of DoRA. The tensors say which modules are chan
 rank, the config says the kind and the scale, and both must agree.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ LORA_A, LORA_B, MAGNITUDE, IA3_VECTOR = (
     "lora_magnitude_vector",
     "ia3_l",
 )
+# The text part of a model with images, in two orders of the names.
+TEXT_PART = re.compile(r"^(model\.language_model|language_model\.model)\.")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Other tensors of PEFT, by a part of the key, and why they are refused.
 _OTHER_TENSORS = {
@@ -112,8 +115,7 @@ def _group_tensors(
         if leaf is None or is_other or not key.startswith(KEY_PREFIX):
             raise AdapterError(f"{weights} has the tensor {key[:200]!r}, {_other_reason(key)}")
         path = name.removeprefix(KEY_PREFIX).removesuffix(f".{leaf}")
-        # The text part of a model with images.
-        path = path.replace("model.language_model.", "model.", 1)
+        path = TEXT_PART.sub("model.", path)
         if leaf in by_path.setdefault(path, {}):
             raise AdapterError(
                 f"{weights} has two tensors {leaf} of {path[:200]}; save the adapter again"

@@ -10,12 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.adapters.adapter_file import build_adapter, check_adapter, open_adapter
+from checkpoints_tools.conversion.convert import write_native
+from gpt.adapters.adapter_file import (
+    Card,
+    build_adapter,
+    check_adapter,
+    open_adapter,
+    save_adapter,
+)
+from gpt.adapters.export_bridge import convert_linears_to_bridge
 from gpt.adapters.fused_linears import with_weight_norms
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError
 from gpt.linear_adapter import LinearAdapter, split_key
+from tests.support.adapter_exchange import run_adapters_command
 from tests.support.bridge_adapters import bridge_tensors, write_bridge_adapter
 from tests.support.linear_adapters import random_linears
 from tests.support.models import lively
@@ -202,3 +211,40 @@ def test_an_unknown_alpha_and_the_missing_base_are_refused(
     with pytest.raises(AdapterError, match="so the adapter's alpha is unknown"):
         open_adapter(root, base=base)
     assert {split_key(key)[1] for key in changes()} == {""}
+
+
+@pytest.mark.parametrize("case", ["lora", "canonical", "parts missing", "layer 1"])
+def test_exports_are_read_again_bit_for_bit(
+    tmp_path: Path, base: Checkpoint, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    linears = changes(canonical=case in ("canonical", "parts missing"))
+    if case == "parts missing":
+        linears = {key: change for key, change in linears.items() if not key.endswith("key")}
+    if case == "layer 1":
+        linears = {key: change for key, change in linears.items() if ".layers.1." in key}
+    write_native(base, tmp_path / "base")
+    save_adapter(build_adapter(Card("a"), None, linears), tmp_path / "a.safetensors")
+    flags = ("--to", "bridge", "--model", tmp_path / "base")
+    code, _, err = run_adapters_command(
+        capsys, "export", tmp_path / "a.safetensors", tmp_path / "a", *flags
+    )
+    assert code == 0, err
+    adapter = open_adapter(tmp_path / "a", base=base)
+    check_adapter(adapter, CONFIG, None)
+    assert adapter.digest == build_adapter(adapter.card, None, linears).digest
+
+
+def test_exports_that_bridge_cannot_express_are_refused(base: Checkpoint) -> None:
+    refused = {
+        "magnitudes": build_adapter(Card("a"), None, changes("dora")),
+        "virtual tokens": build_adapter(Card("a"), torch.ones(2, 32), changes()),
+        "IA3": build_adapter(Card("a"), None, random_linears(CONFIG, "ia3")),
+        "an invocation": build_adapter(Card("a", invocation=(3,)), None, changes()),
+    }
+    for message, adapter in refused.items():
+        with pytest.raises(AdapterError, match=message):
+            convert_linears_to_bridge(adapter, base)
+    with pytest.raises(AdapterError, match="give the base model with --model"):
+        convert_linears_to_bridge(build_adapter(Card("a"), None, changes()), None)
+    with pytest.raises(AdapterError, match="changes no linear"):
+        convert_linears_to_bridge(build_adapter(Card("a"), torch.ones(2, 32)), base)
