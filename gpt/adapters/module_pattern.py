@@ -376,35 +376,25 @@ class ModulePattern:
         self._budget = budget
         self._source = source
         self._pattern = pattern
-        # Names and dots alone are the usual case: `re` matches them in linear time.
-        self._plain = re.compile(pattern) if PLAIN_NAME.fullmatch(pattern) else None
-        self._node: _Node | None = None
         if len(pattern) > PATTERN_CHARACTERS_MAX:
             problem = f"it has {len(pattern)} characters, over {PATTERN_CHARACTERS_MAX}"
             raise self._error(_PatternError(problem))
-        if self._plain is None:
-            try:
-                self._node = _Parser(pattern).parse()
-            except _PatternError as error:
-                raise self._error(error) from None
+        try:
+            budget.spend(len(pattern) // 8)
+            self._node = _Parser(pattern).parse()
+        except _PatternError as error:
+            raise self._error(error) from None
 
     def matches(self, name: str) -> bool:
         """Tell whether the expression matches the whole name."""
-        if self._plain is not None:
-            return self._plain.fullmatch(name) is not None
         return bool(self._ends(1, name) >> len(name) & 1)
 
     def matches_end(self, name: str) -> bool:
         """Tell whether the expression matches the whole name, or its end after a dot."""
-        if self._plain is not None:
-            start = len(name) - len(self._pattern)
-            begins_well = start == 0 or (start > 0 and name[start - 1] == ".")
-            return begins_well and self._plain.fullmatch(name, start) is not None
         starts = 1 | sum(2 << index for index, character in enumerate(name) if character == ".")
         return bool(self._ends(starts, name) >> len(name) & 1)
 
     def _ends(self, starts: int, name: str) -> int:
-        assert self._node is not None
         try:
             return self._node.ends(starts, _Subject(name, self._budget))
         except _PatternError as error:
@@ -417,6 +407,61 @@ class ModulePattern:
         )
 
 
-def first_match(patterns: Iterable[tuple[str, ModulePattern]], name: str) -> str | None:
-    """Return the first of the keys whose expression matches the name or its end after a dot."""
-    return next((key for key, pattern in patterns if pattern.matches_end(name)), None)
+class PatternList:
+    """Expressions in order, of which the first that matches a name counts."""
+
+    def __init__(self, patterns: Iterable[str], source: str, budget: Budget) -> None:
+        self._budget = budget
+        self._expressions: list[tuple[int, ModulePattern]] = []
+        # Names and dots alone are the usual case, and there can be one for each module. A dot
+        # matches any character, so plain names are looked up without their dots: by the length,
+        # then by the positions of the dots, then by the other characters.
+        self._names: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
+        self._patterns = list(patterns)
+        for number, pattern in enumerate(self._patterns):
+            if PLAIN_NAME.fullmatch(pattern):
+                dots = tuple(index for index, letter in enumerate(pattern) if letter == ".")
+                by_dots = self._names.setdefault(len(pattern), {}).setdefault(dots, {})
+                by_dots.setdefault(_without_positions(pattern, dots), number)
+            else:
+                self._expressions.append((number, ModulePattern(pattern, source, budget)))
+        self._source = source
+
+    def first_match(self, name: str) -> str | None:
+        """Return the first expression that matches the name, or its end after a dot."""
+        first = self._first_name(name)
+        for number, expression in self._expressions:
+            if first is not None and number > first:
+                break
+            if expression.matches_end(name):
+                first = number
+                break
+        return None if first is None else self._patterns[first]
+
+    def _first_name(self, name: str) -> int | None:
+        numbers = []
+        for end in path_ends(name):
+            for dots, by_letters in self._names.get(len(end), {}).items():
+                try:
+                    self._budget.spend()
+                except _PatternError as error:
+                    raise AdapterError(
+                        f"{self._source} has too many keys: {error}; save the adapter again"
+                    ) from None
+                number = by_letters.get(_without_positions(end, dots))
+                if number is not None:
+                    numbers.append(number)
+        return min(numbers, default=None)
+
+
+def _without_positions(text: str, positions: tuple[int, ...]) -> str:
+    bounds = zip((-1, *positions), (*positions, len(text)), strict=True)
+    return "\0".join(text[start + 1 : stop] for start, stop in bounds)
+
+
+def path_ends(path: str) -> Iterable[str]:
+    """Yield a path, and its ends after each dot."""
+    yield path
+    for index, character in enumerate(path):
+        if character == ".":
+            yield path[index + 1 :]

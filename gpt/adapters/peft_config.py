@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gpt.adapters.card import INTEGER_MAX, INVOCATION_TOKENS_MAX
-from gpt.adapters.linear_check import RANK_MAX
-from gpt.adapters.module_pattern import Budget, ModulePattern, first_match
+from gpt.adapters.linear_check import LINEARS_MAX, RANK_MAX
+from gpt.adapters.module_pattern import Budget, ModulePattern, PatternList, path_ends
 from gpt.errors import AdapterError
 from gpt.settings import short_repr
 
@@ -129,12 +129,12 @@ class PeftLinearConfig:
         if names is None:
             return False
         # As in PEFT, the end of a path needs no dot before it.
-        return names.match(path) or any(path.endswith(name) for name in names.names)
+        return names.match(path) or path.endswith(tuple(names.names))
 
     def scale(self, path: str) -> LoraScale:
         """Return the rank and scale of a module's low-rank product."""
-        rank_key = first_match(self._rank_patterns, path)
-        alpha_key = first_match(self._alpha_patterns, path)
+        rank_key = self._rank_patterns.first_match(path)
+        alpha_key = self._alpha_patterns.first_match(path)
         rank = self._rank if rank_key is None else self._ranks[rank_key]
         alpha = self._alpha if alpha_key is None else self._alphas[alpha_key]
         return LoraScale(rank, alpha / (math.sqrt(rank) if self._flag("use_rslora") else rank))
@@ -205,12 +205,15 @@ class PeftLinearConfig:
                 return _ModuleNames(are_all=True)
             return _ModuleNames(pattern=self._pattern(field, value))
         is_list = isinstance(value, list) and all(isinstance(name, str) and name for name in value)
-        if not is_list or not value:
+        if not is_list or not 1 <= len(value) <= LINEARS_MAX:
             raise self._error(field, value, "a list of names or a regular expression")
         return _ModuleNames(frozenset(value))
 
     def _pattern(self, field: str, text: str) -> ModulePattern:
         return ModulePattern(text, f"{self.path}: {field}", self._budget)
+
+    def _pattern_list(self, field: str, keys: Iterable[str]) -> PatternList:
+        return PatternList(keys, f"{self.path}: {field}", self._budget)
 
     def _read_layers(self) -> frozenset[int] | None:
         value = self._record.get("layers_to_transform")
@@ -277,8 +280,8 @@ class PeftLinearConfig:
             key: self._checked_alpha(f"alpha_pattern {short_repr(key)}", value)
             for key, value in self._mapping("alpha_pattern").items()
         }
-        self._rank_patterns = [(key, self._pattern("rank_pattern", key)) for key in self._ranks]
-        self._alpha_patterns = [(key, self._pattern("alpha_pattern", key)) for key in self._alphas]
+        self._rank_patterns = self._pattern_list("rank_pattern", self._ranks)
+        self._alpha_patterns = self._pattern_list("alpha_pattern", self._alphas)
 
     def _mapping(self, field: str) -> Mapping[str, Any]:
         value = self._record.get(field) or {}
@@ -316,12 +319,4 @@ class _ModuleNames:
     def match(self, path: str) -> bool:
         if self.pattern is not None:
             return self.pattern.matches(path)
-        return self.are_all or any(end in self.names for end in _path_ends(path))
-
-
-def _path_ends(path: str) -> Iterable[str]:
-    """Yield a path, and its ends after each dot."""
-    yield path
-    for index, character in enumerate(path):
-        if character == ".":
-            yield path[index + 1 :]
+        return self.are_all or any(end in self.names for end in path_ends(path))

@@ -202,15 +202,15 @@ def test_exports_that_nemo_cannot_express_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_native(lively(GATED), tmp_path / "base")
-    whole = random_linears(GATED)
+    linears = random_linears(GATED)
     refused = {
         "magnitudes (DoRA)": build_adapter(Card("a"), None, random_linears(GATED, "dora")),
-        "an invocation": build_adapter(Card("a", invocation=(1,)), None, whole),
-        "3 virtual tokens": build_adapter(Card("a"), torch.ones(3, 32), whole),
+        "an invocation": build_adapter(Card("a", invocation=(1,)), None, linears),
+        "3 virtual tokens": build_adapter(Card("a"), torch.ones(3, 32), linears),
         "NeMo's IA3 scales only keys": build_adapter(
             Card("a"), None, random_linears(GATED, "ia3", targets=("linear_proj",))
         ),
-        "4 KV heads among 8 tensor ranks": build_adapter(Card("a"), None, whole),
+        "4 KV heads among 8 tensor ranks": build_adapter(Card("a"), None, linears),
     }
     for message, adapter in refused.items():
         save_adapter(adapter, tmp_path / "a.safetensors")
