@@ -8,13 +8,14 @@ model is trained to predict it. This module does not depend on a model.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gpt.batch import Batch
 from gpt.dropout import Dropout
+from gpt.linear_adapter import AdaptedRows, ModelAdapter
 from ptuning.data.dataset import Example
 
 
@@ -25,6 +26,13 @@ class MicroBatch:
     ids: Tensor  # (tokens,) token ids; virtual tokens have ids at or above vocab_size.
     batch: Batch  # Has one logit row for each token whose next token has a loss.
     labels: Tensor  # (logit rows,) the token id that each logit row must predict.
+    # For each task in the micro-batch: its index, and the rows of its tokens (None: all rows).
+    task_rows: tuple[tuple[int, Tensor | None], ...] = ()
+
+    def with_adapters(self, adapters: Sequence[ModelAdapter]) -> "MicroBatch":
+        """Return the micro-batch with the adapter of each task on the rows of the task."""
+        adapted_rows = tuple(AdaptedRows(adapters[task], rows) for task, rows in self.task_rows)
+        return replace(self, batch=replace(self.batch, adapted_rows=adapted_rows))
 
 
 def build_micro_batch(
@@ -66,7 +74,25 @@ def build_micro_batch(
         parents=parents if prefix_lengths else (),
     )
     labels = [example.ids[position] for example in examples for position in example.loss_positions]
-    return MicroBatch(torch.tensor(ids, device=device), batch, torch.tensor(labels, device=device))
+    tasks = [*prefix_tasks, *(example.task_index for example in examples)]
+    return MicroBatch(
+        torch.tensor(ids, device=device),
+        batch,
+        torch.tensor(labels, device=device),
+        _task_rows(tasks, lengths, device),
+    )
+
+
+def _task_rows(
+    tasks: Sequence[int], lengths: Sequence[int], device: torch.device | str
+) -> tuple[tuple[int, Tensor | None], ...]:
+    """Return the rows of each task, from the task and the number of tokens of each sequence."""
+    if len(set(tasks)) == 1:
+        return ((tasks[0], None),)
+    task_of_row = torch.tensor(tasks, device=device).repeat_interleave(
+        torch.tensor(lengths, device=device)
+    )
+    return tuple((task, (task_of_row == task).nonzero().flatten()) for task in dict.fromkeys(tasks))
 
 
 def _common_prefix_lengths(examples: Sequence[Example]) -> dict[int, int]:
