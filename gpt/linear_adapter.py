@@ -1,4 +1,4 @@
-"""What an adapter changes in the linears of a model: low-rank terms, magnitudes and scales.
+"""Adapters of linears: low-rank products (LoRA), magnitudes (DoRA) and scales (IA3).
 
 With an adapter, a linear computes
 
@@ -68,6 +68,15 @@ class LinearAdapter:
 TENSOR_NAMES = tuple(
     tensor_field.name for tensor_field in fields(LinearAdapter) if tensor_field.name != "scale"
 )
+
+
+def last_occurrence(tokens: Sequence[int], invocation: Sequence[int]) -> int | None:
+    """Return the position of the last occurrence of an invocation; None if there is none."""
+    length, ids = len(invocation), list(invocation)
+    for start in range(len(tokens) - length, -1, -1):
+        if tokens[start] == ids[0] and list(tokens[start : start + length]) == ids:
+            return start
+    return None
 
 
 def split_key(key: str) -> tuple[str, str]:

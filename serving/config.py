@@ -20,7 +20,13 @@ from gpt.parallel.weight_sharding import are_multiples
 from gpt.sampling_params import LOGPROBS_MAX
 from gpt.settings import ComposedSettings, parse_settings, read_yaml, short_repr
 from serving.logs import LOG_FORMATS
-from serving.memory_budget import ADAPTER_ROWS_MAX, KV_BLOCK_TOKENS, check_step_tokens
+from serving.memory_budget import (
+    ADAPTER_MEMORY_MB,
+    ADAPTER_PAGE_BYTES,
+    ADAPTER_ROWS_MAX,
+    KV_BLOCK_TOKENS,
+    check_step_tokens,
+)
 from serving.profiles import find_profile
 
 GOLDEN_MODES = ("ignore", "warn", "strict")
@@ -65,6 +71,7 @@ UPPER_BOUNDS: Mapping[str, int] = {
     "speculate_rows_max": 1 << 16,
     "cuda_graph_rows_max": 1 << 16,
     "adapter_rows_max": 1 << 24,
+    "adapter_memory_mb": 1 << 24,
     "adapters_max": 1 << 24,
     "uploads_max": 1024,
     "flight_steps_max": 1 << 20,
@@ -185,7 +192,15 @@ class CacheConfig:
     shared_prefix_cache: bool = False
     # Size of the adapter pool on the device, in rows (virtual tokens).
     adapter_rows_max: int = ADAPTER_ROWS_MAX
+    # Size of the memory for adapters' changes of linears (LoRA, DoRA, IA3) on each rank's device,
+    # in MB. A rank on a CPU uses only the pages that adapters have needed.
+    adapter_memory_mb: int = ADAPTER_MEMORY_MB
     adapter_bytes_max: int = 1 << 30  # Bytes of the adapters that are cached in host memory.
+
+    @property
+    def adapter_pages(self) -> int:
+        """The size of the memory for changes of linears, in pages."""
+        return self.adapter_memory_mb * 1_000_000 // ADAPTER_PAGE_BYTES
 
     def __post_init__(self) -> None:
         _check_bounds(self)

@@ -49,13 +49,32 @@ class Guide(_Part, frozen=True):
 
 
 class AdapterRef(_Part, frozen=True):
-    """Reference to an adapter's rows: digest, row count, file and kind of rows."""
+    """Reference to an adapter: digest, row count, file, kind of rows, and changes of linears."""
 
     digest: str
     row_count: int
     file: str
     # The `kind` in the adapter's card (metadata). "rows": embeddings; "prefix": keys and values.
     kind: str = "rows"
+    # Changes of linears (gpt/linear_adapter.py): the number of linears and parts, the bytes of all
+    # of them in fp32, and the bytes on the rank that needs the most. 0: the adapter changes none.
+    linear_count: int = 0
+    linear_bytes: int = 0
+    rank_bytes: int = 0
+
+    @property
+    def changes_linears(self) -> bool:
+        return self.linear_count > 0
+
+    @property
+    def has_pool_rows(self) -> bool:
+        """Whether the adapter has rows that must be in the adapter pool."""
+        return self.kind == "rows"
+
+    @property
+    def uses_device_pools(self) -> bool:
+        """Whether a part of the adapter is in the adapter pool or in the adapter memory."""
+        return self.has_pool_rows or self.changes_linears
 
     @property
     def is_prefix(self) -> bool:
@@ -87,6 +106,9 @@ class Submission(_Message, frozen=True):
     # Part of the keys of the sequence's cached blocks, so that only sequences with an equal salt
     # share them.
     cache_salt: str = ""
+    # The position of the first token on which the adapter's changes of linears act: 0, or the
+    # position of the invocation of an activated LoRA.
+    adapted_from: int = 0
 
 
 class Cancel(_Message, frozen=True):
@@ -311,6 +333,35 @@ class AdapterRowsWrite(_Part, frozen=True):
     data: bytes = b""  # The rows, fp32, contiguous. The engine loop sets them before the launch.
 
 
+class TensorBytes(_Part, frozen=True):
+    """A tensor: its shape, and its fp32 elements, contiguous."""
+
+    shape: list[int]
+    data: bytes
+
+
+class LinearWrite(_Part, frozen=True):
+    """An adapter's change of one linear or part: the fields of `LinearAdapter`, unsharded."""
+
+    key: str
+    scale: float
+    tensors: dict[str, TensorBytes]
+
+
+class AdapterLinearsWrite(_Part, frozen=True):
+    """Copy an adapter's changes of linears, or some of them, into the adapter memory of each rank.
+
+    The changes are numbered in the order of their keys. The write of the first change begins a new
+    adapter at `start`; later writes continue behind it.
+    """
+
+    start: int  # First byte of the adapter in the adapter memory.
+    digest: str
+    first: int
+    count: int
+    linears: list[LinearWrite] = []  # The engine loop sets them before the launch.
+
+
 class PrefixKVWrite(_Part, frozen=True):
     """Copy `count` rows of a prefix adapter's keys and values into KV blocks.
 
@@ -331,7 +382,8 @@ class Step(_Message, frozen=True):
 
     `slots`, `past`, `lengths`, `draws`, `prompt_score_counts` and a non-empty `draft_counts` have
     one entry per sequence. Before the forward pass, ranks apply `block_clears`, `block_copies`,
-    `adapter_writes`, `prefix_writes`, `slot_inits` and `block_table_updates`. This order matters:
+    `adapter_writes`, `linear_writes`, `prefix_writes`, `slot_inits` and `block_table_updates`. This
+    order matters:
 
     - A copy may have a cleared block as its target.
     - A prefix write may overwrite the source block of a copy.
@@ -363,6 +415,12 @@ class Step(_Message, frozen=True):
     # draft tokens.
     draft_counts: list[int] = []
     prefix_writes: list[PrefixKVWrite] = []
+    linear_writes: list[AdapterLinearsWrite] = []
+    # For each sequence, the first byte of its adapter in the adapter memory, and the position of
+    # the first token on which the adapter's changes of linears act; -1: no adapter changes linears.
+    # Both empty: there is no such adapter in the step.
+    adapter_starts: list[int] = []
+    adapted_from: list[int] = []
     # Whether ranks may capture a CUDA graph, which takes up to seconds: the graph of the step's
     # batch size, or, if the step has no sequences, the largest graph that is missing.
     may_capture_graph: bool = False

@@ -68,7 +68,7 @@ SUFFIX = ".safetensors"
 TABLE = "table"
 # The header contains a card as a JSON string, in which quotes are escaped, and the entries of the
 # tensors. A header with a million tensor names would take seconds and hundreds of MiB to parse.
-HEADER_BYTES_MAX = 3 * CARD_BYTES_MAX + LINEARS_MAX * 512
+HEADER_BYTES_MAX = 3 * CARD_BYTES_MAX + LINEARS_MAX * len(TENSOR_NAMES) * 160
 
 
 def save_adapter(adapter: Adapter, path: Path, *, overwrite: bool = True) -> None:
@@ -315,13 +315,13 @@ def _check_version(version: str, path: Path) -> int:
 def _check_tensors(tensors: Mapping[str, StoredTensor], version: int, path: Path) -> None:
     names = set(tensors) - {TABLE}
     expected = f"one tensor, {TABLE} (torch.float32)"
-    are_known = list(tensors) == [TABLE]
+    names_match = list(tensors) == [TABLE]
     if version == LINEARS_VERSION:
         expected = "torch.float32 tensors named LINEAR.lora_a, LINEAR.lora_b and so on"
-        are_known = bool(names) and all(
+        names_match = bool(names) and all(
             name.rpartition(".")[2] in TENSOR_NAMES and "." in name for name in names
         )
-    if not are_known or any(stored.dtype != torch.float32 for stored in tensors.values()):
+    if not names_match or any(stored.dtype != torch.float32 for stored in tensors.values()):
         tensor_summary = ", ".join(
             f"{name[:100]} ({stored.dtype})" for name, stored in list(tensors.items())[:4]
         )

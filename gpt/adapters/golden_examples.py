@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 
 from gpt.adapters.card import CARD_BYTES_MAX, GOLDEN_EXAMPLES_MAX, Adapter, Card, GoldenExample
 from gpt.adapters.prompt_template import PromptTemplate
+from gpt.adapters.sequence_adapters import sequence_adapters
 from gpt.dtypes import FLOAT_DTYPE_NAMES
 from gpt.errors import AdapterError, RequestError
 from gpt.generation.completions import NEW_TOKENS_DEFAULT, TextCompletion, complete_prompts
@@ -306,6 +307,7 @@ def _complete_prompts(
         prompts,
         adapter_table=adapter.table.to(model_chunks(model)[0].mesh.device),
         adapter_kind=adapter.card.kind,
+        adapters=sequence_adapters(adapter, model, prompts),
         max_new_tokens=token_counts,
         stop_strings=adapter.card.stop,
         with_scores=True,

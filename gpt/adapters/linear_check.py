@@ -20,7 +20,7 @@ from gpt.parallel.adapter_sharding import AdaptableLinear, adaptable_linears, pa
 RANK_MAX = 512
 LINEARS_BYTES_MAX = 8 << 30  # Size of all tensors in fp32.
 # Number of linears and parts: more than the largest models have.
-LINEARS_MAX = 16384
+LINEARS_MAX = 4096
 
 
 def copy_linears(name: str, linears: Mapping[str, LinearAdapter]) -> dict[str, LinearAdapter]:

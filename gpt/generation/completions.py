@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gpt.generation.generate import generate_steps
+from gpt.generation.generate import SequenceAdapter, generate_steps
 from gpt.generation.reference_sampler import Score
 from gpt.generation.stop_strings import StopStringDetokenizer
 from gpt.model.gpt_model import GPT
@@ -51,6 +51,7 @@ def complete_prompts(
     *,
     adapter_table: Tensor | None = None,
     adapter_kind: str = "rows",
+    adapters: Sequence[SequenceAdapter | None] = (),
     max_new_tokens: int | Sequence[int] = NEW_TOKENS_DEFAULT,
     stop_strings: Sequence[str] = (),
     with_scores: bool = False,
@@ -61,11 +62,12 @@ def complete_prompts(
 ) -> list[TextCompletion]:
     """Return the greedy completion of each prompt, in the order of the prompts.
 
-    `generate` explains `model`, `adapter_table` and `adapter_kind`, and `generate_steps` explains
-    `drafts` and `shares_prefix`; drafts change the speed, and the text only by rounding. A draft is
-    cut at the end of the model's context. `max_new_tokens` is one limit, or one per prompt; it is
-    reduced where the completion would exceed the model's context. `tokens_max` is the largest sum
-    of prompt lengths and max_new_tokens in a batch of several prompts. `report_progress` is called
+    `generate` explains `model`, `adapter_table`, `adapter_kind` and `adapters`, and
+    `generate_steps` explains `drafts` and `shares_prefix`; drafts change the speed, and the text
+    only by rounding. A draft is cut at the end of the model's context. `max_new_tokens` is one
+    limit, or one per prompt; it is reduced where the completion would exceed the model's context.
+    `tokens_max` is the largest sum of prompt lengths and max_new_tokens in a batch of several
+    prompts. `report_progress` is called
     with a number of prompts, in proportion to the completed tokens.
     """
     if isinstance(max_new_tokens, int):
@@ -105,6 +107,7 @@ def complete_prompts(
             [samplings[index] for index in indices],
             adapter_table=adapter_table,
             adapter_kind=adapter_kind,
+            adapters=[adapters[index] for index in indices] if adapters else (),
             dropped_rows=stopped_rows,
             drafts=[drafts[index] for index in indices],
             shares_prefix=shares_prefix,

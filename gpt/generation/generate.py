@@ -20,6 +20,7 @@ from gpt.attention.kv_cache import BLOCK_TOKENS, KVPool, prefix_shard
 from gpt.batch import Batch
 from gpt.errors import RequestError
 from gpt.generation.reference_sampler import Score, sample_token, score_tokens
+from gpt.linear_adapter import AdaptedRows, ModelAdapter
 from gpt.model import pipeline
 from gpt.model.gpt_model import GPT
 from gpt.parallel.pipeline_communication import broadcast_from_last_stage
@@ -54,6 +55,14 @@ class TokenOutput:
     draft_logprobs: list[float] = field(default_factory=list)
 
 
+@dataclass(frozen=True, eq=False)
+class SequenceAdapter:
+    """An adapter that changes linears for a sequence, on the tokens from `acts_from` on."""
+
+    terms: ModelAdapter
+    acts_from: int = 0
+
+
 @dataclass
 class Completion:
     """The complete output for one prompt."""
@@ -77,16 +86,23 @@ def generate(
     *,
     adapter_table: Tensor | None = None,
     adapter_kind: str = "rows",
+    adapters: Sequence[SequenceAdapter | None] = (),
 ) -> list[Completion]:
     """Return the completion of each prompt.
 
     `model` is this rank's part of the model: one chunk, or several in the order of their layers.
     Prompt ids at or above the vocabulary size are rows of `adapter_table`. `adapter_kind` is "rows"
-    for a table of input embeddings, or "prefix" for a table of keys and values.
+    for a table of input embeddings, or "prefix" for a table of keys and values. `adapters` has for
+    each prompt the adapter that changes linears for it, if any; empty: no prompt has one.
     """
     completions = [Completion() for _ in prompts]
     for outputs in generate_steps(
-        model, prompts, sampling, adapter_table=adapter_table, adapter_kind=adapter_kind
+        model,
+        prompts,
+        sampling,
+        adapter_table=adapter_table,
+        adapter_kind=adapter_kind,
+        adapters=adapters,
     ):
         for output in outputs:
             completion = completions[output.row]
@@ -108,6 +124,7 @@ def generate_steps(
     *,
     adapter_table: Tensor | None = None,
     adapter_kind: str = "rows",
+    adapters: Sequence[SequenceAdapter | None] = (),
     dropped_rows: Container[int] = (),
     drafts: Sequence[Sequence[int]] | None = None,
     shares_prefix: bool = False,
@@ -141,7 +158,8 @@ def generate_steps(
         assert all(params.is_plain_greedy for params in samplings), "drafts need greedy sampling"
         assert not needs_prompt_logits, "prompt scores and drafts cannot be combined"
     has_prefix_kv = adapter_kind == "prefix" and adapter_table is not None
-    shares_prefix = shares_prefix and not has_prefix_kv and not needs_prompt_logits
+    # Adapters could act on a part of the common prefix.
+    shares_prefix = shares_prefix and not (has_prefix_kv or needs_prompt_logits or any(adapters))
     shared_tokens = _common_prefix_length(prompts) if shares_prefix else 0
     token_counts = [
         len(prompt) + max(params.max_new_tokens, len(draft) - 1)
@@ -172,6 +190,10 @@ def generate_steps(
             block_tables[rows],
             BLOCK_TOKENS,
         )
+        if any(adapters):
+            batch = replace(
+                batch, adapted_rows=_adapted_rows(batch, [adapters[row] for row in rows])
+            )
         # Logits are needed at the last positions of each row. They predict the tokens of its draft,
         # or its next token.
         logit_counts = [max(1, len(drafts[row])) for row in rows]
@@ -222,6 +244,23 @@ def generate_steps(
         drafts = [()] * len(prompts)
         yield outputs
         rows = [row for row in unfinished_rows if row not in dropped_rows]
+
+
+def _adapted_rows(
+    batch: Batch, adapters: Sequence[SequenceAdapter | None]
+) -> tuple[AdaptedRows, ...]:
+    """Return the rows of each sequence on which its adapter acts."""
+    adapted_rows = []
+    for adapter, start, past, length in zip(
+        adapters, batch.query_starts, batch.past_lengths, batch.query_lengths, strict=True
+    ):
+        if adapter is None:
+            continue
+        first = start + max(0, adapter.acts_from - past)
+        rows = torch.arange(first, start + length, device=batch.positions.device)
+        if len(rows):
+            adapted_rows.append(AdaptedRows(adapter.terms, rows))
+    return tuple(adapted_rows)
 
 
 def _verify_draft(

@@ -45,14 +45,14 @@ def adapted_product(
     return y
 
 
-def select_rows(adapted_rows: Sequence[AdaptedRows], kept: Tensor) -> tuple[AdaptedRows, ...]:
-    """Return the adapters of a batch of which only the rows `kept` are left, in this order."""
+def select_rows(adapted_rows: Sequence[AdaptedRows], rows: Tensor) -> tuple[AdaptedRows, ...]:
+    """Return the adapters of a batch of which only `rows` are left, in this order."""
     selected = []
     for adapted in adapted_rows:
         if adapted.rows is None:
             selected.append(adapted)
             continue
-        positions = torch.isin(kept, adapted.rows).nonzero().flatten()
+        positions = torch.isin(rows, adapted.rows).nonzero().flatten()
         if len(positions):
             selected.append(AdaptedRows(adapted.adapter, positions))
     return tuple(selected)

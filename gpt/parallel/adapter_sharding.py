@@ -1,4 +1,4 @@
-"""How adapters of linears follow the sharding of their linears over tensor ranks.
+"""Sharding of adapters of linears over tensor ranks, which follows that of the linears.
 
 The low-rank term of a linear is sharded so that it needs no communication beside the linear's own.
 A column-parallel linear has A whole and B with the rows of the base weight. A row-parallel linear
@@ -8,6 +8,7 @@ before the sum over tensor ranks.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -207,6 +208,48 @@ def term_to(term: LinearTerm, dtype: torch.dtype, device: torch.device | str) ->
         copy(term.output_scale),
         copy(term.input_scale),
     )
+
+
+# Alignment of the tensors of an adapter in the memory of a server.
+ALIGNMENT_BYTES = 64
+
+
+def aligned_bytes(nbytes: int) -> int:
+    """Return `nbytes`, rounded up to the alignment of tensors in a server's memory."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def largest_rank_bytes(
+    adapters: Mapping[str, LinearAdapter],
+    config: GPTConfig,
+    stages: Iterable[Iterable[int]],
+    *,
+    tp: int,
+    itemsize: int,
+) -> int:
+    """Return the bytes of an adapter's terms on the rank that needs the most.
+
+    `stages`: the layers of each pipeline stage; `itemsize`: the bytes of an element in memory. All
+    tensor ranks of a stage need equally many bytes.
+    """
+    linears, layer_bytes = adaptable_linears(config), dict[int, int]()
+    for key, adapter in adapters.items():
+        name, part = split_key(key)
+        layer = layer_number(name)
+        assert layer is not None
+        shapes: dict[str, Any] = {
+            tensor_name: torch.empty(tensor.shape, device="meta")
+            for tensor_name, tensor in adapter.tensors()
+        }
+        shape_adapter = LinearAdapter(**shapes)
+        term = shard_linear_adapter(shape_adapter, linears[name], part, config, rank=0, tp=tp)
+        term_bytes = sum(
+            aligned_bytes(tensor.numel() * itemsize)
+            for tensor in vars(term).values()
+            if isinstance(tensor, Tensor)
+        )
+        layer_bytes[layer] = layer_bytes.get(layer, 0) + term_bytes
+    return max(sum(layer_bytes.get(layer, 0) for layer in layers) for layers in stages)
 
 
 def merge_parts(

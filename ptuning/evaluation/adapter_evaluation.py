@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 from gpt.adapters.adapter_file import Adapter, check_adapter, open_adapter
+from gpt.adapters.sequence_adapters import sequence_adapters
 from gpt.checkpoint.digest import identify
 from gpt.cpu_inference.weight_packing import pack_weights
 from gpt.errors import AdapterError, ConfigError
@@ -91,6 +92,7 @@ def evaluate(
             [prompt or [tokenizer.bos_id or tokenizer.eos_id or 0] for prompt in prompts],
             adapter_table=variant_table,
             adapter_kind=adapter.card.kind,
+            adapters=sequence_adapters(adapter, model, prompts) if variant == ADAPTER else (),
             max_new_tokens=answer_tokens_max,
             stop_strings=adapter.card.stop,
             drafts=[example.ids[example.answer_start :] for example in scored_examples],

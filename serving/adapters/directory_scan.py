@@ -68,10 +68,14 @@ class AdapterDirectory:
         directory: Path,
         check: Callable[[Adapter], None],
         reserve: "Callable[[AdapterDirectory, int], None]",
+        rank_bytes: Callable[[Adapter], int],
         tenant: str = "",
         eligible: Callable[[LoadedAdapter], bool] = lambda adapter: True,
     ) -> None:
         """`reserve` sets `reserved` to the given number, or to less if a limit requires that.
+
+        `rank_bytes` returns an upper bound of the bytes that an adapter's changes of linears need
+        on a rank.
 
         `eligible` returns whether a version is eligible as the current version of its name. If no
         alias record names a loaded version, the newest eligible version is current. If no version
@@ -81,6 +85,7 @@ class AdapterDirectory:
         self._eligible = eligible
         self._check = check
         self._reserve = reserve
+        self._rank_bytes = rank_bytes
         self._tenant = tenant
         # Number of adapters that count against the limit of all directories: during a scan the
         # number that it may keep and load, and then the number that it kept and loaded.
@@ -262,12 +267,23 @@ class AdapterDirectory:
         adapter = open_adapter(file)
         self._check(adapter)
         path = str(file.absolute())
-        adapter_ref = AdapterRef(adapter.digest, len(adapter.table), path, adapter.card.kind)
+        adapter_ref = AdapterRef(
+            adapter.digest,
+            len(adapter.table),
+            path,
+            adapter.card.kind,
+            len(adapter.linears),
+            adapter.nbytes - adapter.table.nbytes,
+            self._rank_bytes(adapter),
+        )
         loaded_adapter = LoadedAdapter(
             name.name, name.version or 1, adapter.card, adapter_ref, self._tenant
         )
         log.info(
-            "event=adapter_loaded adapter=%s rows=%d", loaded_adapter.key, adapter_ref.row_count
+            "event=adapter_loaded adapter=%s rows=%d rank=%d",
+            loaded_adapter.key,
+            adapter_ref.row_count,
+            adapter.rank,
         )
         self._rejection_reasons.pop(file.name, None)
         return loaded_adapter

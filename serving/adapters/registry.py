@@ -53,12 +53,14 @@ class AdapterRegistry:
         check: Callable[[Adapter], None],
         *,
         adapters_max: int,
+        rank_bytes: Callable[[Adapter], int] = lambda adapter: adapter.nbytes,
         eligible: Callable[[LoadedAdapter], bool] = lambda adapter: True,
     ) -> None:
-        """`eligible` is described at `AdapterDirectory.__init__`."""
+        """`rank_bytes` and `eligible` are described at `AdapterDirectory.__init__`."""
         self.directory = directory
         self.check = check
         self.adapters_max = adapters_max
+        self._rank_bytes = rank_bytes
         self._eligible = eligible
         self._update_lock = threading.Lock()  # Guards updates of `_directories`.
         self._capacity_lock = threading.Lock()  # Serializes `_reserve`.
@@ -198,7 +200,9 @@ class AdapterRegistry:
             directory.reselect_current()
 
     def _open_directory(self, directory: Path, tenant: str = "") -> AdapterDirectory:
-        return AdapterDirectory(directory, self.check, self._reserve, tenant, self._eligible)
+        return AdapterDirectory(
+            directory, self.check, self._reserve, self._rank_bytes, tenant, self._eligible
+        )
 
     def _reserve(self, directory: AdapterDirectory, count: int) -> None:
         """Let a directory have `count` adapters, or fewer if the others leave less capacity."""

@@ -15,6 +15,7 @@ from typing import get_args
 
 from gpt.adapters.prompt_template import PromptTemplate
 from gpt.errors import PromptTooLongError, RequestError
+from gpt.linear_adapter import last_occurrence
 from gpt.sampling_params import SamplingParams
 from gpt.settings import suggest_nearest
 from gpt.tokenizers.tokenizer import IncrementalDetokenizer, Tokenizer, piece_decoder
@@ -142,6 +143,7 @@ class Admission:
             adapter_ref=adapter.adapter_ref if adapter else None,
             virtual_tokens=sum(token >= self.vocab_size for token in prompt),
             continuation_tokens=len(continuation_ids),
+            adapted_from=_adapted_from(adapter, prompt),
         )
 
     def _resolve_adapter(self, name: str, tenant: str) -> LoadedAdapter:
@@ -369,6 +371,25 @@ class Admission:
                 "bad_words",
             )
         return [tuple(variant) for variant in variants]
+
+
+def _adapted_from(adapter: LoadedAdapter | None, prompt: Sequence[int]) -> int:
+    """Return the position of the first token on which the adapter's changes of linears act.
+
+    It is the first token of the last occurrence of the invocation, or 0 without an invocation.
+    """
+    invocation = adapter.card.invocation if adapter else ()
+    if adapter is None or not invocation:
+        return 0
+    position = last_occurrence(prompt, invocation)
+    if position is None:
+        raise RequestError(
+            f"the prompt does not contain the invocation of adapter {adapter.key!r}, the "
+            f"{len(invocation)} token ids {list(invocation)[:16]}, from which on the adapter acts; "
+            "add the text of the invocation to the prompt",
+            "prompt",
+        )
+    return position
 
 
 def _text_of(ask: Ask) -> str:

@@ -37,13 +37,14 @@ class _AdapterUse:
 class AdapterResidency:
     """Joins the digests of the adapters on the device with the names in requests.
 
-    `rows_max` is the size of the adapter pool. At most `rows_max` + `requests_max` adapters are
-    remembered: all that can be on the device, and one for each unfinished request.
+    `rows_max` is the size of the adapter pool, and `pages_max` that of the adapter memory. At most
+    `rows_max` + `pages_max` + `requests_max` adapters are remembered: all that can be on the
+    device, and one for each unfinished request.
     """
 
-    def __init__(self, rows_max: int, requests_max: int) -> None:
+    def __init__(self, rows_max: int, requests_max: int, pages_max: int = 0) -> None:
         self._rows_max = rows_max
-        self._uses_max = rows_max + requests_max
+        self._uses_max = rows_max + pages_max + requests_max
         # By digest, the last used adapter last.
         self._uses: OrderedDict[str, _AdapterUse] = OrderedDict()
         self._resident: set[str] = set()
@@ -52,7 +53,7 @@ class AdapterResidency:
     def record_use(self, answer: AnswerSpec) -> None:
         """Remember the adapter of an answer that is submitted to the engine loop."""
         adapter_ref = answer.adapter_ref
-        if adapter_ref is None or adapter_ref.is_prefix:
+        if adapter_ref is None or not adapter_ref.uses_device_pools:
             return
         self._uses[adapter_ref.digest] = _AdapterUse(_shared_name(answer), adapter_ref.row_count)
         self._uses.move_to_end(adapter_ref.digest)
@@ -82,11 +83,11 @@ class AdapterResidency:
             _shared_name(answer)
             for answer in waiting_answers
             if answer.adapter_ref is not None
-            and not answer.adapter_ref.is_prefix
+            and answer.adapter_ref.uses_device_pools
             and answer.adapter_ref.digest not in self._resident
         ]
         rows = sum(use.row_count for use in resident)
-        average_rows = -(-rows // len(resident)) if resident else 1
+        average_rows = max(1, -(-rows // len(resident))) if resident else 1
         return ResidencySnapshot(
             _distinct_names(use.name for use in resident),
             _distinct_names(reversed(waiting)),

@@ -79,6 +79,7 @@ class Engine:
         observability_config: ObservabilityConfig,
         *,
         adapter_rows_max: int = ADAPTER_ROWS_MAX,
+        adapter_pages: int = 0,
     ) -> None:
         self._transport = transport
         self._tokenizer = tokenizer
@@ -91,7 +92,7 @@ class Engine:
         self._awaiting_ranks: list[Job] = []  # To be submitted when new ranks are ready.
         self._beam_jobs: set[Job] = set()  # Unfinished jobs with beam search.
         self._to_cancel: list[int] = []  # Sequence ids whose cancel was not sent yet.
-        self._adapter_residency = AdapterResidency(adapter_rows_max, self._capacity)
+        self._adapter_residency = AdapterResidency(adapter_rows_max, self._capacity, adapter_pages)
         self._deferred_events: list[StreamEvent] = []  # Not delivered yet (`is_deferrable`).
         self._flushed_at = 0.0  # Last delivery, on the monotonic clock.
         self._last_sequence_id = 0
@@ -359,6 +360,7 @@ class Engine:
                     if answer.continuation_tokens
                     else 0,
                     cache_salt=request.cache_salt,
+                    adapted_from=answer.adapted_from,
                 )
             )
 

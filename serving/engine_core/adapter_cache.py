@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gpt.adapters.adapter_file import open_adapter, table_width
+from gpt.adapters.adapter_file import Adapter, open_adapter, table_width
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError, PreambleError
+from gpt.linear_adapter import LinearAdapter
 from serving.adapters.directory_layout import unloaded_path
 from serving.config import AdapterConfig
 from serving.engine_core.adapter_reader import AdapterReader, AdapterReadResult
-from serving.messages import AdapterRef
+from serving.messages import AdapterRef, LinearWrite, TensorBytes
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ def prefix_write_tokens_max(model_config: GPTConfig) -> int:
 @dataclass
 class _CachedRows:
     data: bytes
+    linears: tuple[LinearWrite, ...]
+    nbytes: int
     pins: int = 0
 
 
@@ -82,7 +85,7 @@ class AdapterCache:
         cached_rows = self._cache.get(adapter_ref.digest)
         if cached_rows is not None:
             if not cached_rows.pins:
-                self._pinned_bytes += len(cached_rows.data)
+                self._pinned_bytes += cached_rows.nbytes
             cached_rows.pins += 1
             self._cache.move_to_end(adapter_ref.digest)
             return "pinned"
@@ -104,7 +107,7 @@ class AdapterCache:
         cached_rows = self._cache[digest]
         cached_rows.pins -= 1
         if not cached_rows.pins:
-            self._pinned_bytes -= len(cached_rows.data)
+            self._pinned_bytes -= cached_rows.nbytes
             self._evict()
 
     def insert(self, read_result: AdapterReadResult) -> None:
@@ -116,13 +119,20 @@ class AdapterCache:
         self._reading.discard(read_result.adapter_ref)
         if read_result.reason or read_result.adapter_ref.digest in self._cache:
             return
-        self._cache[read_result.adapter_ref.digest] = _CachedRows(read_result.data)
-        self._cached_bytes += len(read_result.data)
+        nbytes = len(read_result.data) + read_result.adapter_ref.linear_bytes
+        self._cache[read_result.adapter_ref.digest] = _CachedRows(
+            read_result.data, read_result.linears, nbytes
+        )
+        self._cached_bytes += nbytes
         self._evict(protected_digest=read_result.adapter_ref.digest)
 
     def pinned_rows(self, digest: str) -> bytes:
         """The rows of a pinned adapter."""
         return self._cache[digest].data
+
+    def pinned_linears(self, digest: str, first: int, count: int) -> list[LinearWrite]:
+        """`count` changes of linears of a pinned adapter, from the change `first` on."""
+        return list(self._cache[digest].linears[first : first + count])
 
     def pinned_prefix_rows(self, digest: str, start: int, count: int) -> bytes:
         """`count` rows of a pinned prefix adapter, from row `start` on."""
@@ -134,9 +144,8 @@ class AdapterCache:
         self._reader.close()
 
     def _size_bytes(self, adapter_ref: AdapterRef) -> int:
-        return (
-            adapter_ref.row_count * table_width(adapter_ref.kind, self._model_config) * VALUE_BYTES
-        )
+        row_bytes = table_width(adapter_ref.kind, self._model_config) * VALUE_BYTES
+        return adapter_ref.row_count * row_bytes + adapter_ref.linear_bytes
 
     def _evict(self, protected_digest: str = "") -> None:
         """Evict adapters, least recently used first, until the limit is met.
@@ -147,11 +156,16 @@ class AdapterCache:
             if self._cached_bytes <= self._bytes_max:
                 return
             if not self._cache[digest].pins and digest != protected_digest:
-                self._cached_bytes -= len(self._cache.pop(digest).data)
+                self._cached_bytes -= self._cache.pop(digest).nbytes
 
     def _read(self, adapter_ref: AdapterRef) -> AdapterReadResult:
         try:
-            return AdapterReadResult(adapter_ref, self._read_rows(adapter_ref))
+            adapter = self._read_adapter(adapter_ref)
+            linears = tuple(
+                LinearWrite(key, linear.scale, _tensor_bytes(linear))
+                for key, linear in sorted(adapter.linears.items())
+            )
+            return AdapterReadResult(adapter_ref, adapter.table.numpy().tobytes(), linears)
         except PreambleError as error:
             # The client receives this text. The client may see the file's name, which is the
             # adapter's name, but not the folder.
@@ -162,7 +176,7 @@ class AdapterCache:
             reason = "the adapter could not be read because of an internal error; try again"
             return AdapterReadResult(adapter_ref, reason=reason)
 
-    def _read_rows(self, adapter_ref: AdapterRef) -> bytes:
+    def _read_adapter(self, adapter_ref: AdapterRef) -> Adapter:
         file = Path(adapter_ref.file)
         if not file.exists():  # Unloaded (renamed) after the request was accepted.
             file = unloaded_path(file)
@@ -174,9 +188,18 @@ class AdapterCache:
                 "new version"
             )
         expected_shape = adapter_ref.row_count, table_width(adapter_ref.kind, self._model_config)
-        if adapter.card.kind != adapter_ref.kind or adapter.table.shape != expected_shape:
+        if adapter.card.kind != adapter_ref.kind or (
+            adapter_ref.row_count and adapter.table.shape != expected_shape
+        ):
             raise AdapterError(
                 f"{adapter_ref.file} has a table of shape {tuple(adapter.table.shape)}, but "
                 f"{expected_shape} is needed; use an adapter of this model"
             )
-        return adapter.table.numpy().tobytes()
+        return adapter
+
+
+def _tensor_bytes(linear: LinearAdapter) -> dict[str, TensorBytes]:
+    return {
+        name: TensorBytes(list(tensor.shape), tensor.numpy().tobytes())
+        for name, tensor in linear.tensors()
+    }

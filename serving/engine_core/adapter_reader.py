@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from serving.messages import AdapterRef
+from serving.messages import AdapterRef, LinearWrite
 
 # A thread whose file takes longer than this is replaced by another thread.
 STALL_S = 1.0
@@ -23,11 +23,12 @@ READ_THREADS_MAX = 16
 
 @dataclass(frozen=True)
 class AdapterReadResult:
-    """The rows of an adapter, or the reason why they could not be read."""
+    """The content of an adapter, or the reason why it could not be read."""
 
     adapter_ref: AdapterRef
     data: bytes = b""  # The rows in fp32, contiguous.
-    reason: str = ""  # Empty: the rows were read.
+    linears: tuple[LinearWrite, ...] = ()  # The changes of linears, in the order of their keys.
+    reason: str = ""  # Empty: the adapter was read.
 
 
 class AdapterReader:

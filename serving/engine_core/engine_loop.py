@@ -253,6 +253,17 @@ class EngineLoop:
                 for adapter_write in step.adapter_writes
             ]
             step = msgspec.structs.replace(step, adapter_writes=adapter_writes)
+        if step.linear_writes:
+            linear_writes = [
+                msgspec.structs.replace(
+                    linears_write,
+                    linears=self._adapter_cache.pinned_linears(
+                        linears_write.digest, linears_write.first, linears_write.count
+                    ),
+                )
+                for linears_write in step.linear_writes
+            ]
+            step = msgspec.structs.replace(step, linear_writes=linear_writes)
         if step.prefix_writes:
             prefix_writes = [
                 msgspec.structs.replace(

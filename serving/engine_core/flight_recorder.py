@@ -93,6 +93,12 @@ class FlightRecorder:
         """Record a step that is about to be launched."""
         adapter_bytes = [len(adapter_write.data) for adapter_write in step.adapter_writes]
         prefix_bytes = [len(prefix_write.data) for prefix_write in step.prefix_writes]
+        if step.linear_writes:
+            linear_writes = [
+                msgspec.structs.replace(linear_write, linears=[])
+                for linear_write in step.linear_writes
+            ]
+            step = msgspec.structs.replace(step, linear_writes=linear_writes)
         if adapter_bytes or prefix_bytes:
             adapter_writes = [
                 msgspec.structs.replace(adapter_write, data=b"")
@@ -190,6 +196,9 @@ def _step_record(recorded_step: RecordedStep, with_token_ids: bool) -> dict[str,
                 step.adapter_writes, recorded_step.adapter_write_bytes, strict=True
             )
         ],
+        "linears": [_struct_record(linear_write) for linear_write in step.linear_writes],
+        "adapters": step.adapter_starts,
+        "adapted_from": step.adapted_from,
         "fills": [
             {
                 "digest": prefix_write.digest,

@@ -130,6 +130,8 @@ class PrefixCache:
             vocab_size = self._vocab_size
             ids = [token if token < vocab_size else vocab_size - 1 - token for token in ids]
             adapter_key = sequence.adapter_key if min(ids) < 0 else NO_ADAPTER_KEY
+        if sequence.changes_linears and sequence.submission.adapted_from < end:
+            adapter_key = sequence.adapter_key
         encoded_bytes = parent + adapter_key + array("q", ids).tobytes()
         return blake2b(encoded_bytes, digest_size=KEY_BYTES).digest()
 

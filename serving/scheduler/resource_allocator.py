@@ -20,8 +20,9 @@ from enum import Enum, auto
 
 from gpt.kv_groups import UNLIMITED_TOKENS, SequenceBlocks, blocks_behind_window
 from serving.config import CacheConfig, SchedulerConfig
-from serving.messages import AdapterRowsWrite, BlockTableUpdate
-from serving.scheduler.adapter_row_pool import AdapterRowPool
+from serving.messages import AdapterLinearsWrite, AdapterRowsWrite, BlockTableUpdate
+from serving.scheduler.adapter_memory_pool import AdapterMemoryPool
+from serving.scheduler.adapter_pool import AdapterPool
 from serving.scheduler.block_pool import BlockPool
 from serving.scheduler.block_reservation import BlockReservation
 from serving.scheduler.preemption import PreemptionPolicy
@@ -36,6 +37,8 @@ class AdmissionResult(Enum):
     ADMITTED = auto()
     PARKED = auto()  # Waits, outside of the queue, for KV that a running sequence computes.
     NO_ADAPTER_ROWS = auto()
+    # The adapter's changes of linears do not fit into the adapter memory, or are being written.
+    NO_ADAPTER_LINEARS = auto()
     BLOCK_COPY_IN_FLIGHT = auto()  # A step in flight writes into the block that must be copied.
     NO_SPACE = auto()  # Too few slots or blocks.
 
@@ -55,6 +58,7 @@ class ResourceUpdates:
     block_clears: list[int] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, target).
     adapter_writes: list[AdapterRowsWrite] = field(default_factory=list)
+    linear_writes: list[AdapterLinearsWrite] = field(default_factory=list)
     block_table_updates: list[BlockTableUpdate] = field(default_factory=list)
 
 
@@ -103,7 +107,8 @@ class ResourceAllocator:
             stages * scheduler_config.step_tokens_max + async_scheduling,
             1 + async_scheduling + scheduler_config.speculate_tokens_max,
         )
-        self._adapter_rows = AdapterRowPool(cache_config.adapter_rows_max)
+        self._adapter_rows = AdapterPool(cache_config.adapter_rows_max)
+        self._adapter_memory = AdapterMemoryPool(cache_config.adapter_pages)
         self._slot_count = scheduler_config.running_requests_max
         self._free_slots = list(range(self._slot_count - 1, -1, -1))
         # Running sequences by id: all of them, and the ones with unplanned prefill tokens.
@@ -147,23 +152,23 @@ class ResourceAllocator:
 
     @property
     def adapters_resident(self) -> int:
-        return self._adapter_rows.resident_count
+        return self._adapter_rows.resident_count + self._adapter_memory.resident_count
 
     @property
     def adapter_loads(self) -> int:
-        """Number of times that an adapter was written into the adapter pool.
+        """Number of times that an adapter was written into the adapter pool or adapter memory.
 
         Prefix adapters are written into KV blocks instead, and do not count here.
         """
-        return self._adapter_rows.loads
+        return self._adapter_rows.loads + self._adapter_memory.loads
 
     def pop_adapter_changes(self) -> dict[str, bool]:
-        """Return the digests of adapters that got or lost rows in the adapter pool.
+        """Return the digests of adapters that were put on the device or evicted from it.
 
         The period is that since the last call. The values are described at
-        `AdapterRowPool.pop_changes`.
+        `AdapterPool.pop_changes`.
         """
-        return self._adapter_rows.pop_changes()
+        return self._adapter_rows.pop_changes() | self._adapter_memory.pop_changes()
 
     @property
     def preemption_count(self) -> int:
@@ -306,9 +311,7 @@ class ResourceAllocator:
         """
         self._reserved_total = None
 
-    def admit(
-        self, sequence: Sequence, now: float, *, may_pin_adapter_rows: bool
-    ) -> AdmissionResult:
+    def admit(self, sequence: Sequence, now: float, *, may_pin_adapters: bool) -> AdmissionResult:
         """Give a waiting sequence a slot, its cached blocks and its adapter rows, if it can run.
 
         The sequence can run if a slot is free and the pool has enough blocks:
@@ -324,8 +327,10 @@ class ResourceAllocator:
         if self._prefix_cache.park_if_pending(sequence, prefix_match):
             return AdmissionResult.PARKED
         needs_rows = _needs_adapter_rows(sequence, prefix_match)
-        if needs_rows and not (may_pin_adapter_rows and self._adapter_rows_fit(sequence)):
+        if needs_rows and not (may_pin_adapters and self._adapter_rows_fit(sequence)):
             return AdmissionResult.NO_ADAPTER_ROWS
+        if sequence.changes_linears and not self._has_linears(sequence, may_load=may_pin_adapters):
+            return AdmissionResult.NO_ADAPTER_LINEARS
         if any(map(self._prefix_cache.has_write_in_flight, prefix_match.partial_blocks)):
             return AdmissionResult.BLOCK_COPY_IN_FLIGHT
         # The matching blocks are retained first, so that they do not count as available.
@@ -442,6 +447,45 @@ class ResourceAllocator:
             self._adapter_rows.unpin(sequence.submission.adapter_ref.digest)
             sequence.unpin_adapter_rows()
 
+    # ----------------------------------------------------------------- adapters' changes of linears
+
+    def begin_linear_writes(self, bytes_max: int) -> None:
+        """Continue the writes of changes of linears that are in progress, before admissions.
+
+        `bytes_max`: limit of the bytes that the next step writes.
+        """
+        self._updates.linear_writes += self._adapter_memory.begin_step(bytes_max)
+
+    @property
+    def writes_linears(self) -> bool:
+        """Whether the next step writes changes of linears."""
+        return bool(self._updates.linear_writes)
+
+    def _has_linears(self, sequence: Sequence, *, may_load: bool) -> bool:
+        """Whether the ranks have, before the next step, the changes of linears of the sequence.
+
+        If they are not in the adapter memory, their write is begun, unless there is no space or
+        `may_load` is false. The sequence has then pinned them although it waits.
+        """
+        adapter_ref = sequence.submission.adapter_ref
+        assert adapter_ref is not None
+        if sequence.adapter_page_start < 0:
+            if not (may_load or self._adapter_memory.is_resident(adapter_ref)):
+                return False
+            page_start = self._adapter_memory.pin(adapter_ref)
+            if page_start is None:
+                return False
+            sequence.pin_adapter_pages(page_start)
+            self._updates.linear_writes += self._adapter_memory.write_pieces(adapter_ref.digest)
+        return self._adapter_memory.is_written(adapter_ref.digest)
+
+    def unpin_linears(self, sequence: Sequence) -> None:
+        """Unpin the changes of linears of a sequence that has ended, or that is preempted."""
+        if sequence.adapter_page_start >= 0:
+            assert sequence.submission.adapter_ref is not None
+            self._adapter_memory.unpin(sequence.submission.adapter_ref.digest)
+            sequence.unpin_adapter_pages()
+
     # ------------------------------------------------------------------ growth of running sequences
 
     def allocate_blocks(self, sequence: Sequence, tokens: int, now: float) -> bool:
@@ -553,6 +597,7 @@ class ResourceAllocator:
             ]
         self._free_slots.append(sequence.slot)
         self._unpin_adapter_rows(sequence)
+        self.unpin_linears(sequence)
         sequence.stop_running()
 
     def _clear_nonfinite_blocks(self, sequence: Sequence) -> None:
@@ -596,6 +641,9 @@ class ResourceAllocator:
         self._block_pool.check([_blocks_of(sequence) for sequence in running])
         self._prefix_cache.check(running)
         self._adapter_rows.check(sum(sequence.adapter_row_start >= 0 for sequence in running))
+        self._adapter_memory.check_running(
+            sum(sequence.adapter_page_start >= 0 for sequence in running)
+        )
         slots = {sequence.slot for sequence in running} | set(self._free_slots)
         assert len(slots) == len(running) + len(self._free_slots), (
             "a slot is lost or assigned twice"
@@ -623,7 +671,7 @@ def _needs_adapter_rows(sequence: Sequence, match: PrefixMatch) -> bool:
     adapter_ref = sequence.submission.adapter_ref
     return (
         adapter_ref is not None
-        and not adapter_ref.is_prefix
+        and adapter_ref.has_pool_rows
         and sequence.virtual_end > match.tokens
     )
 

@@ -53,6 +53,11 @@ NONFINITE_MESSAGE = (
 # Maximum number of waiting sequences that one plan skips because their adapter rows, or the block
 # that they copy, are not available.
 SKIPPED_MAX = 32
+# Maximum number of bytes of adapters' changes of linears that one step writes: beside running
+# sequences, which wait for the write, and without them. The messages of a few steps must fit into
+# the outbox of the socket to each rank, which sends changes in fp32.
+LINEAR_WRITE_BYTES_MAX = 1 << 20
+IDLE_WRITE_BYTES_MAX = 8 << 20
 
 
 @dataclass(slots=True)
@@ -128,7 +133,11 @@ class Scheduler:
             async_scheduling=async_scheduling,
         )
         self._limits = SubmissionLimits(
-            vocab_size, context_tokens_max, self._allocator.kv_tokens, cache_config.adapter_rows_max
+            vocab_size,
+            context_tokens_max,
+            self._allocator.kv_tokens,
+            cache_config.adapter_rows_max,
+            cache_config.adapter_pages,
         )
         self._live = LiveSequences()
         self._in_flight = InFlightSteps(stages, async_scheduling=async_scheduling)
@@ -201,6 +210,8 @@ class Scheduler:
         sequence.end(end_reason)
         if sequence.is_waiting and not sequence.is_parked:
             self._waiting.discard(sequence)
+        if sequence.is_waiting:
+            self._allocator.unpin_linears(sequence)
         if sequence.steps_in_flight == 0:
             self._release(sequence)
             self._ended_outputs.append(sequence.final_output())
@@ -224,6 +235,9 @@ class Scheduler:
         if self._in_flight.is_full:
             return self._plan_early(now) if self._in_flight.can_plan_early else None
         builder = self._new_builder()
+        self._allocator.begin_linear_writes(
+            LINEAR_WRITE_BYTES_MAX if self._allocator.running_count else IDLE_WRITE_BYTES_MAX
+        )
         # Admission precedes decodes, because an admission may preempt a decoding sequence.
         if len(self._waiting) and not self._is_admission_blocked(now):
             self._admit(builder, now)
@@ -231,7 +245,9 @@ class Scheduler:
         if self._draft_tokens_max:
             self._plan_drafts(builder, now)
         self._plan_prefills(builder, now)
-        return None if builder.is_empty else self._dispatch(builder)
+        if builder.is_empty and not self._allocator.writes_linears:
+            return None
+        return self._dispatch(builder)
 
     def _plan_early(self, now: float) -> Step | None:
         """Asynchronous scheduling: the step after the last planned one, whose outcome is pending.
@@ -308,7 +324,7 @@ class Scheduler:
         candidates = self._waiting.candidates(now)
         skipped_sequences = list[Sequence]()
         is_full = False
-        may_pin_adapter_rows = True
+        may_pin_adapters = True
         while (
             tokens_left > latency_backlog and not is_full and len(skipped_sequences) < SKIPPED_MAX
         ):
@@ -317,7 +333,7 @@ class Scheduler:
             sequence = candidates.pop_next(latency_only=latency_only)
             if sequence is None:
                 break
-            match allocator.admit(sequence, now, may_pin_adapter_rows=may_pin_adapter_rows):
+            match allocator.admit(sequence, now, may_pin_adapters=may_pin_adapters):
                 case AdmissionResult.ADMITTED:
                     builder.init_slot(sequence)
                     if sequence.is_latency_class:
@@ -327,9 +343,9 @@ class Scheduler:
                     self._count_prompt(sequence)
                 case AdmissionResult.PARKED:
                     pass
-                case AdmissionResult.NO_ADAPTER_ROWS:
-                    # Later sequences must not take the adapter rows for which this one waits.
-                    may_pin_adapter_rows = False
+                case AdmissionResult.NO_ADAPTER_ROWS | AdmissionResult.NO_ADAPTER_LINEARS:
+                    # Later sequences must not take the memory for which this one waits.
+                    may_pin_adapters = False
                     skipped_sequences.append(sequence)
                 case AdmissionResult.BLOCK_COPY_IN_FLIGHT:
                     skipped_sequences.append(sequence)

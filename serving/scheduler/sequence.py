@@ -68,6 +68,9 @@ class Sequence:
     planned_at: float = 0.0
     # First row of the sequence's adapter in the adapter pool; -1: the sequence has pinned no rows.
     adapter_row_start: int = -1
+    # First page of the adapter's changes of linears in the adapter memory; -1: the sequence has
+    # pinned none. A waiting sequence may have pinned them too, while they are being written.
+    adapter_page_start: int = -1
 
     proposer: NgramProposer | None = None  # None: no speculation.
     # Draft tokens that follow the last token. A step in flight verifies them.
@@ -128,6 +131,12 @@ class Sequence:
     @property
     def is_waiting(self) -> bool:
         return self.slot < 0
+
+    @property
+    def changes_linears(self) -> bool:
+        """Whether the sequence's adapter changes linears."""
+        adapter_ref = self.submission.adapter_ref
+        return adapter_ref is not None and adapter_ref.changes_linears
 
     @property
     def unplanned_prefill_tokens(self) -> int:
@@ -201,6 +210,7 @@ class Sequence:
         """Positions where other prompts are likely to diverge from this one.
 
         - The start and the end of each run of virtual tokens.
+        - The first token on which an adapter's changes of linears act.
         - If the first prompt tokens need no scores: the last of these tokens. A cached prefix ends
           before it (`cache_match_max`), because its logits must be computed: they score the token
           after it.
@@ -216,6 +226,8 @@ class Sequence:
                 if is_virtual != was_virtual and 0 < position < last:
                     yield position
                 was_virtual = is_virtual
+        if self.changes_linears and 0 < self.submission.adapted_from < last:
+            yield self.submission.adapted_from
         if 1 < self.submission.unscored_tokens < last:
             yield self.submission.unscored_tokens - 1
         if last > 0:
@@ -298,6 +310,12 @@ class Sequence:
 
     def unpin_adapter_rows(self) -> None:
         self.adapter_row_start = -1
+
+    def pin_adapter_pages(self, page_start: int) -> None:
+        self.adapter_page_start = page_start
+
+    def unpin_adapter_pages(self) -> None:
+        self.adapter_page_start = -1
 
     def stop_running(self) -> None:
         """Give up the slot, the blocks and all computed KV; the tokens stay."""

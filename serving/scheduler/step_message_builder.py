@@ -6,6 +6,7 @@ planned, and the unused part of the step's token budgets. It reads sequences, an
 them.
 """
 
+from serving.memory_budget import ADAPTER_PAGE_BYTES
 from serving.messages import PrefixKVWrite, SlotInit, Step
 from serving.scheduler.resource_allocator import ResourceUpdates
 from serving.scheduler.sequence import Sequence
@@ -36,6 +37,8 @@ class StepMessageBuilder:
         self._draft_counts: list[int] = []
         self._slot_inits: list[SlotInit] = []
         self._prefix_writes: list[PrefixKVWrite] = []
+        # Whether a sequence of the step has an adapter that changes linears.
+        self._changes_linears = False
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -63,8 +66,7 @@ class StepMessageBuilder:
 
         `is_token_available=False`: the last token is still being sampled by a step in flight.
         """
-        self._sequences.append(sequence)
-        self._slots.append(sequence.slot)
+        self._add_sequence(sequence)
         self._past.append(sequence.planned_tokens)
         self._lengths.append(1)
         self._token_ids.append(sequence.tokens[-1] if is_token_available else -1)
@@ -117,8 +119,7 @@ class StepMessageBuilder:
         needs_scores = (
             sequence.scored_tokens < sequence.prompt_tokens and sequence.scored_tokens <= end
         )
-        self._sequences.append(sequence)
-        self._slots.append(sequence.slot)
+        self._add_sequence(sequence)
         self._past.append(past)
         self._lengths.append(count)
         self._token_ids.extend(ids)
@@ -128,6 +129,12 @@ class StepMessageBuilder:
         )
         self.tokens_left -= count
         self.prompt_tokens += count
+
+    def _add_sequence(self, sequence: Sequence) -> None:
+        self._sequences.append(sequence)
+        self._slots.append(sequence.slot)
+        if sequence.adapter_page_start >= 0:
+            self._changes_linears = True
 
     def build(self, step_id: int, updates: ResourceUpdates) -> Step:
         """The complete step; `updates` are applied by the ranks before its forward pass."""
@@ -148,4 +155,16 @@ class StepMessageBuilder:
             updates.adapter_writes,
             self._draft_counts + [0] * prefill_count,
             self._prefix_writes,
+            updates.linear_writes,
+            *(self._adapters() if self._changes_linears else ([], [])),
         )
+
+    def _adapters(self) -> tuple[list[int], list[int]]:
+        """`Step.adapter_starts` and `Step.adapted_from` of the sequences."""
+        pairs = [
+            (sequence.adapter_page_start * ADAPTER_PAGE_BYTES, sequence.submission.adapted_from)
+            if sequence.adapter_page_start >= 0
+            else (-1, -1)
+            for sequence in self._sequences
+        ]
+        return [start for start, _ in pairs], [position for _, position in pairs]

@@ -6,7 +6,9 @@ submission within them runs as soon as resources are free; free resources are no
 
 from dataclasses import dataclass
 
+from serving.memory_budget import ADAPTER_PAGE_BYTES
 from serving.messages import RejectionReason, SequenceOutput, Submission
+from serving.scheduler.adapter_memory_pool import pages_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,7 @@ class SubmissionLimits:
     context_tokens_max: int  # Prompt plus output.
     kv_tokens: int  # Capacity of the KV cache, in tokens.
     adapter_rows: int  # Size of the adapter pool, in rows.
+    adapter_pages: int = 0  # Size of the adapter memory, in pages.
 
     def rejection(self, submission: Submission) -> SequenceOutput | None:
         """The rejection of a submission that can never run; None: the submission can run."""
@@ -33,6 +36,14 @@ class SubmissionLimits:
                 submission,
                 f"the adapter is a prefix of {row_count} virtual tokens; the prompt must begin "
                 "with these tokens, in order, and have tokens of the vocabulary after them",
+            )
+        if adapter_ref is not None and pages_for(adapter_ref) > self.adapter_pages:
+            return _reject(
+                submission,
+                f"the adapter's changes of linears need {adapter_ref.rank_bytes} bytes, and the "
+                f"adapter memory has only {self.adapter_pages * ADAPTER_PAGE_BYTES}; raise "
+                "adapter_memory_mb",
+                end="adapter",
             )
         if row_count > self.adapter_rows and not is_prefix:
             return _reject(

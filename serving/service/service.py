@@ -23,9 +23,12 @@ import torch
 from gpt.adapters.adapter_file import Adapter, check_adapter
 from gpt.checkpoint.digest import identify, lookup_identity
 from gpt.checkpoint.logical_tensor import ModelIdentity
-from gpt.errors import ConfigError
+from gpt.dtypes import FLOAT_DTYPES
+from gpt.errors import AdapterError, ConfigError
 from gpt.model.loading import check_dtype, parse_device
+from gpt.parallel.adapter_sharding import largest_rank_bytes
 from gpt.parallel.mesh import Mesh
+from gpt.parallel.pipeline_stages import stage_layers
 from gpt.tokenizers.chat_template import ChatTemplate, find_template
 from gpt.tokenizers.tokenizer_info import describe_tokenizer
 from serving.adapters.registry import AdapterRegistry, check_directory
@@ -37,6 +40,7 @@ from serving.engine.engine import Engine
 from serving.engine.stream import Stream
 from serving.engine.transport import EngineTransport
 from serving.file_threads import POLL_OWNER, FileThreads
+from serving.memory_budget import ADAPTER_PAGE_BYTES
 from serving.model_names import ModelNames
 from serving.ranks.in_process import InProcessTransport
 from serving.request import Ask, Completion, Request, UnavailableError
@@ -114,6 +118,7 @@ class Service:
             Path(adapter_config.adapters) if adapter_config.adapters else None,
             self._check_adapter,
             adapters_max=adapter_config.adapters_max,
+            rank_bytes=self._rank_bytes,
             eligible=self.golden_checker.is_eligible,
         )
         self.store = AdapterStore(self.adapters, adapter_config, reason_name)
@@ -137,6 +142,7 @@ class Service:
             self.config.parallel_config,
             self.config.observability_config,
             adapter_rows_max=self.config.cache_config.adapter_rows_max,
+            adapter_pages=self.config.cache_config.adapter_pages,
         )
         self._engine.start()
         self._scan_at_start()
@@ -356,6 +362,26 @@ class Service:
             rows_max = min(rows_max, self.config.cache_config.adapter_rows_max)
         for note in check_adapter(adapter, config, identity, rows_max=rows_max):
             log.warning("event=adapter_unchecked note=%r", note)
+        memory_bytes = self.config.cache_config.adapter_pages * ADAPTER_PAGE_BYTES
+        if (rank_bytes := self._rank_bytes(adapter)) > memory_bytes:
+            raise AdapterError(
+                f"the changes of linears of adapter {card.name!r} need {rank_bytes} bytes on a "
+                f"rank, but the adapter memory has {memory_bytes}; raise adapter_memory_mb"
+            )
+
+    def _rank_bytes(self, adapter: Adapter) -> int:
+        """Return the bytes of an adapter's changes of linears on the rank that needs the most."""
+        if not adapter.linears:
+            return 0
+        config, parallel = self.checkpoint.config, self.config.parallel_config
+        stages = stage_layers(config.num_layers, parallel.pp)
+        return largest_rank_bytes(
+            adapter.linears,
+            config,
+            [[layer for chunk in chunks for layer in chunk] for chunks in stages],
+            tp=parallel.tp,
+            itemsize=FLOAT_DTYPES[self.dtype].itemsize,
+        )
 
 
 def _resolve_device(name: str) -> torch.device:

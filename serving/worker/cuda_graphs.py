@@ -205,11 +205,16 @@ class CudaGraphRunner:
         self._capturer = capturer or _CudaGraphCapturer(device)
 
     def supports(self, step: Step) -> bool:
-        """Whether the step is decode-only, scores no prompt, and has 1 to `sizes[-1]` sequences."""
+        """Whether a graph can compute the step.
+
+        The step must be decode-only, must not score a prompt, and must have 1 to `sizes[-1]`
+        sequences, none of them with an adapter that changes linears.
+        """
         return (
             0 < len(step.slots) <= self.sizes[-1]
             and len(step.token_ids) == len(step.slots)
             and not any(step.prompt_score_counts)
+            and not step.adapter_starts
         )
 
     def captured_size(self, count: int) -> int | None:

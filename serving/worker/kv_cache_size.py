@@ -23,7 +23,9 @@ from serving.worker.memory_profile import profile_step_memory
 log = logging.getLogger(__name__)
 
 # The settings that can be lowered to reduce the memory of a step.
-STEP_SETTINGS = "step_tokens_max, running_requests_max, speculate_rows_max, adapter_rows_max"
+STEP_SETTINGS = (
+    "step_tokens_max, running_requests_max, speculate_rows_max, adapter_rows_max, adapter_memory_mb"
+)
 
 
 @dataclass(frozen=True)

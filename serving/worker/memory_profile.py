@@ -22,7 +22,9 @@ from gpt.model.gpt_model import GPT
 from gpt.parallel.collectives import barrier
 from gpt.sampling_params import SamplingParams
 from serving.config import CacheConfig, SchedulerConfig
+from serving.memory_budget import ADAPTER_PAGE_BYTES
 from serving.messages import BlockTableUpdate, SlotInit, Step
+from serving.worker.adapter_memory import AdapterMemory
 from serving.worker.model_runner import ModelRunner
 
 PROFILE_BLOCKS = 2  # Block 0, and the block that all sequences share.
@@ -121,9 +123,11 @@ def _exhausting_setting(
     If the memory does not suffice for a step, return the setting that limits the step's size, and
     the text of the error. The error itself is deleted, because it refers to the step's tensors.
     """
-    # Only the first stage has an adapter pool.
-    setting = "adapter_rows_max" if model.is_first_stage else "running_requests_max"
+    setting = "adapter_memory_mb"
     try:
+        AdapterMemory(model, cache_config.adapter_pages * ADAPTER_PAGE_BYTES)
+        # Only the first stage has an adapter pool.
+        setting = "adapter_rows_max" if model.is_first_stage else "running_requests_max"
         # The adapter pool and the slots have the sizes that they will have in the server.
         runner = ModelRunner(
             model,

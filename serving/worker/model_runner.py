@@ -32,8 +32,9 @@ from gpt.parallel.collectives import barrier, broadcast_from_first_rank
 from gpt.parallel.pipeline_communication import AsyncSender
 from gpt.tokenizers.tokenizer import Tokenizer
 from serving.config import CacheConfig, SchedulerConfig
-from serving.memory_budget import SCORED_BYTES_MAX
+from serving.memory_budget import ADAPTER_PAGE_BYTES, SCORED_BYTES_MAX
 from serving.messages import AdapterRowsWrite, Outcome, SlotInit, Step, TokenScore
+from serving.worker.adapter_memory import AdapterMemory
 from serving.worker.cuda_graphs import (
     BAD_HIDDEN,
     Capturer,
@@ -104,6 +105,7 @@ class ModelRunner:
         if model.is_first_stage:
             shape = (cache_config.adapter_rows_max, model_config.hidden_size)
             self._adapter_rows = torch.zeros(shape, dtype=model.dtype, device=mesh.device)
+        self._adapter_memory = AdapterMemory(model, cache_config.adapter_pages * ADAPTER_PAGE_BYTES)
         self._stage_sender = (
             None if model.is_last_stage else AsyncSender(mesh, mesh.pp_rank + 1, 2 * mesh.pp)
         )
@@ -192,6 +194,8 @@ class ModelRunner:
             )
         for adapter_write in step.adapter_writes:
             self._write_adapter_rows(adapter_write)
+        for linears_write in step.linear_writes:
+            self._adapter_memory.write(linears_write)
         for prefix_write in step.prefix_writes:
             write_prefix_kv(self.pool, self.model, prefix_write)
         for slot_init in step.slot_inits:
@@ -356,7 +360,7 @@ class ModelRunner:
             # Only the first rank of the stage has the last sampled tokens.
             token_ids = broadcast_from_first_rank(inputs.token_ids, model.mesh.expert_mesh)
             inputs = replace(inputs, token_ids=token_ids)
-        batch = inputs.batch
+        batch = replace(inputs.batch, adapted_rows=self._adapter_memory.adapted_rows(step))
         if not inputs.samples_every_row and len(inputs.logits_rows) < batch.tokens:
             batch = replace(
                 batch,

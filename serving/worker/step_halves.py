@@ -34,6 +34,8 @@ def halve_step(step: Step) -> Halves | None:
             token_ids=step.token_ids[:middle],
             draws=[False],
             prompt_score_counts=[score_count],
+            adapter_starts=step.adapter_starts,
+            adapted_from=step.adapted_from,
         ),
         Step(
             step.step_id,
@@ -43,6 +45,8 @@ def halve_step(step: Step) -> Halves | None:
             token_ids=step.token_ids[middle:],
             draws=step.draws,
             prompt_score_counts=[step.prompt_score_counts[0] - score_count],
+            adapter_starts=step.adapter_starts,
+            adapted_from=step.adapted_from,
         ),
     )
 
@@ -83,4 +87,6 @@ def _sequence_range(step: Step, start: int, end: int) -> Step:
         draws=step.draws[start:end],
         prompt_score_counts=step.prompt_score_counts[start:end],
         draft_counts=step.draft_counts[start:end],
+        adapter_starts=step.adapter_starts[start:end],
+        adapted_from=step.adapted_from[start:end],
     )

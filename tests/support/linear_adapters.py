@@ -9,6 +9,7 @@ from torch import Tensor
 from gpt.config import GPTConfig
 from gpt.linear_adapter import LinearAdapter, split_key
 from gpt.model.gpt_model import GPT
+from gpt.model.linear import Linear
 from gpt.parallel.adapter_sharding import AdaptableLinear, adaptable_linears, linear_keys, part_rows
 
 METHODS = ("lora", "dora", "ia3")
@@ -76,6 +77,7 @@ def merge_into(model: GPT, changes: Mapping[str, LinearAdapter]) -> GPT:
     for key, change in changes.items():
         name, part = split_key(key)
         module = model.get_submodule(name)
+        assert isinstance(module, Linear)
         weight, bias = module.weight, module.bias
         rows = part_rows(linears[name], part, config)
         merged = weight[rows].double()

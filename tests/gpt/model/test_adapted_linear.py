@@ -16,7 +16,7 @@ from tests.support.models import CONFIGS, build
 from tests.support.ranks import ranks
 
 IDS = torch.arange(3, 39).view(3, 12)
-TOLERANCE = {"rtol": 1e-11, "atol": 1e-11}
+TOLERANCE = 1e-11
 
 
 def sharded(model: GPT, **options: object) -> ModelAdapter:
@@ -47,7 +47,7 @@ def test_an_adapter_has_the_logits_of_its_merged_weights(
     expected = merge_into(build(config), linears).logits(IDS)
     actual = adapted_logits(model, (AdaptedRows(adapter, None),))
     assert not torch.allclose(expected, model.logits(IDS), rtol=0.1, atol=0.1)
-    torch.testing.assert_close(actual, expected, **TOLERANCE)
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @torch.inference_mode()
@@ -64,7 +64,7 @@ def test_each_row_of_a_mixed_batch_has_its_own_adapter(name: str) -> None:
         model.logits(IDS[1:2]),
         merge_into(build(config), random_linears(config, "ia3", by_parts=True)).logits(IDS[2:]),
     ]
-    torch.testing.assert_close(logits, torch.cat(expected), **TOLERANCE)
+    torch.testing.assert_close(logits, torch.cat(expected), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def mixed_logits(model: GPT) -> Tensor:
@@ -88,4 +88,4 @@ def test_tensor_ranks_have_the_logits_of_one_rank(
     with torch.inference_mode():
         expected = mixed_logits(build(CONFIGS[name]))
     for logits in ranks(tp, rank_logits, name, tp, sequence_parallel):
-        torch.testing.assert_close(logits, expected, **TOLERANCE)
+        torch.testing.assert_close(logits, expected, rtol=TOLERANCE, atol=TOLERANCE)

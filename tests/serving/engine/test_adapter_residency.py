@@ -11,7 +11,7 @@ from gpt.sampling_params import SamplingParams
 from serving.engine.adapter_residency import ADAPTER_NAMES_MAX, AdapterResidency
 from serving.messages import AdapterRef
 from serving.request import AnswerSpec
-from serving.scheduler.adapter_row_pool import AdapterRowPool
+from serving.scheduler.adapter_pool import AdapterPool
 
 ROWS = 20
 
@@ -28,7 +28,7 @@ def answer(name: str, rows: int = 4, *, private: bool = False, kind: str = "rows
 
 def test_reported_names_equal_the_adapters_in_a_pool_that_is_used_at_random() -> None:
     random = Random(0)
-    pool, residency = AdapterRowPool(ROWS), AdapterResidency(ROWS, requests_max=3)
+    pool, residency = AdapterPool(ROWS), AdapterResidency(ROWS, requests_max=3)
     used_names: list[str] = []
     pinned_digests: list[str] = []
     for _ in range(3000):

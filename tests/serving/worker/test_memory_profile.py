@@ -48,6 +48,7 @@ CONFIG = ServerConfig(
     speculate_tokens_max=3,
     speculate_rows_max=8,
     adapter_rows_max=64,
+    adapter_memory_mb=1,
     cuda_graphs="off",
 )
 # A fake device reads each score of a prompt one by one, so most tests have short steps.
@@ -259,6 +260,7 @@ def test_the_pool_leaves_memory_for_cuda_graphs() -> None:
 @pytest.mark.parametrize(
     ("settings", "limit"),
     [
+        ({"adapter_memory_mb": 1 << 10}, "lower adapter_memory_mb, which is 1024"),
         ({"adapter_rows_max": 1 << 16}, "lower adapter_rows_max, which is 65536"),
         ({"step_tokens_max": 1 << 15}, "lower step_tokens_max, which is 32768"),
         ({"running_requests_max": 64, "step_tokens_max": 64}, "lower running_requests_max"),

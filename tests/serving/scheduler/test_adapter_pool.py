@@ -2,11 +2,11 @@
 
 from random import Random
 
-from serving.scheduler.adapter_row_pool import AdapterRowPool
+from serving.scheduler.adapter_pool import AdapterPool
 
 
 def test_a_resident_adapter_is_not_loaded_again() -> None:
-    rows = AdapterRowPool(10)
+    rows = AdapterPool(10)
     assert rows.pin("a", 4) == (0, True)
     assert rows.pin("a", 4) == (0, False)
     assert rows.pin("b", 4) == (4, True)
@@ -14,7 +14,7 @@ def test_a_resident_adapter_is_not_loaded_again() -> None:
 
 
 def test_the_least_recently_used_adapter_is_evicted() -> None:
-    rows = AdapterRowPool(8)
+    rows = AdapterPool(8)
     for name in ("a", "b"):
         rows.pin(name, 4)
         rows.unpin(name)
@@ -25,7 +25,7 @@ def test_the_least_recently_used_adapter_is_evicted() -> None:
 
 
 def test_changes_are_the_last_state_of_each_loaded_or_evicted_adapter() -> None:
-    rows = AdapterRowPool(8)
+    rows = AdapterPool(8)
     for name in ("a", "b", "c", "a"):
         rows.pin(name, 4)
         rows.unpin(name)
@@ -36,7 +36,7 @@ def test_changes_are_the_last_state_of_each_loaded_or_evicted_adapter() -> None:
 
 
 def test_a_pinned_adapter_is_not_evicted() -> None:
-    rows = AdapterRowPool(8)
+    rows = AdapterPool(8)
     rows.pin("a", 4)
     rows.pin("b", 4)
     assert not rows.fits("c", 4)
@@ -46,7 +46,7 @@ def test_a_pinned_adapter_is_not_evicted() -> None:
 
 
 def test_rows_of_adjacent_evicted_adapters_form_one_gap() -> None:
-    rows = AdapterRowPool(9)
+    rows = AdapterPool(9)
     for name in ("a", "b", "c"):
         rows.pin(name, 3)
         rows.unpin(name)
@@ -56,7 +56,7 @@ def test_rows_of_adjacent_evicted_adapters_form_one_gap() -> None:
 
 def test_random_adapters_never_overlap() -> None:
     random = Random(0)
-    rows = AdapterRowPool(20)
+    rows = AdapterPool(20)
     pinned_names = list[str]()
     for _ in range(3000):
         name = str(random.randrange(12))
