@@ -250,8 +250,7 @@ def _sequence_arrays(batch: Batch) -> Tensor:
     """
     arrays = batch.attention_metadata.get(_sequence_arrays)
     if arrays is None:
-        parents = batch.parents or (None,) * len(batch.query_lengths)
-        parent_starts = [0 if parent is None else batch.query_starts[parent] for parent in parents]
-        rows = [batch.query_starts, batch.query_lengths, parent_starts, batch.past_lengths]
+        past_rows = [batch.past_row(sequence) for sequence in range(len(batch.query_lengths))]
+        rows = [batch.query_starts, batch.query_lengths, past_rows, batch.past_lengths]
         arrays = batch.attention_metadata[_sequence_arrays] = torch.tensor(rows)
     return cast(Tensor, arrays)

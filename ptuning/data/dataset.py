@@ -44,6 +44,8 @@ class Example:
     # Positions in `ids` of the tokens that have a loss. The default () is replaced by the positions
     # of the answer.
     loss_positions: Sequence[int] = ()
+    # Position of the first token on which an activated LoRA acts.
+    invocation_start: int = 0
 
     def __post_init__(self) -> None:
         if not self.loss_positions:

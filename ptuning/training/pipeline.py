@@ -9,7 +9,7 @@ for the backward pass. This module updates no parameters.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gpt.batch import Batch
 from gpt.model.attention_layer import PrefixKV
 from gpt.model.gpt_model import GPT
 from gpt.parallel.mesh import Mesh
@@ -81,6 +82,14 @@ class _PendingReceive:
         if self.work is not None:
             self.work.wait()
         return self.queue.popleft().to(self.device)
+
+
+@dataclass(frozen=True)
+class _PassInput:
+    """The posted receives of a pass's input, in the order of the messages."""
+
+    context: _PendingReceive | None  # The rows before the invocations of activated LoRA.
+    rows: _PendingReceive
 
 
 class PipelineChannels:
@@ -224,7 +233,7 @@ class _StageRun:
         self._saved_activations: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=channels.mesh.device)
 
-    def post_receive(self, scheduled_pass: Pass) -> _PendingReceive | None:
+    def post_receive(self, scheduled_pass: Pass) -> _PassInput | None:
         """Post the receive of a pass's input and return it.
 
         Return None for a forward pass through the first chunk of the model and for a backward pass
@@ -235,9 +244,18 @@ class _StageRun:
         has_no_input = chunk.is_first_stage if scheduled_pass.forward else chunk.is_last_stage
         if has_no_input or not (scheduled_pass.forward or self._has_backward(chunk)):
             return None
-        tokens = self._micro_batches[scheduled_pass.micro_batch].batch.tokens
+        micro_batch = self._micro_batches[scheduled_pass.micro_batch]
+        context = None
+        if scheduled_pass.forward and micro_batch.context is not None:
+            context = self._post_receive(chunk, micro_batch.context.batch.tokens, forward=True)
+        forward = scheduled_pass.forward
+        return _PassInput(
+            context, self._post_receive(chunk, micro_batch.batch.tokens, forward=forward)
+        )
+
+    def _post_receive(self, chunk: GPT, tokens: int, *, forward: bool) -> _PendingReceive:
         shape = (chunk.mesh.local_rows(tokens), chunk.config.hidden_size)
-        return self._channels.post_receive(shape, chunk.dtype, forward=scheduled_pass.forward)
+        return self._channels.post_receive(shape, chunk.dtype, forward=forward)
 
     def _has_backward(self, chunk: GPT) -> bool:
         """Return whether a layer of the chunk, or one below it, has tensors that are trained."""
@@ -247,24 +265,24 @@ class _StageRun:
         """Return whether an earlier chunk has tensors that are trained."""
         return self._lowest_layer < chunk.layers.start and not chunk.is_first_stage
 
-    def forward(self, scheduled_pass: Pass, receive: _PendingReceive | None) -> None:
+    def forward(self, scheduled_pass: Pass, receive: _PassInput | None) -> None:
         chunk = self._chunks[scheduled_pass.chunk]
         needs_grad = torch.is_grad_enabled() and self._has_backward(chunk)
         with torch.set_grad_enabled(needs_grad):
             self._forward(scheduled_pass, receive)
 
-    def _forward(self, scheduled_pass: Pass, receive: _PendingReceive | None) -> None:
+    def _forward(self, scheduled_pass: Pass, receive: _PassInput | None) -> None:
         chunk = self._chunks[scheduled_pass.chunk]
         micro_batch = self._micro_batches[scheduled_pass.micro_batch]
         needs_grad = torch.is_grad_enabled()
-        x = micro_batch.ids
+        batch, x = self._with_context(chunk, micro_batch, receive), micro_batch.ids
         if receive is not None:
-            x = receive.wait().requires_grad_(needs_grad and self._has_input_grad(chunk))
+            x = receive.rows.wait().requires_grad_(needs_grad and self._has_input_grad(chunk))
         table = self._table if chunk.is_first_stage else None
         prefix = self._prefixes[scheduled_pass.micro_batch]
-        y = chunk.forward_hidden(x, micro_batch.batch, None, table, prefix=prefix)
+        y = chunk.forward_hidden(x, batch, None, table, prefix=prefix)
         if chunk.is_last_stage:
-            logits = chunk.compute_logits_shard(y, micro_batch.batch)
+            logits = chunk.compute_logits_shard(y, batch)
             losses = token_losses(logits, micro_batch.labels, chunk.mesh, chunk.config.vocab_size)
             y = losses.sum()
             self.loss_sum += losses.detach().double().sum()
@@ -280,7 +298,25 @@ class _StageRun:
             # attention masks.
             micro_batch.batch.attention_metadata.clear()
 
-    def backward(self, scheduled_pass: Pass, receive: _PendingReceive | None) -> None:
+    @torch.no_grad()
+    def _with_context(
+        self, chunk: GPT, micro_batch: MicroBatch, receive: _PassInput | None
+    ) -> Batch:
+        """Return the batch with the keys and values of its context, which the chunk computes."""
+        context = micro_batch.context
+        if context is None:
+            return micro_batch.batch
+        x = context.ids
+        if receive is not None:
+            assert receive.context is not None
+            x = receive.context.wait()
+        recorded_kv: dict[int, tuple[Tensor, Tensor]] = {}
+        y = chunk.forward_hidden(x, replace(context.batch, recorded_kv=recorded_kv))
+        if not chunk.is_last_stage:
+            self._channels.send(y, forward=True)
+        return replace(micro_batch.batch, context=context.frozen(recorded_kv))
+
+    def backward(self, scheduled_pass: Pass, receive: _PassInput | None) -> None:
         if self._has_backward(self._chunks[scheduled_pass.chunk]):
             self._backward(scheduled_pass, receive)
         if scheduled_pass.chunk == 0:
@@ -288,14 +324,14 @@ class _StageRun:
             # masks of all micro-batches would stay in memory.
             self._micro_batches[scheduled_pass.micro_batch].batch.attention_metadata.clear()
 
-    def _backward(self, scheduled_pass: Pass, receive: _PendingReceive | None) -> None:
+    def _backward(self, scheduled_pass: Pass, receive: _PassInput | None) -> None:
         chunk = self._chunks[scheduled_pass.chunk]
         x, edge = self._saved_activations.pop((scheduled_pass.chunk, scheduled_pass.micro_batch))
         if receive is None:
             wide_dtype = torch.promote_types(chunk.dtype, torch.float32)
             grad = self.loss_sum.new_full((), self._loss_scale, dtype=wide_dtype)
         else:
-            grad = receive.wait()
+            grad = receive.rows.wait()
         torch.autograd.backward((edge,), (grad,))
         if self._has_input_grad(chunk):
             assert x.grad is not None

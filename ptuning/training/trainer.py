@@ -26,7 +26,12 @@ from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_communication import broadcast_from_first_stage
 from ptuning.config import TuneConfig
 from ptuning.data.dataset import Example
-from ptuning.data.micro_batch import MicroBatch, build_micro_batch, split_into_micro_batches
+from ptuning.data.micro_batch import (
+    MicroBatch,
+    build_activated_micro_batch,
+    build_micro_batch,
+    split_into_micro_batches,
+)
 from ptuning.linears.trainable_linears import TrainableLinears
 from ptuning.prompt.prefix_tuning import PrefixEncoder, shard_prefix_table
 from ptuning.prompt.prompt_encoder import PromptEncoder
@@ -329,6 +334,9 @@ class Trainer:
             )
         ):
             dropout = self._dropout(1 + mesh.dp_rank, number) if uses_dropout else None
+            if self.config.method_config.method == "alora":
+                micro_batches.append(build_activated_micro_batch(group, mesh.device))
+                continue
             # Examples must not share the masks of their common prefix.
             shares_prefix = not (train and self.config.method_config.dropout)
             micro_batches.append(

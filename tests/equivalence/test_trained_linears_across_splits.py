@@ -65,11 +65,15 @@ CASES = (
     Case("layered", "lora", layers=(3,), sequence_parallel=True),
     Case("layered", "ia3", layers=(1, 2), sequence_parallel=True, virtual_stages=2),
     Case("experts", "lora", recompute="selective", tasks=2),
+    Case("classic", "alora", sequence_parallel=True, recompute="full", tasks=2),
+    Case("modern", "alora", virtual_stages=2),
+    Case("layered", "alora", layers=(2,)),
 )
 
 
 def settings_of(case: Case) -> TuneConfig:
-    tasks = [{"name": f"t{number}", "data": "d"} for number in range(case.tasks)]
+    invocation = {"invocation_ids": [5]} if case.method == "alora" else {}
+    tasks = [{"name": f"t{number}", "data": "d", **invocation} for number in range(case.tasks)]
     return TuneConfig.from_dict(
         {
             "model": "m",
@@ -88,13 +92,15 @@ def settings_of(case: Case) -> TuneConfig:
 
 
 def examples_of(config: GPTConfig, tasks: int) -> list[Example]:
+    """Other methods than aLoRA ignore where the invocation starts."""
     generator = torch.Generator().manual_seed(8)
     examples = []
     for number in range(7):
         size = 4 + number * 5 % 9
         ids = torch.randint(config.vocab_size, (size,), generator=generator).tolist()
         ids[:2] = 3, 4  # The examples of a task have a common prefix.
-        examples.append(Example(ids, size - 1 - number % 3, number % tasks))
+        start = number % 3
+        examples.append(Example(ids, size - 1 - start, number % tasks, invocation_start=start))
     return examples
 
 

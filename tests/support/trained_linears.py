@@ -1,5 +1,6 @@
 """Trainable changes of linears with random values, for tests of training."""
 
+import math
 import zlib
 from collections.abc import Sequence
 
@@ -38,4 +39,4 @@ def _draw(tensor: LinearTensor) -> Tensor:
     values = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
     if tensor.name in ("magnitude", "output_scale", "input_scale"):
         return 1 + 0.2 * values
-    return values / tensor.shape[1] ** 0.5
+    return values / math.sqrt(tensor.shape[1])
