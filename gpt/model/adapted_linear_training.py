@@ -103,11 +103,11 @@ class _AdaptedLinear(torch.autograd.Function):
         term_grads: list[dict[str, Tensor]] = [{} for _ in terms]
         factors = [_factor(term) for term in terms]
         if unscaled is not None:
-            for term, factor, found in zip(terms, factors, term_grads, strict=True):
-                if factor is not None:
+            dy, factor_grads = _scale_backward(dy, unscaled, terms, factors)
+            for term, grad, found in zip(terms, factor_grads, term_grads, strict=True):
+                if grad is not None:
                     name = "output_factor" if term.output_factor is not None else "output_scale"
-                    found[name] = _column_sums(dy, unscaled, term.columns, factor)
-            dy = _scaled(dy, terms, factors)
+                    found[name] = grad
         needs_dx = ctx.needs_input_grad[1]
         low_rank_dx: Tensor | None = None
         for term, u, found in zip(terms, hidden, term_grads, strict=True):
@@ -126,9 +126,12 @@ class _AdaptedLinear(torch.autograd.Function):
             dx = _matmul_transposed(dy, weight, low_rank_dx)
         if scaled_term is not None:
             assert dx is not None and scaled_term.input_scale is not None
-            found = term_grads[terms.index(scaled_term)]
-            found["input_scale"] = _column_sums(dx, x, None, scaled_term.input_scale)
-            dx = dx.mul_(scaled_term.input_scale.to(dx.dtype)) if needs_dx else None
+            input_scale = scaled_term.input_scale
+            scale_term = LinearTerm(output_scale=input_scale)
+            dx, (found_grad,) = _scale_backward(dx, x, [scale_term], [input_scale])
+            assert found_grad is not None
+            term_grads[terms.index(scaled_term)]["input_scale"] = found_grad
+            dx = dx if needs_dx else None
         flat = [found.get(name) for found in term_grads for name in TERM_TENSORS]
         return None, dx, None, None, dresidual, *flat
 
@@ -188,6 +191,22 @@ def _scaled(y: Tensor, terms: Sequence[LinearTerm], factors: Sequence[Tensor | N
             columns = _column_view(scaled, term.columns)
             columns *= factor.to(y.dtype).view(columns.shape[1:])
     return scaled
+
+
+def _scale_backward(
+    dy: Tensor, y: Tensor, terms: Sequence[LinearTerm], factors: Sequence[Tensor | None]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the gradient of `y`, and of each term's factor, from that of `_scaled`."""
+    factor = factors[0]
+    is_whole = len(terms) == 1 and terms[0].columns is None
+    if is_whole and factor is not None and training_kernels.supports_scale_backward(dy):
+        scaled, sums = training_kernels.scale_backward(dy, y, factor)
+        return scaled, [sums.to(factor.dtype)]
+    grads = [
+        None if factor is None else _column_sums(dy, y, term.columns, factor)
+        for term, factor in zip(terms, factors, strict=True)
+    ]
+    return _scaled(dy, terms, factors), grads
 
 
 def _column_sums(dy: Tensor, y: Tensor, columns: OutputColumns | None, like: Tensor) -> Tensor:

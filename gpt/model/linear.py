@@ -132,7 +132,11 @@ class TrainingLinear(TorchLinear):
         ((_, row_group),) = terms
         if activation is None:
             return adapted_linear(x, self.weight, bias, residual, row_group)
-        y = ACTIVATIONS[activation](adapted_linear(x, self.weight, bias, None, row_group))
+        y = adapted_linear(x, self.weight, bias, None, row_group)
+        if training_kernels.supports_activation(y, activation):
+            y = training_kernels.apply_activation(y, activation)
+        else:
+            y = ACTIVATIONS[activation](y)
         return y if residual is None else residual + y
 
 

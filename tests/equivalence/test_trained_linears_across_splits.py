@@ -82,7 +82,7 @@ def settings_of(case: Case) -> TuneConfig:
             "method": case.method,
             "targets": list(case.targets),
             "layers": list(case.layers),
-            "learning_rate": 1e-2,
+            "learning_rate": 5e-3,
             "micro_batch_examples": 2,
             "gradient_norm_max": 0.5,
             "weight_decay": 0.01,
@@ -189,7 +189,7 @@ def check(case: Case, results: Sequence[Result]) -> None:
     want = single_rank(case)
     assert want.losses[-1] < want.losses[0] - 0.5, case
     for result in results:
-        assert result.losses == pytest.approx(want.losses, rel=TOLERANCE), case
+        assert result.losses == pytest.approx(want.losses, abs=TOLERANCE * want.losses[0]), case
         check_adapters(case, result.values, want.values, with_norms=True)
         check_adapters(case, result.gradients, want.gradients, with_norms=False)
 
