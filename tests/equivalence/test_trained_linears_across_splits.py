@@ -187,7 +187,7 @@ def test_gradients_and_steps_equal_those_of_one_rank(split: tuple[int, int, int]
 
 def check(case: Case, results: Sequence[Result]) -> None:
     want = single_rank(case)
-    assert want.losses[-1] < want.losses[0] - 0.5, case
+    assert want.losses[-1] < want.losses[0] - 0.2, case
     for result in results:
         assert result.losses == pytest.approx(want.losses, abs=TOLERANCE * want.losses[0]), case
         check_adapters(case, result.values, want.values, with_norms=True)
