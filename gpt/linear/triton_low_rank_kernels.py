@@ -206,9 +206,10 @@ def _expand_tile(
                 split_ptrs = sums_ptrs + (split * rows).to(tl.int64) * rank_stride
                 sums += tl.load(split_ptrs, in_sums, 0.0)
             u = (sums * scale).to(memory_ptr.dtype.element_ty)
-            # A rank that is a multiple of 8 lets a thread load 8 numbers at once.
+            # A rank that is a multiple of 8 lets a thread load 8 numbers at once. `tl.multiple_of`
+            # would mark `rank` itself, also in the other branch.
             if rank % 8 == 0:
-                aligned = tl.multiple_of(rank, 8)
+                aligned = rank // 8 * 8
                 b_ptrs = lora_b + column.to(tl.int64)[:, None] * aligned + ranks[None, :]
                 b = tl.load(b_ptrs, in_part[:, None] & (ranks < aligned)[None, :], 0.0)
             else:
