@@ -80,14 +80,14 @@ def pack_adapter(
     size = sum(map(_aligned_bytes, (x for of_linear in arrays.values() for x in of_linear.all)))
     free_memory = _allocate(size)
 
-    def place(array: Tensor) -> Tensor:
+    def copy_array(array: Tensor) -> Tensor:
         nonlocal free_memory
-        placed = free_memory[: array.nbytes].view(array.dtype).view(array.shape).copy_(array)
+        copied = free_memory[: array.nbytes].view(array.dtype).view(array.shape).copy_(array)
         free_memory = free_memory[_aligned_bytes(array) :]
-        return placed
+        return copied
 
     return packed | {
-        name: _make_packed_terms(terms, arrays[name].map(place), shapes[name])
+        name: _make_packed_terms(terms, arrays[name].map(copy_array), shapes[name])
         for name, (terms, _) in linears.items()
     }
 

@@ -83,7 +83,7 @@ class LinearBatch:
         self.channels, self.columns, self._parts = (LARGE_SHAPES if is_large else SHAPES)[
             case.shape
         ]
-        nbytes = 1 << (28 if is_large else 21)
+        nbytes = 1 << (28 if is_large else 23)
         self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._end = 0
         self.x = self._normal(case.rows, self.channels)
