@@ -105,7 +105,7 @@ class TermTable:
         )
         return EncodedAdapter(descriptors, frozenset(adapter), input_scaled, ranks)
 
-    def place(self, adapters: Mapping[Hashable, EncodedAdapter]) -> list[int]:
+    def assign_slots(self, adapters: Mapping[Hashable, EncodedAdapter]) -> list[int]:
         """Return the slots of the adapters of a batch, by key; missing descriptors are copied.
 
         The slots of other adapters may be overwritten.

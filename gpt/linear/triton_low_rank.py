@@ -57,6 +57,7 @@ def add_terms(
             channels,
             split_channels,
             rank_stride,
+            IS_DIVISIBLE=channels % BLOCK_CHANNELS == 0,
             BLOCK_ROWS=rows.group_rows,
             BLOCK_RANKS=BLOCK_RANKS,
             BLOCK_CHANNELS=BLOCK_CHANNELS,

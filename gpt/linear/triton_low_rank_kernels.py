@@ -45,12 +45,16 @@ def shrink_rows(
     channels,
     split_channels,
     rank_stride,
+    IS_DIVISIBLE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Store x @ A.T over a range of channels, for every program_id(1)-th group of rows."""
+    """Store x @ A.T over a range of channels, for every program_id(1)-th group of rows.
+
+    IS_DIVISIBLE: `channels` is a multiple of BLOCK_CHANNELS.
+    """
     split = tl.program_id(0)
     split_start = split * split_channels
     split_end = tl.minimum(split_start + split_channels, channels)
@@ -77,9 +81,14 @@ def shrink_rows(
                 a_ptrs = lora_a + ranks.to(tl.int64)[:, None] * channels + channel[None, :]
                 sums = tl.zeros([BLOCK_ROWS, BLOCK_RANKS], tl.float32)
                 for first in range(split_start, split_end, BLOCK_CHANNELS):
-                    in_split = first + channel < split_end
-                    x = tl.load(x_ptrs + first, in_group[:, None] & in_split[None, :], 0.0)
-                    a = tl.load(a_ptrs + first, in_rank[:, None] & in_split[None, :], 0.0)
+                    x_mask = in_group[:, None]
+                    a_mask = in_rank[:, None]
+                    if not IS_DIVISIBLE:
+                        in_split = (first + channel < split_end)[None, :]
+                        x_mask = x_mask & in_split
+                        a_mask = a_mask & in_split
+                    x = tl.load(x_ptrs + first, x_mask, 0.0)
+                    a = tl.load(a_ptrs + first, a_mask, 0.0)
                     sums = tl.dot(x, a.T, sums, input_precision=PRECISION)
                 tl.store(
                     sums_ptr + sums_row[:, None] + (first_rank + ranks)[None, :],
@@ -197,14 +206,15 @@ def _expand_tile(
                 split_ptrs = sums_ptrs + (split * rows).to(tl.int64) * rank_stride
                 sums += tl.load(split_ptrs, in_sums, 0.0)
             u = (sums * scale).to(memory_ptr.dtype.element_ty)
-            in_b = in_part[:, None] & in_rank[None, :]
-            # A rank that is a multiple of 8 lets a thread load 8 numbers at once.
+            # A rank that is a multiple of 8 lets a thread load 8 numbers at once. `tl.multiple_of`
+            # would mark `rank` itself, also in the other branch.
             if rank % 8 == 0:
-                b_row = column.to(tl.int64) * tl.multiple_of(rank, 8)
-                b = tl.load(lora_b + b_row[:, None] + ranks[None, :], in_b, 0.0)
+                aligned = rank // 8 * 8
+                b_ptrs = lora_b + column.to(tl.int64)[:, None] * aligned + ranks[None, :]
+                b = tl.load(b_ptrs, in_part[:, None] & (ranks < aligned)[None, :], 0.0)
             else:
-                b_row = column.to(tl.int64) * rank
-                b = tl.load(lora_b + b_row[:, None] + ranks[None, :], in_b, 0.0)
+                b_ptrs = lora_b + column.to(tl.int64)[:, None] * rank + ranks[None, :]
+                b = tl.load(b_ptrs, in_part[:, None] & in_rank[None, :], 0.0)
             product = tl.dot(u, b.T, product, input_precision=PRECISION)
     factor_offset = tl.load(descriptor + OUTPUT_FACTOR)
     if factor_offset >= 0:

@@ -140,9 +140,9 @@ class AdapterImporter:
             keys = sorted(
                 (is_current, adapter.key)
                 for adapter, is_current in self._registry.list_visible(tenant)
-                if name in (adapter.name, adapter.key) and adapter.tenant == tenant
+                if name in (adapter.name, adapter.key)
             )
-            # If there is no such version, the store reports why.
+            # The store refuses the versions of others, and reports an unknown version.
             unknown_key = name if "@" in name else f"{name}@1"
             for _, key in keys or [(False, unknown_key)]:
                 self._store.unload(key, tenant, author)

@@ -109,7 +109,7 @@ class AdapterMemory:
             return batch
         if self.table is None:
             return replace(batch, adapted_rows=self._adapted_rows(starts))
-        packed = low_rank.pack_rows(self.place(starts))
+        packed = low_rank.pack_rows(self.assign_slots(starts))
         device_rows = to_device(packed, self._model.mesh.device)
         rows = PackedRows.view(device_rows, len(starts), int(packed[0]))
         kernels = low_rank.batch_kernels(self.table, rows, self.encoded(starts))
@@ -134,12 +134,12 @@ class AdapterMemory:
         """Return the terms of the adapters of these rows for kernels."""
         return [self._encode(start) for start in np.unique(starts).tolist() if start >= 0]
 
-    def place(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    def assign_slots(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Write the adapters of these rows to the table; return the slot of each row, or -1."""
         assert self.table is not None
         adapters, indices = np.unique(starts, return_inverse=True)
         acting = [start for start in adapters.tolist() if start >= 0]
-        slots = self.table.place({start: self._encode(start) for start in acting})
+        slots = self.table.assign_slots({start: self._encode(start) for start in acting})
         # Rows without an adapter have the lowest start, -1.
         return np.array([-1] * (len(adapters) - len(acting)) + slots)[indices]
 

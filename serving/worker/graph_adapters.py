@@ -54,7 +54,7 @@ class GraphAdapters:
     def copy_inputs(self, step: Step | None, rows: int) -> None:
         """Copy the adapters of a step to the buffers; without a step, no adapter acts."""
         starts = None if step is None else row_adapters(step)
-        slots = np.zeros(0, np.int64) if starts is None else self._memory.place(starts)
+        slots = np.zeros(0, np.int64) if starts is None else self._memory.assign_slots(starts)
         packed = _pack(slots, rows)
         self._packed[: len(packed)] = to_device(packed, self._packed.device)
 

@@ -117,6 +117,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         ".",
         "data",
         "prompt",
+        "linears",
         "training",
         "evaluation",
         "run",

@@ -11,9 +11,10 @@ from serving.worker.model_runner import ModelRunner
 from tests.support.graph_steps import PROMPT, RULES, next_step, prefill_step
 from tests.support.linear_adapters import random_linears
 
-RANGE_BYTES = 1 << 17  # The range of an adapter; each one fits.
-LORA, DORA, IA3, WIDE = (RANGE_BYTES * number for number in range(4))
 BASE = -1
+# The ranges of adapters in the adapter memory; each one is large enough for any of the adapters.
+LORA, DORA, IA3, WIDE = range(4)
+RANGE_BYTES = 1 << 17
 
 
 def linears_write(start: int, linears: Mapping[str, LinearAdapter]) -> AdapterLinearsWrite:
@@ -42,53 +43,59 @@ def with_adapters(
     )
 
 
-def run_adapter_steps(runner: ModelRunner, config: GPTConfig, blocks: int = 6) -> list[Outcome]:
+def run_adapter_steps(
+    runner: ModelRunner, config: GPTConfig, blocks: int = 6, range_bytes: int = RANGE_BYTES
+) -> list[Outcome]:
     """Run a prefill step and decode steps; return the outcomes of the decode steps.
 
-    Each sequence has a number of `blocks`. The inputs of the decode steps are fixed, so that the
-    steps of two runners are the same.
+    Each sequence has a number of `blocks`, and each adapter `range_bytes`. The inputs of the decode
+    steps are fixed, so that the steps of two runners are the same.
     """
 
     def linears(method: str, seed: int, **options: object) -> dict[str, LinearAdapter]:
         return random_linears(config, method, seed=seed, strength=0.5, **options)  # type: ignore[arg-type]
 
-    def run(step: Step, *writes: AdapterLinearsWrite) -> Outcome:
+    def write(number: int, linears: Mapping[str, LinearAdapter]) -> AdapterLinearsWrite:
+        return linears_write(number * range_bytes, linears)
+
+    def run(step: Step, numbers: Sequence[int], *writes: AdapterLinearsWrite) -> Outcome:
+        starts = [number * range_bytes if number >= 0 else BASE for number in numbers]
         step = msgspec.structs.replace(step, linear_writes=list(writes), may_capture_graph=True)
-        outcome = runner.run_step(step)
+        outcome = runner.run_step(with_adapters(step, starts, adapted_from))
         assert outcome is not None
         return outcome
 
-    starts = [LORA, DORA, BASE, IA3, LORA]
+    numbers = [LORA, DORA, BASE, IA3, LORA]
     # The last sequence has an activated LoRA, which acts from its second decode step on.
     adapted_from = [0, 0, 0, 0, len(PROMPT) - 4 + 1]
-    step = with_adapters(prefill_step(RULES, blocks), starts, adapted_from)
+    step = prefill_step(RULES, blocks)
     outcomes = [
         run(
             step,
-            linears_write(LORA, linears("lora", 1)),
-            linears_write(DORA, linears("dora", 2, by_parts=True, rank=18)),
-            linears_write(IA3, linears("ia3", 3)),
+            numbers,
+            write(LORA, linears("lora", 1)),
+            write(DORA, linears("dora", 2, by_parts=True, rank=18)),
+            write(IA3, linears("ia3", 3)),
         )
     ]
 
-    def decode(starts: Sequence[int], *writes: AdapterLinearsWrite) -> None:
+    def decode(numbers: Sequence[int], *writes: AdapterLinearsWrite) -> None:
         nonlocal step
         step = next_step(step, outcomes[-1], lambda slot, token: 5 + 7 * slot + len(outcomes))
-        step = with_adapters(step, starts, adapted_from)
-        outcomes.append(run(step, *writes))
+        outcomes.append(run(step, numbers, *writes))
 
-    decode(starts)
-    decode(starts)
+    decode(numbers)
+    decode(numbers)
     decode([BASE] * 5)
     # Another adapter replaces the LoRA, and a second one is loaded beside it.
     decode(
-        starts,
-        linears_write(LORA, linears("lora", 4, rank=7, targets=("linear_qkv", "linear_fc2"))),
+        numbers,
+        write(LORA, linears("lora", 4, rank=7, targets=("linear_qkv", "linear_fc2"))),
     )
     wide = linears("lora", 5, rank=20, by_parts=True)
-    decode([WIDE, DORA, LORA, BASE, WIDE], linears_write(WIDE, wide))
+    decode([WIDE, DORA, LORA, BASE, WIDE], write(WIDE, wide))
     # A new adapter is written over the range of one that no sequence uses.
-    decode([DORA, WIDE, DORA, BASE, BASE], linears_write(DORA, linears("ia3", 6)))
+    decode([DORA, WIDE, DORA, BASE, BASE], write(DORA, linears("ia3", 6)))
     return outcomes[1:]
 
 

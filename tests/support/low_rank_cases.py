@@ -6,6 +6,7 @@ tests/gpt/linear/test_low_rank.py runs it in a process of its own.
 import pytest
 import torch
 
+from bench.suites.gpu_adapters import LinearShapes, LowRankSizes, run_suite
 from tests.support.attention_cases import patch_interpreter
 from tests.support.low_rank_batches import (
     KINDS,
@@ -53,3 +54,13 @@ def test_selected_rows_agree_with_torch() -> None:
 
 def test_the_same_launches_serve_other_adapters() -> None:
     check_replaced_descriptors(CPU)
+
+
+def test_the_benchmark_measures_every_number_of_adapters() -> None:
+    sizes = LowRankSizes("cpu", torch.float32, 3, (1, 2), (1, 2), 64)
+    lines = list(run_suite((), sizes, {"tiny": LinearShapes(2, ((20, 16), (8, 12)))}))
+    assert [str(line).partition(" of rank")[0] for line in lines[1:]] == [
+        "tiny, 1 rows, 1 adapters",
+        "tiny, 2 rows, 1 adapters",
+        "tiny, 2 rows, 2 adapters",
+    ]

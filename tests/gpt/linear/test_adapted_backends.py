@@ -39,6 +39,7 @@ IDS = torch.arange(3, 39).view(3, 12)
 EXACT = 1e-9
 # The linears of the others have norms behind them, which only torch computes.
 NAMES = [name for name in CONFIGS if name not in ("layered", "post norms")]
+FAST_NAMES = ("classic", "modern")
 # A change of how an fp8 model rounds moves its logits by less than this part of their spread. A
 # wrong operation moves them by much more.
 FP8_SPREAD_MAX = 0.1
@@ -134,7 +135,10 @@ def stubbed_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     import_transformer_engine.cache_clear()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in FAST_NAMES else pytest.mark.slow) for name in NAMES],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_apply_adapters_as_the_torch_linears(backend: str, name: str) -> None:
     model = build(CONFIGS[name])
@@ -148,7 +152,9 @@ def test_backends_apply_adapters_as_the_torch_linears(backend: str, name: str) -
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("config", [CLASSIC, MODERN], ids=["classic", "modern"])
+@pytest.mark.parametrize(
+    "config", [CLASSIC, pytest.param(MODERN, marks=pytest.mark.slow)], ids=["classic", "modern"]
+)
 def test_inputs_after_a_norm_are_scaled(config: GPTConfig, backend: str) -> None:
     model = build(config)
     linears = {
@@ -165,8 +171,8 @@ def test_inputs_after_a_norm_are_scaled(config: GPTConfig, backend: str) -> None
 def check_tensor_parallel_models(_rank: int) -> None:
     mesh = Mesh.create(2, 1)
     for config in (CLASSIC, MODERN, ODD):
-        whole, model = build(config), build(config, mesh)
-        expected = adapted_logits(whole, mixed_rows(whole), kernels=False)
+        unsplit, model = build(config), build(config, mesh)
+        expected = adapted_logits(unsplit, mixed_rows(unsplit), kernels=False)
         fuse_layers(model)
         for kernels in (False, True):
             actual = adapted_logits(model, mixed_rows(model), kernels=kernels)
@@ -179,7 +185,9 @@ def test_tensor_ranks_apply_adapters_before_their_sum() -> None:
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-@pytest.mark.parametrize("config", [CLASSIC, MODERN], ids=["classic", "modern"])
+@pytest.mark.parametrize(
+    "config", [CLASSIC, pytest.param(MODERN, marks=pytest.mark.slow)], ids=["classic", "modern"]
+)
 @pytest.mark.parametrize(
     "targets",
     [("linear_fc1",), ("linear_fc2",), ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")],

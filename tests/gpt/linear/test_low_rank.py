@@ -61,21 +61,21 @@ def test_the_slots_of_a_batch_are_kept_and_others_are_reused() -> None:
         for key in range(4)
     }
 
-    def place(*keys: int) -> list[int]:
-        slots = table.place({key: adapters[key] for key in keys})
+    def slots_of(*keys: int) -> list[int]:
+        slots = table.assign_slots({key: adapters[key] for key in keys})
         for key, slot in zip(keys, slots, strict=True):
             stored = table.descriptors[slot].numpy()
             assert np.array_equal(stored, adapters[key].descriptors)
         return slots
 
-    first = place(0, 1)
-    assert sorted(first) == [0, 1] and place(1, 0) == first[::-1]
-    assert place(0) == first[:1]
-    assert place(2) == first[1:], "the least recently used slot"
-    assert place(0, 2) == first
+    first = slots_of(0, 1)
+    assert sorted(first) == [0, 1] and slots_of(1, 0) == first[::-1]
+    assert slots_of(0) == first[:1]
+    assert slots_of(2) == first[1:], "the least recently used slot"
+    assert slots_of(0, 2) == first
     table.forget(0)
     adapters[0] = adapters[3]
-    assert place(2, 0) == first[::-1]
+    assert slots_of(2, 0) == first[::-1]
 
 
 def launch_all(dtype: torch.dtype) -> None:

@@ -41,7 +41,13 @@ def graphs_of(runner: ModelRunner) -> cuda_graphs.CudaGraphRunner:
 
 
 @pytest.mark.parametrize("linears", ADDED_LAUNCHES_MAX)
-@pytest.mark.parametrize("family", ["classic", "llama", "modern", "odd"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("classic", "modern", "odd")),
+    ],
+)
 def test_a_decode_pass_with_adapters_can_be_captured(family: str, linears: str) -> None:
     from tests.support.fake_device import Counts, fake_device
     from tests.support.fake_device_runners import FAMILIES, make_runner
@@ -98,6 +104,7 @@ def run(runner: ModelRunner, step: Step) -> Outcome:
     return outcome
 
 
+@pytest.mark.slow
 def test_steps_with_loaded_replaced_and_evicted_adapters_are_replayed(runner: ModelRunner) -> None:
     outcomes = run_adapter_steps(runner, runner.model.config, blocks=4)
     assert all(outcome.replayed for outcome in outcomes)

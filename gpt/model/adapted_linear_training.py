@@ -1,0 +1,255 @@
+"""Autograd function of a frozen linear with adapters: the gradients of A, B, magnitudes and scales.
+
+The reference (`gpt.model.adapted_linear`) lets torch derive the backward pass. Torch would then
+keep several copies of each output, and would add the gradients of the input in a separate pass.
+This function saves the input, which the gradient of A needs, and the low-rank activations A x; with
+a magnitude or an output scale it also saves the output before the factor. The gradient of the
+weight is never computed, nor that of the input if no earlier linear is trained.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt.cpu import training_kernels
+from gpt.linear_adapter import LinearTerm, OutputColumns
+from gpt.model.adapted_linear import RowTerms
+
+# The tensors of a term, in the order in which they are arguments of the function.
+TERM_TENSORS = ("lora_a", "lora_b", "output_factor", "output_scale", "input_scale")
+
+
+def supports_terms(weight: Tensor, terms: RowTerms) -> bool:
+    """Return whether `adapted_linear` computes these terms and their gradients."""
+    if not torch.is_grad_enabled() or weight.requires_grad or len(terms) != 1:
+        return False
+    rows, row_group = terms[0]
+    if rows is not None or any(term.input_dropout is not None for term in row_group):
+        return False
+    # One of both factors at most, so that one saved output gives the gradients.
+    has_factor = any(term.output_factor is not None for term in row_group)
+    has_output_scale = any(term.output_scale is not None for term in row_group)
+    input_scales = sum(term.input_scale is not None for term in row_group)
+    return not (has_factor and has_output_scale) and input_scales <= 1
+
+
+def adapted_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    row_group: Sequence[LinearTerm],
+) -> Tensor:
+    """Return the output of a linear with the terms of one adapter on all rows, plus `residual`."""
+    layout = tuple(TermLayout(term.columns, term.scale) for term in row_group)
+    tensors = [getattr(term, name) for term in row_group for name in TERM_TENSORS]
+    y = _AdaptedLinear.apply(layout, x, weight, bias, residual, *tensors)  # type: ignore[no-untyped-call]
+    return cast(Tensor, y)
+
+
+@dataclass(frozen=True)
+class TermLayout:
+    """The numbers of a term; its tensors are arguments of the autograd function."""
+
+    columns: OutputColumns | None
+    scale: float
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layout: Sequence[TermLayout],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        terms = _terms(layout, tensors)
+        input_scale = _input_scale(terms)
+        scaled_x = x if input_scale is None else x * input_scale.to(x.dtype)
+        factor = _column_factor(terms, len(weight), x)
+        # With a factor c of the product, the bias is added behind it; an output scale includes it.
+        has_early_bias = all(term.output_factor is None for term in terms)
+        early_bias = bias if has_early_bias else None
+        y = _matmul(scaled_x, weight, early_bias, residual if factor is None else None)
+        hidden = _add_low_rank(y, x, _low_rank_terms(terms))
+        unscaled = None
+        if factor is not None:
+            unscaled, y = y, y * factor
+            if bias is not None and not has_early_bias:
+                y += bias
+            if residual is not None:
+                y += residual
+        ctx.layout = layout
+        needs_x = hidden is not None or input_scale is not None
+        ctx.save_for_backward(x if needs_x else None, weight, unscaled, hidden, *tensors)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, unscaled, hidden, *tensors = ctx.saved_tensors
+        terms, dy = _terms(ctx.layout, tensors), grads[0].contiguous()
+        dresidual = dy if ctx.needs_input_grad[4] else None
+        term_grads: list[dict[str, Tensor]] = [{} for _ in terms]
+        factor = _column_factor(terms, len(weight), dy)
+        if factor is not None:
+            dy, sums = _scale_backward(dy, unscaled, factor)
+            _store_factor_grads(terms, sums, term_grads)
+        needs_dx = ctx.needs_input_grad[1]
+        low_rank_dx: Tensor | None = None
+        if hidden is not None:
+            low_rank_dx = _low_rank_backward(dy, x, hidden, terms, term_grads, needs_dx=needs_dx)
+        input_scale = _input_scale(terms)
+        dx: Tensor | None = None
+        if needs_dx or input_scale is not None:
+            dx = _matmul_transposed(dy, weight, low_rank_dx)
+        if input_scale is not None:
+            assert dx is not None
+            dx, sums = _scale_backward(dx, x, input_scale.to(dx.dtype))
+            for term, found in zip(terms, term_grads, strict=True):
+                if term.input_scale is not None:
+                    found["input_scale"] = sums.to(term.input_scale.dtype)
+        flat = [found.get(name) for found in term_grads for name in TERM_TENSORS]
+        return None, dx if needs_dx else None, None, None, dresidual, *flat
+
+
+def _terms(layout: Sequence[TermLayout], tensors: Sequence[Tensor | None]) -> list[LinearTerm]:
+    size = len(TERM_TENSORS)
+    terms = []
+    for index, term in enumerate(layout):
+        a, b, output_factor, output_scale, input_scale = tensors[size * index : size * (index + 1)]
+        terms.append(
+            LinearTerm(term.columns, a, b, term.scale, output_factor, output_scale, input_scale)
+        )
+    return terms
+
+
+def _input_scale(terms: Sequence[LinearTerm]) -> Tensor | None:
+    return next((term.input_scale for term in terms if term.input_scale is not None), None)
+
+
+def _low_rank_terms(terms: Sequence[LinearTerm]) -> list[LinearTerm]:
+    return [term for term in terms if term.lora_a is not None]
+
+
+def _column_factor(terms: Sequence[LinearTerm], columns: int, like: Tensor) -> Tensor | None:
+    """Return the factor of each output column; None if no term has a factor."""
+    factors = [(term, _factor(term)) for term in terms]
+    if all(factor is None for _, factor in factors):
+        return None
+    merged = like.new_ones(1, columns)
+    for term, factor in factors:
+        if factor is not None:
+            view = _column_view(merged, term.columns)
+            view.copy_(factor.view(view.shape))
+    return merged.flatten()
+
+
+def _factor(term: LinearTerm) -> Tensor | None:
+    return term.output_scale if term.output_factor is None else term.output_factor
+
+
+def _store_factor_grads(
+    terms: Sequence[LinearTerm], sums: Tensor, term_grads: Sequence[dict[str, Tensor]]
+) -> None:
+    """Store the gradients of the terms' factors, from those of all columns."""
+    for term, found in zip(terms, term_grads, strict=True):
+        factor = _factor(term)
+        if factor is not None:
+            name = "output_scale" if term.output_factor is None else "output_factor"
+            grad = _column_view(sums.unsqueeze(0), term.columns).flatten()
+            found[name] = grad.to(factor.dtype)
+
+
+def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """Return x @ weight.T + bias + residual, in memory that nothing else uses."""
+    if training_kernels.supports_matmul(x, weight):
+        return training_kernels.matmul(x, weight, bias, residual)
+    y = F.linear(x, weight, bias)
+    return y if residual is None else y.add_(residual)
+
+
+def _matmul_transposed(dy: Tensor, weight: Tensor, addend: Tensor | None) -> Tensor:
+    """Return dy @ weight + addend; `addend` may be overwritten."""
+    if training_kernels.supports_matmul(dy, weight):
+        return training_kernels.matmul(dy, weight, None, addend, transposed=True)
+    return dy @ weight if addend is None else addend.addmm_(dy, weight)
+
+
+def _stacked_a(terms: Sequence[LinearTerm], dtype: torch.dtype) -> Tensor:
+    """Return the matrices A of all terms, one below the other."""
+    matrices = [term.lora_a.to(dtype) for term in terms if term.lora_a is not None]
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+
+
+def _ranks(terms: Sequence[LinearTerm]) -> list[int]:
+    return [len(term.lora_a) for term in terms if term.lora_a is not None]
+
+
+def _add_low_rank(y: Tensor, x: Tensor, terms: Sequence[LinearTerm]) -> Tensor | None:
+    """Add scale * B (A x) to the columns of each term in place; return A x of all terms."""
+    if not terms:
+        return None
+    hidden = x @ _stacked_a(terms, x.dtype).T
+    for term, term_hidden in zip(terms, hidden.split(_ranks(terms), dim=1), strict=True):
+        assert term.lora_b is not None
+        b = term.lora_b.to(x.dtype)
+        columns = _column_view(y, term.columns)
+        if columns.dim() == 2:
+            columns.addmm_(term_hidden, b.T, alpha=term.scale)
+        else:
+            columns += (term_hidden @ b.T).view(columns.shape).mul_(term.scale)
+    return hidden
+
+
+def _low_rank_backward(
+    dy: Tensor,
+    x: Tensor,
+    hidden: Tensor,
+    terms: Sequence[LinearTerm],
+    term_grads: Sequence[dict[str, Tensor]],
+    *,
+    needs_dx: bool,
+) -> Tensor | None:
+    """Store the gradients of A and B; return the share of the low-rank products in that of x."""
+    low_rank = _low_rank_terms(terms)
+    found = [grads for term, grads in zip(terms, term_grads, strict=True) if term in low_rank]
+    dhidden = []
+    for term, grads, term_hidden in zip(
+        low_rank, found, hidden.split(_ranks(low_rank), dim=1), strict=True
+    ):
+        assert term.lora_b is not None
+        dy_columns = _column_view(dy, term.columns).flatten(1)
+        dhidden.append((dy_columns @ term.lora_b.to(dy.dtype)).mul_(term.scale))
+        grad = dy_columns.T @ term_hidden
+        grads["lora_b"] = grad.to(term.lora_b.dtype).mul_(term.scale)
+    stacked = dhidden[0] if len(dhidden) == 1 else torch.cat(dhidden, dim=1)
+    a_grads = (stacked.T @ x).split(_ranks(low_rank))
+    for term, grads, grad in zip(low_rank, found, a_grads, strict=True):
+        assert term.lora_a is not None
+        grads["lora_a"] = grad.to(term.lora_a.dtype)
+    return stacked @ _stacked_a(low_rank, dy.dtype) if needs_dx else None
+
+
+def _scale_backward(dy: Tensor, y: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of y and of the factor, from that of factor * y."""
+    if training_kernels.supports_scale_backward(dy):
+        return training_kernels.scale_backward(dy, y, factor)
+    sum_dtype = torch.promote_types(dy.dtype, torch.float32)
+    return dy * factor, (dy * y).sum(0, dtype=sum_dtype)
+
+
+def _column_view(y: Tensor, columns: OutputColumns | None) -> Tensor:
+    """Return a view of columns of `y`: (rows, columns), or (rows, runs, width) of several runs."""
+    if columns is None:
+        return y
+    if columns.count == 1:
+        return y[:, columns.offset : columns.offset + columns.width]
+    runs = y[:, : columns.count * columns.stride].view(len(y), columns.count, columns.stride)
+    return runs[:, :, columns.offset : columns.offset + columns.width]
