@@ -8,19 +8,18 @@ computes them as PEFT does only for one tensor rank and projections without bias
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gpt.adapters.card import Adapter, Card, build_adapter, card_name
+from gpt.adapters.distributed_tensors import layer_tensors
 from gpt.adapters.fused_linears import fold_linears, with_weight_norms
 from gpt.adapters.import_nemo_linears import without_zeros
-from gpt.adapters.import_peft_linears import DTYPES
-from gpt.adapters.linear_check import LINEARS_BYTES_MAX, RANK_MAX
+from gpt.adapters.linear_check import RANK_MAX
 from gpt.checkpoint.files.file_tree import scan_folder, scan_folder_recursive
 from gpt.checkpoint.files.torch_dcp import ChunkedTensor, read_index
 from gpt.checkpoint.logical_tensor import Checkpoint, summarize_names
@@ -185,7 +184,8 @@ def _read_changes(
             )
         part = PARTS[match["part"]] if match["part"] else ""
         leaf = LEAVES[match["leaf"]]
-        for layer, tensor in _layer_tensors(folder, entry, match["layer"], leaf, config):
+        dimensions = 1 if leaf == "magnitude" else 2
+        for layer, tensor in layer_tensors(entry, match["layer"], dimensions, config.num_layers):
             name = join_key(f"{LAYERS_PREFIX}{layer}.{match['linear']}", part)
             _check_shape(folder, name, leaf, tensor, settings, config)
             if leaf in values.setdefault(name, {}):
@@ -202,34 +202,6 @@ def _read_changes(
         name: replace(LinearAdapter(), **tensors_of, scale=settings.scale)
         for name, tensors_of in values.items()
     }
-
-
-def _layer_tensors(
-    folder: Path, entry: ChunkedTensor, layer: str | None, leaf: str, config: GPTConfig
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield the layer and the tensor of each layer that a key stacks."""
-    dimensions = (1 if leaf == "magnitude" else 2) + (layer is None)
-    elements = math.prod(entry.shape)
-    is_stack = layer is not None or (entry.shape and entry.shape[0] == config.num_layers)
-    is_usable = entry.dtype in DTYPES and 4 * elements <= LINEARS_BYTES_MAX
-    if len(entry.shape) != dimensions or not is_stack or not is_usable:
-        raise AdapterError(
-            f"{folder} has {entry.key[:200]!r} in {entry.dtype} with the shape {entry.shape}; this "
-            f"model has {config.num_layers} layers: give the model that it was trained on"
-        )
-    if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != elements:
-        raise AdapterError(f"{folder} lacks chunks of {entry.key[:200]!r}; copy it again")
-    tensor = torch.empty(entry.shape)
-    for chunk in entry.chunks:
-        box = tuple(
-            slice(offset, offset + size)
-            for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)
-        )
-        tensor[box] = chunk.tensor()
-    if layer is not None:
-        yield int(layer), tensor
-    else:
-        yield from enumerate(tensor)
 
 
 def _check_shape(

@@ -1,7 +1,8 @@
 """NeMo 1 import: LoRA and IA3 from .nemo files and their unpacked directories, at any split.
 
 The tensors of each rank are the shards of NeMo's parallel linears. Those of all tensor ranks are
-joined here, and the layers of all pipeline stages get their global numbers. Both variants of LoRA
+joined here, and the layers of all pipeline stages get their global numbers. In a distributed
+checkpoint (`model_weights/`) the tensors are whole. Both variants of LoRA
 are read: one low-rank product of a fused projection ("nemo"), and one of each of its parts
 ("canonical"). The rows of a fused projection are in Megatron's order already.
 """
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 
 from gpt.adapters.card import Adapter, Card, build_adapter, card_name
+from gpt.adapters.distributed_tensors import DTYPES, layer_tensors
 from gpt.adapters.fused_linears import fold_linears
-from gpt.adapters.import_peft_linears import DTYPES
 from gpt.adapters.linear_check import LINEARS_BYTES_MAX, has_effect
 from gpt.checkpoint.files.file_tree import FileTree
+from gpt.checkpoint.files.torch_dcp import read_index
 from gpt.checkpoint.files.torch_file import read_torch_span
 from gpt.checkpoint.files.torch_save import is_dense
 from gpt.checkpoint.logical_tensor import Checkpoint
@@ -27,6 +29,7 @@ from gpt.config import GPTConfig
 from gpt.errors import AdapterError
 from gpt.formats.mappings.nemo_yaml import NemoConfig
 from gpt.formats.megatron.rank_files import RankCoordinates
+from gpt.formats.megatron.torch_dist import TRAINING_STATE_KEYS
 from gpt.formats.nemo.reader import DISTRIBUTED_FOLDER, WEIGHTS_FILE, assign_ranks
 from gpt.linear_adapter import LinearAdapter, join_key
 from gpt.parallel.adapter_sharding import AdaptableLinear, adaptable_linears, part_rows
@@ -55,7 +58,7 @@ LEAVES = {"linear_in.weight": "lora_a", "linear_out.weight": "lora_b"}
 # The layers of Megatron-Core, and of NeMo's models before it.
 KEY = re.compile(
     r"(?:model_?(?P<chunk>\d{1,4})\.)?(?:model\.)?(?:module\.)?"
-    r"(?:decoder|language_model\.encoder)\.layers\.(?P<layer>\d{1,5})\."
+    r"(?:decoder|language_model\.encoder)\.layers\.(?:(?P<layer>\d{1,5})\.)?"
     r"(?P<block>self_attention|mlp)\.adapter_layer\.(?P<module>[\w.]+)"
 )
 
@@ -93,9 +96,15 @@ def open_nemo_linears(
         )
     tuning = peft.section(f"{scheme}_tuning")
     _refuse_options(tuning)
-    shards = _join_stages(path, tree, fields, base.config, scheme)
+    distributed = tree.subtree(DISTRIBUTED_FOLDER)
+    if distributed.spans:
+        tp = _gate_shards(fields)
+        shards = _read_distributed(distributed, base.config, scheme)
+    else:
+        shards = _join_stages(path, tree, fields, base.config, scheme)
+        tp = len(next(iter(shards.values())))
     _check_layers(path, shards, tuning, base.config)
-    linears = _build_changes(path, shards, base.config)
+    linears = _build_changes(path, shards, base.config, tp)
     if scheme == LORA:
         linears = without_zeros(_with_scales(linears, tuning))
     card = Card(
@@ -119,16 +128,41 @@ def _refuse_options(tuning: NemoConfig) -> None:
             )
 
 
+def _gate_shards(fields: NemoConfig) -> int:
+    """Return the number of tensor ranks, whose gates and ups are side by side in fc1's rows."""
+    tp = fields.get("tensor_model_parallel_size", 1)
+    if type(tp) is not int or tp < 1:
+        raise AdapterError(
+            f"{fields.location} has tensor_model_parallel_size {short_repr(tp)}; it must be a "
+            "whole number: copy the archive again"
+        )
+    return tp
+
+
+def _read_distributed(tree: FileTree, config: GPTConfig, scheme: str) -> dict[_Site, list[Tensor]]:
+    """Return the whole tensors of a distributed checkpoint."""
+    index = read_index(tree, _is_adapter_key)
+    if not index.tensors:
+        raise AdapterError(f"{tree.path} has no tensors of an adapter; save it again")
+    shards: dict[_Site, list[Tensor]] = {}
+    for key, entry in index.tensors.items():
+        site, _ = _parse_key(key, scheme, str(tree.path))
+        number = None if site.layer < 0 else str(site.layer)
+        dimensions = 1 if site.tensor_name == "scalers" else 2
+        for layer, tensor in layer_tensors(entry, number, dimensions, config.num_layers):
+            shards.setdefault(replace(site, layer=layer), []).append(tensor)
+    return _complete_shards(tree.path, shards, 1)
+
+
+def _is_adapter_key(key: str) -> bool:
+    is_state = TRAINING_STATE_KEYS.match(key) or "_extra_state" in key
+    return ".adapter_layer." in key and not is_state
+
+
 def _join_stages(
     path: Path, tree: FileTree, fields: NemoConfig, config: GPTConfig, scheme: str
 ) -> dict[_Site, list[Tensor]]:
     """Return the shards of each tensor in order of tensor rank, with global layer numbers."""
-    if any(name.startswith(f"{DISTRIBUTED_FOLDER}/") for name in tree.spans):
-        raise AdapterError(
-            f"{path} has its weights in a distributed checkpoint ({DISTRIBUTED_FOLDER}/), which is "
-            "not supported for NeMo 1 adapters; save the adapter with dist_ckpt_format unset, so "
-            f"that it has {WEIGHTS_FILE}"
-        )
     spans = {name: span for name, span in tree.spans.items() if name.endswith(WEIGHTS_FILE)}
     if not spans:
         raise AdapterError(f"{path} has no {WEIGHTS_FILE}; copy the archive again")
@@ -147,7 +181,7 @@ def _join_stages(
         source = f"{path}: {span.path.name} of tensor rank {rank.tensor}, stage {rank.stage}"
         for key, tensor in _flat_state(read_torch_span(span), source):
             site, chunk = _parse_key(key, scheme, source)
-            if site.layer >= chunk_layers or chunk >= chunks:
+            if not 0 <= site.layer < chunk_layers or chunk >= chunks:
                 raise AdapterError(
                     f"{source} has {key!r}, but a stage of this model has {chunk_layers} layers; "
                     "give the model that it was trained on"
@@ -175,7 +209,10 @@ def _flat_state(record: object, source: str) -> Iterator[tuple[str, object]]:
 
 
 def _parse_key(key: str, scheme: str, source: str) -> tuple[_Site, int]:
-    """Return the site of a key, with the layer's number in its chunk, and the chunk's number."""
+    """Return the site of a key, with the layer's number in its chunk, and the chunk's number.
+
+    The layer is -1 if the key has no number.
+    """
     match = KEY.fullmatch(key)
     if match is not None:
         module, _, leaf = f"{match['block']}.{match['module']}".rpartition(".")
@@ -187,7 +224,8 @@ def _parse_key(key: str, scheme: str, source: str) -> tuple[_Site, int]:
             modules, tensor_name = IA3_MODULES, "scalers" if leaf == "scalers" else ""
         if module in modules and tensor_name:
             linear, part = modules[module]
-            return _Site(int(match["layer"]), linear, part, tensor_name), int(match["chunk"] or 0)
+            layer = int(match["layer"] or -1)
+            return _Site(layer, linear, part, tensor_name), int(match["chunk"] or 0)
     raise AdapterError(f"{source} has {key[:200]!r}, {_unknown_key_reason(key)}")
 
 
@@ -275,7 +313,7 @@ def _check_layers(
 
 
 def _build_changes(
-    path: Path, shards: Mapping[_Site, Sequence[Tensor]], config: GPTConfig
+    path: Path, shards: Mapping[_Site, Sequence[Tensor]], config: GPTConfig, tp: int
 ) -> dict[str, LinearAdapter]:
     model_linears = adaptable_linears(config)
     values: dict[str, dict[str, Any]] = {}
@@ -287,7 +325,7 @@ def _build_changes(
                 f"{path} changes {join_key(name, site.part)}, which this model does not have; give "
                 "the model that it was trained on"
             )
-        tensor = _join_shards(path, site, site_shards, linear, config)
+        tensor = _join_shards(path, site, site_shards, linear, config, tp=tp)
         tensor_name = site.tensor_name
         if tensor_name == "scalers":
             tensor_name = "input_scale" if linear.is_row_parallel else "output_scale"
@@ -296,7 +334,13 @@ def _build_changes(
 
 
 def _join_shards(
-    path: Path, site: _Site, shards: Sequence[Tensor], linear: AdaptableLinear, config: GPTConfig
+    path: Path,
+    site: _Site,
+    shards: Sequence[Tensor],
+    linear: AdaptableLinear,
+    config: GPTConfig,
+    *,
+    tp: int,
 ) -> Tensor:
     """Return the whole tensor of all tensor ranks' shards, in fp32."""
     # The input of a row-parallel linear is sharded; the first factor of a column-parallel linear
@@ -304,7 +348,7 @@ def _join_shards(
     by_columns = site.tensor_name == "lora_a" and linear.is_row_parallel
     joined = _concat(path, site, [shard.float() for shard in shards], 1 if by_columns else 0)
     if site.tensor_name == "lora_b" and not site.part and "gate" in linear.parts:
-        joined = _regroup_gates(joined, len(shards))
+        joined = _regroup_gates(joined, tp)
     outputs = len(part_rows(linear, site.part, config))
     dimension, expected = -1, linear.in_features
     if site.tensor_name != "lora_a" and not (

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gpt.adapters.card import Adapter, Card, build_adapter, card_name
+from gpt.adapters.distributed_tensors import DTYPES
 from gpt.adapters.fused_linears import (
     fold_linears,
     scatter_outputs,
@@ -41,7 +42,6 @@ LORA_A, LORA_B, MAGNITUDE, IA3_VECTOR = (
 )
 # The text part of a model with images, in two orders of the names.
 TEXT_PART = re.compile(r"^(model\.language_model|language_model\.model)\.")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Other tensors of PEFT, by a part of the key, and why they are refused.
 _OTHER_TENSORS = {
     "lora_embedding_": "changes the embedding; train the adapter on linears only",

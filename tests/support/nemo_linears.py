@@ -1,5 +1,6 @@
 """LoRA and IA3 as NeMo 1 saves them: each rank's shards, at any split."""
 
+import re
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.linear_adapter import LinearAdapter, split_key
+from tests.support.checkpoints.distcp_writer import even_boxes, write_chunks
 
 MODULES = {
     ("self_attention", "linear_qkv", ""): "lora_kqv_adapter",
@@ -108,4 +110,45 @@ def write_nemo_linears(
     if path.suffix == ".nemo":
         with tarfile.open(path, "w") as archive:
             archive.add(folder, ".")
+    return path
+
+
+def write_nemo_distributed(
+    path: Path,
+    linears: Mapping[str, LinearAdapter],
+    config: GPTConfig,
+    *,
+    tp: int = 1,
+    stacked: bool = True,
+    tuning: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write an archive whose weights are a distributed checkpoint of `tp` tensor ranks."""
+    names = {layer: str(layer) for layer in range(config.num_layers)}
+    states = [rank_state(linears, config, tp=tp, tp_rank=rank, layers=names) for rank in range(tp)]
+    by_key: dict[str, list[Tensor]] = {}
+    cuts: dict[str, int] = {}
+    for key in states[0]:
+        is_row_input = "linear_in" in key and ("dense_attention" in key or "4htoh" in key)
+        tensor = torch.cat([state[key] for state in states], 1 if is_row_input else 0)
+        name = re.sub(r"layers\.\d+\.", "layers.", key) if stacked else key
+        by_key.setdefault(name, []).append(tensor)
+        cuts[name] = -1 if is_row_input else -2
+    tensors = {key: torch.stack(v) if stacked else v[0] for key, v in by_key.items()}
+
+    def boxes(key: str, value: Tensor) -> list[tuple[list[int], list[int]]]:
+        counts = [1] * value.dim()
+        counts[cuts[key]] = tp
+        return even_boxes(value, counts)
+
+    folder = path.with_suffix("")
+    (folder / "model_weights").mkdir(parents=True)
+    write_chunks(folder / "model_weights", dict(tensors), boxes)
+    record = {
+        "num_layers": config.num_layers,
+        "tensor_model_parallel_size": tp,
+        "peft": {"peft_scheme": "lora", "lora_tuning": dict(tuning or {})},
+    }
+    (folder / "model_config.yaml").write_text(yaml.safe_dump(record))
+    with tarfile.open(path, "w") as archive:
+        archive.add(folder, ".")
     return path

@@ -125,7 +125,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "rank_pattern": {r"layers\.1\..*q_proj": 2, "down_proj": 7, "q_proj": 3},
         "alpha_pattern": {"model.layers.0.self_attn.o_proj": 11, "layers.[12].mlp.up_proj": 3},
     },
-    "rslora with patterns": {"use_rslora": True, "rank_pattern": {"k_proj": 9}},
+    "rslora with patterns": {"use_rslora": True, "lora_alpha": 3, "rank_pattern": {"k_proj": 9}},
     "missing parts": {"target_modules": ["q_proj", "v_proj", "up_proj"]},
     "regular expression": {
         "target_modules": r"^(?!.*layers\.1\.).*(?:self_attn\.[qk]_proj|mlp\.\w+_proj)$"

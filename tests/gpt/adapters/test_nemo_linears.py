@@ -26,7 +26,7 @@ from gpt.linear_adapter import LinearAdapter, split_key
 from tests.support.adapter_exchange import run_adapters_command
 from tests.support.linear_adapters import random_linears
 from tests.support.models import CLASSIC, MODERN, lively
-from tests.support.nemo_linears import write_nemo_linears
+from tests.support.nemo_linears import write_nemo_distributed, write_nemo_linears
 
 GATED = GPTConfig(
     num_layers=4,
@@ -126,6 +126,21 @@ def test_lora_of_any_split_is_joined(
     check_adapter(adapter, config, None)
     assert (adapter.card.name, adapter.card.method) == ("a", "lora")
     assert adapter.digest == digest(adapter, linears)
+
+
+@pytest.mark.parametrize(("tp", "stacked"), [(1, True), (2, True), (4, False)])
+@pytest.mark.parametrize("canonical", [False, True])
+def test_lora_in_a_distributed_checkpoint_is_read(
+    tmp_path: Path, canonical: bool, tp: int, stacked: bool
+) -> None:
+    linears = lora(GATED, canonical=canonical)
+    path = write_nemo_distributed(
+        tmp_path / "a.nemo", linears, GATED, tp=tp, stacked=stacked, tuning=LORA
+    )
+    adapter = open_adapter(path, base=lively(GATED))
+    assert adapter.digest == digest(adapter, linears)
+    with pytest.raises(AdapterError, match="give the model that it was trained on"):
+        open_adapter(path, base=lively(MODERN))
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.encoder.", "model.module.decoder."])
