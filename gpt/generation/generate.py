@@ -148,6 +148,8 @@ def generate_steps(
     )
     chunks = pipeline.model_chunks(model)
     model = chunks[-1]  # The chunk that computes the logits, if this is the last stage.
+    if adapter_table is not None and not len(adapter_table):
+        adapter_table = None  # The adapter only changes linears.
     virtual_tokens = 0 if adapter_table is None else len(adapter_table)
     check_prompts(model, prompts, samplings, virtual_tokens)
     device = model.mesh.device
