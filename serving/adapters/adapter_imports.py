@@ -206,13 +206,13 @@ class AdapterImporter:
                 raise
 
     def _import(
-        self, name: str, source: Path, given_path: str, tenant: str, author: ChangeAuthor
+        self, name: str, source: Path, path_text: str, tenant: str, author: ChangeAuthor
     ) -> LoadedAdapter:
         adapter = self._publish(name, source, tenant, author)
         if not self._registry.is_current(adapter):
             adapter = self._store.promote(adapter.key, tenant, author)
         previous = self._imported.get((tenant, name))
-        self._imported[tenant, name] = _ImportedAdapter(adapter.key, given_path)
+        self._imported[tenant, name] = _ImportedAdapter(adapter.key, path_text)
         if previous is not None and previous.key != adapter.key:
             with suppress(UnknownAdapterError):  # It was unloaded meanwhile.
                 self._store.unload(previous.key, tenant, author)

@@ -22,6 +22,8 @@ import preamble
 from clients.adapter_client import AdapterCalls
 from clients.client import CallError, Options
 from gpt.adapters.adapter_file import Adapter, Card, build_adapter, open_adapter, save_adapter
+from gpt.adapters.golden_examples import record_golden_examples
+from gpt.adapters.prompt_template import PromptTemplate
 from gpt.adapters.sequence_adapters import sequence_adapters
 from gpt.checkpoint.digest import identify
 from gpt.formats.registry import open_checkpoint
@@ -31,7 +33,7 @@ from gpt.tokenizers.tokenizer import open_tokenizer
 from protos.preamble.v1 import admin_pb2, admin_pb2_grpc
 from tests.support.linear_adapters import random_linears
 from tests.support.peft_files import write_peft_lora
-from tests.support.servers import CONFIG, Server, serving, write_checkpoint
+from tests.support.servers import CONFIG, Server, eventually, serving, write_checkpoint
 from tests.support.tgis_calls import TgisServer
 from tests.support.tokens_file import CREW, GUEST, tokens_file
 from tests.support.tritonclient_calls import infer, text_of
@@ -509,6 +511,36 @@ def test_loading_needs_the_role_and_stays_in_the_tenants_folder(tmp_path: Path) 
         status, answer = deployment.post(UNLOAD, {"lora_name": "start"}, CREW)
         assert (status, answer["error"]["type"]) == (403, "PermissionDeniedError")
         assert deployment.post(UNLOAD, {"lora_name": "own"}, CREW)[0] == 200
+
+
+def test_golden_examples_are_replayed_on_a_strict_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = Deployment(tmp_path)
+    template = PromptTemplate("{text} answer:", ())
+    linears = random_linears(CONFIG, seed=30, strength=0.5)
+    card = Card("good", template=template, invocation=plain.invocation, max_new_tokens=NEW)
+    adapter = plain.build(card, None, linears)
+    golden = record_golden_examples(
+        plain.model, plain.tokenizer, adapter, [{"text": LACKING}, {"text": "one two"}]
+    )
+    assert golden[0].output == plain.expected(adapter)
+    other = random_linears(CONFIG, seed=31, strength=0.5)
+    for name, changes in (("good", linears), ("bad", other)):
+        plain.save(replace(card, name=name, golden=golden), linears=changes)
+    files = [plain.adapters / f"{name}.safetensors" for name in ("good", "bad")]
+    model = ["--model", str(plain.checkpoint), "--dtype", "float64"]
+    assert preamble.main(["adapters", "check", str(files[0]), *model]) == 0
+    assert "2 of 2 golden examples match" in capsys.readouterr().out
+    assert preamble.main(["adapters", "check", str(files[1]), *model]) == 1
+    with serving(plain.checkpoint, adapters=str(plain.adapters), golden="strict") as plain.server:
+        for result in ("passed", "failed"):
+            series = f'preamble_adapter_golden_total{{result="{result}"}}'
+            eventually(lambda series=series: plain.server.metric(series) == 1)  # type: ignore[misc]
+        assert plain.complete("good") == golden[0].output
+        with pytest.raises(RefusedCall, match="golden") as caught:
+            by_grpc(plain, "bad", TEXT)
+        assert caught.value.code == "FAILED_PRECONDITION"
 
 
 def test_a_server_without_an_adapter_directory_loads_nothing(tmp_path: Path) -> None:

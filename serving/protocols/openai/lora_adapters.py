@@ -80,6 +80,7 @@ def error_body(error: CallFailure) -> dict[str, Any]:
         401: "Unauthorized",
         403: "PermissionDeniedError",
         404: "NotFoundError",
+        405: "MethodNotAllowedError",
         429: "RateLimitError",
         501: "NotImplementedError",
     }

@@ -1,6 +1,7 @@
 """Adapter imports: paths, names and versions; PEFT's own files are in tests/gpt/adapters."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,6 +109,18 @@ def test_a_taken_name_is_refused_and_replaced_on_request(imports: Imports) -> No
     assert replaced.adapter_ref.digest == imports.digest("two")
     assert imports.keys() == ["mail@2"], "the version that was loaded before is unloaded"
     assert imports.importer.source_of(replaced) == "two"
+
+
+def test_one_of_two_loads_at_the_same_time_gets_the_name(imports: Imports) -> None:
+    def load(path: str) -> str:
+        try:
+            return imports.load("mail", path).key
+        except PreambleError as error:
+            return reason_name(error)
+
+    with ThreadPoolExecutor(2) as threads:
+        outcomes = sorted(threads.map(load, ("one", "two")))
+    assert outcomes == ["INVALID_FIELD", "mail@1"] and imports.keys() == ["mail@1"]
 
 
 def test_replacing_keeps_versions_of_other_origin_and_overrides_a_promotion(
