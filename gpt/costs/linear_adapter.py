@@ -58,8 +58,10 @@ class LinearAdapterCost:
     replicated: int = 0
     stored: int = 0  # Numbers in the adapter file; with DoRA, the norms of the weights too.
     flops_per_token: int = 0  # Of the low-rank products in a forward pass.
-    # FLOPs of a training step, besides those of its tokens: the norms of the changed weights.
+    # FLOPs and bytes of a training step, besides those of its tokens: the norms of the changed
+    # weights, which are read in 16 bits, and written and read in fp32.
     step_flops: int = 0
+    step_bytes: int = 0
     # Bytes that the low-rank products and the scales read and write per token of 16-bit
     # activations.
     forward_bytes_per_token: int = 0
@@ -113,15 +115,14 @@ class _AdaptedPart:
         # gradient reads dy and y.
         scaled = outputs if spec.method == "dora" or "output_scale" in shapes else 0
         scaled += inputs if "input_scale" in shapes else 0
-        has_low_rank = bool(low_rank)
+        has_low_rank, has_norm = bool(low_rank), spec.method == "dora"
         return LinearAdapterCost(
             trained=sum(numbers.values()) - numbers.get("weight_norm", 0),
             replicated=replicated if tp > 1 else 0,
             stored=sum(numbers.values()),
             flops_per_token=2 * low_rank,
-            step_flops=2 * rank * (inputs * outputs + rank * (inputs + outputs))
-            if spec.method == "dora"
-            else 0,
+            step_flops=has_norm * 2 * rank * (inputs * outputs + rank * (inputs + outputs)),
+            step_bytes=has_norm * 10 * inputs * outputs,
             forward_bytes_per_token=2 * (has_low_rank * (inputs + 2 * outputs) + 2 * scaled),
             backward_bytes_per_token=2 * (has_low_rank * (3 * inputs + 2 * outputs) + 4 * scaled),
             kept_per_token=rank,

@@ -12,8 +12,10 @@ from dataclasses import asdict
 
 from gpt.config import GPTConfig
 from gpt.costs.inference import parameter_count
+from gpt.costs.linear_adapter import describe_spec
 from gpt.errors import ConfigError
 from planning.cli.flags import (
+    add_context_tokens,
     add_hardware_flags,
     add_model_flags,
     add_shared_flags,
@@ -109,6 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     train("--sequence-parallel", action="store_true", help="use sequence parallelism")
     add_training_flags(train)
+    add_context_tokens(train)
     infer = parser.add_argument_group("inference").add_argument
     infer(
         "--infer",
@@ -268,6 +271,8 @@ def _training_text(
     job: TrainingJob, split: TrainingSplit, cluster: Cluster, estimate: TrainingEstimate
 ) -> str:
     trained_part = "an adapter" if job.trainable == "adapter" else "all parameters"
+    if job.linears is not None:
+        trained_part = describe_spec(job.linears)
     parts = sorted(estimate.seconds.items(), key=lambda step_part: -step_part[1])
     lines = [
         (
