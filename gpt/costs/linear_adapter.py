@@ -68,9 +68,9 @@ class LinearAdapterCost:
     backward_bytes_per_token: int = 0
     # Numbers that training keeps for the backward pass per token: the inputs of the linears, the
     # low-rank activations, and the outputs before a scale.
-    kept_per_token: int = 0
+    activations_per_token: int = 0
     # Those of them that are the outputs of attention, which flash attention keeps anyway.
-    kept_with_attention: int = 0
+    attention_outputs_per_token: int = 0
 
     def __add__(self, other: "LinearAdapterCost") -> "LinearAdapterCost":
         sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
@@ -125,7 +125,7 @@ class _AdaptedPart:
             step_bytes=has_norm * 10 * inputs * outputs,
             forward_bytes_per_token=2 * (has_low_rank * (inputs + 2 * outputs) + 2 * scaled),
             backward_bytes_per_token=2 * (has_low_rank * (3 * inputs + 2 * outputs) + 4 * scaled),
-            kept_per_token=rank,
+            activations_per_token=rank,
         )
 
 
@@ -149,21 +149,19 @@ def check_spec(config: GPTConfig, spec: LinearAdapterSpec) -> None:
             "layers, numbered from 0"
         )
     linears = adaptable_linears(config).values()
-    known_targets = {linear.module for linear in linears}
-    known_targets |= {f"{linear.module}.{part}" for linear in linears for part in linear.parts}
+    target_choices = {linear.module for linear in linears}
+    target_choices |= {f"{linear.module}.{part}" for linear in linears for part in linear.parts}
     for target in spec.targets:
-        if target not in known_targets:
+        if target not in target_choices:
             raise ConfigError(
                 f"the adapter changes {target}, which this model does not have except in experts; "
-                f"choose among: {', '.join(sorted(known_targets))}"
+                f"choose among: {', '.join(sorted(target_choices))}"
             )
-    whole = {target for target in spec.targets if "." not in target}
-    overlaps = [target for target in spec.targets if target not in whole]
-    for target in overlaps:
-        if target.partition(".")[0] in whole:
+    for target in spec.targets:
+        linear, _, part = target.partition(".")
+        if part and linear in spec.targets:
             raise ConfigError(
-                f"the adapter changes {target.partition('.')[0]} and its part {target}; remove one "
-                "of them"
+                f"the adapter changes {linear} and its part {target}; remove one of them"
             )
     if not any(_adapted_parts(config, spec)):
         raise ConfigError(
@@ -184,13 +182,13 @@ def _layer_costs(
     for name, linear_parts in parts.items():
         layer = layer_number(name)
         assert layer is not None
-        cost = _kept_with_linear(linear_parts[0].linear, spec, config, tp)
+        cost = _activation_cost(linear_parts[0].linear, spec, config, tp)
         cost = sum((part.cost(spec, config, tp) for part in linear_parts), cost)
         costs[layer] = costs.get(layer, LinearAdapterCost()) + cost
     return costs
 
 
-def _kept_with_linear(
+def _activation_cost(
     linear: AdaptableLinear, spec: LinearAdapterSpec, config: GPTConfig, tp: int
 ) -> LinearAdapterCost:
     """Return what training keeps once for a linear, however many of its parts are changed."""
@@ -198,8 +196,8 @@ def _kept_with_linear(
     has_input = spec.method != "ia3" or linear.module == "linear_fc2"
     has_output = spec.method == "dora" or not has_input
     return LinearAdapterCost(
-        kept_per_token=has_input * inputs + has_output * outputs,
-        kept_with_attention=inputs if has_input and linear.module == "linear_proj" else 0,
+        activations_per_token=has_input * inputs + has_output * outputs,
+        attention_outputs_per_token=inputs if has_input and linear.module == "linear_proj" else 0,
     )
 
 

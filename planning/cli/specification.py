@@ -232,6 +232,7 @@ class WorkloadSection:
     concurrency: int | None = None  # Constant number of requests at once.
     adapters: int = 0
     virtual_tokens: int = 0  # Number of virtual tokens of each adapter.
+    distinct_adapters: int | None = None  # Maximum number of adapters in use at the same time.
 
     def __post_init__(self) -> None:
         _check_positive(self, zero_allowed=("adapters", "virtual_tokens"))
@@ -325,12 +326,12 @@ class AdapterSection:
         if not self._is_set:
             return None
         method = self.method or "lora"
-        for known_method in METHODS:
-            if method == known_method:
+        for method_choice in METHODS:
+            if method == method_choice:
                 if method == "ia3" and self.rank is not None:
                     raise ConfigError(f"rank is {self.rank}, but method ia3 has no rank; remove it")
                 rank = DEFAULT_RANK if self.rank is None else self.rank
-                return LinearAdapterSpec(known_method, rank, self.targets, self.layers)
+                return LinearAdapterSpec(method_choice, rank, self.targets, self.layers)
         raise ConfigError(f"method is {short_repr(method)}; {suggest_nearest(method, METHODS)}")
 
     @property

@@ -148,17 +148,19 @@ def _layer_activation_bytes(workload: RankWorkload, recompute: RecomputeMode, st
         return layer_bytes
     layer_bytes += _context_bytes(workload, recompute)
     if recompute != "full":
-        layer_bytes += _kept_bytes(workload, workload.linears, stage) / layers
+        layer_bytes += _adapter_activation_bytes(workload, workload.linears, stage) / layers
     return layer_bytes
 
 
-def _kept_bytes(workload: RankWorkload, linears: LinearAdapterSpec, stage: int) -> float:
+def _adapter_activation_bytes(
+    workload: RankWorkload, linears: LinearAdapterSpec, stage: int
+) -> float:
     """Return the bytes that changed linears keep, in all layers of a stage."""
     cost = _linears_cost(workload, linears, stage)
-    kept = cost.kept_per_token
+    activations = cost.activations_per_token
     if workload.activation_layout.flash:
-        kept -= cost.kept_with_attention  # `layer_activation_bytes` counts them.
-    return 2 * workload.batch * workload.sequence * kept
+        activations -= cost.attention_outputs_per_token  # `layer_activation_bytes` counts them.
+    return 2 * workload.batch * workload.sequence * activations
 
 
 def _context_bytes(workload: RankWorkload, recompute: RecomputeMode) -> float:

@@ -142,11 +142,11 @@ def lora(linears: dict[str, AdaptableLinear], key: str, rank: int) -> LinearAdap
 def test_layers_select_the_changed_layers() -> None:
     spec = LinearAdapterSpec("lora", 4, (), (1, 3))
     assert lowest_layer(LLAMA, spec) == 1
-    one_layer = linear_adapter_cost(LLAMA, spec, [3])
+    layer_cost = linear_adapter_cost(LLAMA, spec, [3])
     assert linear_adapter_cost(LLAMA, spec, [0, 2]).trained == 0
-    assert linear_adapter_cost(LLAMA, spec).trained == 2 * one_layer.trained
+    assert linear_adapter_cost(LLAMA, spec).trained == 2 * layer_cost.trained
     assert [cost.trained for cost in stage_costs(LLAMA, spec, 1, 4)] == [
-        *(0, one_layer.trained, 0, one_layer.trained),
+        *(0, layer_cost.trained, 0, layer_cost.trained),
     ]
 
 
@@ -186,10 +186,10 @@ def test_linears_that_the_model_does_not_have_are_refused(
 def test_kept_numbers_of_lora_are_the_inputs_and_the_low_rank_activations() -> None:
     cost = linear_adapter_cost(GPT2, LinearAdapterSpec("lora", 16), [0])
     h, ffn = 64, 256
-    assert cost.kept_per_token == 3 * h + ffn + 4 * 16
-    assert cost.kept_with_attention == h
+    assert cost.activations_per_token == 3 * h + ffn + 4 * 16
+    assert cost.attention_outputs_per_token == h
     sharded = linear_adapter_cost(GPT2, LinearAdapterSpec("lora", 16), [0], tp=4)
-    assert sharded.kept_per_token == 2 * h + (h + ffn) // 4 + 4 * 16
+    assert sharded.activations_per_token == 2 * h + (h + ffn) // 4 + 4 * 16
     column = (h + 3 * h // 4) + (h + ffn // 4)
     row = (h // 4 + h) + (ffn // 4 + h)
     assert sharded.flops_per_token == 2 * 16 * (column + row)
