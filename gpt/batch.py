@@ -5,7 +5,7 @@ prefill, decode and training. In inference each sequence has a block table: the 
 blocks. A batch describes one step; the module contains no scheduling policy and no weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -20,6 +20,18 @@ from gpt.dropout import Dropout
 from gpt.linear_adapter import AdaptedRows
 
 
+@dataclass(frozen=True, eq=False)
+class FrozenContext:
+    """Training only: earlier tokens whose keys and values are constants, without gradients.
+
+    The model has computed them in an earlier pass (`Batch.recorded_kv`).
+    """
+
+    starts: tuple[int, ...]  # For each sequence of the batch, the row of its first earlier token.
+    # Keys and values of the earlier tokens by layer, each (tokens, KV heads, channels).
+    kv_by_layer: Mapping[int, tuple[Tensor, Tensor]]
+
+
 @dataclass(frozen=True)
 class Batch:
     """The tokens of one step: T new tokens of B sequences."""
@@ -27,7 +39,8 @@ class Batch:
     query_lengths: tuple[int, ...]  # Number of new tokens of each sequence.
     # Number of earlier tokens of each sequence. In inference, their keys and values are in the KV
     # pool. In training, the earlier tokens of a child sequence are all tokens of its parent (see
-    # `parents`), and other sequences have no earlier tokens.
+    # `parents`), those of a sequence with a frozen context are in this context, and other sequences
+    # have no earlier tokens.
     past_lengths: tuple[int, ...]
     positions: Tensor  # (T,) position of each token in its sequence; virtual tokens count too.
     # Where each token's KV is written: (T,) block numbers, and (T,) offsets in the block. None
@@ -47,6 +60,11 @@ class Batch:
     # sequence of the batch that has no parent. Each child sequence begins with the parent's tokens,
     # which are computed only once. An empty tuple: no sequence has a parent.
     parents: tuple[int | None, ...] = ()
+    # Training only: the earlier tokens of all sequences; None: they are in the batch, or in a KV
+    # pool. Attention then gets the keys and values of the batch, followed by those of the context.
+    context: FrozenContext | None = None
+    # If set, each layer stores its keys and values here, for a `FrozenContext`.
+    recorded_kv: dict[int, tuple[Tensor, Tensor]] | None = None
     # The adapters that change linears, and the rows on which they act; empty: the base model.
     adapted_rows: tuple[AdaptedRows, ...] = ()
     # This batch for each KV group after the first (gpt/kv_groups.py), with the group's slot mapping
@@ -90,6 +108,24 @@ class Batch:
             dropout=dropout,
             parents=tuple(parents),
         )
+
+    @classmethod
+    def continued(
+        cls,
+        lengths: Sequence[int],
+        past_lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        *,
+        logit_rows: Tensor | None = None,
+    ) -> "Batch":
+        """Make a batch of sequences whose earlier tokens will be a `FrozenContext`."""
+        positions = torch.cat(
+            [
+                torch.arange(past, past + length)
+                for past, length in zip(past_lengths, lengths, strict=True)
+            ]
+        ).to(device)
+        return cls(tuple(lengths), tuple(past_lengths), positions, logit_rows=logit_rows)
 
     @classmethod
     def paged(
@@ -136,6 +172,19 @@ class Batch:
     def in_group(self, group: int) -> "Batch":
         """Return the batch for a KV group."""
         return self.other_groups[group - 1] if group else self
+
+    def past_row(self, sequence: int) -> int:
+        """Return the row of a sequence's first earlier token among the keys and values.
+
+        For training; 0 for a sequence without earlier tokens.
+        """
+        if not self.past_lengths[sequence]:
+            return 0
+        if self.context is not None:
+            return self.tokens + self.context.starts[sequence]
+        parent = self.parents[sequence]
+        assert parent is not None
+        return self.query_starts[parent]
 
     @cached_property
     def tokens(self) -> int:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
+from gpt.dropout import Dropout
 from gpt.linear_parts import LINEAR_PARTS
 from gpt.linear_parts import QKV_PARTS as QKV_PARTS
 
@@ -100,9 +101,31 @@ class OutputColumns:
     count: int
 
 
+@dataclass(frozen=True)
+class InputDropout:
+    """Dropout of the inputs of a low-rank product, in training only.
+
+    The mask is drawn for all input channels, so it does not depend on the tensor ranks.
+    """
+
+    dropout: Dropout
+    p: float
+    site: tuple[int, ...]
+    in_features: int
+    columns: slice  # The input channels of this rank.
+
+    def __call__(self, x: Tensor) -> Tensor:
+        mask = self.dropout.keep_mask((len(x), self.in_features), self.p, self.site, x)
+        return x * mask[:, self.columns] / (1 - self.p)
+
+
 @dataclass(frozen=True, eq=False)
 class LinearTerm:
-    """One rank's shard of a `LinearAdapter`, in the dtype of the computation."""
+    """One rank's shard of a `LinearAdapter`, in the dtype of the computation.
+
+    In training the tensors are in at least fp32, and are rounded to the dtype of the computation
+    where they are used.
+    """
 
     columns: OutputColumns | None = None  # The columns that it changes; None: all columns.
     lora_a: Tensor | None = None
@@ -111,6 +134,7 @@ class LinearTerm:
     output_factor: Tensor | None = None  # The factor c of the product, before the bias.
     output_scale: Tensor | None = None
     input_scale: Tensor | None = None
+    input_dropout: InputDropout | None = None  # Of the low-rank product.
 
 
 # By the name of a linear, without a part: the terms of its parts on this rank.

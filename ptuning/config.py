@@ -35,14 +35,37 @@ METHOD_LEARNING_RATES = {
     "tpmlp": 3e-4,  # Prompt encoder: NeMo's two linear layers, sharded over the tensor ranks.
     "peft-mlp": 3e-4,  # Prompt encoder: PEFT's three linear layers.
     "prefix": 3e-2,  # Prefix tuning: trains keys and values of every layer.
+    "lora": 2e-4,  # Low-rank products beside the weights of linears.
+    "alora": 2e-4,  # Activated LoRA: acts from an invocation in the prompt on.
+    "dora": 2e-4,  # LoRA, and a magnitude of each row of the changed weights.
+    "ia3": 5e-3,  # Factors of the outputs or inputs of linears.
     "full": 1e-4,  # Trains all weights of the model, without virtual tokens.
 }
+# Methods that change linears of the model instead of adding virtual tokens.
+LOW_RANK_METHODS = ("lora", "alora", "dora")
+LINEAR_METHODS = (*LOW_RANK_METHODS, "ia3")
+# Methods without virtual tokens.
+PLAIN_PROMPT_METHODS = (*LINEAR_METHODS, "full")
 # Methods with a prompt encoder.
 ENCODER_METHODS = tuple(
-    method for method in METHOD_LEARNING_RATES if method not in ("prompt-tuning", "prefix", "full")
+    method
+    for method in METHOD_LEARNING_RATES
+    if method not in ("prompt-tuning", "prefix", *PLAIN_PROMPT_METHODS)
 )
 # Methods whose trainable parameters are sharded over the tensor-parallel ranks.
-TENSOR_PARALLEL_METHODS = ("tpmlp", "prefix", "full")
+TENSOR_PARALLEL_METHODS = ("tpmlp", "prefix", *PLAIN_PROMPT_METHODS)
+# The linears of a layer, and the parts of the fused ones, that the setting `targets` can name.
+LINEAR_TARGETS = (
+    "linear_qkv",
+    "linear_qkv.query",
+    "linear_qkv.key",
+    "linear_qkv.value",
+    "linear_proj",
+    "linear_fc1",
+    "linear_fc1.gate",
+    "linear_fc1.up",
+    "linear_fc2",
+)
 # Initial rows of the virtual-token table:
 # - records: embeddings of random tokens of the training records;
 # - vocabulary: embeddings of random tokens of the vocabulary. Tokens that were rare in pre-training
@@ -71,6 +94,10 @@ SETTING_RANGES = {
     "encoder_hidden": Range(1, 1_000_000),
     "encoder_layers": Range(1, 64),
     "encoder_dropout": Range(0, 1, excludes_maximum=True),
+    "rank": Range(1, 512),
+    "alpha": Range(0, 1_000_000, excludes_minimum=True),
+    "dropout": Range(0, 1, excludes_maximum=True),
+    "lora_plus_ratio": Range(0, 1_000_000, excludes_minimum=True),
     "steps": Range(1, 100_000_000),
     "batch_examples": Range(1, 1_000_000),
     "micro_batch_examples": Range(1, COUNT_MAX),
@@ -152,6 +179,9 @@ class DataConfig:
     # Text whose token embeddings are the initial rows of the virtual tokens; empty: `initial`
     # selects the initial rows.
     initial_text: str = ""
+    # Text from whose last occurrence in the prompt on an activated LoRA acts; see Task.
+    invocation: str = ""
+    invocation_ids: tuple[int, ...] = ()  # The token ids of the invocation, in place of its text.
     # Instruction text that replaces the virtual tokens in a baseline evaluation; empty: no such
     # baseline.
     oracle: str = ""
@@ -206,14 +236,66 @@ class MethodConfig:
     encoder_dropout: float = 0.0  # Dropout rate between the layers of `lstm`.
     # Directory of an earlier run whose prompt encoder is the initial prompt encoder of this run.
     encoder_from: str | None = None
+    rank: int = 16  # Rank of the low-rank product of each linear, or of each part.
+    # The low-rank product is multiplied by alpha / rank; None: alpha is the rank.
+    alpha: float | None = None
+    rslora: bool = False  # Whether the factor is alpha / sqrt(rank).
+    dropout: float = 0.0  # Dropout rate of the inputs of the low-rank products.
+    # The linears that are changed, some of LINEAR_TARGETS; empty: all linears except those of
+    # experts.
+    targets: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()  # The layers that are changed, numbered from 0; empty: all layers.
+    # LoRA+: the learning rate of the matrices B is this multiple of the learning rate of A.
+    lora_plus_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         _check_settings(self)
+        self._check_targets()
+
+    def _check_targets(self) -> None:
+        for target in self.targets:
+            if target not in LINEAR_TARGETS:
+                raise ConfigError(
+                    f"targets has {short_repr(target)}; {suggest_nearest(target, LINEAR_TARGETS)}"
+                )
+            linear, _, part = target.partition(".")
+            if part and linear in self.targets:
+                raise ConfigError(f"targets has {linear} and its part {target}; remove one of them")
+        for name, values in (("targets", self.targets), ("layers", self.layers)):
+            if len(set(values)) < len(values):
+                raise ConfigError(f"{name} is {short_repr(values)}; give each entry once")
+        if any(layer < 0 for layer in self.layers):
+            raise ConfigError(f"layers is {short_repr(self.layers)}; layers are numbered from 0")
+        if self.method == "dora" and self.dropout:
+            raise ConfigError(
+                f"dropout is {self.dropout:g}, but method dora computes its magnitudes without "
+                "dropout; remove it, or set method: lora"
+            )
 
     @property
     def adapter_kind(self) -> str:
-        """The `kind` in the adapter's card: "prefix", or "rows" for a virtual-token table."""
+        """The `kind` in the adapter's card.
+
+        "rows" for a virtual-token table, "prefix" for keys and values, "linears" for changes of
+        linears.
+        """
+        if self.method in LINEAR_METHODS:
+            return "linears"
         return "prefix" if self.method == "prefix" else "rows"
+
+    @property
+    def changes_linears(self) -> bool:
+        return self.method in LINEAR_METHODS
+
+    @property
+    def has_virtual_tokens(self) -> bool:
+        return self.method not in PLAIN_PROMPT_METHODS
+
+    @property
+    def low_rank_scale(self) -> float:
+        """The factor of the low-rank products."""
+        alpha = self.rank if self.alpha is None else self.alpha
+        return alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @dataclass(frozen=True)
@@ -370,6 +452,14 @@ class TuneConfig(ComposedSettings):
                 f"method is one of: {', '.join(ENCODER_METHODS)}",
             ),
             "encoder_layers": (method in ("mlp", "lstm"), "method is mlp or lstm"),
+            **dict.fromkeys(
+                ("rank", "alpha", "rslora", "dropout", "lora_plus_ratio"),
+                (method in LOW_RANK_METHODS, "method is lora, alora or dora"),
+            ),
+            **dict.fromkeys(
+                ("targets", "layers"),
+                (method in LINEAR_METHODS, "method is lora, alora, dora or ia3"),
+            ),
             "minimum_rate": (self.training_config.schedule == "cosine", "schedule is cosine"),
             "beta1": (uses_adamw, "optimizer is adamw"),
             "beta2": (uses_adamw, "optimizer is adamw"),
@@ -402,7 +492,8 @@ class TuneConfig(ComposedSettings):
                 f"adafactor needs whole rows and columns of each matrix, but method {method} "
                 f"shards them over {tp} tensor ranks; set tp: 1, or optimizer: adamw"
             )
-        rate, weight_decay = self.peak_learning_rate, self.training_config.weight_decay
+        weight_decay = self.training_config.weight_decay
+        rate = self.peak_learning_rate * max(1.0, self.method_config.lora_plus_ratio)
         if rate * weight_decay >= 1:
             raise ConfigError(
                 f"learning_rate x weight_decay is {rate * weight_decay:g}; it must be less than 1, "
@@ -415,6 +506,7 @@ class TuneConfig(ComposedSettings):
             if not task.name and self.method_config.method != "full":
                 raise ConfigError("name is missing; set it to the name of the adapter")
             _check_path("data", task.data or "")
+            task.check_invocation(self.method_config.method)
 
     def with_fields(self, **settings: Any) -> Self:
         """Return a copy with changed settings; the constructors check all values again."""

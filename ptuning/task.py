@@ -68,6 +68,10 @@ class Task:
     # Number of virtual tokens at each marker <|VIRTUAL_PROMPT_i|> of the template, in order; empty:
     # all virtual tokens are at one marker.
     splits: tuple[int, ...] = ()
+    # Method `alora`: the text from whose last occurrence in the prompt on the adapter acts. The
+    # marker <|INVOCATION|> of the template stands for its tokens.
+    invocation: str = ""
+    invocation_ids: tuple[int, ...] = ()  # The token ids of the invocation, in place of its text.
     # Instruction text that replaces the virtual tokens in a baseline evaluation; empty: no such
     # baseline.
     oracle: str = ""
@@ -93,6 +97,21 @@ class Task:
             raise ConfigError(
                 f"answer_field is missing, and the template {short_repr(self.template)} does not "
                 "end with a field; end the template with the field of the answer"
+            )
+
+    def check_invocation(self, method: str) -> None:
+        """Raise ConfigError if the invocation is missing, or has no effect with the method."""
+        name = "invocation_ids" if self.invocation_ids else "invocation"
+        if method == "alora" and not getattr(self, name):
+            raise ConfigError(
+                "invocation is missing; set it to the text from which the adapter acts on, such as "
+                "the control token that begins the assistant's turn"
+            )
+        if self.invocation and self.invocation_ids:
+            raise ConfigError("invocation and invocation_ids are both set; remove one of them")
+        if method != "alora" and getattr(self, name):
+            raise ConfigError(
+                f"{name} is set, but has an effect only if method is alora; remove it"
             )
 
 

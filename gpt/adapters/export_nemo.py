@@ -138,7 +138,7 @@ def _order_rows(
         if isinstance(part, range):
             text += f"{VIRTUAL_PROMPT_MARK}{len(splits)}|>"
             splits.append(len(part))
-        else:
+        elif isinstance(part, tuple):
             text += "".join(
                 f"{{{element.name}}}" if isinstance(element, TemplateField) else element
                 for element in part
@@ -153,12 +153,13 @@ def _order_rows(
             splits[leading_ranges - 1] += 1
             notes.append("the begin-of-text token after the leading rows became an extra row")
         bos = "none" if leading_ranges else "first"
-    template_fields = {
-        "truncate_field": template.truncate_field,
-        "answer_field": template.answer_field,
-    }
     ordered_template = PromptTemplate(
-        text, tuple(splits), **template_fields, bos=bos, eos=template.eos
+        text,
+        tuple(splits),
+        truncate_field=template.truncate_field,
+        answer_field=template.answer_field,
+        bos=bos,
+        eos=template.eos,
     )
     return ordered_template, ordered_table
 
@@ -167,9 +168,9 @@ def _check_literals(name: str, template: PromptTemplate) -> None:
     """Refuse literals that NeMo would parse: braces, pseudo-tokens, and `$` before a field."""
     for part in template.parts:
         literals = (
-            []
-            if isinstance(part, range)
-            else [literal for literal in part if isinstance(literal, str)]
+            [literal for literal in part if isinstance(literal, str)]
+            if isinstance(part, tuple)
+            else []
         )
         for text in literals:
             brace = next((character for character in "{}" if character in text), None)

@@ -2,8 +2,9 @@
 
 Each virtual token becomes a token id at or above the vocabulary size. A template is parsed before
 its fields get their values, so a value is always text: a marker or a field in a value has no
-effect, and a control token only if the caller of `render` says so. The text between two markers of
-virtual tokens, with the values of its fields, is tokenized in one piece. In a training example, the
+effect, and a control token only if the caller of `render` says so. The text between two markers,
+with the values of its fields, is tokenized in one piece. A marker can also stand for the tokens of
+an invocation, from which an activated LoRA acts. In a training example, the
 ids before the answer equal the prompt's ids in serving. The module uses no model and opens no
 files.
 """
@@ -20,8 +21,12 @@ from gpt.settings import parse_settings, suggest_nearest
 from gpt.tokenizers.tokenizer import IncrementalDetokenizer, Tokenizer
 
 VIRTUAL_PROMPT_MARK = "<|VIRTUAL_PROMPT_"
-# Group 1 is the number of a marker, group 2 the name of a field.
-PART_PATTERN = re.compile(r"<\|VIRTUAL_PROMPT_([0-9]+)\|>|\{([A-Za-z_][A-Za-z0-9_-]*)\}")
+INVOCATION_MARK = "<|INVOCATION|>"
+# Group 1 is the number of a marker of virtual tokens, group 2 the name of a field; the marker of an
+# invocation has no group.
+PART_PATTERN = re.compile(
+    r"<\|VIRTUAL_PROMPT_([0-9]+)\|>|\{([A-Za-z_][A-Za-z0-9_-]*)\}|<\|INVOCATION\|>"
+)
 
 # Positions of the begin-of-text token. "none": no such token. "first": before everything, as in
 # NeMo. "text": after leading virtual tokens and before the text, as in Hugging Face PEFT and TGIS.
@@ -41,6 +46,13 @@ VirtualPart = range  # The table rows that a marker stands for.
 
 
 @dataclass(frozen=True)
+class InvocationPart:
+    """The tokens that the marker of an invocation stands for."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class RenderedPrompt:
     """Token ids; id `vocab_size + n` is row n of the adapter's table."""
 
@@ -55,7 +67,8 @@ class RenderedPrompt:
 class PromptTemplate:
     """A text with fields `{name}` and markers `<|VIRTUAL_PROMPT_n|>`.
 
-    Marker n stands for splits[n] virtual tokens. Braces around a name are a field; other braces are
+    Marker n stands for splits[n] virtual tokens. The marker `<|INVOCATION|>` stands for the tokens
+    of `invocation`. Braces around a name are a field; other braces are
     text. Spaces at both ends of the prompt are removed.
     """
 
@@ -66,8 +79,15 @@ class PromptTemplate:
     answer_field: str | None = None  # The field with the completion; rendered in training only.
     bos: str = "none"  # One of BOS_POSITIONS.
     eos: bool = True  # Whether answers end with the end-of-text token; prompts do not.
+    invocation: tuple[int, ...] = ()  # Token ids; empty: the text has no such marker.
 
     def __post_init__(self) -> None:
+        if self.text.count(INVOCATION_MARK) != bool(self.invocation):
+            raise ConfigError(
+                f"the template has {self.text.count(INVOCATION_MARK)} markers {INVOCATION_MARK} "
+                f"for an invocation of {len(self.invocation)} tokens; use the marker once, and "
+                "only with an invocation"
+            )
         markers = [int(marker) for marker, _ in PART_PATTERN.findall(self.text) if marker]
         if self.text.count(VIRTUAL_PROMPT_MARK) != len(markers):
             raise ConfigError(
@@ -110,9 +130,9 @@ class PromptTemplate:
             )
 
     @cached_property
-    def parts(self) -> tuple[TextPart | VirtualPart, ...]:
-        """The text parts and virtual parts, in the order of the template."""
-        parts: list[TextPart | VirtualPart] = []
+    def parts(self) -> tuple[TextPart | VirtualPart | InvocationPart, ...]:
+        """The text parts, virtual parts and the invocation, in the order of the template."""
+        parts: list[TextPart | VirtualPart | InvocationPart] = []
         text: list[str | TemplateField] = []
         end = 0
         for match in PART_PATTERN.finditer(self.text):
@@ -121,6 +141,9 @@ class PromptTemplate:
             marker, name = match.groups()
             if name:
                 text.append(TemplateField(name))
+            elif marker is None:
+                parts += [tuple(filter(None, text)), InvocationPart(self.invocation)]
+                text = []
             else:
                 row = sum(self.splits[: int(marker)])
                 parts += [tuple(filter(None, text)), range(row, row + self.splits[int(marker)])]
@@ -140,7 +163,11 @@ class PromptTemplate:
         return sum(self.splits)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "splits": list(self.splits)}
+        record = {**asdict(self), "splits": list(self.splits)}
+        if not self.invocation:  # Omitted, as in older cards, which had no such field.
+            del record["invocation"]
+            return record
+        return record | {"invocation": list(self.invocation)}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, object]) -> Self:
@@ -223,6 +250,9 @@ class PromptTemplate:
                 ids += [vocab_size + row for row in part]
                 if self.bos == "text" and not has_text:
                     bos_index = len(ids)
+            elif isinstance(part, InvocationPart):
+                has_text = True
+                ids += part.ids
             else:
                 has_text = True
                 # Only the last part can contain the answer (`_check_answer`).
@@ -370,6 +400,16 @@ def _strip_ends(text: str, begins_prompt: bool, ends_prompt: bool) -> str:
     """Remove spaces at the beginning and the end of a prompt; as in NeMo, keep other whitespace."""
     text = text.lstrip(" ") if begins_prompt else text
     return text.rstrip(" ") if ends_prompt else text
+
+
+def encode_control_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text in which control tokens become their ids."""
+    segments: list[tuple[int | None, str]] = [(None, "")]
+    for segment, control in tokenizer.control_splitter.split(text):
+        segments[-1] = segments[-1][0], segments[-1][1] + segment
+        if control is not None:
+            segments.append((control.id, ""))
+    return _encode_segments(tokenizer, segments, begins_prompt=False, ends_prompt=False)
 
 
 def _split_fields(

@@ -51,13 +51,13 @@ def key_distances(queries: Tensor, keys: Tensor, like: Tensor) -> Tensor:
 
 
 def visible_rows(batch: Batch, sequence: int) -> list[slice]:
-    """Return the flat rows that a sequence attends to: its parent's rows, then its own rows."""
-    parent = batch.parents[sequence] if batch.parents else None
-    row_ranges: list[slice] = []
-    for index in [sequence] if parent is None else [parent, sequence]:
-        start = batch.query_starts[index]
-        row_ranges.append(slice(start, start + batch.query_lengths[index]))
-    return row_ranges
+    """Return the flat rows that a sequence attends to: its earlier tokens', then its own rows."""
+    own_start, past = batch.query_starts[sequence], batch.past_lengths[sequence]
+    own_rows = slice(own_start, own_start + batch.query_lengths[sequence])
+    if not past:
+        return [own_rows]
+    past_start = batch.past_row(sequence)
+    return [slice(past_start, past_start + past), own_rows]
 
 
 @dataclass(frozen=True)
@@ -357,15 +357,17 @@ class _MemoryEfficient(torch.autograd.Function):
             queries, dy = (_by_kv_head(x[tile.rows], groups) for x in (q, grads[0]))
             # A sink has no value, so it adds nothing to the sum over the keys in `ds`.
             p = tile.attention_probabilities(queries, keys, ctx.options)
-            dvalues = torch.bmm(p.transpose(1, 2), dy)
             dp = torch.bmm(dy, values.permute(1, 2, 0))
             ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype).mul_(scale)
             dq[tile.rows] = _by_token(torch.bmm(ds, keys.transpose(0, 1)), q.shape[1])
-            dkeys = torch.bmm(ds.transpose(1, 2), queries)
-            for total_grad, tile_grad in ((dk, dkeys), (dv, dvalues)):
-                sizes = [rows.stop - rows.start for rows in tile.keys]
+            # The keys and values of a frozen context get no gradients.
+            trained_keys = [rows for rows in tile.keys if rows.start < ctx.batch.tokens]
+            sizes = [rows.stop - rows.start for rows in trained_keys]
+            first = keys.shape[0] - sum(sizes)
+            for total_grad, weights, rows_grad in ((dk, ds, queries), (dv, p, dy)):
+                tile_grad = torch.bmm(weights[:, :, first:].transpose(1, 2), rows_grad)
                 for rows, row_grad in zip(
-                    tile.keys, tile_grad.transpose(0, 1).split(sizes), strict=True
+                    trained_keys, tile_grad.transpose(0, 1).split(sizes), strict=True
                 ):
                     total_grad[rows] += row_grad
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, None

@@ -52,8 +52,15 @@ def _has_backward(x: Tensor) -> bool:
 
 def supports_linear(x: Tensor, weight: Tensor) -> bool:
     """Return whether the library supports this linear and its backward pass."""
+    return _has_backward(x) and supports_matmul(x, weight)
+
+
+def supports_matmul(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the library supports `matmul` of these rows and a frozen weight."""
     return (
-        _has_backward(x)
+        x.dtype == torch.bfloat16
+        and x.device.type == "cpu"
+        and isa_level() == ISA_LEVELS[-1]
         and x.dim() == 2
         and len(x) >= ROWS_MIN
         and not weight.requires_grad
@@ -61,6 +68,21 @@ def supports_linear(x: Tensor, weight: Tensor) -> bool:
         and weight.is_contiguous()
         and all(size % PANEL_COLUMNS == 0 for size in weight.shape)
     )
+
+
+def matmul(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    transposed: bool = False,
+) -> Tensor:
+    """Return x @ weight.T + bias + residual, or x @ weight + residual if `transposed`.
+
+    The call has no backward pass; callers must check `supports_matmul` first.
+    """
+    return _gemm(x, weight, bias, None, residual, pre_activation=None, transposed=transposed)
 
 
 def linear(
@@ -205,7 +227,7 @@ def _call_attention(
     index_arrays = _sequence_arrays(batch)
     args = _VarlenArgs(
         len(batch.query_lengths),
-        len(q),
+        len(k),
         q.shape[1],
         k.shape[1],
         q.shape[2],
@@ -228,8 +250,7 @@ def _sequence_arrays(batch: Batch) -> Tensor:
     """
     arrays = batch.attention_metadata.get(_sequence_arrays)
     if arrays is None:
-        parents = batch.parents or (None,) * len(batch.query_lengths)
-        parent_starts = [0 if parent is None else batch.query_starts[parent] for parent in parents]
-        rows = [batch.query_starts, batch.query_lengths, parent_starts, batch.past_lengths]
+        past_rows = [batch.past_row(sequence) for sequence in range(len(batch.query_lengths))]
+        rows = [batch.query_starts, batch.query_lengths, past_rows, batch.past_lengths]
         arrays = batch.attention_metadata[_sequence_arrays] = torch.tensor(rows)
     return cast(Tensor, arrays)

@@ -148,6 +148,8 @@ def generate_steps(
     )
     chunks = pipeline.model_chunks(model)
     model = chunks[-1]  # The chunk that computes the logits, if this is the last stage.
+    if adapter_table is not None and not len(adapter_table):
+        adapter_table = None  # The adapter only changes linears.
     virtual_tokens = 0 if adapter_table is None else len(adapter_table)
     check_prompts(model, prompts, samplings, virtual_tokens)
     device = model.mesh.device
@@ -249,8 +251,8 @@ def generate_steps(
 def _adapted_rows(
     batch: Batch, adapters: Sequence[SequenceAdapter | None]
 ) -> tuple[AdaptedRows, ...]:
-    """Return the rows of each sequence on which its adapter acts."""
-    adapted_rows = []
+    """Return the rows on which each adapter acts."""
+    rows_by_adapter: dict[int, tuple[ModelAdapter, list[Tensor]]] = {}
     for adapter, start, past, length in zip(
         adapters, batch.query_starts, batch.past_lengths, batch.query_lengths, strict=True
     ):
@@ -259,7 +261,12 @@ def _adapted_rows(
         first = start + max(0, adapter.acts_from - past)
         rows = torch.arange(first, start + length, device=batch.positions.device)
         if len(rows):
-            adapted_rows.append(AdaptedRows(adapter.terms, rows))
+            rows_by_adapter.setdefault(id(adapter.terms), (adapter.terms, []))[1].append(rows)
+    adapted_rows = []
+    for terms, row_ranges in rows_by_adapter.values():
+        adapter_rows = torch.cat(row_ranges)
+        acts_on_all = len(adapter_rows) == batch.tokens
+        adapted_rows.append(AdaptedRows(terms, None if acts_on_all else adapter_rows))
     return tuple(adapted_rows)
 
 

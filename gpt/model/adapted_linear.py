@@ -63,9 +63,11 @@ def _add_term(y: Tensor, x: Tensor, rows: Tensor | None, term: LinearTerm) -> Te
     if term.lora_a is not None:
         assert term.lora_b is not None
         input_rows = x if rows is None else x.index_select(0, rows)
-        hidden = input_rows.to(term.lora_a.dtype) @ term.lora_a.T
-        product = (hidden * term.scale) @ term.lora_b.T
-        y = _update(y, rows, term.columns, lambda part: part + product.to(part.dtype))
+        if term.input_dropout is not None:
+            input_rows = term.input_dropout(input_rows)
+        hidden = input_rows @ term.lora_a.T.to(x.dtype)
+        product = (hidden * term.scale) @ term.lora_b.T.to(x.dtype)
+        y = _update(y, rows, term.columns, lambda part: part + product)
     if term.output_factor is not None:
         y = _scale_columns(y, rows, term.columns, term.output_factor)
     return y
@@ -78,7 +80,7 @@ def _scale_rows(x: Tensor, rows: Tensor | None, scale: Tensor) -> Tensor:
 def _scale_columns(
     y: Tensor, rows: Tensor | None, columns: OutputColumns | None, scale: Tensor
 ) -> Tensor:
-    return _update(y, rows, columns, lambda part: (part * scale).to(part.dtype))
+    return _update(y, rows, columns, lambda part: part * scale.to(part.dtype))
 
 
 def _update(

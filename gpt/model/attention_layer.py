@@ -194,7 +194,10 @@ class Attention(nn.Module):
     def _transform_qkv(
         self, grouped_qkv: Tensor, context: ForwardContext
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the queries, keys and values; apply qk-norm, rotary embedding and the prefix."""
+        """Split the queries, keys and values; apply qk-norm, rotary embedding and the prefix.
+
+        In training, the keys and values of a frozen context follow those of the batch.
+        """
         q, k, v = _split_qkv(grouped_qkv)
         if self.config.qk_layernorm:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
@@ -204,6 +207,11 @@ class Attention(nn.Module):
             q, k = (apply_rotary_embedding(y, cos_sin, rope.interleaved) for y in (q, k))
         if context.prefix is not None:
             k, v = context.prefix.replace_kv(k, v, self.layer)
+        if context.batch.recorded_kv is not None:
+            context.batch.recorded_kv[self.layer] = k, v
+        if context.batch.context is not None:
+            earlier_k, earlier_v = context.batch.context.kv_by_layer[self.layer]
+            k, v = torch.cat([k, earlier_k]), torch.cat([v, earlier_v])
         return q, k, v
 
     def _core_attention(

@@ -20,6 +20,7 @@ from gpt.fp8_rows import Fp8Rows
 from gpt.linear_adapter import AdaptedRows
 from gpt.model.activation import ACTIVATIONS
 from gpt.model.adapted_linear import RowTerms, adapted_product, row_terms
+from gpt.model.adapted_linear_training import adapted_linear, supports_terms
 from gpt.model.build_context import BuildContext
 from gpt.model.norm import Norm, normalize
 from gpt.model.residual_dropout import Residual
@@ -117,6 +118,22 @@ class TrainingLinear(TorchLinear):
         if is_fusable and training_kernels.supports_linear(x, self.weight):
             return training_kernels.linear(x, self.weight, bias, activation, residual)
         return super().forward(x, bias, activation, residual)
+
+    def forward_adapted(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        residual: Tensor | None,
+        terms: RowTerms,
+    ) -> Tensor:
+        if not supports_terms(self.weight, terms):
+            return super().forward_adapted(x, bias, activation, residual, terms)
+        ((_, row_group),) = terms
+        if activation is None:
+            return adapted_linear(x, self.weight, bias, residual, row_group)
+        y = ACTIVATIONS[activation](adapted_linear(x, self.weight, bias, None, row_group))
+        return y if residual is None else residual + y
 
 
 class Linear(nn.Module):

@@ -14,9 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpt.adapters.card import begins_with_virtual_tokens
-from gpt.adapters.prompt_template import PART_PATTERN, PromptTemplate
+from gpt.adapters.prompt_template import (
+    INVOCATION_MARK,
+    PART_PATTERN,
+    PromptTemplate,
+    RenderedPrompt,
+    encode_control_tokens,
+)
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError, RequestError
+from gpt.linear_adapter import last_occurrence
 from gpt.sampling_params import uniform_draw
 from gpt.settings import short_repr, suggest_nearest
 from gpt.tokenizers.tokenizer import Tokenizer
@@ -44,6 +51,8 @@ class Example:
     # Positions in `ids` of the tokens that have a loss. The default () is replaced by the positions
     # of the answer.
     loss_positions: Sequence[int] = ()
+    # Position of the first token on which an activated LoRA acts.
+    invocation_start: int = 0
 
     def __post_init__(self) -> None:
         if not self.loss_positions:
@@ -111,6 +120,7 @@ class TaskData:
     examples: ExampleSet
     validation: ExampleSet | None
     tokens_max: int  # Length limit of an example, including virtual tokens.
+    invocation: tuple[int, ...] = ()  # Token ids from which an activated LoRA acts; empty: none.
 
 
 def read_tasks(
@@ -130,11 +140,12 @@ def read_tasks(
     tokens_max = min(data_config.tokens_max or context, context)
     builders: list[ExampleBuilder] = []
     first_row = 0
+    invocations = [task_invocation(task, tokenizer) for task in tasks]
     for task_index, task in enumerate(tasks):
         template = task_template(
             task,
             tokenizer,
-            with_virtual_tokens=method_config.method != "full",
+            with_virtual_tokens=method_config.has_virtual_tokens,
             kind=adapter_kind,
         )
         check_template(template, adapter_kind, task.name)
@@ -149,6 +160,7 @@ def read_tasks(
                 tokenizer,
                 layout,
                 answer_only=task.answer_only_loss is not False,
+                invocation=invocations[task_index],
             )
         )
         first_row += template.virtual_tokens
@@ -178,6 +190,7 @@ def read_tasks(
             training_sets[builder.layout.task_index],
             validation_sets.get(builder.layout.task_index),
             tokens_max,
+            builder.invocation,
         )
         for task, builder in zip(tasks, builders, strict=True)
     ]
@@ -194,9 +207,12 @@ def task_template(
     bos_position = "text" if kind == "prefix" else "first"
     text = task.template
     if not with_virtual_tokens:
-        # PART_PATTERN matches markers and fields; group 1 is a marker's number, None for a field.
-        # Remove the markers; fields and text remain.
+        # PART_PATTERN matches markers and fields; group 1 is the number of a marker of virtual
+        # tokens, None for others. Remove these markers; fields and text remain.
         text = PART_PATTERN.sub(lambda match: "" if match[1] else match[0], text)
+    invocation = task_invocation(task, tokenizer)
+    if not invocation:
+        text = text.replace(INVOCATION_MARK, "")
     return PromptTemplate(
         text,
         (task.splits or (task.virtual_tokens,)) if with_virtual_tokens else (),
@@ -204,7 +220,21 @@ def task_template(
         answer_field=task.answer_field,
         bos=bos_position if tokenizer.adds_bos else "none",
         eos=tokenizer.eos_id is not None,
+        invocation=invocation if INVOCATION_MARK in text else (),
     )
+
+
+def task_invocation(task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the token ids of a task's invocation; empty without one."""
+    if not task.invocation:
+        return task.invocation_ids
+    try:
+        ids = tuple(encode_control_tokens(tokenizer, task.invocation))
+    except RequestError as error:
+        raise ConfigError(f"invocation: {error}") from None
+    if not ids:
+        raise ConfigError(f"invocation is {short_repr(task.invocation)}, which has no tokens")
+    return ids
 
 
 def check_template(template: PromptTemplate, kind: str, name: str) -> None:
@@ -258,8 +288,10 @@ class ExampleBuilder:
         layout: ExampleLayout,
         *,
         answer_only: bool = True,
+        invocation: tuple[int, ...] = (),
     ) -> None:
         self.name = name
+        self.invocation = invocation
         self.template = template
         self.layout = layout
         self._tokenizer = tokenizer
@@ -297,12 +329,16 @@ class ExampleBuilder:
                 "predicts no token"
             )
             return
+        invocation_start = self._invocation_start(path, record, rendered)
         positions = loss_positions(
             rendered.ids,
             answer_start if self._answer_only else 0,
             prefix_tokens=layout.prefix_tokens,
             vocab_size=layout.vocab_size,
         )
+        if self.invocation:
+            # The base model predicts the tokens up to the first one of the invocation.
+            positions = [position for position in positions if position > invocation_start]
         if not positions:
             self._dropped.append(
                 f"{record.location}: nothing to learn: the answer is empty and no end token "
@@ -322,9 +358,25 @@ class ExampleBuilder:
                 ],
             )
         self._truncated += rendered.truncated_tokens > 0
-        self._examples.append(Example(ids, answer_start, layout.task_index, positions))
+        self._examples.append(
+            Example(ids, answer_start, layout.task_index, positions, invocation_start)
+        )
         self._answers.append(inputs.pop(self.template.answer_field or "", ""))
         self._records.append(inputs)
+
+    def _invocation_start(self, path: Path, record: Record, rendered: RenderedPrompt) -> int:
+        """Return the position from which an activated LoRA acts; 0 without an invocation."""
+        if not self.invocation:
+            return 0
+        prompt = rendered.ids[: rendered.answer_start] or rendered.ids
+        start = last_occurrence(prompt, self.invocation)
+        if start is None:
+            raise ConfigError(
+                f"{path} {record.location}: the prompt does not contain the invocation, the "
+                f"{len(self.invocation)} token ids {list(self.invocation)[:16]}; put the marker "
+                f"{INVOCATION_MARK} into the template, where the adapter is to act from"
+            )
+        return start
 
     def pop_examples(self, path: Path) -> ExampleSet:
         """Return the examples of the file `path`, and clear the builder for the next file."""

@@ -86,15 +86,15 @@ def write_adapters(
     adapters before it was killed; these are not written again.
     """
     paths_and_cards = []
-    for data, card in zip(prepared.tasks, prepared.cards, strict=True):
-        rows = table[data.first_row : data.first_row + data.template.virtual_tokens]
+    for task, (data, card) in enumerate(zip(prepared.tasks, prepared.cards, strict=True)):
         card = _complete_card(
             prepared, data, card, {**metrics, **_validation_metrics(data, validator)}
         )
-        adapter = build_adapter(card, rows.cpu())
+        adapter = _build_task_adapter(trainer, task, data, card, table)
         golden = _golden_examples(prepared, trainer, data, adapter)
         if golden:
-            adapter = build_adapter(replace(adapter.card, golden=golden), rows.cpu())
+            card = replace(adapter.card, golden=golden)
+            adapter = _build_task_adapter(trainer, task, data, card, table)
         if trainer.mesh.rank == 0:
             folder = Path(prepared.config.output_config.output)
             written = _find_written_adapter(adapter, folder, run_folder) if is_resumed else None
@@ -104,6 +104,16 @@ def write_adapters(
                 written = publish_adapter(adapter, folder, "tune"), adapter
             paths_and_cards.append((written[0], written[1].card))
     return paths_and_cards
+
+
+def _build_task_adapter(
+    trainer: Trainer, task: int, data: TaskData, card: Card, table: Tensor
+) -> Adapter:
+    """Return the adapter of a task from the run's table, or from its vector of changes."""
+    if trainer.linears is not None:
+        return build_adapter(card, None, trainer.linear_adapter(task, table.cpu()))
+    rows = table[data.first_row : data.first_row + data.template.virtual_tokens]
+    return build_adapter(card, rows.cpu())
 
 
 def _find_written_adapter(
@@ -254,6 +264,9 @@ def _complete_card(
         template=data.template,
         method=method_config.method,
         kind=method_config.adapter_kind,
+        invocation=data.invocation,
+        # A table has its own width.
+        hidden_size=prepared.checkpoint.config.hidden_size if method_config.changes_linears else 0,
         base_digest=identity.digest,
         base_fingerprint=identity.fingerprint,
         metrics={**metrics, "examples": len(data.examples.examples)},

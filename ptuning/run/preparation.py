@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt.adapters.adapter_file import Card, check_publish_directory, parse_name, table_width
-from gpt.adapters.card import GOLDEN_EXAMPLES_MAX, TABLE_BYTES_MAX
+from gpt.adapters.card import GOLDEN_EXAMPLES_MAX, INVOCATION_TOKENS_MAX, TABLE_BYTES_MAX
 from gpt.checkpoint.digest import identify
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
@@ -23,6 +23,7 @@ from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, check_tokenizer, 
 from ptuning.config import DataConfig, MethodConfig, OutputConfig, TuneConfig, ValidationConfig
 from ptuning.data.dataset import Example, TaskData, read_tasks
 from ptuning.data.records import ProgressCallback
+from ptuning.linears.layout import LinearsLayout
 from ptuning.prompt.initialization import initial_ids
 from ptuning.prompt.prompt_encoder import check_encoder
 from ptuning.run.training_state import RunFingerprint
@@ -81,7 +82,9 @@ def prepare(config: TuneConfig, progress: ProgressCallback | None = None) -> Pre
         tokenizer = open_tokenizer(checkpoint.tokenizer)
         check_tokenizer(tokenizer, gpt_config.vocab_size, checkpoint.tokenizer)
     _check_split(config, gpt_config)
-    if method_config.method != "full":
+    if method_config.changes_linears:
+        LinearsLayout.create(method_config, gpt_config, len(resolved_tasks))
+    if method_config.has_virtual_tokens:
         tp = config.parallel_config.tp
         check_encoder(method_config, resolved_tasks, gpt_config.hidden_size, tp=tp)
         _check_virtual_tokens(config.data_config, method_config, gpt_config)
@@ -91,7 +94,14 @@ def prepare(config: TuneConfig, progress: ProgressCallback | None = None) -> Pre
     ]
     tasks = read_tasks(config.data_config, method_config, tokenizer, gpt_config, progress)
     seed = config.training_config.seed
-    initial_token_ids = [initial_ids(task, method_config, tokenizer, seed=seed) for task in tasks]
+    initial_token_ids = [
+        initial_ids(task, method_config, tokenizer, seed=seed)
+        if method_config.has_virtual_tokens
+        else []
+        for task in tasks
+    ]
+    for task_data in tasks:
+        _check_invocation(task_data, gpt_config)
     _check_validation(config.validation_config, config.output_config, tasks)
     try:
         # This check runs before training, so that a run does not fail after hours of training. It
@@ -126,6 +136,23 @@ def _check_split(config: TuneConfig, gpt_config: GPTConfig) -> None:
         raise ConfigError(
             "hidden_dropout and attention_dropout have an effect only with method: full, because a "
             "frozen model runs without dropout; remove them"
+        )
+
+
+def _check_invocation(task: TaskData, gpt_config: GPTConfig) -> None:
+    """Raise ConfigError if a server would refuse the invocation."""
+    if len(task.invocation) > INVOCATION_TOKENS_MAX:
+        raise ConfigError(
+            f"the invocation has {len(task.invocation)} tokens; the maximum is "
+            f"{INVOCATION_TOKENS_MAX}: give a shorter one"
+        )
+    invalid_id = next(
+        (token for token in task.invocation if not 0 <= token < gpt_config.vocab_size), None
+    )
+    if invalid_id is not None:
+        raise ConfigError(
+            f"invocation_ids has {invalid_id}, outside the vocabulary of {gpt_config.vocab_size}; "
+            "give the ids of tokens"
         )
 
 

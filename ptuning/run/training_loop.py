@@ -27,6 +27,7 @@ from gpt.parallel.pipeline_stages import stage_layers
 from ptuning.activity import ActivityCallback, ignore_activity, loading_progress
 from ptuning.config import DataConfig, OutputConfig
 from ptuning.data.batch_order import BatchOrder
+from ptuning.linears.trainable_linears import build_trainable_linears
 from ptuning.prompt.prefix_tuning import build_prefix
 from ptuning.prompt.prompt_encoder import build_encoder, encoder_tensors
 from ptuning.run.artifacts import RunOutcome, write_adapters, write_encoder, write_model
@@ -122,11 +123,14 @@ def load_chunks(
 def load_trainer(
     prepared: PreparedRun, mesh: Mesh, report_activity: ActivityCallback = ignore_activity
 ) -> Trainer:
-    """Load this rank's chunks, and create the prompt encoder or prefix and the trainer."""
+    """Load this rank's chunks, and create what the method trains and the trainer."""
     config = prepared.config
     method_config, seed = config.method_config, config.training_config.seed
     tasks, ids = config.data_config.resolved_tasks, prepared.initial_token_ids
     chunks = load_chunks(prepared, mesh, report_activity)
+    if method_config.changes_linears:
+        linears = build_trainable_linears(method_config, tasks, chunks, seed=seed)
+        return Trainer(chunks, config, linears=linears)
     if method_config.method == "prefix":
         prefix = build_prefix(method_config, tasks, chunks, ids, seed=seed)
         return Trainer(chunks, config, prefix=prefix)

@@ -9,7 +9,7 @@ sharded over the ranks. This module needs a run; ptuning/evaluation/adapter_eval
 adapter file for `tune --evaluate`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -18,6 +18,8 @@ from torch import Tensor
 from gpt.adapters.prompt_template import PART_PATTERN, VIRTUAL_PROMPT_MARK, PromptTemplate
 from gpt.errors import RequestError
 from gpt.generation.completions import NEW_TOKENS_DEFAULT, TextCompletion, complete_prompts
+from gpt.generation.generate import SequenceAdapter
+from gpt.linear_adapter import last_occurrence
 from ptuning.activity import MEASURING, ActivityCallback, ignore_activity
 from ptuning.config import ValidationConfig
 from ptuning.data.dataset import ExampleSet, TaskData, new_tokens_limit, task_template
@@ -166,9 +168,7 @@ class Validator:
             by_task[name] = {"loss": loss}
             if answers:
                 data = self._task_data[name]
-                row_range = slice(data.first_row, data.first_row + data.template.virtual_tokens)
-                rows = None if table is None else table[row_range]
-                by_task[name] |= self._measure_answers(name, ADAPTER, data.template, rows)
+                by_task[name] |= self._measure_answers(name, ADAPTER, data.template, table)
         macro_measures = macro_average(
             [
                 {key: value for key, value in task_measures.items() if key != "loss"}
@@ -194,22 +194,27 @@ class Validator:
     def _measure_answers(
         self, name: str, variant: str, template: PromptTemplate, table: Tensor | None
     ) -> Mapping[str, float]:
-        """Generate the answers of a variant for the task `name`; store and return their metrics."""
+        """Generate the answers of a variant for the task `name`; store and return their metrics.
+
+        `table` has the adapters of all tasks (`Trainer.current_table`); None: no adapter acts.
+        """
         task_validation, task = self.tasks[name], self._task_data[name].task
         examples = task_validation.examples
         # A server reserves this number of tokens for the answer when it truncates a prompt.
         served_new_tokens = task.max_new_tokens or NEW_TOKENS_DEFAULT
         prompts = self.render_prompts(template, examples, served_new_tokens)
         activity = self._activity_name(MEASURING[variant], name)
-        count = sum(prompt is not None for prompt in prompts)
+        accepted_prompts = [prompt for prompt in prompts if prompt is not None]
+        count = len(accepted_prompts)
         self._report_activity(activity, 0, count)
         answer_iterator = iter(
             complete_prompts(
                 self._trainer.model,
                 self._prepared.tokenizer,
-                [prompt for prompt in prompts if prompt is not None],
-                adapter_table=table,
+                accepted_prompts,
+                adapter_table=self._task_table(name, table),
                 adapter_kind=self._prepared.config.method_config.adapter_kind,
+                adapters=self._sequence_adapters(name, table, accepted_prompts),
                 max_new_tokens=task_validation.answer_tokens_max,
                 stop_strings=task.stop,
                 drafts=[
@@ -230,6 +235,27 @@ class Validator:
         task_validation.answers[variant] = answers
         task_validation.metrics_by_variant[variant] = metrics
         return metrics
+
+    def _task_table(self, name: str, table: Tensor | None) -> Tensor | None:
+        """Return the rows of a task in the table; None if it has no virtual tokens."""
+        data = self._task_data[name]
+        if table is None or self._trainer.linears is not None:
+            return None
+        return table[data.first_row : data.first_row + data.template.virtual_tokens]
+
+    def _sequence_adapters(
+        self, name: str, table: Tensor | None, prompts: Sequence[Sequence[int]]
+    ) -> list[SequenceAdapter | None]:
+        """Return the changes of linears for each prompt of a task; empty if there are none."""
+        if table is None or self._trainer.linears is None:
+            return []
+        data = self._task_data[name]
+        terms = self._trainer.shard_adapter(list(self._task_data).index(name), table)
+        if not data.invocation:
+            return [SequenceAdapter(terms)] * len(prompts)
+        # The preparation has refused records without the invocation.
+        starts = [last_occurrence(prompt, data.invocation) for prompt in prompts]
+        return [None if start is None else SequenceAdapter(terms, start) for start in starts]
 
     def render_prompts(
         self, template: PromptTemplate, examples: ExampleSet, new_tokens: int

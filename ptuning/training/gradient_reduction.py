@@ -24,9 +24,11 @@ from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.model.gpt_model import GPT
+from gpt.parallel.adapter_sharding import AdaptableLinear
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_communication import receive_from_stage, send_to_stage
 from gpt.parallel.weight_sharding import ShardRule, parameter_specs
+from ptuning.linears.trainable_linears import TrainableLinears
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 # With sequence parallelism, a rank's gradient of these replicated parameters covers only the rank's
@@ -77,6 +79,7 @@ class TrainableTensor:
     # Whether this is the last pipeline stage's copy of the tied embedding. The gradient norm counts
     # only the first stage's copy.
     is_tied_copy: bool = False
+    rate_factor: float = 1.0  # The learning rate of the tensor is this multiple of the run's.
 
 
 def trainable_encoder_tensors(
@@ -101,6 +104,42 @@ def trainable_prefix_tensors(
     """Return a prefix's parameters, the keys and values of this rank, as trainable tensors."""
     replication = Replication.KV_HEADS if config.num_query_groups < mesh.tp else Replication.SPLIT
     return [TrainableTensor(name, value, replication) for name, value in named_parameters]
+
+
+def trainable_linear_tensors(
+    linears: TrainableLinears, config: GPTConfig, mesh: Mesh, *, lora_plus_ratio: float = 1.0
+) -> list[TrainableTensor]:
+    """Return the changes of linears of this rank as trainable tensors.
+
+    `lora_plus_ratio`: the learning rate of the matrices B, as a multiple of the others'.
+    """
+    return [
+        TrainableTensor(
+            parameter_name,
+            value,
+            _linear_replication(linear.linear, linear.part, name, config, mesh),
+            rate_factor=lora_plus_ratio if name == "lora_b" else 1.0,
+        )
+        for parameter_name, linear, name, value in linears.named_tensors()
+    ]
+
+
+def _linear_replication(
+    linear: AdaptableLinear, part: str, tensor_name: str, config: GPTConfig, mesh: Mesh
+) -> Replication:
+    """Return how a tensor of the change of a linear is distributed over the tensor ranks.
+
+    A tensor of the side that the base weight does not split is whole on each rank. A rank's
+    gradient of it covers only the rank's own output columns (A) or input channels (B and the
+    factors of the outputs of a row-parallel linear, which are applied before the sum).
+    """
+    is_input = tensor_name in ("lora_a", "input_scale")
+    if linear.is_row_parallel != is_input:
+        return Replication.PARTIAL
+    has_kv_replicas = linear.rule is ShardRule.QKV and config.num_query_groups < mesh.tp
+    if not has_kv_replicas or part == "query":
+        return Replication.SPLIT
+    return Replication.KV_HEADS if part else Replication.KV_GROUPS
 
 
 def trainable_model_tensors(chunks: Sequence[GPT]) -> list[TrainableTensor]:

@@ -48,7 +48,10 @@ class Optimizer:
         self._mesh = mesh
         self._peak_learning_rate = peak_learning_rate
         self._masters = [_master_copy(trainable.value) for trainable in self._trainables]
-        self._optimizer = _create_optimizer(self._masters, training_config, peak_learning_rate)
+        rate_factors = [trainable.rate_factor for trainable in self._trainables]
+        self._optimizer = _create_optimizer(
+            self._masters, rate_factors, training_config, peak_learning_rate
+        )
 
     def reduce_gradients(self, model_config: GPTConfig) -> float:
         """Reduce the gradients over ranks; return this rank's share of the squared gradient norm.
@@ -75,7 +78,7 @@ class Optimizer:
         if self._optimizer is None:
             return rate
         for group in self._optimizer.param_groups:
-            group["lr"] = rate / group["rate_divisor"]
+            group["lr"] = rate * group["rate_factor"] / group["rate_divisor"]
         for master in self._masters:
             assert master.grad is not None
             master.grad.mul_(factor)
@@ -124,7 +127,10 @@ class Optimizer:
 
 
 def _create_optimizer(
-    values: Sequence[Tensor], training_config: TrainingConfig, peak_learning_rate: float
+    values: Sequence[Tensor],
+    rate_factors: Sequence[float],
+    training_config: TrainingConfig,
+    peak_learning_rate: float,
 ) -> torch.optim.Optimizer | None:
     if not values:
         return None
@@ -133,12 +139,19 @@ def _create_optimizer(
     # by `lr`, which is (learning rate / rate_divisor). The decay is therefore multiplied by
     # rate_divisor here.
     matrix_decay = training_config.weight_decay * rate_divisor
-    matrices = [tensor for tensor in values if tensor.ndim > 1]
-    vectors = [tensor for tensor in values if tensor.ndim <= 1]
+    tensors_by_group: dict[tuple[bool, float], list[Tensor]] = {}
+    for value, factor in zip(values, rate_factors, strict=True):
+        tensors_by_group.setdefault((value.ndim <= 1, factor), []).append(value)
     groups: list[dict[str, Any]] = [
-        {"params": tensors, "weight_decay": weight_decay, "rate_divisor": rate_divisor}
-        for tensors, weight_decay in ((matrices, matrix_decay), (vectors, 0.0))
-        if tensors
+        {
+            "params": tensors,
+            "weight_decay": 0.0 if is_vector else matrix_decay,
+            "rate_divisor": rate_divisor,
+            "rate_factor": factor,
+        }
+        for (is_vector, factor), tensors in sorted(
+            tensors_by_group.items(), key=lambda entry: entry[0]
+        )
     ]
     match training_config.optimizer:
         case "adamw":

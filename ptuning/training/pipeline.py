@@ -9,7 +9,7 @@ for the backward pass. This module updates no parameters.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gpt.batch import Batch
 from gpt.model.attention_layer import PrefixKV
 from gpt.model.gpt_model import GPT
 from gpt.parallel.mesh import Mesh
@@ -81,6 +82,14 @@ class _PendingReceive:
         if self.work is not None:
             self.work.wait()
         return self.queue.popleft().to(self.device)
+
+
+@dataclass(frozen=True)
+class _PassInput:
+    """The posted receives of a pass's input, in the order of the messages."""
+
+    context: _PendingReceive | None  # The rows before the invocations of activated LoRA.
+    rows: _PendingReceive
 
 
 class PipelineChannels:
@@ -162,6 +171,7 @@ def run_passes(
     table: Tensor | None,
     prefix: Mapping[int, Tensor] | None = None,
     loss_scale: float,
+    lowest_layer: int = -1,
 ) -> Tensor:
     """Run this stage's passes; return the summed loss in fp64 on the last stage, else zero.
 
@@ -169,13 +179,18 @@ def run_passes(
 
     - `table`, which only the first stage reads;
     - `prefix`, this rank's keys and values by layer;
-    - all parameters that require gradients.
+    - all parameters that require gradients, and the tensors of the micro-batches' adapters.
+
+    `lowest_layer` is the lowest layer with such tensors; -1: the embedding or the table. Nothing is
+    computed backward below it.
 
     All ranks of the mesh must call this function; each stage has its own passes. Without backward
     passes, no autograd graph is built.
     """
-    stage_run = _StageRun(chunks, micro_batches, channels, table, loss_scale, prefix=prefix)
     with torch.set_grad_enabled(not all(scheduled_pass.forward for scheduled_pass in passes)):
+        stage_run = _StageRun(
+            chunks, micro_batches, channels, table, loss_scale, lowest_layer, prefix=prefix
+        )
         receive = stage_run.post_receive(passes[0]) if passes else None
         for scheduled_pass, next_pass in zip(passes, [*passes[1:], None], strict=True):
             next_receive = None if next_pass is None else stage_run.post_receive(next_pass)
@@ -198,6 +213,7 @@ class _StageRun:
         channels: PipelineChannels,
         table: Tensor | None,
         loss_scale: float,
+        lowest_layer: int,
         *,
         prefix: Mapping[int, Tensor] | None,
     ) -> None:
@@ -206,6 +222,8 @@ class _StageRun:
         self._channels = channels
         self._table = table
         self._loss_scale = loss_scale
+        self._lowest_layer = lowest_layer
+        self._has_backward_passes = torch.is_grad_enabled()
         self._prefixes: list[PrefixKV | None] = [
             None
             if prefix is None
@@ -215,30 +233,56 @@ class _StageRun:
         self._saved_activations: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=channels.mesh.device)
 
-    def post_receive(self, scheduled_pass: Pass) -> _PendingReceive | None:
+    def post_receive(self, scheduled_pass: Pass) -> _PassInput | None:
         """Post the receive of a pass's input and return it.
 
         Return None for a forward pass through the first chunk of the model and for a backward pass
-        through the last chunk, because these passes receive no input from another chunk.
+        through the last chunk, because these passes receive no input from another chunk, and for
+        a backward pass that computes nothing.
         """
         chunk = self._chunks[scheduled_pass.chunk]
         has_no_input = chunk.is_first_stage if scheduled_pass.forward else chunk.is_last_stage
-        if has_no_input:
+        if has_no_input or not (scheduled_pass.forward or self._has_backward(chunk)):
             return None
-        tokens = self._micro_batches[scheduled_pass.micro_batch].batch.tokens
-        shape = (chunk.mesh.local_rows(tokens), chunk.config.hidden_size)
-        return self._channels.post_receive(shape, chunk.dtype, forward=scheduled_pass.forward)
+        micro_batch = self._micro_batches[scheduled_pass.micro_batch]
+        context = None
+        if scheduled_pass.forward and micro_batch.context is not None:
+            context = self._post_receive(chunk, micro_batch.context.batch.tokens, forward=True)
+        forward = scheduled_pass.forward
+        return _PassInput(
+            context, self._post_receive(chunk, micro_batch.batch.tokens, forward=forward)
+        )
 
-    def forward(self, scheduled_pass: Pass, receive: _PendingReceive | None) -> None:
+    def _post_receive(self, chunk: GPT, tokens: int, *, forward: bool) -> _PendingReceive:
+        shape = (chunk.mesh.local_rows(tokens), chunk.config.hidden_size)
+        return self._channels.post_receive(shape, chunk.dtype, forward=forward)
+
+    def _has_backward(self, chunk: GPT) -> bool:
+        """Return whether a layer of the chunk, or one below it, has tensors that are trained."""
+        return self._lowest_layer < chunk.layers.stop
+
+    def _has_input_grad(self, chunk: GPT) -> bool:
+        """Return whether an earlier chunk has tensors that are trained."""
+        return self._lowest_layer < chunk.layers.start and not chunk.is_first_stage
+
+    def forward(self, scheduled_pass: Pass, receive: _PassInput | None) -> None:
+        chunk = self._chunks[scheduled_pass.chunk]
+        needs_grad = torch.is_grad_enabled() and self._has_backward(chunk)
+        with torch.set_grad_enabled(needs_grad):
+            self._forward(scheduled_pass, receive)
+
+    def _forward(self, scheduled_pass: Pass, receive: _PassInput | None) -> None:
         chunk = self._chunks[scheduled_pass.chunk]
         micro_batch = self._micro_batches[scheduled_pass.micro_batch]
         needs_grad = torch.is_grad_enabled()
-        x = micro_batch.ids if receive is None else receive.wait().requires_grad_(needs_grad)
+        batch, x = self._with_context(chunk, micro_batch, receive), micro_batch.ids
+        if receive is not None:
+            x = receive.rows.wait().requires_grad_(needs_grad and self._has_input_grad(chunk))
         table = self._table if chunk.is_first_stage else None
         prefix = self._prefixes[scheduled_pass.micro_batch]
-        y = chunk.forward_hidden(x, micro_batch.batch, None, table, prefix=prefix)
+        y = chunk.forward_hidden(x, batch, None, table, prefix=prefix)
         if chunk.is_last_stage:
-            logits = chunk.compute_logits_shard(y, micro_batch.batch)
+            logits = chunk.compute_logits_shard(y, batch)
             losses = token_losses(logits, micro_batch.labels, chunk.mesh, chunk.config.vocab_size)
             y = losses.sum()
             self.loss_sum += losses.detach().double().sum()
@@ -249,28 +293,49 @@ class _StageRun:
                 x,
                 get_gradient_edge(y),
             )
-        elif chunk is self._chunks[-1]:
+        elif chunk is self._chunks[-1] and not self._has_backward_passes:
             # Without gradients, this is the micro-batch's last pass on this stage: free its
             # attention masks.
             micro_batch.batch.attention_metadata.clear()
 
-    def backward(self, scheduled_pass: Pass, receive: _PendingReceive | None) -> None:
-        x, edge = self._saved_activations.pop((scheduled_pass.chunk, scheduled_pass.micro_batch))
-        if receive is None:
-            wide_dtype = torch.promote_types(
-                self._chunks[scheduled_pass.chunk].dtype, torch.float32
-            )
-            grad = self.loss_sum.new_full((), self._loss_scale, dtype=wide_dtype)
-        else:
-            grad = receive.wait()
-        torch.autograd.backward((edge,), (grad,))
-        if not self._chunks[scheduled_pass.chunk].is_first_stage:
-            assert x.grad is not None
-            self._channels.send(x.grad, forward=False)
+    @torch.no_grad()
+    def _with_context(
+        self, chunk: GPT, micro_batch: MicroBatch, receive: _PassInput | None
+    ) -> Batch:
+        """Return the batch with the keys and values of its context, which the chunk computes."""
+        context = micro_batch.context
+        if context is None:
+            return micro_batch.batch
+        x = context.ids
+        if receive is not None:
+            assert receive.context is not None
+            x = receive.context.wait()
+        recorded_kv: dict[int, tuple[Tensor, Tensor]] = {}
+        y = chunk.forward_hidden(x, replace(context.batch, recorded_kv=recorded_kv))
+        if not chunk.is_last_stage:
+            self._channels.send(y, forward=True)
+        return replace(micro_batch.batch, context=context.frozen(recorded_kv))
+
+    def backward(self, scheduled_pass: Pass, receive: _PassInput | None) -> None:
+        if self._has_backward(self._chunks[scheduled_pass.chunk]):
+            self._backward(scheduled_pass, receive)
         if scheduled_pass.chunk == 0:
             # Free the attention masks after the last backward pass of a micro-batch; otherwise the
             # masks of all micro-batches would stay in memory.
             self._micro_batches[scheduled_pass.micro_batch].batch.attention_metadata.clear()
+
+    def _backward(self, scheduled_pass: Pass, receive: _PassInput | None) -> None:
+        chunk = self._chunks[scheduled_pass.chunk]
+        x, edge = self._saved_activations.pop((scheduled_pass.chunk, scheduled_pass.micro_batch))
+        if receive is None:
+            wide_dtype = torch.promote_types(chunk.dtype, torch.float32)
+            grad = self.loss_sum.new_full((), self._loss_scale, dtype=wide_dtype)
+        else:
+            grad = receive.rows.wait()
+        torch.autograd.backward((edge,), (grad,))
+        if self._has_input_grad(chunk):
+            assert x.grad is not None
+            self._channels.send(x.grad, forward=False)
 
 
 def micro_batch_prefix(key_values: Mapping[int, Tensor], ids: Tensor, vocab_size: int) -> PrefixKV:

@@ -19,18 +19,27 @@ from torch import Tensor
 from gpt.adapters.adapter_file import table_width
 from gpt.dropout import Dropout
 from gpt.errors import ConfigError
+from gpt.linear_adapter import LinearAdapter, ModelAdapter
 from gpt.model.gpt_model import GPT
+from gpt.parallel.adapter_sharding import shard_adapter
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_communication import broadcast_from_first_stage
 from ptuning.config import TuneConfig
 from ptuning.data.dataset import Example
-from ptuning.data.micro_batch import MicroBatch, build_micro_batch, split_into_micro_batches
+from ptuning.data.micro_batch import (
+    MicroBatch,
+    build_activated_micro_batch,
+    build_micro_batch,
+    split_into_micro_batches,
+)
+from ptuning.linears.trainable_linears import TrainableLinears
 from ptuning.prompt.prefix_tuning import PrefixEncoder, shard_prefix_table
 from ptuning.prompt.prompt_encoder import PromptEncoder
 from ptuning.run_facts import StepMetrics
 from ptuning.training.gradient_reduction import (
     TrainableTensor,
     trainable_encoder_tensors,
+    trainable_linear_tensors,
     trainable_model_tensors,
     trainable_prefix_tensors,
 )
@@ -68,18 +77,20 @@ class Trainer:
         encoder: PromptEncoder | None = None,
         *,
         prefix: PrefixEncoder | None = None,
+        linears: TrainableLinears | None = None,
         channels: PipelineChannels | None = None,
     ) -> None:
         """Create the optimizer for the trainable tensors.
 
         `encoder` produces the virtual-token table; it is None on all stages except the first. For
-        method `prefix`, `prefix` takes the place of `encoder` on every rank. For method `full`,
-        `encoder` and `prefix` are None.
+        method `prefix`, `prefix` takes the place of `encoder` on every rank, and for methods that
+        change linears `linears` does. For method `full`, all three are None.
         """
         self.chunks = list(chunks)
         self.config = config
         self.encoder = encoder
         self.prefix = prefix
+        self.linears = linears
         self.mesh: Mesh = chunks[0].mesh
         self.model_config = chunks[0].config
         self.step_number = 0  # Number of the last finished step.
@@ -88,7 +99,8 @@ class Trainer:
         self.should_stop = False
         self.loss_scale = LossScale.for_dtype(chunks[0].dtype)
         tasks = config.data_config.resolved_tasks
-        self._table_rows = 0 if self._trains_model else sum(task.virtual_tokens for task in tasks)
+        has_table = config.method_config.has_virtual_tokens
+        self._table_rows = sum(task.virtual_tokens for task in tasks) if has_table else 0
         self._consecutive_skips = 0
         self._channels = channels or PipelineChannels(self.mesh)
         self.optimizer = Optimizer(
@@ -106,6 +118,7 @@ class Trainer:
         micro_batches = self._micro_batches(examples, train=True)
         loss_tokens = sum(len(example.loss_positions) for example in examples)
         encoder_output, table = self._encode_table()
+        micro_batches = self._with_adapters(micro_batches)
         losses = run_passes(
             self.chunks,
             self._schedule(len(micro_batches), train=True),
@@ -114,9 +127,12 @@ class Trainer:
             table=table,
             prefix=None if self.prefix is None else self.prefix.key_values,
             loss_scale=self.loss_scale.value / loss_tokens,
+            lowest_layer=-1 if self.linears is None else self.linears.first_layer,
         )
         if encoder_output is not None and table is not None:
             encoder_output.backward(torch.zeros_like(table) if table.grad is None else table.grad)
+        if self.linears is not None:
+            self.linears.end_step()
         totals = self._reduce_totals(losses, self.optimizer.reduce_gradients(self.model_config))
         self.should_stop = totals.stop_requested
         loss = totals.loss / loss_tokens
@@ -159,17 +175,26 @@ class Trainer:
     ) -> float:
         """Return the mean over all token losses of the examples, without training.
 
-        `table` is the full virtual-token table or prefix table; None for method `full`.
-        `report_progress` is called with the number of examples so far.
+        `table` is the result of `current_table`: the full virtual-token table or prefix table, or
+        the vector of changes of linears; None for method `full`. `report_progress` is called with
+        the number of examples so far.
         """
         total = 0.0
         batch_size = self.config.training_config.batch_examples
         prefix = None
+        adapters: Sequence[ModelAdapter] = ()
         if table is not None and self.config.method_config.adapter_kind == "prefix":
             prefix = shard_prefix_table(table, self.chunks)
             table = None
+        if table is not None and self.linears is not None:
+            adapters = [self.shard_adapter(task, table) for task in self._tasks]
+            table = None
         for start in range(0, len(examples), batch_size):
             micro_batches = self._micro_batches(examples[start : start + batch_size], train=False)
+            if adapters:
+                micro_batches = [
+                    micro_batch.with_adapters(adapters) for micro_batch in micro_batches
+                ]
             losses = run_passes(
                 self.chunks,
                 self._schedule(len(micro_batches), train=False),
@@ -187,8 +212,11 @@ class Trainer:
     def current_table(self) -> Tensor | None:
         """Return the current virtual-token table or prefix table of all tasks on every rank.
 
+        For a method that changes linears, return the vector of their changes (`LinearsLayout`).
         Return None for method `full`.
         """
+        if self.linears is not None:
+            return self.linears.gather()
         if not self._table_rows:
             return None
         if self.prefix is not None:
@@ -199,10 +227,29 @@ class Trainer:
 
     def broadcast_table(self, table: Tensor | None) -> Tensor:
         """Return the first stage's table on every rank; `table` may be None on other stages."""
-        if table is None:
+        if table is None and self.linears is not None:
+            table = torch.zeros(self.linears.layout.size, dtype=self._dtype)
+        elif table is None:
             width = table_width(self.config.method_config.adapter_kind, self.model_config)
             table = torch.zeros((self._table_rows, width), dtype=self._dtype)
         return broadcast_from_first_stage(table.to(self.mesh.device), self.mesh)
+
+    def linear_adapter(self, task: int, vector: Tensor) -> dict[str, LinearAdapter]:
+        """Return the changes of linears of a task, from the vector of `current_table`."""
+        assert self.linears is not None
+        return self.linears.layout.unpack(vector)[task]
+
+    def shard_adapter(self, task: int, vector: Tensor) -> ModelAdapter:
+        """Return this rank's shard of the changes of linears of a task, to run the model."""
+        return shard_adapter(
+            self.linear_adapter(task, vector),
+            self.model_config,
+            [layer for chunk in self.chunks for layer in chunk.layers],
+            rank=self.mesh.tp_rank,
+            tp=self.mesh.tp,
+            dtype=self.chunks[0].dtype,
+            device=self.mesh.device,
+        )
 
     @property
     def model(self) -> GPT | list[GPT]:
@@ -226,6 +273,13 @@ class Trainer:
             return trainable_prefix_tensors(
                 self.prefix.named_parameters(), self.model_config, self.mesh
             )
+        if self.linears is not None:
+            return trainable_linear_tensors(
+                self.linears,
+                self.model_config,
+                self.mesh,
+                lora_plus_ratio=self.config.method_config.lora_plus_ratio,
+            )
         if self.encoder is None:
             return []
         return trainable_encoder_tensors(
@@ -242,6 +296,26 @@ class Trainer:
             return None, None
         encoder_output: Tensor = self.encoder(self._dropout(0))
         return encoder_output, encoder_output.detach().clone().requires_grad_()
+
+    @property
+    def _tasks(self) -> range:
+        return range(len(self.config.data_config.resolved_tasks))
+
+    def _with_adapters(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches of a step with the trained changes of linears, if any."""
+        linears = self.linears
+        if linears is None:
+            return list(micro_batches)
+        adapters = linears.begin_step()
+        return [
+            micro_batch.with_adapters(
+                [
+                    linears.with_dropout(adapter, self._dropout(1 + self.mesh.dp_rank, number))
+                    for adapter in adapters
+                ]
+            )
+            for number, micro_batch in enumerate(micro_batches)
+        ]
 
     def _micro_batches(self, examples: Sequence[Example], *, train: bool) -> list[MicroBatch]:
         """Return the micro-batches of this data-parallel rank's share of a batch."""
@@ -260,7 +334,14 @@ class Trainer:
             )
         ):
             dropout = self._dropout(1 + mesh.dp_rank, number) if uses_dropout else None
-            micro_batches.append(build_micro_batch(group, mesh.device, dropout=dropout))
+            if self.config.method_config.method == "alora":
+                micro_batches.append(build_activated_micro_batch(group, mesh.device))
+                continue
+            # Examples must not share the masks of their common prefix.
+            shares_prefix = not (train and self.config.method_config.dropout)
+            micro_batches.append(
+                build_micro_batch(group, mesh.device, share_prefix=shares_prefix, dropout=dropout)
+            )
         return micro_batches
 
     def _dropout(self, *site: int) -> Dropout:

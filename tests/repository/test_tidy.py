@@ -113,6 +113,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         ".",
         "data",
         "prompt",
+        "linears",
         "training",
         "evaluation",
         "run",

@@ -3,6 +3,7 @@
 from gpt.model.gpt_model import GPT
 from ptuning.config import TuneConfig
 from ptuning.data.dataset import Example
+from ptuning.linears.trainable_linears import build_trainable_linears
 from ptuning.prompt.prefix_tuning import build_prefix
 from ptuning.prompt.prompt_encoder import build_encoder
 from ptuning.run_facts import StepMetrics
@@ -31,6 +32,9 @@ def trainer(model: GPT, **changes: object) -> Trainer:
     method_config, seed = config.method_config, config.training_config.seed
     tasks = config.data_config.resolved_tasks
     encoder = None
+    if method_config.changes_linears:
+        linears = build_trainable_linears(method_config, tasks, [model], seed=seed)
+        return Trainer([model], config, linears=linears)
     if method_config.method == "prefix":
         prefix = build_prefix(method_config, tasks, [model], [[]], seed=seed)
         return Trainer([model], config, prefix=prefix)

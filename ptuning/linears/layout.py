@@ -1,0 +1,157 @@
+"""Layout of changes of linears: which tensors a method trains, and their order in one vector.
+
+The values of the adapters of all tasks are one vector, so that the training loop keeps, saves and
+broadcasts them as it does a virtual-token table. This module uses the model's sizes, but no
+weights.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt.config import GPTConfig
+from gpt.errors import ConfigError
+from gpt.linear_adapter import LinearAdapter, join_key, split_key
+from gpt.parallel.adapter_sharding import AdaptableLinear, adaptable_linears, part_rows
+from ptuning.config import LOW_RANK_METHODS, MethodConfig
+
+
+@dataclass(frozen=True)
+class LinearTensor:
+    """A tensor of the change of a linear, or of a part of it."""
+
+    task: int  # Index of the task whose adapter has the tensor.
+    key: str  # The key of the linear or part (gpt/linear_adapter.py).
+    name: str  # A field of LinearAdapter.
+    shape: tuple[int, ...]  # Of the whole tensor.
+    is_trained: bool  # Norms of weights are computed, not trained.
+
+    @property
+    def parameter_name(self) -> str:
+        return f"tasks.{self.task}.{self.key}.{self.name}"
+
+
+@dataclass(frozen=True)
+class LinearsLayout:
+    """The tensors of the adapters of all tasks, task after task."""
+
+    tensors: tuple[LinearTensor, ...]
+    linears: Mapping[str, AdaptableLinear]  # The linears of the model, by name.
+    scale: float  # The factor of the low-rank products.
+
+    @classmethod
+    def create(
+        cls, method_config: MethodConfig, config: GPTConfig, task_count: int
+    ) -> "LinearsLayout":
+        """Return the layout; raise ConfigError if the model has no such linears or layers."""
+        linears = adaptable_linears(config)
+        keys = _adapted_keys(method_config, config, linears)
+        tensors = [
+            LinearTensor(task, key, *described)
+            for task in range(task_count)
+            for key in keys
+            for described in _tensors_of(key, linears, method_config, config)
+        ]
+        return cls(tuple(tensors), linears, method_config.low_rank_scale)
+
+    @property
+    def task_count(self) -> int:
+        return max(tensor.task for tensor in self.tensors) + 1
+
+    @property
+    def size(self) -> int:
+        """The number of values of all tasks."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
+
+    def pack(self, tasks: Sequence[Mapping[str, LinearAdapter]]) -> Tensor:
+        """Return the vector of the adapters of all tasks."""
+        values = [getattr(tasks[tensor.task][tensor.key], tensor.name) for tensor in self.tensors]
+        return torch.cat([value.flatten() for value in values])
+
+    def unpack(self, vector: Tensor) -> tuple[dict[str, LinearAdapter], ...]:
+        """Return the adapter of each task; the tensors are views of `vector`."""
+        sizes = [math.prod(tensor.shape) for tensor in self.tensors]
+        fields: list[dict[str, dict[str, Any]]] = [{} for _ in range(self.task_count)]
+        for tensor, values in zip(self.tensors, vector.split(sizes), strict=True):
+            linear = fields[tensor.task].setdefault(tensor.key, {})
+            linear[tensor.name] = values.view(tensor.shape)
+        return tuple(
+            {key: LinearAdapter(**tensors, scale=self.scale) for key, tensors in task.items()}
+            for task in fields
+        )
+
+
+def _adapted_keys(
+    method_config: MethodConfig, config: GPTConfig, linears: Mapping[str, AdaptableLinear]
+) -> list[str]:
+    """Return the keys of the linears and parts that the settings select, in forward order."""
+    last_layer = max(method_config.layers, default=0)
+    if last_layer >= config.num_layers:
+        raise ConfigError(
+            f"layers has {last_layer}, but the model has {config.num_layers} layers, numbered "
+            "from 0; remove it"
+        )
+    layers = set(method_config.layers or range(config.num_layers))
+    modules = {linear.name.rpartition(".")[2] for linear in linears.values()}
+    for target in method_config.targets:
+        _check_target(target, linears, modules)
+    keys = []
+    for linear in linears.values():
+        module = linear.name.rpartition(".")[2]
+        if int(linear.name.split(".")[2]) not in layers:
+            continue
+        targets = method_config.targets or (module,)
+        keys += [
+            join_key(linear.name, target.partition(".")[2])
+            for target in targets
+            if target.partition(".")[0] == module
+        ]
+    if not keys:
+        raise ConfigError(
+            f"layers {list(method_config.layers)} and targets {list(method_config.targets)} select "
+            "no linear that an adapter can change; adapters cannot change the linears of experts"
+        )
+    return keys
+
+
+def _check_target(target: str, linears: Mapping[str, AdaptableLinear], modules: set[str]) -> None:
+    module, _, part = target.partition(".")
+    if module not in modules:
+        raise ConfigError(
+            f"targets has {target}, but the layers of this model have no such linear except in "
+            f"experts; choose among: {', '.join(sorted(modules))}"
+        )
+    linear = next(linear for linear in linears.values() if linear.name.endswith(module))
+    if part and part not in linear.parts:
+        raise ConfigError(
+            f"targets has {target}, but {module} of this model has no part {part!r}; set {module}"
+        )
+
+
+def _tensors_of(
+    key: str,
+    linears: Mapping[str, AdaptableLinear],
+    method_config: MethodConfig,
+    config: GPTConfig,
+) -> list[tuple[str, tuple[int, ...], bool]]:
+    """Return (name, shape, whether it is trained) of each tensor of a linear or part."""
+    name, part = split_key(key)
+    linear = linears[name]
+    inputs, outputs = linear.in_features, len(part_rows(linear, part, config))
+    if method_config.method in LOW_RANK_METHODS:
+        rank = method_config.rank
+        tensors: list[tuple[str, tuple[int, ...], bool]] = [
+            ("lora_a", (rank, inputs), True),
+            ("lora_b", (outputs, rank), True),
+        ]
+        if method_config.method == "dora":
+            tensors += [("magnitude", (outputs,), True), ("weight_norm", (outputs,), False)]
+        return tensors
+    # As PEFT's feedforward modules: the factors of fc2 are those of its inputs.
+    if name.endswith("linear_fc2"):
+        return [("input_scale", (inputs,), True)]
+    return [("output_scale", (outputs,), True)]

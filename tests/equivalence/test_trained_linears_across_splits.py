@@ -1,0 +1,208 @@
+"""LoRA, DoRA and IA3: gradients and 20 steps are equal at any split, in fp64.
+
+The oracle is one rank. The splits compute the same examples in micro-batches, with and without
+sequence parallelism and activation checkpointing, also with fewer KV heads than tensor ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt.config import GPTConfig
+from gpt.linear_adapter import LinearAdapter
+from gpt.model.activation_checkpointing import RecomputePolicy
+from gpt.model.gpt_model import GPT
+from gpt.model.loading import load_model
+from gpt.parallel.mesh import Mesh
+from gpt.parallel.pipeline_stages import stage_layers
+from ptuning.config import TuneConfig
+from ptuning.data.dataset import Example
+from ptuning.training.trainer import Trainer
+from tests.support.models import CLASSIC, EXPERTS, LAYERED, MODERN, lively
+from tests.support.ranks import ranks
+from tests.support.trained_linears import random_trainable_linears
+
+STEPS = 20
+TOLERANCE = 1e-10
+SPLITS = ((2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (4, 2, 1))
+
+MODELS = {
+    "classic": CLASSIC.with_fields(num_layers=4, moe_layers=()),
+    # Two KV heads: fewer than four tensor ranks.
+    "modern": MODERN.with_fields(num_layers=4, moe_layers=()),
+    "layered": LAYERED,
+    "experts": EXPERTS,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    method: str
+    targets: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    virtual_stages: int = 1
+    tasks: int = 1
+
+
+PARTS = ("linear_qkv.query", "linear_qkv.key", "linear_qkv.value", "linear_fc2")
+CASES = (
+    Case("classic", "lora"),
+    Case("classic", "dora", sequence_parallel=True, recompute="full"),
+    Case("modern", "lora", sequence_parallel=True),
+    Case("modern", "lora", PARTS),
+    Case("modern", "dora", PARTS, recompute="block", virtual_stages=2),
+    Case("modern", "dora", sequence_parallel=True),
+    Case("modern", "ia3"),
+    Case("modern", "ia3", ("linear_qkv.key", "linear_qkv.value", "linear_proj"), (2,)),
+    # No stage below the last layer computes anything backward.
+    Case("layered", "lora", layers=(3,), sequence_parallel=True),
+    Case("layered", "ia3", layers=(1, 2), sequence_parallel=True, virtual_stages=2),
+    Case("experts", "lora", recompute="selective", tasks=2),
+    Case("classic", "alora", sequence_parallel=True, recompute="full", tasks=2),
+    Case("modern", "alora", virtual_stages=2),
+    Case("layered", "alora", layers=(2,)),
+)
+
+
+def settings_of(case: Case) -> TuneConfig:
+    invocation = {"invocation_ids": [5]} if case.method == "alora" else {}
+    tasks = [{"name": f"t{number}", "data": "d", **invocation} for number in range(case.tasks)]
+    return TuneConfig.from_dict(
+        {
+            "model": "m",
+            "tasks": tasks,
+            "method": case.method,
+            "targets": list(case.targets),
+            "layers": list(case.layers),
+            "learning_rate": 1e-2,
+            "micro_batch_examples": 2,
+            "gradient_norm_max": 0.5,
+            "weight_decay": 0.01,
+            **({} if case.method == "ia3" else {"rank": 3, "alpha": 5.0, "lora_plus_ratio": 2.0}),
+        },
+        "here",
+    )
+
+
+def examples_of(config: GPTConfig, tasks: int) -> list[Example]:
+    """Other methods than aLoRA ignore where the invocation starts."""
+    generator = torch.Generator().manual_seed(8)
+    examples = []
+    for number in range(7):
+        size = 4 + number * 5 % 9
+        ids = torch.randint(config.vocab_size, (size,), generator=generator).tolist()
+        ids[:2] = 3, 4  # The examples of a task have a common prefix.
+        start = number % 3
+        examples.append(Example(ids, size - 1 - start, number % tasks, invocation_start=start))
+    return examples
+
+
+@dataclass(frozen=True)
+class Result:
+    losses: list[float]
+    gradients: Tensor  # As a vector of whole adapters; norms of weights have no meaning.
+    values: Tensor  # After all steps.
+
+
+def train(case: Case, mesh: Mesh) -> Result:
+    config = MODELS[case.model]
+    trainer = trainer_of(case, mesh)
+    gradients = gradients_of(trainer_of(case, mesh), examples_of(config, case.tasks))
+    steps = [trainer.step(examples_of(config, case.tasks)).loss for _ in range(STEPS)]
+    values = trainer.current_table()
+    assert values is not None
+    return Result(steps, gradients, values)
+
+
+def trainer_of(case: Case, mesh: Mesh) -> Trainer:
+    config, settings = MODELS[case.model], settings_of(case)
+    stages = case.virtual_stages if mesh.pp > 1 else 1
+    layers = stage_layers(config.num_layers, mesh.pp, vpp=stages)[mesh.pp_rank]
+    checkpoint = lively(config.with_fields(dtype="float64"))
+    recompute = RecomputePolicy(case.recompute)  # type: ignore[arg-type]
+    chunks: list[GPT] = [
+        load_model(checkpoint, mesh, layers=chunk_layers, recompute=recompute)
+        for chunk_layers in layers
+    ]
+    linears = random_trainable_linears(settings.method_config, chunks, case.tasks)
+    return Trainer(chunks, settings, linears=linears)
+
+
+@torch.no_grad()
+def gradients_of(trainer: Trainer, examples: Sequence[Example]) -> Tensor:
+    """The reduced gradients of a step, gathered as if they were the values."""
+    optimizer, linears = trainer.optimizer, trainer.linears
+    assert linears is not None
+    reduce_gradients = optimizer.reduce_gradients
+
+    def keep_gradients(model_config: GPTConfig) -> float:
+        share = reduce_gradients(model_config)
+        for _, _, _, value in linears.named_tensors():
+            assert value.grad is not None
+            kept.append(value.grad.clone())
+        return share
+
+    kept: list[Tensor] = []
+    optimizer.reduce_gradients = keep_gradients  # type: ignore[method-assign]
+    with torch.enable_grad():
+        trainer.step(examples)
+    for (_, _, _, value), gradient in zip(linears.named_tensors(), kept, strict=True):
+        value.copy_(gradient)
+    return linears.gather()
+
+
+@cache
+def single_rank(case: Case) -> Result:
+    return train(case, Mesh.single())
+
+
+def run_split(_: int, tp: int, pp: int, dp: int) -> list[Result]:
+    results = []
+    for case in CASES:
+        is_parallel = case.sequence_parallel and tp > 1
+        results.append(train(case, Mesh.create(tp, pp, dp, sequence_parallel=is_parallel)))
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLITS, ids=["x".join(map(str, split)) for split in SPLITS])
+def test_gradients_and_steps_equal_those_of_one_rank(split: tuple[int, int, int]) -> None:
+    tp, pp, dp = split
+    results = ranks(tp * pp * dp, run_split, tp, pp, dp, timeout_s=300)
+    for case, rank_results in zip(CASES, zip(*results, strict=True), strict=True):
+        check(case, rank_results)
+
+
+def check(case: Case, results: Sequence[Result]) -> None:
+    want = single_rank(case)
+    assert want.losses[-1] < want.losses[0] - 0.5, case
+    for result in results:
+        assert result.losses == pytest.approx(want.losses, rel=TOLERANCE), case
+        check_adapters(case, result.values, want.values, with_norms=True)
+        check_adapters(case, result.gradients, want.gradients, with_norms=False)
+
+
+def check_adapters(case: Case, actual: Tensor, expected: Tensor, *, with_norms: bool) -> None:
+    linears = trainer_of(case, Mesh.single()).linears
+    assert linears is not None
+    unpacked = zip(linears.layout.unpack(actual), linears.layout.unpack(expected), strict=True)
+    for task, want_task in unpacked:
+        for key, want in want_task.items():
+            for name, value in tensors_of(task[key], with_norms):
+                reference = getattr(want, name)
+                assert bool(reference.any()), (case, key, name)
+                difference = (value - reference).abs().max()
+                assert difference <= TOLERANCE * reference.abs().max(), (case, key, name)
+
+
+def tensors_of(linear: LinearAdapter, with_norms: bool) -> list[tuple[str, Tensor]]:
+    return [
+        (name, value) for name, value in linear.tensors() if with_norms or name != "weight_norm"
+    ]
