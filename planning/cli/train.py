@@ -196,7 +196,12 @@ def _tuning_task(
             f"--global-batch {section.global_batch} contradicts {tuning.path}, whose "
             f"batch_examples is {batch_examples}; remove the flag, or change the file"
         )
-    job = tuning.training_job(specification.model.seq)
+    if specification.adapter.spec() is not None:
+        raise ConfigError(
+            f"the command describes an adapter, and {tuning.path} does too; remove --method and "
+            "the flags --lora-..."
+        )
+    job = tuning.training_job(specification.model.seq, section.context_tokens or 0)
     if specification.dtype is not None:
         job = replace(job, dtype=specification.dtype)
     return job, specification.hardware.cluster(tuning.gpus), config.model_config.model

@@ -87,6 +87,7 @@ class TrainingJob:
     distributed_optimizer: bool | None = None
     # The changes of linears that are trained, if `trainable` is "adapter"; None: virtual tokens.
     linears: LinearAdapterSpec | None = None
+    adapter_count: int = 1  # Number of tasks whose changes of linears are trained at once.
     # Number of tokens of an example before the invocation of an activated LoRA. They have no
     # backward pass.
     context_tokens: int = 0
@@ -96,7 +97,7 @@ class TrainingJob:
         if self.trainable == "all":
             return 0
         if self.linears is not None:
-            return linear_adapter_cost(self.model, self.linears).trained
+            return self.adapter_count * linear_adapter_cost(self.model, self.linears).trained
         if not self.virtual_tokens:
             return 0
         h = self.model.hidden_size
@@ -271,7 +272,7 @@ def _rank_adapter_parameters(job: TrainingJob, split: TrainingSplit) -> int:
     """Return the largest number of adapter parameters of a rank."""
     if job.linears is None:
         return job.adapter_parameters
-    return _stage_adapter_cost(job, split).trained
+    return job.adapter_count * _stage_adapter_cost(job, split).trained
 
 
 def _backward_layers(job: TrainingJob, split: TrainingSplit) -> int:
@@ -382,6 +383,7 @@ def _memory(
         optimizer_shards=split.dp if is_optimizer_sharded else 1,
         dtype=job.dtype,
         linears=job.linears,
+        linear_adapters=job.adapter_count,
         context=job.context_tokens,
     )
     return training_memory(rank_workload, cluster.device), is_optimizer_sharded

@@ -54,6 +54,7 @@ class RankWorkload:
     optimizer_shards: int  # Number of ranks over which the optimizer state is sharded.
     dtype: str
     linears: LinearAdapterSpec | None = None  # The changes of linears that are trained.
+    linear_adapters: int = 1  # Number of adapters with such changes.
     context: int = 0  # Number of tokens before `sequence` that have no backward pass.
 
     @property
@@ -86,6 +87,7 @@ def _stage_ledger(workload: RankWorkload, device: Device, stage: int) -> MemoryL
     adapter_parameters = workload.adapter_parameters if stage == 0 else 0
     if workload.linears is not None:
         adapter_parameters = _linears_cost(workload, workload.linears, stage).trained
+        adapter_parameters *= workload.linear_adapters
     states = state_bytes(
         parameters,
         workload.trainable,
