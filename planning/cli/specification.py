@@ -319,6 +319,8 @@ class AdapterSection:
     layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if any(layer < 0 for layer in self.layers):
+            raise ConfigError(f"layers is {short_repr(self.layers)}; layers are numbered from 0")
         self.spec()
 
     def spec(self) -> LinearAdapterSpec | None:
