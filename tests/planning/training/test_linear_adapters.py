@@ -36,6 +36,7 @@ from planning.training.estimate import (
 )
 from planning.training.plan import plan_training
 from planning.training.search import SearchSpace
+from planning.training.step_time import FUSED_BACKWARD
 from ptuning.config import MethodConfig
 from ptuning.data.dataset import Example
 from tests.support.trained_linears import random_trainable_linears
@@ -189,6 +190,10 @@ def test_the_context_of_activated_lora_has_a_forward_pass_only() -> None:
     assert tail.memory.activations == pytest.approx(
         share * whole.memory.activations + kv_bytes, rel=1e-6
     )
+    # Attention: the forward pass of all pairs of tokens, and the backward pass of those with a
+    # query behind the context.
+    attention = (1 + FUSED_BACKWARD * (1 - (1 - share) ** 2)) / (1 + FUSED_BACKWARD)
+    assert tail.seconds["attention"] == pytest.approx(attention * whole.seconds["attention"])
     assert tail.model_flops < 0.6 * whole.model_flops
     assert tail.iteration_s < 0.65 * whole.iteration_s
     assert tail.seconds["low_rank"] == pytest.approx(share * whole.seconds["low_rank"])
