@@ -20,11 +20,8 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from gpt.dropout import Dropout
-
-# The parts of fused linears. The rows of a part are in the order of the heads or channels.
-QKV_PARTS = ("query", "key", "value")
-GATED_PARTS = ("gate", "up")
-LINEAR_PARTS = {"linear_qkv": QKV_PARTS, "linear_fc1": GATED_PARTS}
+from gpt.linear_parts import LINEAR_PARTS
+from gpt.linear_parts import QKV_PARTS as QKV_PARTS
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from planning.plan import Plan, Row
 # The values of `Row.feasibility` with which a candidate can run.
 ACCEPTABLE = ("best", "fits", "tight")
 HEADLINE_MAX = 6  # Maximum number of figures in the one-line summary of a candidate.
-LEDGER_PARTS = ("weights", "gradients", "optimizer", "activations", "kv", "workspace")
+LEDGER_PARTS = ("weights", "gradients", "optimizer", "activations", "kv", "adapters", "workspace")
 
 _STATISTICS = ("mean", "max", "p50", "p90", "p95", "p99")
 _SHARE_WORDS = ("share", "fraction", "mfu", "hfu", "utilization")
@@ -26,6 +26,7 @@ _DISPLAY_WORDS = {
         for word in ("ttft", "itl", "mfu", "hfu", "kv", "tp", "pp", "ep", "dp", "vpp")
     },
     "gpu": "GPU",
+    "mb": "MB",
     "gpus": "GPUs",
     "tflops": "TFLOP/s",
 }

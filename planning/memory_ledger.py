@@ -33,12 +33,14 @@ class MemoryLedger:
     optimizer: int = 0
     activations: int = 0  # Training: activations of stage 0, which stores the most micro-batches.
     kv: int = 0  # The KV cache.
+    adapters: int = 0  # The memory of a server for adapters of linears.
     workspace: int = 0  # CUDA context, communication buffers, temporary tensors.
 
     @property
     def total(self) -> int:
         training_state = self.weights + self.gradients + self.optimizer
-        return training_state + self.activations + self.kv + self.workspace
+        serving_state = self.kv + self.adapters
+        return training_state + self.activations + serving_state + self.workspace
 
     @property
     def verdict(self) -> Verdict:

@@ -100,6 +100,28 @@ def step_flops(flops: Flops, trainable: Trainable) -> float:
     return linear_passes * (flops.linears + flops.head) + 3 * flops.attention
 
 
+def adapter_step_flops(flops: Flops, context: Flops, backward_share: float) -> float:
+    """Return the FLOPs of a step that trains an adapter of linears, without those of the adapter.
+
+    `flops`: a forward pass over all tokens; `context`: over the tokens before the invocations of an
+    activated LoRA, which have no backward pass. Only `backward_share` of the layers, those from the
+    lowest changed layer on, have a backward pass.
+    """
+    trained = trained_flops(flops, context, backward_share)
+    head = flops.head - context.head
+    forward = flops.linears + flops.attention + head
+    return forward + trained.linears + 2 * trained.attention + head
+
+
+def trained_flops(flops: Flops, context: Flops, backward_share: float) -> Flops:
+    """Return the FLOPs of the part of a forward pass that has a backward pass."""
+    return Flops(
+        backward_share * (flops.linears - context.linears),
+        backward_share * (flops.attention - context.attention),
+        flops.head - context.head,
+    )
+
+
 def recompute_flops(
     flops: Flops, recompute: RecomputeMode, trainable: Trainable = "all", block_share: float = 1.0
 ) -> float:
@@ -189,17 +211,21 @@ def state_bytes(
     adapter_parameter_count: int,
     shards: int = 1,
     dtype: str = "bfloat16",
+    adapter_dtype: str = "",
 ) -> StateBytes:
     """Return the bytes of weights, gradients and optimizer state of one rank, adapter included.
 
     `parameter_count` is the rank's number of model parameters, without the adapter. The optimizer
-    state is divided over `shards` ranks.
+    state is divided over `shards` ranks. `adapter_dtype`: the dtype of the adapter; "": `dtype`.
     """
-    weight, gradient, optimizer = STATE_BYTES[dtype]
-    trainable_count = adapter_parameter_count if trainable == "adapter" else parameter_count
-    weights = weight * (
-        parameter_count + (adapter_parameter_count if trainable == "adapter" else 0)
-    )
+    weights: float = STATE_BYTES[dtype][0] * parameter_count
+    if trainable == "adapter":
+        trainable_count: float = adapter_parameter_count
+        weight, gradient, optimizer = STATE_BYTES[adapter_dtype or dtype]
+        weights += weight * adapter_parameter_count
+    else:
+        trainable_count = parameter_count
+        _, gradient, optimizer = STATE_BYTES[dtype]
     return StateBytes(weights, gradient * trainable_count, optimizer * trainable_count / shards)
 
 

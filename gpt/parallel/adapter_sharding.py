@@ -7,76 +7,21 @@ before the sum over tensor ranks.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
-from gpt.linear_adapter import (
-    GATED_PARTS,
-    QKV_PARTS,
-    LinearAdapter,
-    LinearTerm,
-    OutputColumns,
-    join_key,
-    split_key,
-)
-from gpt.parallel.weight_sharding import (
-    ParameterSpec,
-    ShardRule,
-    ShardSpec,
-    layer_number,
-    local_kv_heads,
-    parameter_specs,
-    shard_spec,
-)
+from gpt.linear_adapter import LinearAdapter, LinearTerm, OutputColumns, join_key, split_key
+from gpt.linear_parts import GATED_PARTS
 
-ADAPTABLE_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-
-
-@dataclass(frozen=True)
-class AdaptableLinear:
-    """A linear of the model that an adapter can change."""
-
-    name: str
-    out_features: int
-    in_features: int
-    rule: ShardRule
-
-    @property
-    def is_row_parallel(self) -> bool:
-        return self.rule is ShardRule.COLUMNS
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The parts that an adapter can change separately; empty for a linear that is not fused."""
-        return {ShardRule.QKV: QKV_PARTS, ShardRule.GATED: GATED_PARTS}.get(self.rule, ())
-
-    @property
-    def _weight(self) -> ParameterSpec:
-        shape = (self.out_features, self.in_features)
-        return ParameterSpec(f"{self.name}.weight", shape, self.rule)
-
-    def shard(self, config: GPTConfig, rank: int, tp: int) -> ShardSpec:
-        """Return the base weight's shard on tensor rank `rank` of `tp`."""
-        return shard_spec(self._weight, config, rank, tp)
-
-
-def adaptable_linears(config: GPTConfig) -> dict[str, AdaptableLinear]:
-    """Return the linears that an adapter can change, by name, in forward-pass order.
-
-    The linears of experts are not among them.
-    """
-    linears = {}
-    for parameter in parameter_specs(config).values():
-        name, _, leaf = parameter.name.rpartition(".")
-        is_adaptable = layer_number(name) is not None and name.endswith(ADAPTABLE_LINEARS)
-        if leaf == "weight" and is_adaptable and "experts." not in name:
-            out_features, in_features = parameter.shape
-            linears[name] = AdaptableLinear(name, out_features, in_features, parameter.shard_rule)
-    return linears
+# The table of the linears is imported from here too, beside the functions that need torch.
+from gpt.parallel.adaptable_linears import ADAPTABLE_LINEARS as ADAPTABLE_LINEARS
+from gpt.parallel.adaptable_linears import AdaptableLinear as AdaptableLinear
+from gpt.parallel.adaptable_linears import adaptable_linears as adaptable_linears
+from gpt.parallel.adaptable_linears import aligned_bytes as aligned_bytes
+from gpt.parallel.weight_sharding import ShardRule, ShardSpec, layer_number, local_kv_heads
 
 
 def part_rows(linear: AdaptableLinear, part: str, config: GPTConfig) -> Tensor:
@@ -208,15 +153,6 @@ def term_to(term: LinearTerm, dtype: torch.dtype, device: torch.device | str) ->
         copy(term.output_scale),
         copy(term.input_scale),
     )
-
-
-# Alignment of the tensors of an adapter in the memory of a server.
-ALIGNMENT_BYTES = 64
-
-
-def aligned_bytes(nbytes: int) -> int:
-    """Return `nbytes`, rounded up to the alignment of tensors in a server's memory."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def largest_rank_bytes(

@@ -8,12 +8,14 @@ JSON keys are stable.
 import argparse
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from gpt.config import GPTConfig
 from gpt.costs.inference import parameter_count
+from gpt.costs.linear_adapter import check_spec, describe_spec
 from gpt.errors import ConfigError
 from planning.cli.flags import (
+    add_context_tokens,
     add_hardware_flags,
     add_model_flags,
     add_shared_flags,
@@ -25,8 +27,10 @@ from planning.cli.result import CommandResult
 from planning.cli.specification import Specification
 from planning.figures import format_bytes, format_figure, format_ledger, format_number
 from planning.hardware import Cluster
+from planning.inference.adapter_memory import server_memory_mb
 from planning.inference.estimate import Percentiles, ServingEstimate, ServingSplit, estimate_serving
 from planning.inference.model_split import ModelSplit
+from planning.inference.plan import adapter_memory_text
 from planning.memory_ledger import MemoryLedger
 from planning.plan import Confidence
 from planning.published.static_batch import (
@@ -109,6 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     train("--sequence-parallel", action="store_true", help="use sequence parallelism")
     add_training_flags(train)
+    add_context_tokens(train)
     infer = parser.add_argument_group("inference").add_argument
     infer(
         "--infer",
@@ -254,6 +259,7 @@ def memory_values(memory: MemoryLedger) -> Mapping[str, object]:
             "optimizer": memory.optimizer,
             "activations_first_stage": memory.activations,
             "kv": memory.kv,
+            "adapters": memory.adapters,
             "workspace": memory.workspace,
             "total": memory.total,
             "capacity": memory.capacity,
@@ -268,6 +274,8 @@ def _training_text(
     job: TrainingJob, split: TrainingSplit, cluster: Cluster, estimate: TrainingEstimate
 ) -> str:
     trained_part = "an adapter" if job.trainable == "adapter" else "all parameters"
+    if job.linears is not None:
+        trained_part = describe_spec(job.linears)
     parts = sorted(estimate.seconds.items(), key=lambda step_part: -step_part[1])
     lines = [
         (
@@ -427,12 +435,25 @@ def _estimate_server(
     )
     if not has_load(specification):
         raise ConfigError("no load is given; set --request-rate or --concurrency")
-    dtype = serving_dtype(specification, model)
-    estimate = estimate_serving(
-        model, dtype, make_workload(specification), split, cluster, calibration
-    )
+    dtype, workload = serving_dtype(specification, model), make_workload(specification)
+    adapters = workload.served_adapters
+    adapter_line, adapter_values = "", {}
+    if adapters is not None:
+        check_spec(model, adapters.spec)
+        sizes = model, dtype, model_split
+        resident = adapters.resident(split.running_requests_max)
+        split = replace(split, adapter_memory_mb=adapters.memory_mb(*sizes, resident))
+        adapter_line = adapter_memory_text(model, dtype, split, adapters)
+        memory_mb = server_memory_mb(split.adapter_memory_mb)
+        adapter_values = {
+            "adapter_bytes": adapters.rank_bytes(*sizes),
+            "adapter_memory_mb": memory_mb,
+            "resident_adapters": adapters.capacity(*sizes, memory_mb),
+        }
+    estimate = estimate_serving(model, dtype, workload, split, cluster, calibration)
     return CommandResult(
-        _serving_text(model, dtype, split, cluster, estimate), _serving_values(model, estimate)
+        _serving_text(model, dtype, split, cluster, estimate, adapter_line),
+        {**_serving_values(model, estimate), **adapter_values},
     )
 
 
@@ -454,7 +475,12 @@ def _serving_values(model: GPTConfig, estimate: ServingEstimate) -> Mapping[str,
 
 
 def _serving_text(
-    model: GPTConfig, dtype: str, split: ServingSplit, cluster: Cluster, estimate: ServingEstimate
+    model: GPTConfig,
+    dtype: str,
+    split: ServingSplit,
+    cluster: Cluster,
+    estimate: ServingEstimate,
+    adapter_line: str,
 ) -> str:
     replicas_note = f" x{split.replicas} replicas" if split.replicas > 1 else ""
     head = [
@@ -470,7 +496,7 @@ def _serving_text(
         f"{estimate.kv_tokens:,} tokens; it holds {estimate.kv_requests:,} requests of average "
         "length",
     )
-    memory = memory_lines(estimate.memory, None)
+    memory = [("adapters", adapter_line), *memory_lines(estimate.memory, None)]
     if not math.isfinite(estimate.request_ms.p95):
         overload_text = "none: the weights and one request do not fit in memory"
         if math.isfinite(estimate.utilization):

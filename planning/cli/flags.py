@@ -10,6 +10,7 @@ import argparse
 import textwrap
 from collections.abc import Callable
 
+from gpt.costs.linear_adapter import METHODS
 from gpt.errors import ConfigError
 from planning.cli.specification import parse_count
 
@@ -129,7 +130,14 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="number of adapters that the requests alternate between (default: 0, the model alone)",
     )
-    add_virtual_tokens(add)
+    add(
+        "--distinct-adapters",
+        metavar="N",
+        type=int,
+        help="maximum number of adapters in use at the same time (default: as many as the running "
+        "requests choose at random)",
+    )
+    add_adapter_flags(add)
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -147,8 +155,44 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_virtual_tokens(add: AddArgument) -> None:
+def add_adapter_flags(add: AddArgument) -> None:
     add("--virtual-tokens", metavar="N", type=int, help="number of virtual tokens of an adapter")
+    add(
+        "--method",
+        choices=METHODS,
+        help="method of an adapter that changes linears (default with the flags --lora-...: lora)",
+    )
+    add(
+        "--lora-rank",
+        metavar="N",
+        type=int,
+        help="rank of an adapter's low-rank products (default with --method: 16)",
+    )
+    add(
+        "--lora-targets",
+        metavar="LIST",
+        type=_parse_names,
+        help="linears that an adapter changes, such as linear_qkv,linear_fc1.up (default: all)",
+    )
+    add(
+        "--lora-layers",
+        metavar="LIST",
+        type=parse_int_list,
+        help="layers that an adapter changes, numbered from 0 (default: all)",
+    )
+
+
+def add_context_tokens(add: AddArgument) -> None:
+    add(
+        "--context-tokens",
+        metavar="N",
+        type=int,
+        help="tokens of an example before the invocation, for --method alora (default: 0)",
+    )
+
+
+def _parse_names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def parse_int_list(text: str) -> tuple[int, ...]:

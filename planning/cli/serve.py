@@ -22,6 +22,7 @@ from planning.cli.flags import (
 )
 from planning.cli.result import CommandResult, render_plan
 from planning.cli.specification import DTYPE_ALIASES, Specification
+from planning.inference.adapter_memory import ServedAdapters
 from planning.inference.estimate import LengthDistribution, Workload
 from planning.inference.plan import plan_serving
 from planning.inference.requirements import Requirements
@@ -37,6 +38,7 @@ EXAMPLES = """
       --concurrency 64 --objective latency --output plans/20b
   preamble plan calibrate checkpoints/my-model && preamble plan serve checkpoints/my-model \\
       --calibration calibration.yaml --objective throughput
+  preamble plan serve llama3-8b --gpu h100 --gpus 1 --concurrency 32 --adapters 100 --lora-rank 16
   preamble plan serve --spec plan.yaml --json
 """
 # The default workload: a page of text as prompt, a paragraph as completion.
@@ -208,7 +210,21 @@ def make_workload(specification: Specification) -> Workload:
         concurrency=section.concurrency if has_load(specification) else 1,
         adapters=section.adapters,
         virtual_tokens=section.virtual_tokens,
+        served_adapters=_served_adapters(specification),
     )
+
+
+def _served_adapters(specification: Specification) -> ServedAdapters | None:
+    """Return the adapters of linears of the requests; None: there are none."""
+    section, linears = specification.workload, specification.adapter.spec()
+    if linears is not None:
+        return ServedAdapters(linears, max(1, section.adapters), section.distinct_adapters)
+    if section.distinct_adapters is not None:
+        raise ConfigError(
+            f"distinct_adapters is {section.distinct_adapters}, but it applies only to adapters "
+            "that change linears; set a method or a rank of the adapters, or remove it"
+        )
+    return None
 
 
 def _length_distribution(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self, get_args
 
 from gpt.config import DTYPE_BYTES, GPTConfig
+from gpt.costs.linear_adapter import METHODS, LinearAdapterSpec, describe_spec
 from gpt.costs.training import Trainable
 from gpt.errors import ConfigError
 from gpt.settings import parse_settings, read_yaml, short_repr, suggest_nearest
@@ -22,6 +23,7 @@ from planning.training.estimate import TrainingJob
 
 DEFAULT_VOCAB_SIZE = 51200  # GPT-2's vocabulary, padded as in the tables of the Megatron papers.
 DEFAULT_SEQUENCE = 2048
+DEFAULT_RANK = LinearAdapterSpec().rank
 COUNT_MAX = 10**9  # Upper bound of whole numbers; a larger number is probably a typing error.
 COUNT_SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 # Common short names of dtypes.
@@ -230,6 +232,7 @@ class WorkloadSection:
     concurrency: int | None = None  # Constant number of requests at once.
     adapters: int = 0
     virtual_tokens: int = 0  # Number of virtual tokens of each adapter.
+    distinct_adapters: int | None = None  # Maximum number of adapters in use at the same time.
 
     def __post_init__(self) -> None:
         _check_positive(self, zero_allowed=("adapters", "virtual_tokens"))
@@ -288,6 +291,8 @@ class TrainingSection:
     tokens: float | None = None  # Number of tokens of the whole training run.
     trainable: str | None = None
     train_virtual_tokens: int | None = None  # Number of virtual tokens of the trained adapter.
+    # Number of tokens of an example before the invocation of a trained activated LoRA.
+    context_tokens: int | None = None
     flash: bool | None = None  # None: the default of the GPU.
     distributed_optimizer: bool | None = None  # None: the default of the GPU.
 
@@ -302,6 +307,41 @@ class TrainingSection:
 
 
 @dataclass(frozen=True)
+class AdapterSection:
+    """An adapter that changes linears: the one to train, or each of those to serve.
+
+    The keys are settings of `preamble tune`. If none is set, adapters consist of virtual tokens.
+    """
+
+    method: str | None = None  # lora, alora, dora or ia3.
+    rank: int | None = None
+    targets: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(layer < 0 for layer in self.layers):
+            raise ConfigError(f"layers is {short_repr(self.layers)}; layers are numbered from 0")
+        self.spec()
+
+    def spec(self) -> LinearAdapterSpec | None:
+        """Return the changes of linears; None: adapters consist of virtual tokens."""
+        if not self._is_set:
+            return None
+        method = self.method or "lora"
+        for method_choice in METHODS:
+            if method == method_choice:
+                if method == "ia3" and self.rank is not None:
+                    raise ConfigError(f"rank is {self.rank}, but method ia3 has no rank; remove it")
+                rank = DEFAULT_RANK if self.rank is None else self.rank
+                return LinearAdapterSpec(method_choice, rank, self.targets, self.layers)
+        raise ConfigError(f"method is {short_repr(method)}; {suggest_nearest(method, METHODS)}")
+
+    @property
+    def _is_set(self) -> bool:
+        return bool(self.method or self.rank is not None or self.targets or self.layers)
+
+
+@dataclass(frozen=True)
 class Specification:
     model: ModelSection = field(default_factory=ModelSection)
     hardware: HardwareSection = field(default_factory=HardwareSection)
@@ -309,6 +349,7 @@ class Specification:
     constraints: ConstraintsSection = field(default_factory=ConstraintsSection)
     margins: MarginsSection = field(default_factory=MarginsSection)
     training: TrainingSection = field(default_factory=TrainingSection)
+    adapter: AdapterSection = field(default_factory=AdapterSection)
     objective: str | None = None
     dtype: str | None = None
 
@@ -322,17 +363,35 @@ class Specification:
 
     def training_job(self, model: GPTConfig, default_batch: int) -> TrainingJob:
         """Return the training job; `default_batch` is used if no global batch is specified."""
-        section = self.training
+        section, linears = self.training, self.adapter.spec()
+        if linears is not None and section.trainable == "all":
+            raise ConfigError(
+                f"all parameters and an adapter ({describe_spec(linears)}) are to be trained; set "
+                "trainable to adapter, or remove the adapter"
+            )
+        if linears is not None and section.train_virtual_tokens:
+            raise ConfigError(
+                f"an adapter with {section.train_virtual_tokens} virtual tokens and one that "
+                f"changes linears ({describe_spec(linears)}) are to be trained; remove one of them"
+            )
         return TrainingJob(
             model=model,
             sequence=self.model.sequence_length(model),
             global_batch=section.global_batch or default_batch,
-            trainable="adapter" if section.trainable == "adapter" else "all",
+            trainable=self.trainable,
             virtual_tokens=section.train_virtual_tokens or 0,
             dtype=self.dtype or "bfloat16",
             flash=section.flash,
             distributed_optimizer=section.distributed_optimizer,
+            linears=linears,
+            context_tokens=section.context_tokens or 0,
         )
+
+    @property
+    def trainable(self) -> Trainable:
+        """What is trained; all parameters by default, or the adapter if there is one."""
+        is_adapter = self.training.trainable == "adapter" or self.adapter.spec() is not None
+        return "adapter" if is_adapter else "all"
 
     @classmethod
     def read(cls, path: str | None, flags: Mapping[str, Any]) -> Self:
@@ -378,6 +437,7 @@ SECTIONS: Mapping[str, Any] = {
     "constraints": ConstraintsSection,
     "margins": MarginsSection,
     "training": TrainingSection,
+    "adapter": AdapterSection,
 }
 # (section, field) -> flag, for the flags whose name differs from the name of the field.
 FLAG_OF_FIELD = {
@@ -385,6 +445,9 @@ FLAG_OF_FIELD = {
     ("margins", "latency"): "margin_latency",
     ("margins", "memory"): "margin_memory",
     ("training", "train_virtual_tokens"): "virtual_tokens",
+    ("adapter", "rank"): "lora_rank",
+    ("adapter", "targets"): "lora_targets",
+    ("adapter", "layers"): "lora_layers",
 }
 
 

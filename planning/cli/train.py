@@ -15,12 +15,13 @@ import yaml
 from gpt.costs.inference import parameter_count
 from gpt.errors import ConfigError
 from planning.cli.flags import (
+    add_adapter_flags,
+    add_context_tokens,
     add_hardware_flags,
     add_model_flags,
     add_plan_flags,
     add_shared_flags,
     add_training_flags,
-    add_virtual_tokens,
     make_command_parser,
     parse_int_list,
     parse_token_count,
@@ -40,6 +41,7 @@ EXAMPLES = """
   preamble plan train gpt3-175b --gpu a100-80g --gpus 1024 --global-batch 1536 --tokens 300B
   preamble plan train gpt3-1t --gpu a100-80g --gpus 3072 --output plans/1t
   preamble plan train llama3-70b --gpu h100 --nodes 2 --trainable adapter --virtual-tokens 50
+  preamble plan train llama3-8b --gpu h100 --gpus 8 --method lora --lora-rank 16
   preamble plan train --tune task.yaml --gpu h100 --gpus 16 --output plans/task
   preamble tune plans/task/train_config.yaml
 """
@@ -67,7 +69,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="number of tokens of the whole training run, such as 300B",
     )
     add_training_flags(job)
-    add_virtual_tokens(job)
+    add_adapter_flags(job)
+    add_context_tokens(job)
     axes = parser.add_argument_group(
         "search space; LIST is a list of values such as 1,2,4 (default: all values)"
     ).add_argument
@@ -164,8 +167,7 @@ def training_task(
         return _tuning_task(specification, tuning)
     model = specification.model.config()
     cluster = specification.hardware.cluster()
-    trainable = specification.training.trainable or "all"
-    batch = default_batch(parameter_count(model), trainable, cluster.gpus)
+    batch = default_batch(parameter_count(model), specification.trainable, cluster.gpus)
     job = specification.training_job(model, batch)
     return job, cluster, specification.model.name
 
@@ -194,7 +196,12 @@ def _tuning_task(
             f"--global-batch {section.global_batch} contradicts {tuning.path}, whose "
             f"batch_examples is {batch_examples}; remove the flag, or change the file"
         )
-    job = tuning.training_job(specification.model.seq)
+    if specification.adapter.spec() is not None:
+        raise ConfigError(
+            f"the command describes an adapter, and {tuning.path} does too; remove --method and "
+            "the flags --lora-..."
+        )
+    job = tuning.training_job(specification.model.seq, section.context_tokens or 0)
     if specification.dtype is not None:
         job = replace(job, dtype=specification.dtype)
     return job, specification.hardware.cluster(tuning.gpus), config.model_config.model

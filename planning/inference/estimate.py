@@ -19,6 +19,7 @@ from gpt.costs.attention_span import attention_span
 from gpt.costs.inference import RankCost, rank_costs
 from gpt.errors import ConfigError
 from planning.hardware import Cluster
+from planning.inference.adapter_memory import ServedAdapters, server_memory_mb
 from planning.inference.calibration_file import Calibration
 from planning.inference.kv_capacity import request_tokens_max, requests_that_fit, sequence_blocks
 from planning.inference.model_split import ModelSplit
@@ -28,10 +29,11 @@ from planning.inference.simulator import (
     SimulationResult,
     make_simulation,
 )
-from planning.inference.step_pricing import StepPrices, price_steps
+from planning.inference.step_pricing import StepPrices, price_adapters, price_steps
 from planning.memory_ledger import MemoryLedger
 from planning.plan import Confidence
 from serving.memory_budget import (
+    ADAPTER_PAGE_BYTES,
     ADAPTER_ROWS_MAX,
     KV_BLOCK_TOKENS,
     KVBlockLayout,
@@ -112,6 +114,8 @@ class Workload:
     adapters: int = 0
     # Number of virtual tokens at the start of each prompt, usually in the prefix cache.
     virtual_tokens: int = 0
+    # Each request uses one of these adapters of linears; None: the adapters have virtual tokens.
+    served_adapters: ServedAdapters | None = None
 
     def __post_init__(self) -> None:
         if (self.request_rate is None) == (self.concurrency is None):
@@ -152,6 +156,9 @@ class ServingSplit:
     prefill_stall_ms_max: float = 15.0
     kv_dtype: str = "auto"  # "auto" or "fp8"; affects the memory, but not the step time.
     ep: int = 1
+    # Size of the memory for adapters of linears on each rank; None: there are no such adapters. A
+    # server's memory has at least its default size.
+    adapter_memory_mb: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "ep", "replicas", "running_requests_max", "step_tokens_max"):
@@ -243,6 +250,16 @@ def estimate_serving(
     weights or one request do not fit in memory, all latencies are infinite.
     """
     prices = price_steps(model, dtype, split.model_split, cluster, calibration)
+    if workload.served_adapters is not None:
+        prices = price_adapters(
+            prices,
+            model,
+            dtype,
+            workload.served_adapters,
+            split.model_split,
+            cluster,
+            calibration,
+        )
     on_cpu = calibration is not None and calibration.kind == "cpu"
     memory, kv_tokens = serving_memory(model, dtype, split, cluster, on_cpu=on_cpu)
     is_too_small = request_tokens_max(model, kv_tokens) < workload.request_tokens_p95
@@ -301,6 +318,7 @@ def serving_memory(
         capacity=capacity,
         weights=fullest.weight_bytes * ranks_per_device,
         kv=blocks * _block_layout(model, fullest).block_bytes * ranks_per_device,
+        adapters=_adapter_bytes(split, on_cpu=on_cpu) * ranks_per_device,
         workspace=workspace * ranks_per_device,
     )
     return ledger, kv_tokens
@@ -354,9 +372,10 @@ def _kv_tokens_of_ranks(
     """Return the size in tokens of the smallest KV cache of a rank; all ranks have this size.
 
     `kv_bytes` returns a rank's bytes for the KV cache. Its argument is the bytes of the rank's
-    weights and workspace.
+    weights, adapters and workspace.
     """
     workspace = _workspace_bytes(model, dtype, split, on_cpu=on_cpu)
+    workspace += _adapter_bytes(split, on_cpu=on_cpu)
     token_capacities = []
     for rank in _cached_rank_costs(model, split.model_split, dtype, split.kv_dtype):
         if rank.kv_bytes_per_token:
@@ -406,6 +425,13 @@ def _workspace_bytes(model: GPTConfig, dtype: str, split: ServingSplit, *, on_cp
         return total_bytes
     communication_bytes = PROCESS_GROUP_BYTES if split.model_split.ranks > 1 else 0
     return total_bytes + CUDA_CONTEXT_BYTES + communication_bytes
+
+
+def _adapter_bytes(split: ServingSplit, *, on_cpu: bool) -> int:
+    """Return the bytes of a rank's adapter memory; on a CPU, of its pages that adapters need."""
+    planned_mb = split.adapter_memory_mb
+    memory_mb = planned_mb or 0 if on_cpu else server_memory_mb(planned_mb)
+    return memory_mb * 1_000_000 // ADAPTER_PAGE_BYTES * ADAPTER_PAGE_BYTES
 
 
 @dataclass(frozen=True)

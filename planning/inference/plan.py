@@ -12,7 +12,10 @@ from dataclasses import replace
 
 import yaml
 
-from planning.figures import format_figure, format_number, label
+from gpt.config import GPTConfig
+from gpt.costs.linear_adapter import describe_spec
+from planning.figures import format_bytes, format_figure, format_number, label
+from planning.inference.adapter_memory import ServedAdapters, server_memory_mb
 from planning.inference.estimate import ServingSplit, serving_memory
 from planning.inference.kv_capacity import kv_tokens_for_requests, requests_that_fit
 from planning.inference.model_split import ModelSplit, model_splits
@@ -24,7 +27,7 @@ from planning.inference.search import (
 )
 from planning.inference.service_levels import LATENCIES, LimitCheck, Objective
 from planning.plan import SETTINGS_FILES, Axis, Plan, Row, SettingValue
-from serving.memory_budget import ADAPTER_ROWS_MAX
+from serving.memory_budget import ADAPTER_MEMORY_MB, ADAPTER_ROWS_MAX
 
 ALTERNATIVES_MAX = 5  # Maximum number of TP/PP splits that `Plan.why_not` compares with the best.
 GROUPS_MAX = 6  # Maximum number of curves in a plot with one curve per number of GPUs.
@@ -158,6 +161,9 @@ def _row(requirements: Requirements, candidate: ServingCandidate, *, by_replica_
     }
     if split.kv_tokens is not None:
         settings["kv_tokens_max"] = split.kv_tokens
+    memory_mb = server_memory_mb(split.adapter_memory_mb)
+    if memory_mb > ADAPTER_MEMORY_MB:  # The server's default is not enough.
+        settings["adapter_memory_mb"] = memory_mb
     figures = {name: value for name, value in candidate.figures.items() if math.isfinite(value)}
     return Row(
         name=split_name(split, sizes_only=candidate.covers_model_split),
@@ -204,7 +210,11 @@ def _request_lines(requirements: Requirements, path: str) -> Iterator[str]:
     ):
         p95_text = f" (p95 {format_number(lengths.p95)})" if lengths.p95 > lengths.mean else ""
         load_texts.append(f"{direction} {format_number(lengths.mean)} tokens{p95_text}")
-    if workload.adapters:
+    adapters = workload.served_adapters
+    if adapters is not None:
+        plural = "s" if adapters.count > 1 else ""
+        load_texts.append(f"{adapters.count} adapter{plural}: {describe_spec(adapters.spec)}")
+    elif workload.adapters:
         load_texts.append(
             f"{workload.adapters} adapters of {workload.virtual_tokens} virtual tokens"
         )
@@ -321,6 +331,7 @@ def _advice(search: ServingSearchResult) -> Iterator[str]:
     if search.best is not None:
         if search.best.memory is not None and search.best.memory.verdict != "fits":
             yield "memory is tight: run the best candidates (--measure) before you rely on the plan"
+        yield from _adapter_advice(search.requirements, search.best.split)
         return
     simulated = [candidate for candidate in search.alternatives if candidate.estimate is not None]
     if not simulated:
@@ -328,6 +339,33 @@ def _advice(search: ServingSearchResult) -> Iterator[str]:
         yield from _capacity_advice(overloaded) if overloaded else _memory_advice(search)
     else:
         yield from _limit_advice(search.requirements, simulated)
+
+
+def _adapter_advice(requirements: Requirements, split: ServingSplit) -> Iterator[str]:
+    """Yield the size of the adapters of linears, and the memory that holds them."""
+    if requirements.workload.served_adapters is not None:
+        yield adapter_memory_text(
+            requirements.model, requirements.dtype, split, requirements.workload.served_adapters
+        )
+
+
+def adapter_memory_text(
+    model: GPTConfig, dtype: str, split: ServingSplit, adapters: ServedAdapters
+) -> str:
+    """Return the size of an adapter, and how many the planned and larger memories hold."""
+    sizes = model, dtype, split.model_split
+    memory_mb = server_memory_mb(split.adapter_memory_mb)
+    resident = adapters.resident(split.running_requests_max)
+    capacity = adapters.capacity(*sizes, memory_mb)
+    text = (
+        f"an adapter takes {format_bytes(adapters.rank_bytes(*sizes))} on each rank: "
+        f"adapter_memory_mb {memory_mb} holds {capacity:,}, and running requests use up to "
+        f"{resident:,}"
+    )
+    if capacity < adapters.count:
+        all_mb = adapters.memory_mb(*sizes, adapters.count)
+        text += f"; all {adapters.count:,} adapters need {all_mb}"
+    return text
 
 
 def _memory_advice(search: ServingSearchResult) -> Iterator[str]:
@@ -365,7 +403,12 @@ def _smallest_fitting_split(requirements: Requirements) -> ModelSplit | None:
     node, layers = requirements.cluster.gpus_per_node, requirements.model.num_layers
     for model_split in model_splits(requirements.model, node, node * layers, layers):
         kv_tokens = kv_tokens_for_requests(requirements.model, 1, requirements.request_tokens_p95)
-        split = ServingSplit(**model_split._asdict(), running_requests_max=1, kv_tokens=kv_tokens)
+        split = ServingSplit(
+            **model_split._asdict(),
+            running_requests_max=1,
+            kv_tokens=kv_tokens,
+            adapter_memory_mb=requirements.adapter_memory_mb(model_split, 1),
+        )
         ledger, _ = serving_memory(
             requirements.model,
             requirements.dtype,

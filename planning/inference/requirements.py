@@ -7,6 +7,7 @@ The capacity is computed from the memory ledger, without a simulation. The searc
 from dataclasses import dataclass, replace
 
 from gpt.config import GPTConfig
+from gpt.costs.linear_adapter import check_spec
 from gpt.errors import ConfigError
 from planning.hardware import Cluster
 from planning.inference.calibration_file import Calibration
@@ -68,6 +69,8 @@ class Requirements:
             saturated_workload = replace(self.workload, request_rate=None, concurrency=1)
             object.__setattr__(self, "workload", saturated_workload)
         self.limits.check_workload(self.workload)
+        if self.workload.served_adapters is not None:
+            check_spec(self.model, self.workload.served_adapters.spec)
         context = self.model.max_position_embeddings
         if self.request_tokens_p95 > context:
             raise ConfigError(
@@ -102,6 +105,17 @@ class Requirements:
     def is_closed_loop(self) -> bool:
         return self.workload.request_rate is None
 
+    def adapter_memory_mb(self, model_split: ModelSplit, running_requests_max: int) -> int | None:
+        """Return the size of the memory for the adapters of all running requests.
+
+        None: the requests have no adapters of linears.
+        """
+        adapters = self.workload.served_adapters
+        if adapters is None:
+            return None
+        resident = adapters.resident(running_requests_max)
+        return adapters.memory_mb(self.model, self.dtype, model_split, resident)
+
     def workload_for(self, running_requests_max: int, replicas: int) -> Workload:
         """Return the workload to simulate for a candidate with these settings."""
         if not self.saturate:
@@ -135,6 +149,7 @@ def memory_capacity(
         **model_split._asdict(),
         running_requests_max=batch,
         step_tokens_max=max(batch, preset.step_tokens_max),
+        adapter_memory_mb=requirements.adapter_memory_mb(model_split, batch),
     )
     limits = requirements.limits
     memory_shares: tuple[tuple[float, Feasibility], ...] = (
@@ -157,10 +172,11 @@ def memory_capacity(
         on_cpu=requirements.on_cpu,
     )
     usable_bytes = limits.usable_memory_share * memory.capacity
-    if memory.weights + memory.workspace > usable_bytes:
+    reserved_bytes = memory.workspace + memory.adapters
+    if memory.weights + reserved_bytes > usable_bytes:
         reason = (
-            f"weights take {memory.weights / 1e9:.1f} GB and a step's workspace takes "
-            f"{memory.workspace / 1e9:.1f} GB, but only {usable_bytes / 1e9:.1f} GB per GPU are "
+            f"weights take {memory.weights / 1e9:.1f} GB, and a step's workspace and adapters take "
+            f"{reserved_bytes / 1e9:.1f} GB, but only {usable_bytes / 1e9:.1f} GB per GPU are "
             "usable"
         )
         return MemoryCapacity(0, 0, "rejected", memory, reason)

@@ -227,6 +227,7 @@ class _ServingSearch:
                 replicas=max(1, replicas),
                 running_requests_max=batch,
                 step_tokens_max=max(batch, DEFAULT_PREFILL_PRESET.step_tokens_max),
+                adapter_memory_mb=self.requirements.adapter_memory_mb(model_split, batch),
             )
             reason = (
                 f"the KV cache holds {capacity.kv_tokens:,} tokens, enough for "
@@ -307,6 +308,7 @@ class _ServingSearch:
             running_requests_max=batch,
             step_tokens_max=step_tokens,
             prefill_stall_ms_max=preset.prefill_stall_ms_max,
+            adapter_memory_mb=requirements.adapter_memory_mb(model_split, batch),
         )
         if batch > capacity.running_requests_max:
             return None

@@ -2,12 +2,15 @@
 
 The cost model consists of curves and slopes for one GPT in one TP/PP split on one device. Their
 source is a measurement or a specification sheet; the simulator does not distinguish the sources.
-The module does not import torch.
+Adapters of linears add a cost for each of them in a step, and for each token. The module does not
+import torch.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from planning.inference.adapter_memory import ServedAdapters
 
 
 @dataclass(frozen=True)
@@ -69,3 +72,40 @@ class StepCostModel:
             + attention_s
             + self.sequence_s * sequences
         )
+
+
+@dataclass(frozen=True)
+class AdaptedStepCostModel(StepCostModel):
+    """The costs of steps whose sequences have adapters of linears."""
+
+    served_adapters: ServedAdapters
+    adapter_s: float  # Cost per different adapter in the step: reading its matrices.
+    adapter_row_s: float  # Cost per new token: the FLOPs of the low-rank products.
+
+    @classmethod
+    def extend(
+        cls,
+        steps: StepCostModel,
+        served_adapters: ServedAdapters,
+        *,
+        adapter_s: float,
+        adapter_row_s: float,
+    ) -> "AdaptedStepCostModel":
+        costs = {cost.name: getattr(steps, cost.name) for cost in fields(StepCostModel)}
+        return cls(
+            **costs,
+            served_adapters=served_adapters,
+            adapter_s=adapter_s,
+            adapter_row_s=adapter_row_s,
+        )
+
+    def step_seconds(
+        self, rows: float, draws: float, context: float, pairs: float, sequences: float
+    ) -> float:
+        """Return the seconds of a step; see `StepCostModel.step_seconds`.
+
+        The products of all sequences with an adapter read its matrices once.
+        """
+        seconds = super().step_seconds(rows, draws, context, pairs, sequences)
+        read_s = self.adapter_s * self.served_adapters.distinct(sequences)
+        return seconds + (max(read_s, self.adapter_row_s * rows) if rows > 0 else 0.0)

@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 
 from gpt.config import DTYPE_BYTES, GPTConfig
 from gpt.costs.layer_weights import layer_weights
+from gpt.costs.linear_adapter import stage_costs
 from gpt.errors import ConfigError
 from gpt.settings import suggest_nearest
 from planning.hardware import Cluster
+from planning.inference.adapter_memory import ServedAdapters
 from planning.inference.calibration_file import Calibration, ModelShape
 from planning.inference.model_split import ModelSplit
-from planning.inference.step_cost import PiecewiseLinear, StepCostModel
+from planning.inference.step_cost import AdaptedStepCostModel, PiecewiseLinear, StepCostModel
 from planning.plan import Confidence
 
 # Estimates for the engine on a GPU without calibration: the fractions of the specification sheet's
@@ -97,6 +99,38 @@ def price_steps(
         note = f"measured on one rank, not on {split.ranks}"
     confidence = Confidence("calibrated", error, note)
     return StepPrices(steps, calibration.request_s, confidence, calibration.request_token_s)
+
+
+def price_adapters(
+    prices: StepPrices,
+    model: GPTConfig,
+    dtype: str,
+    served_adapters: ServedAdapters,
+    split: ModelSplit,
+    cluster: Cluster,
+    calibration: Calibration | None,
+) -> StepPrices:
+    """Add the costs of adapters of linears, on the stage with the largest changes.
+
+    The matrices of each adapter in a step are read once, at the speed at which weights are read.
+    """
+    stages = stage_costs(model, served_adapters.spec, split.tp, split.pp)
+    row_flops = float(max(cost.flops_per_token for cost in stages))
+    adapter_bytes = float(served_adapters.rank_bytes(model, dtype, split))
+    device = cluster.device
+    flops, bandwidth = device.flops, device.memory_bytes_per_s
+    if calibration is None:
+        flops *= MATMUL_EFFICIENCY / (1 if DTYPE_BYTES[dtype] == 2 else 8)
+        bandwidth *= MEMORY_READ_EFFICIENCY
+    # The ranks of a CPU share its cores and its memory.
+    shares = split.stage_ranks if calibration is not None and calibration.kind == "cpu" else 1
+    steps = AdaptedStepCostModel.extend(
+        prices.steps,
+        served_adapters,
+        adapter_s=shares * adapter_bytes / bandwidth,
+        adapter_row_s=shares * row_flops / flops,
+    )
+    return replace(prices, steps=steps)
 
 
 # ------------------------------------------------------------------------------- interpolation

@@ -6,23 +6,35 @@ reduction and the optimizer. If a split cannot run, the error names the nearest 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import gpt.parallel.weight_sharding
 from gpt.config import GPTConfig
 from gpt.costs.attention_span import attention_span
 from gpt.costs.inference import parameter_count
+from gpt.costs.linear_adapter import (
+    LinearAdapterCost,
+    LinearAdapterSpec,
+    check_spec,
+    linear_adapter_cost,
+    lowest_layer,
+    stage_costs,
+)
 from gpt.costs.training import (
+    Flops,
     RecomputeMode,
     Trainable,
     TrainingSetup,
+    adapter_step_flops,
+    all_reduce_elements,
     communication_volume,
     forward_flops,
     recompute_flops,
     stage_parameters,
     state_bytes,
     step_flops,
+    trained_flops,
 )
 from gpt.errors import ConfigError
 from gpt.settings import suggest_nearest
@@ -38,6 +50,7 @@ from planning.training.step_time import (
     data_parallel_s,
     forward,
     lm_head_s,
+    low_rank_time,
     optimizer_s,
     stage_send_s,
     straggler_share,
@@ -72,13 +85,37 @@ class TrainingJob:
     # - Older software: the state is sharded if weights, gradients and the unsharded state do not
     #   fit on a GPU.
     distributed_optimizer: bool | None = None
+    # The changes of linears that are trained, if `trainable` is "adapter"; None: virtual tokens.
+    linears: LinearAdapterSpec | None = None
+    adapter_count: int = 1  # Number of tasks whose changes of linears are trained at once.
+    # Number of tokens of an example before the invocation of an activated LoRA. They have no
+    # backward pass.
+    context_tokens: int = 0
 
     @property
     def adapter_parameters(self) -> int:
-        if self.trainable == "all" or not self.virtual_tokens:
+        if self.trainable == "all":
+            return 0
+        if self.linears is not None:
+            return self.adapter_count * linear_adapter_cost(self.model, self.linears).trained
+        if not self.virtual_tokens:
             return 0
         h = self.model.hidden_size
         return self.virtual_tokens * h + 2 * h * ENCODER_WIDTH
+
+    @property
+    def context_flops(self) -> Flops:
+        """FLOPs of a forward pass over the tokens without a backward pass."""
+        if not self.context_tokens:
+            return Flops(0.0, 0.0, 0.0)
+        return forward_flops(self.model, self.global_batch, self.context_tokens)
+
+    @property
+    def backward_share(self) -> float:
+        """The fraction of the layers that have a backward pass."""
+        if self.linears is None:
+            return 1.0
+        return 1 - lowest_layer(self.model, self.linears) / self.model.num_layers
 
 
 @dataclass(frozen=True)
@@ -135,11 +172,8 @@ def estimate_training(
     seconds = _step_parts_s(job, split, work, is_optimizer_sharded=is_optimizer_sharded)
     iteration_s = sum(seconds.values())
     flops = forward_flops(job.model, job.global_batch, job.sequence)
-    model_flops = step_flops(flops, job.trainable)
-    recomputed_share = _recomputed_share(job, split)
-    executed_flops = model_flops + recompute_flops(
-        flops, split.recompute, job.trainable, recomputed_share
-    )
+    model_flops, recomputed_flops = _step_flops(job, split, flops)
+    executed_flops = model_flops + recomputed_flops
     device = cluster.device
     peak_flops_per_s = device.flops_fp8 if job.dtype == "fp8" else device.flops
     flops_per_s_per_gpu = executed_flops / iteration_s / split.gpus
@@ -158,6 +192,26 @@ def estimate_training(
         memory=ledger,
         time_confidence=_time_confidence(job, split, software_stack),
         memory_confidence=Confidence("spec-sheet", MEMORY_ERROR),
+    )
+
+
+def _step_flops(job: TrainingJob, split: TrainingSplit, flops: Flops) -> tuple[float, float]:
+    """Return the FLOPs of a step, and those of its recomputation."""
+    recomputed_share = _recomputed_share(job, split)
+    if job.linears is None:
+        return step_flops(flops, job.trainable), recompute_flops(
+            flops, split.recompute, job.trainable, recomputed_share
+        )
+    cost = linear_adapter_cost(job.model, job.linears)
+    tokens = job.global_batch * (job.sequence - job.context_tokens)
+    low_rank_flops = float(tokens * cost.flops_per_token)
+    trained = trained_flops(flops, job.context_flops, job.backward_share)
+    return (
+        adapter_step_flops(flops, job.context_flops, job.backward_share)
+        + 3 * low_rank_flops
+        + cost.step_flops,
+        recompute_flops(trained, split.recompute, job.trainable, recomputed_share)
+        + recomputed_share * low_rank_flops,
     )
 
 
@@ -194,7 +248,7 @@ def _layer_work(
     return LayerWork(
         config=job.model,
         batch=split.micro_batch,
-        sequence=job.sequence,
+        sequence=job.sequence - job.context_tokens,
         tp=split.tp,
         sequence_parallel=split.sequence_parallel and split.tp > 1,
         trainable=job.trainable,
@@ -202,7 +256,31 @@ def _layer_work(
         flash=software_stack.efficiency.flash if job.flash is None else job.flash,
         cluster=cluster,
         efficiency=software_stack.efficiency,
+        context=job.context_tokens,
     )
+
+
+def _stage_adapter_cost(job: TrainingJob, split: TrainingSplit) -> LinearAdapterCost:
+    """Return the costs on a rank of the stage with the largest changes of linears."""
+    if job.linears is None:
+        return LinearAdapterCost()
+    costs = stage_costs(job.model, job.linears, split.tp, split.pp, split.vpp)
+    return max(costs, key=lambda cost: cost.trained)
+
+
+def _rank_adapter_parameters(job: TrainingJob, split: TrainingSplit) -> int:
+    """Return the largest number of adapter parameters of a rank."""
+    if job.linears is None:
+        return job.adapter_parameters
+    return job.adapter_count * _stage_adapter_cost(job, split).trained
+
+
+def _backward_layers(job: TrainingJob, split: TrainingSplit) -> int:
+    """Return the number of layers with a backward pass on the last stage, which has the most."""
+    layers = -(-job.model.num_layers // split.pp)
+    if job.linears is None:
+        return layers
+    return min(layers, job.model.num_layers - lowest_layer(job.model, job.linears))
 
 
 def _step_parts_s(
@@ -210,25 +288,47 @@ def _step_parts_s(
 ) -> Mapping[str, float]:
     """Return the seconds of each part of a step; the part "products" is the layers' matmuls."""
     forward_pass, backward_pass = forward(work), backward(work)
+    context_work = replace(work, sequence=job.context_tokens, context=0)
+    context_pass = forward(context_work) if job.context_tokens else LayerPass(0.0, 0.0, 0.0, 0.0)
     recompute_s = _recompute_s(job, split, forward_pass)
     micro_batches = split.micro_batches(job)
-    layers = -(-job.model.num_layers // split.pp)
-    # Number of forward passes of single layers in a step. The number of backward passes is equal.
-    passes = micro_batches * layers
-    stage_s = layers * (forward_pass.total + backward_pass.total + recompute_s)
+    layers, backward_layers = -(-job.model.num_layers // split.pp), _backward_layers(job, split)
+    low_rank = low_rank_time(work, _stage_adapter_cost(job, split))
+    low_rank_s = (1 + _recomputed_share(job, split)) * low_rank.forward + low_rank.backward
+    stage_s = (
+        layers * (context_pass.total + forward_pass.total)
+        + backward_layers * (backward_pass.total + recompute_s)
+        + low_rank_s
+    )
+
+    def layers_s(part: str) -> float:
+        forward_s = getattr(context_pass, part) + getattr(forward_pass, part)
+        backward_s = getattr(backward_pass, part)
+        return micro_batches * float(layers * forward_s + backward_layers * backward_s)
+
     rank_parameters = stage_parameters(job.model, split.tp, split.pp, 0)
     trained_parameters = rank_parameters if job.trainable == "all" else job.adapter_parameters
+    # The gradients of a table of virtual tokens, and those of its encoder, are small.
+    reduced_parameters = rank_parameters if job.trainable == "all" else 0.0
+    if job.linears is not None:
+        trained_parameters = reduced_parameters = _rank_adapter_parameters(job, split)
     optimizer_shards = split.dp if is_optimizer_sharded else 1
+    sends_s = 0.0
+    if split.pp > 1:
+        # The context is sent forward only.
+        sends_s = stage_send_s(work)
+        sends_s += stage_send_s(context_work) / 2 if job.context_tokens else 0.0
     seconds = {
-        "products": passes * (forward_pass.matmuls + backward_pass.matmuls),
-        "attention": passes * (forward_pass.attention + backward_pass.attention),
-        "elementwise": passes * (forward_pass.elementwise + backward_pass.elementwise),
-        "tensor_parallel": passes * (forward_pass.tensor_parallel + backward_pass.tensor_parallel),
-        "recompute": passes * recompute_s,
+        "products": layers_s("matmuls"),
+        "attention": layers_s("attention"),
+        "elementwise": layers_s("elementwise"),
+        "tensor_parallel": layers_s("tensor_parallel"),
+        "low_rank": micro_batches * low_rank_s + low_rank.step,
+        "recompute": micro_batches * backward_layers * recompute_s,
         "head": micro_batches * lm_head_s(work),
         "bubble": (split.pp - 1) / split.vpp * stage_s,
-        "pipeline": micro_batches * split.vpp * stage_send_s(work) if split.pp > 1 else 0.0,
-        "data_parallel": data_parallel_s(work, split.dp, rank_parameters),
+        "pipeline": micro_batches * split.vpp * sends_s,
+        "data_parallel": data_parallel_s(work, split.dp, reduced_parameters),
         "optimizer": optimizer_s(work, trained_parameters / optimizer_shards),
     }
     seconds["waiting"] = straggler_share(work) * sum(seconds.values())
@@ -239,7 +339,8 @@ def _sent_bytes(job: TrainingJob, split: TrainingSplit, work: LayerWork) -> Mapp
     setup = TrainingSetup(split.tp, work.sequence_parallel, work.flash, job.trainable)
     sent_elements = communication_volume(
         job.model,
-        work.tokens,
+        # The context is sent forward only.
+        work.tokens + split.micro_batch * job.context_tokens // 2,
         setup,
         dp=split.dp,
         pp=split.pp,
@@ -249,6 +350,8 @@ def _sent_bytes(job: TrainingJob, split: TrainingSplit, work: LayerWork) -> Mapp
     micro_batches = split.micro_batches(job)
     layers = -(-job.model.num_layers // split.pp)
     gradient_elements = sent_elements.data_parallel + sent_elements.embedding
+    if job.linears is not None and split.dp > 1:
+        gradient_elements = all_reduce_elements(_rank_adapter_parameters(job, split), split.dp)
     # Hidden states have two bytes per element.
     return {
         "tensor_parallel": 2 * micro_batches * layers * sent_elements.tensor_parallel_per_layer,
@@ -266,7 +369,7 @@ def _memory(
         is_optimizer_sharded = work.efficiency.flash or not _states_fit(job, split, cluster)
     rank_workload = RankWorkload(
         config=job.model,
-        sequence=job.sequence,
+        sequence=job.sequence - job.context_tokens,
         batch=split.micro_batch,
         micro_batches=split.micro_batches(job),
         pp=split.pp,
@@ -279,6 +382,9 @@ def _memory(
         adapter_parameters=job.adapter_parameters,
         optimizer_shards=split.dp if is_optimizer_sharded else 1,
         dtype=job.dtype,
+        linears=job.linears,
+        linear_adapters=job.adapter_count,
+        context=job.context_tokens,
     )
     return training_memory(rank_workload, cluster.device), is_optimizer_sharded
 
@@ -290,7 +396,15 @@ def _states_fit(job: TrainingJob, split: TrainingSplit, cluster: Cluster) -> boo
     optimizer and then need less memory than a job with smaller activations.
     """
     rank_parameters = stage_parameters(job.model, split.tp, split.pp, 0)
-    states = state_bytes(rank_parameters, job.trainable, job.adapter_parameters, 1, job.dtype)
+    adapter_parameters = _rank_adapter_parameters(job, split)
+    states = state_bytes(
+        rank_parameters,
+        job.trainable,
+        adapter_parameters,
+        1,
+        job.dtype,
+        "" if job.linears is None else "float32",
+    )
     state_bytes_total = states.weights + states.gradients + states.optimizer
     return state_bytes_total <= FITS_SHARE * cluster.device.memory_bytes
 
@@ -321,6 +435,10 @@ def _time_confidence(
         (
             job.trainable == "adapter" and not software_stack.error_fp8,
             "on this GPU has frozen weights",
+        ),
+        (
+            job.linears is not None and job.linears.method != "lora",
+            "trains with this method",
         ),
     ]
     for applies, description in extrapolations:
@@ -374,6 +492,17 @@ def _check_job(job: TrainingJob, cluster: Cluster) -> None:
             f"sequence is {job.sequence} tokens, but the model has "
             f"{model.max_position_embeddings} learned positions; set sequence to at most "
             f"{model.max_position_embeddings}"
+        )
+    if job.linears is not None:
+        check_spec(model, job.linears)
+    if not 0 <= job.context_tokens < job.sequence:
+        raise ConfigError(
+            f"the context has {job.context_tokens} tokens in sequences of {job.sequence} tokens; "
+            f"set a number from 0 to {job.sequence - 1}"
+        )
+    if job.context_tokens and (job.linears is None or job.linears.method != "alora"):
+        raise ConfigError(
+            "only method alora has tokens without a backward pass; remove the context tokens"
         )
     if not 0 <= job.virtual_tokens < job.sequence:
         raise ConfigError(

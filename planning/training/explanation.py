@@ -7,6 +7,7 @@ the duration of a whole run.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from gpt.costs.linear_adapter import describe_spec
 from gpt.costs.training import RecomputeMode
 from planning.figures import format_bytes, format_figure, format_ledger, format_number
 from planning.hardware import DEVICES, Cluster, divisors
@@ -40,6 +41,9 @@ def request_lines(
     trained_part = f"an adapter{virtual_text} for a frozen model"
     if job.trainable == "all":
         trained_part = "all parameters"
+    elif job.linears is not None:
+        millions = format_number(job.adapter_parameters / 1e6)
+        trained_part = f"{describe_spec(job.linears)} ({millions} M parameters) for a frozen model"
     per_node = min(cluster.gpus, cluster.gpus_per_node)
     lines = [
         f"train {trained_part}: {name}, {job.model.num_layers} layers, "
@@ -47,6 +51,8 @@ def request_lines(
         f"sequences of {job.sequence:,} tokens, {job.global_batch:,} per step",
         f"{cluster.gpus:,} {cluster.device.name}, {per_node} per node",
     ]
+    if job.context_tokens:
+        lines[1] += f"; {job.context_tokens:,} of them before the invocation, without backward"
     if tokens is not None:
         lines.append(f"{_format_token_count(tokens)} tokens in total")
     if space.memory_fraction != FITS_SHARE:
@@ -330,7 +336,12 @@ def frozen_comparison(
     lines = [
         "frozen weights have no gradients and no optimizer state: 2 bytes per parameter instead of "
         f"18, so the weights of the fullest GPU need {format_bytes(estimate.memory.weights)}; "
-        "linear layers also store no inputs for weight gradients"
+        + (
+            "linear layers also store no inputs for weight gradients"
+            if frozen.job.linears is None
+            else "the gradients and moments of the adapter need "
+            f"{format_bytes(estimate.memory.gradients + estimate.memory.optimizer)}"
+        )
     ]
     if full_search.best is None:
         return [*lines, "training all parameters does not fit on these GPUs"]

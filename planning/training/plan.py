@@ -80,7 +80,7 @@ def _other_trainable_job(job: TrainingJob) -> TrainingJob:
         return replace(
             job, trainable="adapter", virtual_tokens=job.virtual_tokens or default_virtual_tokens
         )
-    return replace(job, trainable="all", virtual_tokens=0)
+    return replace(job, trainable="all", virtual_tokens=0, linears=None, context_tokens=0)
 
 
 def _with_training_days(row: Row, tokens: float | None) -> Row:

@@ -15,6 +15,7 @@ from math import log
 
 from gpt.config import GPTConfig
 from gpt.costs.attention_span import attention_span
+from gpt.costs.linear_adapter import LinearAdapterCost
 from gpt.costs.training import LayerWidths, Trainable, all_reduce_elements, layer_widths
 from planning.hardware import Cluster
 
@@ -73,7 +74,7 @@ class LayerWork:
 
     config: GPTConfig
     batch: int  # Number of sequences of the micro-batch.
-    sequence: int  # Number of tokens of a sequence.
+    sequence: int  # Number of tokens of a sequence, without those of `context`.
     tp: int
     sequence_parallel: bool
     trainable: Trainable
@@ -81,6 +82,8 @@ class LayerWork:
     flash: bool
     cluster: Cluster
     efficiency: Efficiency
+    # Number of tokens before those of `sequence` that are only attended to.
+    context: int = 0
 
     @property
     def tokens(self) -> int:
@@ -172,7 +175,7 @@ def stage_send_s(work: LayerWork) -> float:
 
 def data_parallel_s(work: LayerWork, dp: int, rank_parameters: float) -> float:
     """Return the seconds of the all-reduce of a rank's gradients over `dp` ranks."""
-    if dp == 1 or work.trainable == "adapter":
+    if dp == 1 or not rank_parameters:
         return 0.0
     e, cluster = work.efficiency, work.cluster
     # The GPUs of a node that reduce the same parameters divide the network traffic evenly.
@@ -184,6 +187,35 @@ def data_parallel_s(work: LayerWork, dp: int, rank_parameters: float) -> float:
         )
     volume = e.gradient_bytes * all_reduce_elements(rank_parameters, dp)
     return (e.start_s + volume / bytes_per_s) * (1 - e.hidden_data)
+
+
+@dataclass(frozen=True)
+class LowRankTime:
+    """Seconds that an adapter's changes of the linears of a stage add to a step."""
+
+    forward: float  # Per micro-batch.
+    backward: float  # Per micro-batch.
+    step: float  # Per step: the norms of changed weights, and sums over the tensor ranks.
+
+
+def low_rank_time(work: LayerWork, cost: LinearAdapterCost) -> LowRankTime:
+    """Return the time of the changes of linears with this cost.
+
+    The products are narrow, so they take the time of their FLOPs or of their memory traffic,
+    whichever is longer.
+    """
+    flops_per_s = work.cluster.device.flops * work.efficiency.products
+
+    def seconds(flops: float, nbytes: float) -> float:
+        return max(flops / flops_per_s, nbytes / work.memory_bytes_per_s)
+
+    forward_flops = work.tokens * cost.flops_per_token
+    # The gradients are in fp32, and an all-reduce has 16-bit elements.
+    return LowRankTime(
+        forward=seconds(forward_flops, work.tokens * cost.forward_bytes_per_token),
+        backward=seconds(2 * forward_flops, work.tokens * cost.backward_bytes_per_token),
+        step=seconds(cost.step_flops, cost.step_bytes) + _all_reduce_s(work, 2 * cost.replicated),
+    )
 
 
 def optimizer_s(work: LayerWork, trained_parameters: float) -> float:
@@ -217,12 +249,16 @@ def _attention_s(work: LayerWork, w: LayerWidths, *, backward: bool) -> float:
     e, device = work.efficiency, work.cluster.device
     if work.flash:
         # Fused attention skips the scores of later keys and of keys behind the window.
-        area = work.batch * attention_span(work.config).score_area(work.sequence, causal=True)
-        flops = 4 * area * w.queries / work.tp
+        span, end = attention_span(work.config), work.context + work.sequence
+        area = span.score_area(end, causal=True)
+        if work.context:
+            area -= span.score_area(work.context, causal=True)
+        flops = 4 * work.batch * area * w.queries / work.tp
         return flops * (FUSED_BACKWARD if backward else 1) / (device.flops * e.fused_attention)
     # Unfused attention computes all scores, and masks some of them.
-    flops = 4 * work.tokens * work.sequence * w.queries / work.tp
-    scores = work.tokens * work.sequence * w.heads / work.tp
+    keys = work.context + work.sequence
+    flops = 4 * work.tokens * keys * w.queries / work.tp
+    scores = work.tokens * keys * w.heads / work.tp
     score_bytes = SCORE_BYTES["backward" if backward else "forward"] * scores
     matmuls_s = flops * (2 if backward else 1) / (device.flops * e.products)
     return matmuls_s + score_bytes / work.memory_bytes_per_s

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from gpt.config import GPTConfig
+from gpt.costs.linear_adapter import METHODS, LinearAdapterSpec
 from gpt.errors import ConfigError
 from gpt.settings import read_yaml, setting_fields
 from planning.training.estimate import TrainingJob, TrainingSplit
@@ -47,25 +48,43 @@ class TuningSettings:
     def trainable(self) -> str:
         return "all" if self.config.method_config.method == "full" else "adapter"
 
-    def training_job(self, sequence: int | None) -> TrainingJob:
+    @property
+    def linears(self) -> LinearAdapterSpec | None:
+        """The changes of linears that each task trains; None: another method."""
+        method_config = self.config.method_config
+        for method in METHODS:
+            if method == method_config.method:
+                return LinearAdapterSpec(
+                    method, method_config.rank, method_config.targets, method_config.layers
+                )
+        return None
+
+    def training_job(self, sequence: int | None, context_tokens: int = 0) -> TrainingJob:
         """Return the training job, in which each example has `sequence` tokens.
 
         If `sequence` is None, each example has the maximum length that the settings allow.
+        `context_tokens` of its tokens are before the invocation of an activated LoRA.
         """
         data_config, dtype = self.config.data_config, self.config.model_config.dtype
         context = self.model.max_position_embeddings
         sequence_max = min(data_config.tokens_max or context, context)
-        virtual_tokens = sum(task.virtual_tokens for task in data_config.resolved_tasks)
+        tasks = data_config.resolved_tasks
+        virtual_tokens = 0
+        if self.config.method_config.has_virtual_tokens:
+            virtual_tokens = sum(task.virtual_tokens for task in tasks)
         return TrainingJob(
             self.model,
             sequence or sequence_max,
             self.config.training_config.batch_examples,
             "all" if self.trainable == "all" else "adapter",
-            0 if self.trainable == "all" else virtual_tokens,
+            virtual_tokens,
             # Other dtypes, such as float32 for a CPU, are planned as if they were bfloat16.
             dtype if dtype in ("bfloat16", "float16") else "bfloat16",
             flash=True,  # Like flash attention, `preamble tune` stores no attention scores.
             distributed_optimizer=False,
+            linears=self.linears,
+            adapter_count=len(tasks),
+            context_tokens=context_tokens,
         )
 
     def refusal_reason(self, split: TrainingSplit) -> str:

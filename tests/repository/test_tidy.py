@@ -200,6 +200,7 @@ TORCH_FREE = (
     "checkpoints_tools.adapters.changes",
     "gpt.config",
     "gpt.costs.inference",
+    "gpt.costs.linear_adapter",
     "gpt.errors",
     "gpt.sampling_params",
     "gpt.software_versions",

@@ -21,7 +21,8 @@ from planning.training.estimate import TrainingJob, TrainingSplit, estimate_trai
 from tests.support.servers import ROOT
 
 MEMORY = {
-    *("weights", "gradients", "optimizer", "activations_first_stage", "kv", "workspace", "total"),
+    *("weights", "gradients", "optimizer", "activations_first_stage", "kv", "adapters"),
+    *("workspace", "total"),
 }
 SELECTIVE = (
     "gpt3-22b --gpu a100-80g --gpus 8 --tp 8 --micro-batch 4 --global-batch 4 "
@@ -246,6 +247,30 @@ def test_help_has_examples(line: str, capsys: pytest.CaptureFixture[str]) -> Non
             "choose one of: throughput, latency, gpus",
         ),
         ("serve 22b --gpu a100 --gpus 8 --dtype int8", "does not support dtype int8"),
+        (
+            "train 22b --gpu a100 --gpus 8 --trainable all --lora-rank 8",
+            "all parameters and an adapter (LoRA of rank 8 on all linears)",
+        ),
+        (
+            "train 22b --gpu a100 --gpus 8 --method dora --virtual-tokens 8",
+            "8 virtual tokens and one that changes linears (DoRA of rank 16",
+        ),
+        ("train 22b --gpu a100 --gpus 8 --lora-rank 513", "rank is 513; it must be from 1 to 512"),
+        ("train 22b --gpu a100 --gpus 8 --method ia3 --lora-rank 4", "method ia3 has no rank"),
+        (
+            "train 22b --gpu a100 --gpus 8 --lora-targets linear_fc1.up",
+            "changes linear_fc1.up, which this model does not have",
+        ),
+        ("train 22b --gpu a100 --gpus 8 --lora-layers 48", "changes layer 48, but the model has"),
+        ("train 22b --gpu a100 --gpus 8 --lora-layers -1", "layers are numbered from 0"),
+        (
+            "train 22b --gpu a100 --gpus 8 --method lora --context-tokens 8",
+            "only method alora has tokens without a backward pass",
+        ),
+        (
+            "serve 22b --gpu a100 --gpus 8 --distinct-adapters 8",
+            "applies only to adapters that change linears",
+        ),
     ],
 )
 def test_errors_are_one_sentence_with_a_remedy(
@@ -255,6 +280,44 @@ def test_errors_are_one_sentence_with_a_remedy(
     assert code == 1 and not out
     assert err.startswith(f"preamble plan {line.split()[0]}: ") and err.count("\n") == 1
     assert message in err
+
+
+def test_estimates_of_adapters_of_linears(capsys: pytest.CaptureFixture[str]) -> None:
+    train = "estimate llama3-8b --gpu h100 --seq 4096"
+    frozen = values(f"{train} --trainable adapter", capsys)
+    trained = values(f"{train} --lora-rank 64 --lora-targets linear_qkv,linear_proj", capsys)
+    numbers = 32 * 64 * (4096 + 6144 + 2 * 4096)
+    assert trained["memory_bytes"]["optimizer"] == 8 * numbers
+    assert trained["seconds"]["low_rank"] > 0 == frozen["seconds"]["low_rank"]
+    code, out, _ = run(f"{train} --method alora --context-tokens 3600", capsys)
+    assert code == 0 and "activated LoRA of rank 16 on all linears" in out
+
+    serve = (
+        "estimate llama3-8b --gpu h100 --continuous --input-tokens 60 --output-tokens 20 "
+        "--concurrency 32 --running-requests-max 32"
+    )
+    base = values(serve, capsys)
+    served = values(f"{serve} --adapters 1000 --lora-rank 16", capsys)
+    few = values(f"{serve} --adapters 1000 --lora-rank 16 --distinct-adapters 2", capsys)
+    assert served["adapter_bytes"] == pytest.approx(71.3e6, rel=1e-3)
+    assert served["resident_adapters"] == 32
+    assert served["adapter_memory_mb"] == pytest.approx(32 * 71.3, rel=1e-3)
+    assert few["adapter_memory_mb"] == 256
+    assert served["tokens_per_s"] < few["tokens_per_s"] < base["tokens_per_s"]
+    assert "adapter_bytes" not in base
+
+
+def test_a_specification_describes_an_adapter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(
+        "model: llama3-8b\nhardware: {gpu: h100}\n"
+        "adapter: {method: dora, rank: 8, targets: [linear_qkv.query], layers: [30, 31]}\n"
+    )
+    code, out, err = run(f"estimate --spec {file} --seq 512", capsys)
+    assert code == 0, err
+    assert "DoRA of rank 8 on linear_qkv.query of 2 layers" in out
 
 
 def test_messages_never_go_to_stdout(

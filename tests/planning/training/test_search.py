@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from time import process_time
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt.config import GPTConfig
+from gpt.costs.linear_adapter import LinearAdapterSpec
 from planning.hardware import Cluster, divisors, find_device
 from planning.model_presets import find_preset
 from planning.plan import Plan
@@ -27,6 +29,7 @@ from planning.training.search import (
     split_settings,
 )
 from planning.training.tune_settings import TuningSettings
+from ptuning.linears.layout import LinearsLayout
 
 A100 = find_device("a100-80g")
 SMALL = GPTConfig(12, 1024, 16, 32000, 1024, dtype="bfloat16")
@@ -328,6 +331,24 @@ def test_splits_that_tune_rejects_are_rejected_candidates(
     rejected = [row for row in plan.rows if row.settings["tp"] == 2]
     assert rejected and all("adafactor" in row.reason for row in rejected)
     assert plan.best is not None and plan.best.settings["tp"] == 1
+
+
+def test_methods_that_change_linears_plan_their_adapters(tuning_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tune.yaml"
+    record = yaml.safe_load(tuning_file.read_text())
+    for name in ("splits", "learning_rate"):
+        record.pop(name, None)
+    changes = {"method": "dora", "rank": 4, "targets": ["linear_qkv.query"], "layers": [1]}
+    path.write_text(yaml.safe_dump({**record, **changes}))
+    tuning = TuningSettings.read(str(path))
+    job = tuning.training_job(64)
+    assert job.linears == LinearAdapterSpec("dora", 4, ("linear_qkv.query",), (1,))
+    assert (job.trainable, job.virtual_tokens, job.adapter_count) == ("adapter", 0, 1)
+    layout = LinearsLayout.create(tuning.config.method_config, tuning.model, 1)
+    trained = [tensor for tensor in layout.tensors if tensor.is_trained]
+    assert job.adapter_parameters == sum(prod(tensor.shape) for tensor in trained)
+    plan = plan_training(job, Cluster(A100, 1), SearchSpace(), tuning=tuning)
+    assert plan.best is not None and yaml.safe_load(plan.settings_yaml)["rank"] == 4
 
 
 def test_method_full_plans_all_parameters(tuning_file: Path, tmp_path: Path) -> None:

@@ -1,0 +1,264 @@
+"""Costs of an adapter of linears (LoRA, aLoRA, DoRA, IA3): numbers, bytes, FLOPs, kept activations.
+
+All sizes are computed from the table of adaptable linears, by which adapters are also sharded
+(`gpt.parallel.adapter_sharding`), so they equal those of the tensors. The module does not import
+torch.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Literal
+
+from gpt.config import GPTConfig
+from gpt.errors import ConfigError
+from gpt.parallel.adaptable_linears import (
+    ADAPTABLE_LINEARS,
+    AdaptableLinear,
+    adaptable_linears,
+    aligned_bytes,
+)
+from gpt.parallel.pipeline_stages import stage_layers
+from gpt.parallel.weight_sharding import layer_number
+from gpt.settings import suggest_nearest
+
+LinearMethod = Literal["lora", "alora", "dora", "ia3"]
+METHODS: tuple[LinearMethod, ...] = ("lora", "alora", "dora", "ia3")
+RANK_MAX = 512
+# The dtype in which an adapter is trained and stored: fp32.
+VALUE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class LinearAdapterSpec:
+    """The changes of linears that `preamble tune` trains with these settings."""
+
+    method: LinearMethod = "lora"
+    rank: int = 16  # Of the low-rank product of each linear, or of each part. IA3 has none.
+    # The linears, or parts of fused linears, such as linear_qkv.query; empty: all linears except
+    # those of experts.
+    targets: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()  # Numbered from 0; empty: all layers.
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(f"method is {self.method!r}; {suggest_nearest(self.method, METHODS)}")
+        if not 1 <= self.rank <= RANK_MAX:
+            raise ConfigError(f"rank is {self.rank}; it must be from 1 to {RANK_MAX}")
+
+
+@dataclass(frozen=True)
+class LinearAdapterCost:
+    """The costs of an adapter's changes in some layers, on one tensor rank."""
+
+    trained: int = 0  # Trained numbers.
+    # The trained numbers that all tensor ranks hold, and whose gradients are summed over them: A of
+    # column-parallel and B of row-parallel linears.
+    replicated: int = 0
+    stored: int = 0  # Numbers in the adapter file; with DoRA, the norms of the weights too.
+    flops_per_token: int = 0  # Of the low-rank products in a forward pass.
+    # FLOPs and bytes of a training step, besides those of its tokens: the norms of the changed
+    # weights, which are read in 16 bits, and written and read in fp32.
+    step_flops: int = 0
+    step_bytes: int = 0
+    # Bytes that the low-rank products and the scales read and write per token of 16-bit
+    # activations.
+    forward_bytes_per_token: int = 0
+    backward_bytes_per_token: int = 0
+    # Numbers that training keeps for the backward pass per token: the inputs of the linears, the
+    # low-rank activations, and the outputs before a scale.
+    activations_per_token: int = 0
+    # Those of them that are the outputs of attention, which flash attention keeps anyway.
+    attention_outputs_per_token: int = 0
+
+    def __add__(self, other: "LinearAdapterCost") -> "LinearAdapterCost":
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        return LinearAdapterCost(**sums)
+
+
+@dataclass(frozen=True)
+class _AdaptedPart:
+    """A changed linear, or a changed part of it ("": the whole linear)."""
+
+    linear: AdaptableLinear
+    part: str
+
+    def shapes(
+        self, spec: LinearAdapterSpec, config: GPTConfig, tp: int
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the tensors on a tensor rank, by the fields of LinearAdapter."""
+        inputs = self.linear.local_inputs(config, tp)
+        outputs = self.linear.local_outputs(self.part, config, tp)
+        if spec.method == "ia3":
+            if self.linear.module == "linear_fc2":
+                return {"input_scale": (inputs,)}
+            return {"output_scale": (outputs,)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "lora_a": (spec.rank, inputs),
+            "lora_b": (outputs, spec.rank),
+        }
+        if spec.method == "dora":
+            shapes |= {"magnitude": (outputs,), "weight_norm": (outputs,)}
+        return shapes
+
+    def cost(self, spec: LinearAdapterSpec, config: GPTConfig, tp: int) -> LinearAdapterCost:
+        shapes = self.shapes(spec, config, tp)
+        inputs = self.linear.local_inputs(config, tp)
+        outputs = self.linear.local_outputs(self.part, config, tp)
+        numbers = {name: prod(shape) for name, shape in shapes.items()}
+        low_rank = numbers.get("lora_a", 0) + numbers.get("lora_b", 0)
+        rank = spec.rank if low_rank else 0
+        replicated = numbers.get("lora_b" if self.linear.is_row_parallel else "lora_a", 0)
+        # The forward pass of a low-rank product reads x, and reads and writes y; the backward pass
+        # reads dy twice and x, and reads and writes dx. A scale of y reads and writes it, and its
+        # gradient reads dy and y.
+        scaled = outputs if spec.method == "dora" or "output_scale" in shapes else 0
+        scaled += inputs if "input_scale" in shapes else 0
+        has_low_rank, has_norm = bool(low_rank), spec.method == "dora"
+        return LinearAdapterCost(
+            trained=sum(numbers.values()) - numbers.get("weight_norm", 0),
+            replicated=replicated if tp > 1 else 0,
+            stored=sum(numbers.values()),
+            flops_per_token=2 * low_rank,
+            step_flops=has_norm * 2 * rank * (inputs * outputs + rank * (inputs + outputs)),
+            step_bytes=has_norm * 10 * inputs * outputs,
+            forward_bytes_per_token=2 * (has_low_rank * (inputs + 2 * outputs) + 2 * scaled),
+            backward_bytes_per_token=2 * (has_low_rank * (3 * inputs + 2 * outputs) + 4 * scaled),
+            activations_per_token=rank,
+        )
+
+
+def _adapted_parts(config: GPTConfig, spec: LinearAdapterSpec) -> Iterator[_AdaptedPart]:
+    layers = set(spec.layers or range(config.num_layers))
+    for linear in adaptable_linears(config).values():
+        if layer_number(linear.name) not in layers:
+            continue
+        for target in spec.targets or (linear.module,):
+            module, _, part = target.partition(".")
+            if module == linear.module:
+                yield _AdaptedPart(linear, part)
+
+
+def check_spec(config: GPTConfig, spec: LinearAdapterSpec) -> None:
+    """Raise ConfigError if the model does not have the linears or layers of the adapter."""
+    last_layer = max(spec.layers, default=0)
+    if last_layer >= config.num_layers:
+        raise ConfigError(
+            f"the adapter changes layer {last_layer}, but the model has {config.num_layers} "
+            "layers, numbered from 0"
+        )
+    linears = adaptable_linears(config).values()
+    target_choices = {linear.module for linear in linears}
+    target_choices |= {f"{linear.module}.{part}" for linear in linears for part in linear.parts}
+    for target in spec.targets:
+        if target not in target_choices:
+            raise ConfigError(
+                f"the adapter changes {target}, which this model does not have except in experts; "
+                f"choose among: {', '.join(sorted(target_choices))}"
+            )
+    for target in spec.targets:
+        linear, _, part = target.partition(".")
+        if part and linear in spec.targets:
+            raise ConfigError(
+                f"the adapter changes {linear} and its part {target}; remove one of them"
+            )
+    if not any(_adapted_parts(config, spec)):
+        raise ConfigError(
+            "the adapter changes no linear of this model; adapters cannot change the linears of "
+            "experts"
+        )
+
+
+@lru_cache(maxsize=64)
+def _layer_costs(
+    config: GPTConfig, spec: LinearAdapterSpec, tp: int
+) -> Mapping[int, LinearAdapterCost]:
+    """Return the costs by layer; layers that are not changed are absent."""
+    costs: dict[int, LinearAdapterCost] = {}
+    parts: dict[str, list[_AdaptedPart]] = {}
+    for part in _adapted_parts(config, spec):
+        parts.setdefault(part.linear.name, []).append(part)
+    for name, linear_parts in parts.items():
+        layer = layer_number(name)
+        assert layer is not None
+        cost = _activation_cost(linear_parts[0].linear, spec, config, tp)
+        cost = sum((part.cost(spec, config, tp) for part in linear_parts), cost)
+        costs[layer] = costs.get(layer, LinearAdapterCost()) + cost
+    return costs
+
+
+def _activation_cost(
+    linear: AdaptableLinear, spec: LinearAdapterSpec, config: GPTConfig, tp: int
+) -> LinearAdapterCost:
+    """Return what training keeps once for a linear, however many of its parts are changed."""
+    inputs, outputs = linear.local_inputs(config, tp), linear.local_outputs("", config, tp)
+    has_input = spec.method != "ia3" or linear.module == "linear_fc2"
+    has_output = spec.method == "dora" or not has_input
+    return LinearAdapterCost(
+        activations_per_token=has_input * inputs + has_output * outputs,
+        attention_outputs_per_token=inputs if has_input and linear.module == "linear_proj" else 0,
+    )
+
+
+def linear_adapter_cost(
+    config: GPTConfig, spec: LinearAdapterSpec, layers: Iterable[int] | None = None, *, tp: int = 1
+) -> LinearAdapterCost:
+    """Return the costs on a tensor rank in these layers; None: in all layers.
+
+    All tensor ranks have equal costs.
+    """
+    by_layer = _layer_costs(config, spec, tp)
+    chosen = by_layer if layers is None else [layer for layer in layers if layer in by_layer]
+    return sum((by_layer[layer] for layer in chosen), LinearAdapterCost())
+
+
+def lowest_layer(config: GPTConfig, spec: LinearAdapterSpec) -> int:
+    """Return the lowest changed layer; training computes nothing backward below it."""
+    return min(_layer_costs(config, spec, 1))
+
+
+@lru_cache(maxsize=256)
+def stage_costs(
+    config: GPTConfig, spec: LinearAdapterSpec, tp: int, pp: int, vpp: int = 1
+) -> tuple[LinearAdapterCost, ...]:
+    """Return the costs on a tensor rank of each pipeline stage."""
+    return tuple(
+        linear_adapter_cost(config, spec, [layer for chunk in chunks for layer in chunk], tp=tp)
+        for chunks in stage_layers(config.num_layers, pp, vpp=vpp)
+    )
+
+
+@lru_cache(maxsize=256)
+def served_bytes(
+    config: GPTConfig, spec: LinearAdapterSpec, tp: int, pp: int, itemsize: int
+) -> int:
+    """Return the bytes of an adapter in the adapter memory of the rank that needs the most.
+
+    `itemsize`: the bytes of an element in memory. Of a magnitude and a norm, a server keeps the
+    quotient.
+    """
+    layer_bytes: dict[int, int] = {}
+    for part in _adapted_parts(config, spec):
+        layer = layer_number(part.linear.name)
+        assert layer is not None
+        shapes = part.shapes(spec, config, tp)
+        layer_bytes[layer] = layer_bytes.get(layer, 0) + sum(
+            aligned_bytes(prod(shape) * itemsize)
+            for name, shape in shapes.items()
+            if name != "weight_norm"
+        )
+    stages = stage_layers(config.num_layers, pp)
+    return max(
+        sum(layer_bytes.get(layer, 0) for chunk in chunks for layer in chunk) for chunks in stages
+    )
+
+
+def describe_spec(spec: LinearAdapterSpec) -> str:
+    """Return the method, rank and targets as text, such as "LoRA of rank 16 on all linears"."""
+    name = {"lora": "LoRA", "alora": "activated LoRA", "dora": "DoRA", "ia3": "IA3"}[spec.method]
+    rank = "" if spec.method == "ia3" else f" of rank {spec.rank}"
+    is_everything = not spec.targets or set(spec.targets) == set(ADAPTABLE_LINEARS)
+    targets = "all linears" if is_everything else ", ".join(spec.targets)
+    layers = f" of {len(spec.layers)} layers" if spec.layers else ""
+    return f"{name}{rank} on {targets}{layers}"

@@ -1,0 +1,93 @@
+"""Linears that an adapter can change: their shapes, parts, and sizes on a tensor rank.
+
+Derived from the sharding table (`gpt.parallel.weight_sharding`). `gpt.parallel.adapter_sharding`
+shards adapters by it, and `gpt.costs.linear_adapter` counts their sizes. The module does not import
+torch.
+"""
+
+from dataclasses import dataclass
+
+from gpt.config import GPTConfig
+from gpt.linear_parts import GATED_PARTS, QKV_PARTS
+from gpt.parallel.weight_sharding import (
+    ParameterSpec,
+    ShardRule,
+    ShardSpec,
+    layer_number,
+    local_kv_heads,
+    parameter_specs,
+    shard_spec,
+)
+
+ADAPTABLE_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+# Alignment of the tensors of an adapter in the memory of a server.
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class AdaptableLinear:
+    """A linear of the model that an adapter can change."""
+
+    name: str
+    out_features: int
+    in_features: int
+    rule: ShardRule
+
+    @property
+    def module(self) -> str:
+        """The last part of the name: one of ADAPTABLE_LINEARS."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def is_row_parallel(self) -> bool:
+        return self.rule is ShardRule.COLUMNS
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that an adapter can change separately; empty for a linear that is not fused."""
+        return {ShardRule.QKV: QKV_PARTS, ShardRule.GATED: GATED_PARTS}.get(self.rule, ())
+
+    @property
+    def _weight(self) -> ParameterSpec:
+        shape = (self.out_features, self.in_features)
+        return ParameterSpec(f"{self.name}.weight", shape, self.rule)
+
+    def shard(self, config: GPTConfig, rank: int, tp: int) -> ShardSpec:
+        """Return the base weight's shard on tensor rank `rank` of `tp`."""
+        return shard_spec(self._weight, config, rank, tp)
+
+    def local_inputs(self, config: GPTConfig, tp: int) -> int:
+        """Return the number of input channels that a tensor rank multiplies."""
+        return self.shard(config, 0, tp).size if self.is_row_parallel else self.in_features
+
+    def local_outputs(self, part: str, config: GPTConfig, tp: int) -> int:
+        """Return the number of output columns of a part ("": of the linear) on a tensor rank."""
+        if self.is_row_parallel:
+            return self.out_features
+        columns = self.shard(config, 0, tp).size
+        if not part:
+            return columns
+        if self.rule is ShardRule.GATED:
+            return columns // 2
+        keys = local_kv_heads(config, tp) * config.kv_channels
+        return columns - 2 * keys if part == "query" else keys
+
+
+def adaptable_linears(config: GPTConfig) -> dict[str, AdaptableLinear]:
+    """Return the linears that an adapter can change, by name, in forward-pass order.
+
+    The linears of experts are not among them.
+    """
+    linears = {}
+    for parameter in parameter_specs(config).values():
+        name, _, leaf = parameter.name.rpartition(".")
+        is_adaptable = layer_number(name) is not None and name.endswith(ADAPTABLE_LINEARS)
+        if leaf == "weight" and is_adaptable and "experts." not in name:
+            out_features, in_features = parameter.shape
+            linears[name] = AdaptableLinear(name, out_features, in_features, parameter.shard_rule)
+    return linears
+
+
+def aligned_bytes(nbytes: int) -> int:
+    """Return `nbytes`, rounded up to the alignment of tensors in a server's memory."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
