@@ -112,10 +112,10 @@ class _AdaptedLinear(torch.autograd.Function):
         if input_scale is not None:
             assert dx is not None
             dx, sums = _scale_backward(dx, x, input_scale.to(dx.dtype))
-            for term, found in zip(terms, term_grads, strict=True):
+            for term, named_grads in zip(terms, term_grads, strict=True):
                 if term.input_scale is not None:
-                    found["input_scale"] = sums.to(term.input_scale.dtype)
-        flat = [found.get(name) for found in term_grads for name in TERM_TENSORS]
+                    named_grads["input_scale"] = sums.to(term.input_scale.dtype)
+        flat = [named_grads.get(name) for named_grads in term_grads for name in TERM_TENSORS]
         return None, dx if needs_dx else None, None, None, dresidual, *flat
 
 
@@ -159,12 +159,12 @@ def _store_factor_grads(
     terms: Sequence[LinearTerm], sums: Tensor, term_grads: Sequence[dict[str, Tensor]]
 ) -> None:
     """Store the gradients of the terms' factors, from those of all columns."""
-    for term, found in zip(terms, term_grads, strict=True):
+    for term, named_grads in zip(terms, term_grads, strict=True):
         factor = _factor(term)
         if factor is not None:
             name = "output_scale" if term.output_factor is None else "output_factor"
             grad = _column_view(sums.unsqueeze(0), term.columns).flatten()
-            found[name] = grad.to(factor.dtype)
+            named_grads[name] = grad.to(factor.dtype)
 
 
 def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -219,10 +219,10 @@ def _low_rank_backward(
 ) -> Tensor | None:
     """Store the gradients of A and B; return the share of the low-rank products in that of x."""
     low_rank = _low_rank_terms(terms)
-    found = [grads for term, grads in zip(terms, term_grads, strict=True) if term in low_rank]
+    named_grads = [grads for term, grads in zip(terms, term_grads, strict=True) if term in low_rank]
     dhidden = []
     for term, grads, term_hidden in zip(
-        low_rank, found, hidden.split(_ranks(low_rank), dim=1), strict=True
+        low_rank, named_grads, hidden.split(_ranks(low_rank), dim=1), strict=True
     ):
         assert term.lora_b is not None
         dy_columns = _column_view(dy, term.columns).flatten(1)
@@ -231,7 +231,7 @@ def _low_rank_backward(
         grads["lora_b"] = grad.to(term.lora_b.dtype).mul_(term.scale)
     stacked = dhidden[0] if len(dhidden) == 1 else torch.cat(dhidden, dim=1)
     a_grads = (stacked.T @ x).split(_ranks(low_rank))
-    for term, grads, grad in zip(low_rank, found, a_grads, strict=True):
+    for term, grads, grad in zip(low_rank, named_grads, a_grads, strict=True):
         assert term.lora_a is not None
         grads["lora_a"] = grad.to(term.lora_a.dtype)
     return stacked @ _stacked_a(low_rank, dy.dtype) if needs_dx else None

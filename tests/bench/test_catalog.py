@@ -211,7 +211,7 @@ def test_every_target_has_a_suite_and_default_parts_exist() -> None:
 
 
 def test_the_catalog_lists_the_parts_of_each_suite() -> None:
-    from bench.peers import compare, prompt_tuning
+    from bench.peers import compare, linear_tuning, prompt_tuning
     from bench.suites import adapters, frontend, plan_accuracy
 
     for name, module in (
@@ -219,6 +219,7 @@ def test_the_catalog_lists_the_parts_of_each_suite() -> None:
         ("front", frontend),
         ("adapters", adapters),
         ("tuning", prompt_tuning),
+        ("linear-tuning", linear_tuning),
         ("planning", plan_accuracy),
     ):
         assert set(catalog.SUITES[name].parts) == set(module.PARTS), name
