@@ -88,6 +88,8 @@ _ARGUMENT_KINDS = {
     "preamble_gated_silu": "pp iii",
     "preamble_gated_silu_backward": "ppp iii",
     "preamble_scale_backward": "ppppp iii",
+    "preamble_rms_norm": "pppp iii",
+    "preamble_rms_norm_backward": "ppppp iii",
     "preamble_varlen_attention": "pp",
     "preamble_decoder_layers": "pp",
     "preamble_decoder_scratch_numel": "pi",
