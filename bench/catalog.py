@@ -82,6 +82,13 @@ def _prompt_tuning_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     return prompt_tuning.run_suite(flags.parts, prompt_tuning.TuningSizes(rounds=flags.rounds))
 
 
+def _linear_tuning_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
+    from bench.peers import linear_tuning
+
+    sizes = linear_tuning.LinearTuningSizes(rounds=flags.rounds)
+    return linear_tuning.run_suite(flags.parts, sizes)
+
+
 def _contention_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     from bench.peers import contention
 
@@ -140,6 +147,7 @@ SUITES: Mapping[str, Suite] = {
         _lora_suite, ("batches", "prefill", "activated", "turns"), ("batches", "prefill")
     ),
     "tuning": Suite(_prompt_tuning_suite, ("speed", "memory", "losses")),
+    "linear-tuning": Suite(_linear_tuning_suite, ("gpt2", "llama"), on_request=True),
     "contention": Suite(_contention_suite, ("serving", "tuning")),
     "gpu": Suite(_gpu_suite),
     "gpu-adapters": Suite(_gpu_adapters_suite, ("gpt2", "8b"), on_request=True),

@@ -171,6 +171,24 @@ _SERVING_TARGETS = (
     _maximum_target("start/refusal", 1, "s", "time to refuse a bad model or config"),
     _maximum_target("start/ready", 5, "s", "time to ready, without weight loading"),
 )
+# The methods that change linears: least speed vs PEFT.
+_LINEAR_TUNING_SPEEDS = {"lora": 2.0, "dora": 2.0, "ia3": 2.0, "alora": 3.0}
+_LINEAR_TUNING_TARGETS = tuple(
+    replace(target, on_request=True)
+    for model in ("gpt2", "llama")
+    for method, speed in _LINEAR_TUNING_SPEEDS.items()
+    for target in (
+        _minimum_target(
+            f"linear-tuning/{model}/speed-{method}", speed, "x", f"{model}, {method}, speed vs PEFT"
+        ),
+        _maximum_target(
+            f"linear-tuning/{model}/memory-{method}",
+            0.5,
+            "x",
+            f"{model}, {method}, memory vs PEFT",
+        ),
+    )
+)
 _TOOL_TARGETS = (
     _minimum_target("convert/tp2", 0.8, "x", "TP4 x PP2 to TP2, speed vs cp"),
     _minimum_target("convert/hf", 0.8, "x", "TP4 x PP2 to Hugging Face, speed vs cp"),
@@ -224,6 +242,7 @@ TARGETS: Mapping[str, Target] = {
         *_GPU_TARGETS,
         *_SERVING_TARGETS,
         *_TOOL_TARGETS,
+        *_LINEAR_TUNING_TARGETS,
         *(replace(target, on_request=True) for target in _ON_REQUEST_TARGETS),
     )
 }

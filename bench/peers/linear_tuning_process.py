@@ -58,7 +58,7 @@ class LinearTrainer(Protocol):
         """
 
 
-class PreambleTrainer:
+class PreambleLinearTrainer:
     """Trains with `ptuning.training.trainer.Trainer`, as `preamble tune` does."""
 
     def __init__(self, model: str, dtype: str, family: str) -> None:
@@ -108,7 +108,7 @@ class PreambleTrainer:
         return self._trainer.step(batch).loss
 
 
-class PeftTrainer:
+class PeftLinearTrainer:
     """Trains with transformers and peft, on batches padded on the right."""
 
     def __init__(self, model: str, dtype: str, family: str) -> None:
@@ -162,9 +162,9 @@ class PeftTrainer:
         return float(loss.detach())
 
 
-TRAINERS: dict[str, type[PreambleTrainer] | type[PeftTrainer]] = {
-    "ours": PreambleTrainer,
-    "peft": PeftTrainer,
+TRAINERS: dict[str, type[PreambleLinearTrainer] | type[PeftLinearTrainer]] = {
+    "ours": PreambleLinearTrainer,
+    "peft": PeftLinearTrainer,
 }
 # Modules that are imported before the memory of the idle process is read.
 PRELOADED_MODULES = {

@@ -94,6 +94,8 @@ class TrainingRound:
 class TrainerProcess:
     """A child process that runs one trainer; see bench/peers/peft_process.py."""
 
+    module = "bench.peers.peft_process"
+
     def __init__(self, name: str, threads: int, log: Path) -> None:
         self.name = name
         self._log = log.open("w+")
@@ -101,7 +103,7 @@ class TrainerProcess:
         if name == "ours":
             limit_openmp_spinning(environment)  # As `preamble tune` does.
         self._process = ChildProcess(
-            [sys.executable, "-m", "bench.peers.peft_process", name, str(threads)],
+            [sys.executable, "-m", self.module, name, str(threads)],
             environment=environment,
             folder=ROOT,
             stdin=subprocess.PIPE,

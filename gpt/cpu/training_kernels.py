@@ -174,6 +174,40 @@ class _Activation(torch.autograd.Function):
         return dx, None
 
 
+def supports_rms_norm(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the library supports `rms_norm` of `x`, and its backward pass."""
+    return _has_backward(x) and not weight.requires_grad and weight.dtype == x.dtype
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return the RMSNorm of the last dimension of `x`; `weight` is frozen."""
+    return cast(Tensor, _RmsNorm.apply(x, weight, epsilon))  # type: ignore[no-untyped-call]
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.epsilon = torch.tensor([epsilon], dtype=torch.float32)
+        return _call_rms_norm("preamble_rms_norm", x, weight, ctx.epsilon)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        return _call_rms_norm("preamble_rms_norm_backward", x, weight, ctx.epsilon, dy), None, None
+
+
+def _call_rms_norm(function: str, x: Tensor, *inputs: Tensor) -> Tensor:
+    lib, y = library(), torch.empty_like(x)
+    assert lib is not None, "call supports_rms_norm() first"
+    addresses = [tensor.data_ptr() for tensor in (x, *inputs, y)]
+    rows = x.numel() // x.shape[-1]
+    getattr(lib, function)(*addresses, rows, x.shape[-1], torch.get_num_threads())
+    return y
+
+
 def supports_scale_backward(dy: Tensor) -> bool:
     """Return whether the library supports `scale_backward`."""
     return dy.dtype == torch.bfloat16 and dy.device.type == "cpu" and isa_level() == ISA_LEVELS[-1]

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt.config import GPTConfig
+from gpt.cpu import training_kernels
 from gpt.model.activation_checkpointing import recompute_from_inputs
 from gpt.model.build_context import BuildContext
 from gpt.parallel.tensor_parallel import sum_over_tensor_ranks
@@ -65,6 +66,8 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: GPTConfig)
             partial(_normalize_zero_centered, config=config), x, weight, bias
         )
     if config.normalization == "RMSNorm":
+        if training_kernels.supports_rms_norm(x, weight):
+            return training_kernels.rms_norm(x, weight, config.layernorm_epsilon)
         # `recompute_from_inputs` saves only the inputs. On a CPU, autograd would also save fp32
         # intermediates of the RMSNorm.
         return recompute_from_inputs(partial(_normalize, config=config), x, weight, bias)

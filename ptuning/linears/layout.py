@@ -1,4 +1,4 @@
-"""Layout of changes of linears: which tensors a method trains, and their order in one vector.
+"""Layout of trained adapters of linears: their tensors, in the order of a vector.
 
 The values of the adapters of all tasks are one vector, so that the training loop keeps, saves and
 broadcasts them as it does a virtual-token table. This module uses the model's sizes, but no

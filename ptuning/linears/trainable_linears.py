@@ -104,14 +104,14 @@ class TrainableLinears:
                 )
             values: dict[str, Tensor] = {}
             for tensor in tensors:
-                whole = getattr(initial[task][key], tensor.name)
+                full_tensor = getattr(initial[task][key], tensor.name)
                 if not tensor.is_trained:
                     continue
-                if whole is None:
+                if full_tensor is None:
                     assert tensor.name == "magnitude" and squares is not None
                     value = squares.sqrt()
                 else:
-                    value = self._shard(tensor, whole)
+                    value = self._shard(tensor, full_tensor)
                 values[tensor.name] = value.requires_grad_()
             yield TrainableLinear(task, key, linear, part, values, weight, rows, squares)
 
@@ -225,10 +225,10 @@ class TrainableLinears:
         positions = is_first.nonzero().flatten().to(value.device)
         target.index_copy_(dimension, own, value.index_select(dimension, positions))
 
-    def _shard(self, tensor: LinearTensor, whole: Tensor) -> Tensor:
+    def _shard(self, tensor: LinearTensor, full_tensor: Tensor) -> Tensor:
         """Return a copy of this rank's shard of a whole tensor."""
         location = self._location(tensor, self.mesh.tp_rank)
-        value = whole.to(self._dtype, copy=True)
+        value = full_tensor.to(self._dtype, copy=True)
         if location is not None:
             dimension, indices = location
             value = value.index_select(dimension, indices.to(value.device))
@@ -303,17 +303,17 @@ def build_trainable_linears(
     for tensor in layout.tensors:
         if layer_number(tensor.key) not in own_layers:
             continue
-        found = tensors_by_key.setdefault((tensor.task, tensor.key), {})
+        tensor_by_name = tensors_by_key.setdefault((tensor.task, tensor.key), {})
         if tensor.name == "lora_a":
             name = f"{tensor.key}.lora_a.{tasks[tensor.task].name}"
             draws = torch.rand(
                 tensor.shape, generator=seeded_generator(seed, name), dtype=torch.float64
             )
-            found[tensor.name] = (draws * 2 - 1) / math.sqrt(tensor.shape[1])
+            tensor_by_name[tensor.name] = (draws * 2 - 1) / math.sqrt(tensor.shape[1])
         elif tensor.name == "lora_b":
-            found[tensor.name] = torch.zeros(tensor.shape, dtype=torch.float64)
+            tensor_by_name[tensor.name] = torch.zeros(tensor.shape, dtype=torch.float64)
         elif tensor.name in ("output_scale", "input_scale"):
-            found[tensor.name] = torch.ones(tensor.shape, dtype=torch.float64)
+            tensor_by_name[tensor.name] = torch.ones(tensor.shape, dtype=torch.float64)
     for (task, key), tensors in tensors_by_key.items():
         initial[task][key] = LinearAdapter(**tensors, scale=layout.scale)
     return TrainableLinears(layout, initial, chunks, dropout=method_config.dropout)

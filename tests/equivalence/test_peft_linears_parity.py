@@ -126,13 +126,15 @@ def initial_linears(peft_model: Any, case: str, config: GPTConfig) -> dict[str, 
     for layer in range(config.num_layers):
         for module, (linear, part) in MODELS[case].items():
             prefix = f"{'transformer.h' if case == 'gpt2' else 'model.layers'}.{layer}.{module}."
-            found = {
+            module_tensors = {
                 name.removeprefix(prefix): value
                 for name, value in tensors.items()
                 if name.startswith(prefix)
             }
             key = join_key(f"decoder.layers.{layer}.{linear}", part)
-            linears[key] = linear_adapter(found, is_gpt2_qkv=module == "attn.c_attn", config=config)
+            linears[key] = linear_adapter(
+                module_tensors, is_gpt2_qkv=module == "attn.c_attn", config=config
+            )
     return linears
 
 

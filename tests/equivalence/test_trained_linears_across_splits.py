@@ -147,14 +147,14 @@ def gradients_of(trainer: Trainer, examples: Sequence[Example]) -> Tensor:
         share = reduce_gradients(model_config)
         for _, _, _, value in linears.named_tensors():
             assert value.grad is not None
-            kept.append(value.grad.clone())
+            gradients.append(value.grad.clone())
         return share
 
-    kept: list[Tensor] = []
+    gradients: list[Tensor] = []
     optimizer.reduce_gradients = keep_gradients  # type: ignore[method-assign]
     with torch.enable_grad():
         trainer.step(examples)
-    for (_, _, _, value), gradient in zip(linears.named_tensors(), kept, strict=True):
+    for (_, _, _, value), gradient in zip(linears.named_tensors(), gradients, strict=True):
         value.copy_(gradient)
     return linears.gather()
 

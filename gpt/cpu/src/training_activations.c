@@ -1,4 +1,4 @@
-/* Activations and factors of adapted linears in training, and their backward passes.
+/* Activations, factors and RMSNorms in training, and their backward passes.
 
    The linears of a model with a trained adapter add the low-rank product between the GEMM and the
    activation, so these passes are not part of the GEMM. */
@@ -96,6 +96,82 @@ void preamble_gated_silu_backward(const uint16_t *x, const uint16_t *dy, uint16_
     GatedSilu tensors = {x, dy, out, width};
     parallel_for(rows, items_per_chunk(rows, threads), threads, STEALING,
                  gated_silu_backward_range, &tensors);
+}
+
+typedef struct {
+    const uint16_t *x, *weight, *dy;
+    uint16_t *out;
+    int64_t width;
+    float epsilon;
+} RmsNorm;
+
+/* 1 / sqrt(mean of the squares + epsilon) of a row. */
+TARGET_AVX512_BF16 INLINE float inverse_rms(const RmsNorm *p, const uint16_t *x)
+{
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t c = 0; c < p->width; c += LANES) {
+        __m512 y = load_bf16(x + c, lane_mask(p->width - c));
+        squares += y * y;
+    }
+    return 1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)p->width + p->epsilon);
+}
+
+/* The items are rows. */
+TARGET_AVX512_BF16 static void rms_norm_range(void *context, int64_t first, int64_t end)
+{
+    const RmsNorm *p = context;
+    for (int64_t row = first; row < end; row++) {
+        const uint16_t *x = p->x + row * p->width;
+        const float factor = inverse_rms(p, x);
+        for (int64_t c = 0; c < p->width; c += LANES) {
+            __mmask16 mask = lane_mask(p->width - c);
+            __m512 y = load_bf16(x + c, mask) * factor * load_bf16(p->weight + c, mask);
+            store_lanes(p->out + row * p->width + c, mask, y);
+        }
+    }
+}
+
+/* dx = r * g - x * r^3 * mean(x * g), where g = weight * dy and r = 1 / RMS. */
+TARGET_AVX512_BF16 static void rms_norm_backward_range(void *context, int64_t first, int64_t end)
+{
+    const RmsNorm *p = context;
+    for (int64_t row = first; row < end; row++) {
+        const uint16_t *x = p->x + row * p->width, *dy = p->dy + row * p->width;
+        const float factor = inverse_rms(p, x);
+        __m512 products = _mm512_setzero_ps();
+        for (int64_t c = 0; c < p->width; c += LANES) {
+            __mmask16 mask = lane_mask(p->width - c);
+            products += load_bf16(x + c, mask) * load_bf16(dy + c, mask) *
+                        load_bf16(p->weight + c, mask);
+        }
+        const float mean = _mm512_reduce_add_ps(products) / (float)p->width;
+        const float x_factor = mean * factor * factor * factor;
+        for (int64_t c = 0; c < p->width; c += LANES) {
+            __mmask16 mask = lane_mask(p->width - c);
+            __m512 g = load_bf16(dy + c, mask) * load_bf16(p->weight + c, mask);
+            store_lanes(p->out + row * p->width + c, mask,
+                        g * factor - load_bf16(x + c, mask) * x_factor);
+        }
+    }
+}
+
+/* Stores the RMSNorm of the rows of `x` in `out`. `epsilon` is the address of one number. */
+void preamble_rms_norm(const uint16_t *x, const uint16_t *weight, const float *epsilon,
+                       uint16_t *out, int64_t rows, int64_t width, int64_t threads)
+{
+    RmsNorm tensors = {x, weight, NULL, out, width, *epsilon};
+    parallel_for(rows, items_per_chunk(rows, threads), threads, STEALING, rms_norm_range,
+                 &tensors);
+}
+
+/* Backward pass of `preamble_rms_norm`: stores the gradient of `x` in `out`. */
+void preamble_rms_norm_backward(const uint16_t *x, const uint16_t *weight, const float *epsilon,
+                                const uint16_t *dy, uint16_t *out, int64_t rows, int64_t width,
+                                int64_t threads)
+{
+    RmsNorm tensors = {x, weight, dy, out, width, *epsilon};
+    parallel_for(rows, items_per_chunk(rows, threads), threads, STEALING,
+                 rms_norm_backward_range, &tensors);
 }
 
 typedef struct {

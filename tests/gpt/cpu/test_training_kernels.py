@@ -69,6 +69,21 @@ def test_activation_equals_torch(activation: str, shape: tuple[int, int]) -> Non
         assert relative_error(value, exact) < ERROR_MAX
 
 
+@pytest.mark.parametrize("shape", [(1, 16), (5, 3, 20), (70, 192)])
+def test_rms_norm_equals_torch(shape: tuple[int, ...]) -> None:
+    draw = torch.Generator().manual_seed(4)
+    x = (3 * torch.randn(shape, generator=draw)).to(BF16).requires_grad_()
+    weight = torch.randn(shape[-1:], generator=draw).to(BF16)
+    dy = torch.randn(shape, generator=draw).to(BF16)
+    assert training_kernels.supports_rms_norm(x, weight)
+    wide = x.detach().double().requires_grad_()
+    exact = F.rms_norm(wide, shape[-1:], weight.double(), 0.1)
+    expected = output_and_gradients(exact, dy, wide)
+    actual = output_and_gradients(training_kernels.rms_norm(x, weight, 0.1), dy, x)
+    for value, reference in zip(actual, expected, strict=True):
+        assert relative_error(value, reference) < ERROR_MAX
+
+
 @pytest.mark.parametrize("shape", [(1, 16), (5, 100), (70, 192)])
 def test_scale_backward_equals_torch(shape: tuple[int, int]) -> None:
     draw = torch.Generator().manual_seed(3)

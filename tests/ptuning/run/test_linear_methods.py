@@ -134,11 +134,13 @@ def test_a_run_on_four_ranks_writes_the_adapters_of_one_rank(
             open_adapter(folder / "adapters" / f"{task}@1.safetensors").linears
             for task in ("first", "second")
         ]
-    for one, four in zip(written["one"], written["four"], strict=True):
-        assert one.keys() == four.keys()
-        for key, linear in one.items():
+    for single_rank, four_ranks in zip(written["one"], written["four"], strict=True):
+        assert single_rank.keys() == four_ranks.keys()
+        for key, linear in single_rank.items():
             for tensor, value in linear.tensors():
-                torch.testing.assert_close(getattr(four[key], tensor), value, rtol=1e-5, atol=1e-7)
+                torch.testing.assert_close(
+                    getattr(four_ranks[key], tensor), value, rtol=1e-5, atol=1e-7
+                )
 
 
 def test_an_example_without_the_invocation_is_refused(

@@ -50,7 +50,7 @@ def loss_and_gradients(
     ]
 
 
-def whole_batch(examples: Sequence[Example], linears: TrainableLinears) -> MicroBatch:
+def plain_micro_batch(examples: Sequence[Example], linears: TrainableLinears) -> MicroBatch:
     """Each example as one sequence; the adapter of its task acts from the invocation on."""
     adapters = linears.begin_step()
     ids: list[int] = []
@@ -80,7 +80,7 @@ def test_losses_and_gradients_equal_those_of_whole_sequences(name: str) -> None:
     config: GPTConfig = CONFIGS[name]
     model = build(config)
     linears = trained(model)
-    expected = loss_and_gradients(model, whole_batch(EXAMPLES, linears), linears)
+    expected = loss_and_gradients(model, plain_micro_batch(EXAMPLES, linears), linears)
 
     linears = trained(model)
     micro_batch = build_activated_micro_batch(EXAMPLES).with_adapters(linears.begin_step())
