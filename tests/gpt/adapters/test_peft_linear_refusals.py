@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.adapters.adapter_file import check_adapter, open_adapter
+from gpt.adapters.adapter_file import Card, build_adapter, check_adapter, open_adapter
 from gpt.adapters.module_pattern import Budget, ModulePattern, PatternList
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError
+from gpt.linear_adapter import LinearAdapter
 from tests.support.models import lively
 from tests.support.peft_adapters import write_peft_adapter
 
@@ -451,6 +452,13 @@ PATTERNS = [
     "q_proj",
     "layers.1.self_attn.q_proj",
 ]
+
+
+def test_an_input_scale_of_one_part_is_refused() -> None:
+    change = LinearAdapter(input_scale=torch.rand(CONFIG.hidden_size))
+    key = "decoder.layers.0.mlp.linear_fc1.gate"
+    with pytest.raises(AdapterError, match="the parts of a linear have one input"):
+        build_adapter(Card("a"), None, {key: change})
 
 
 NAMES = [
