@@ -93,6 +93,12 @@ def _gpu_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     return outputs
 
 
+def _gpu_adapters_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
+    from bench.suites import gpu_adapters
+
+    return gpu_adapters.run_suite(flags.parts)
+
+
 def _offline_engine_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     from bench.harness import offline_engine
 
@@ -136,6 +142,7 @@ SUITES: Mapping[str, Suite] = {
     "tuning": Suite(_prompt_tuning_suite, ("speed", "memory", "losses")),
     "contention": Suite(_contention_suite, ("serving", "tuning")),
     "gpu": Suite(_gpu_suite),
+    "gpu-adapters": Suite(_gpu_adapters_suite, ("gpt2", "8b"), on_request=True),
     "engine": Suite(_offline_engine_suite, on_request=True),
     "host": Suite(_host_time_suite, on_request=True),
     "planning": Suite(_plan_accuracy_suite, ("gpt2-small", "modern", "choice"), on_request=True),

@@ -18,6 +18,7 @@ from gpt.cpu.packed_linear import PANEL_COLUMNS
 
 # The activations with a backward pass in the library; the index is the library's number.
 ACTIVATIONS = (None, "gelu", "gelu_tanh")
+GATED_SILU = "gated_silu"  # A gated activation with a backward pass in the library.
 # With fewer rows, packing the panels costs more time than it saves in the GEMM.
 ROWS_MIN = 64
 
@@ -129,6 +130,67 @@ class _Linear(torch.autograd.Function):
             dy = dx
         dx = _gemm(dy, weight, None, None, None, pre_activation=None, transposed=True)
         return dx, None, None, None, grads[0] if ctx.needs_input_grad[4] else None
+
+
+def supports_activation(x: Tensor, activation: str) -> bool:
+    """Return whether the library supports `apply_activation` of `x`, and its backward pass."""
+    return activation in (*ACTIVATIONS[1:], GATED_SILU) and _has_backward(x)
+
+
+def apply_activation(x: Tensor, activation: str) -> Tensor:
+    """Return activation(x), or silu(gate) * up of the columns of gates, then ups."""
+    return cast(Tensor, _Activation.apply(x, activation))  # type: ignore[no-untyped-call]
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: str) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        ctx.activation = activation
+        lib, threads = library(), torch.get_num_threads()
+        assert lib is not None, "call supports_activation() first"
+        if activation == GATED_SILU:
+            y = x.new_empty(len(x), x.shape[1] // 2)
+            lib.preamble_gated_silu(x.data_ptr(), y.data_ptr(), *y.shape, threads)
+            return y
+        y = torch.empty_like(x)
+        number = ACTIVATIONS.index(activation)
+        lib.preamble_activation(x.data_ptr(), y.data_ptr(), x.numel(), number, threads)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        dy, dx = grads[0].contiguous(), torch.empty_like(x)
+        lib, threads = library(), torch.get_num_threads()
+        assert lib is not None
+        addresses = x.data_ptr(), dy.data_ptr(), dx.data_ptr()
+        if ctx.activation == GATED_SILU:
+            lib.preamble_gated_silu_backward(*addresses, *dy.shape, threads)
+        else:
+            number = ACTIVATIONS.index(ctx.activation)
+            lib.preamble_activation_backward(*addresses, x.numel(), number, threads)
+        return dx, None
+
+
+def supports_scale_backward(dy: Tensor) -> bool:
+    """Return whether the library supports `scale_backward`."""
+    return dy.dtype == torch.bfloat16 and dy.device.type == "cpu" and isa_level() == ISA_LEVELS[-1]
+
+
+def scale_backward(dy: Tensor, y: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return factor * dy, and the sums of dy * y over the rows in fp32.
+
+    `factor` has one number for each column. Callers must check `supports_scale_backward` first.
+    """
+    lib = library()
+    assert lib is not None, "call supports_scale_backward() first"
+    dy, y, factor = dy.contiguous(), y.contiguous(), factor.to(dy.dtype).contiguous()
+    scaled, sums = torch.empty_like(dy), dy.new_empty(dy.shape[1], dtype=torch.float32)
+    addresses = [tensor.data_ptr() for tensor in (dy, y, factor, scaled, sums)]
+    lib.preamble_scale_backward(*addresses, *dy.shape, torch.get_num_threads())
+    return scaled, sums
 
 
 def _gemm(

@@ -71,66 +71,52 @@ class _AdaptedLinear(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> Tensor:
         terms = _terms(layout, tensors)
-        scale_of_input = next((t.input_scale for t in terms if t.input_scale is not None), None)
-        scaled_x = x if scale_of_input is None else x * scale_of_input.to(x.dtype)
-        factors = [_factor(term) for term in terms]
-        is_plain = all(factor is None for factor in factors)
+        input_scale = _input_scale(terms)
+        scaled_x = x if input_scale is None else x * input_scale.to(x.dtype)
+        factor = _column_factor(terms, len(weight), x)
         # With a factor c of the product, the bias is added behind it; an output scale includes it.
         has_early_bias = all(term.output_factor is None for term in terms)
-        y = _matmul(
-            scaled_x, weight, bias if has_early_bias else None, residual if is_plain else None
-        )
-        hidden = [_add_low_rank(y, x, term) for term in terms]
+        early_bias = bias if has_early_bias else None
+        y = _matmul(scaled_x, weight, early_bias, residual if factor is None else None)
+        hidden = _add_low_rank(y, x, _low_rank_terms(terms))
         unscaled = None
-        if not is_plain:
-            unscaled, y = y, _scaled(y, terms, factors)
+        if factor is not None:
+            unscaled, y = y, y * factor
             if bias is not None and not has_early_bias:
                 y += bias
             if residual is not None:
                 y += residual
         ctx.layout = layout
-        ctx.term_count = len(terms)
-        needs_x = any(term.lora_a is not None or term.input_scale is not None for term in terms)
-        ctx.save_for_backward(x if needs_x else None, weight, unscaled, *hidden, *tensors)
+        needs_x = hidden is not None or input_scale is not None
+        ctx.save_for_backward(x if needs_x else None, weight, unscaled, hidden, *tensors)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, unscaled, *saved = ctx.saved_tensors
-        hidden, tensors = saved[: ctx.term_count], saved[ctx.term_count :]
+        x, weight, unscaled, hidden, *tensors = ctx.saved_tensors
         terms, dy = _terms(ctx.layout, tensors), grads[0].contiguous()
         dresidual = dy if ctx.needs_input_grad[4] else None
         term_grads: list[dict[str, Tensor]] = [{} for _ in terms]
-        factors = [_factor(term) for term in terms]
-        if unscaled is not None:
-            for term, factor, found in zip(terms, factors, term_grads, strict=True):
-                if factor is not None:
-                    name = "output_factor" if term.output_factor is not None else "output_scale"
-                    found[name] = _column_sums(dy, unscaled, term.columns, factor)
-            dy = _scaled(dy, terms, factors)
+        factor = _column_factor(terms, len(weight), dy)
+        if factor is not None:
+            dy, sums = _scale_backward(dy, unscaled, factor)
+            _store_factor_grads(terms, sums, term_grads)
         needs_dx = ctx.needs_input_grad[1]
         low_rank_dx: Tensor | None = None
-        for term, u, found in zip(terms, hidden, term_grads, strict=True):
-            if term.lora_a is None or term.lora_b is None:
-                continue
-            a, b = term.lora_a.to(dy.dtype), term.lora_b.to(dy.dtype)
-            dy_columns = _select_columns(dy, term.columns)
-            v = (dy_columns @ b).mul_(term.scale)
-            found["lora_a"] = (v.T @ x).to(term.lora_a.dtype)
-            found["lora_b"] = (dy_columns.T @ u).to(term.lora_b.dtype).mul_(term.scale)
-            if needs_dx:
-                low_rank_dx = v @ a if low_rank_dx is None else low_rank_dx.addmm_(v, a)
+        if hidden is not None:
+            low_rank_dx = _low_rank_backward(dy, x, hidden, terms, term_grads, needs_dx=needs_dx)
+        input_scale = _input_scale(terms)
         dx: Tensor | None = None
-        scaled_term = next((t for t in terms if t.input_scale is not None), None)
-        if needs_dx or scaled_term is not None:
+        if needs_dx or input_scale is not None:
             dx = _matmul_transposed(dy, weight, low_rank_dx)
-        if scaled_term is not None:
-            assert dx is not None and scaled_term.input_scale is not None
-            found = term_grads[terms.index(scaled_term)]
-            found["input_scale"] = _column_sums(dx, x, None, scaled_term.input_scale)
-            dx = dx.mul_(scaled_term.input_scale.to(dx.dtype)) if needs_dx else None
+        if input_scale is not None:
+            assert dx is not None
+            dx, sums = _scale_backward(dx, x, input_scale.to(dx.dtype))
+            for term, found in zip(terms, term_grads, strict=True):
+                if term.input_scale is not None:
+                    found["input_scale"] = sums.to(term.input_scale.dtype)
         flat = [found.get(name) for found in term_grads for name in TERM_TENSORS]
-        return None, dx, None, None, dresidual, *flat
+        return None, dx if needs_dx else None, None, None, dresidual, *flat
 
 
 def _terms(layout: Sequence[TermLayout], tensors: Sequence[Tensor | None]) -> list[LinearTerm]:
@@ -144,8 +130,41 @@ def _terms(layout: Sequence[TermLayout], tensors: Sequence[Tensor | None]) -> li
     return terms
 
 
+def _input_scale(terms: Sequence[LinearTerm]) -> Tensor | None:
+    return next((term.input_scale for term in terms if term.input_scale is not None), None)
+
+
+def _low_rank_terms(terms: Sequence[LinearTerm]) -> list[LinearTerm]:
+    return [term for term in terms if term.lora_a is not None]
+
+
+def _column_factor(terms: Sequence[LinearTerm], columns: int, like: Tensor) -> Tensor | None:
+    """Return the factor of each output column; None if no term has a factor."""
+    factors = [(term, _factor(term)) for term in terms]
+    if all(factor is None for _, factor in factors):
+        return None
+    merged = like.new_ones(1, columns)
+    for term, factor in factors:
+        if factor is not None:
+            view = _column_view(merged, term.columns)
+            view.copy_(factor.view(view.shape))
+    return merged.flatten()
+
+
 def _factor(term: LinearTerm) -> Tensor | None:
     return term.output_scale if term.output_factor is None else term.output_factor
+
+
+def _store_factor_grads(
+    terms: Sequence[LinearTerm], sums: Tensor, term_grads: Sequence[dict[str, Tensor]]
+) -> None:
+    """Store the gradients of the terms' factors, from those of all columns."""
+    for term, found in zip(terms, term_grads, strict=True):
+        factor = _factor(term)
+        if factor is not None:
+            name = "output_scale" if term.output_factor is None else "output_factor"
+            grad = _column_view(sums.unsqueeze(0), term.columns).flatten()
+            found[name] = grad.to(factor.dtype)
 
 
 def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -163,41 +182,67 @@ def _matmul_transposed(dy: Tensor, weight: Tensor, addend: Tensor | None) -> Ten
     return dy @ weight if addend is None else addend.addmm_(dy, weight)
 
 
-def _add_low_rank(y: Tensor, x: Tensor, term: LinearTerm) -> Tensor | None:
-    """Add scale * B (A x) to the columns of the term in place, and return A x."""
-    if term.lora_a is None or term.lora_b is None:
+def _stacked_a(terms: Sequence[LinearTerm], dtype: torch.dtype) -> Tensor:
+    """Return the matrices A of all terms, one below the other."""
+    matrices = [term.lora_a.to(dtype) for term in terms if term.lora_a is not None]
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+
+
+def _ranks(terms: Sequence[LinearTerm]) -> list[int]:
+    return [len(term.lora_a) for term in terms if term.lora_a is not None]
+
+
+def _add_low_rank(y: Tensor, x: Tensor, terms: Sequence[LinearTerm]) -> Tensor | None:
+    """Add scale * B (A x) to the columns of each term in place; return A x of all terms."""
+    if not terms:
         return None
-    hidden = x @ term.lora_a.T.to(x.dtype)
-    b = term.lora_b.to(x.dtype)
-    columns = _column_view(y, term.columns)
-    if columns.dim() == 2:
-        columns.addmm_(hidden, b.T, alpha=term.scale)
-    else:
-        columns += (hidden @ b.T).view(columns.shape).mul_(term.scale)
+    hidden = x @ _stacked_a(terms, x.dtype).T
+    for term, term_hidden in zip(terms, hidden.split(_ranks(terms), dim=1), strict=True):
+        assert term.lora_b is not None
+        b = term.lora_b.to(x.dtype)
+        columns = _column_view(y, term.columns)
+        if columns.dim() == 2:
+            columns.addmm_(term_hidden, b.T, alpha=term.scale)
+        else:
+            columns += (term_hidden @ b.T).view(columns.shape).mul_(term.scale)
     return hidden
 
 
-def _scaled(y: Tensor, terms: Sequence[LinearTerm], factors: Sequence[Tensor | None]) -> Tensor:
-    """Return a copy of `y` with the columns of each term multiplied by its factor."""
-    if len(terms) == 1 and terms[0].columns is None:
-        assert factors[0] is not None
-        return y * factors[0].to(y.dtype)
-    scaled = y.clone()
-    for term, factor in zip(terms, factors, strict=True):
-        if factor is not None:
-            columns = _column_view(scaled, term.columns)
-            columns *= factor.to(y.dtype).view(columns.shape[1:])
-    return scaled
+def _low_rank_backward(
+    dy: Tensor,
+    x: Tensor,
+    hidden: Tensor,
+    terms: Sequence[LinearTerm],
+    term_grads: Sequence[dict[str, Tensor]],
+    *,
+    needs_dx: bool,
+) -> Tensor | None:
+    """Store the gradients of A and B; return the share of the low-rank products in that of x."""
+    low_rank = _low_rank_terms(terms)
+    found = [grads for term, grads in zip(terms, term_grads, strict=True) if term in low_rank]
+    dhidden = []
+    for term, grads, term_hidden in zip(
+        low_rank, found, hidden.split(_ranks(low_rank), dim=1), strict=True
+    ):
+        assert term.lora_b is not None
+        dy_columns = _column_view(dy, term.columns).flatten(1)
+        dhidden.append((dy_columns @ term.lora_b.to(dy.dtype)).mul_(term.scale))
+        grad = dy_columns.T @ term_hidden
+        grads["lora_b"] = grad.to(term.lora_b.dtype).mul_(term.scale)
+    stacked = dhidden[0] if len(dhidden) == 1 else torch.cat(dhidden, dim=1)
+    a_grads = (stacked.T @ x).split(_ranks(low_rank))
+    for term, grads, grad in zip(low_rank, found, a_grads, strict=True):
+        assert term.lora_a is not None
+        grads["lora_a"] = grad.to(term.lora_a.dtype)
+    return stacked @ _stacked_a(low_rank, dy.dtype) if needs_dx else None
 
 
-def _column_sums(dy: Tensor, y: Tensor, columns: OutputColumns | None, like: Tensor) -> Tensor:
-    """Return the sums over the rows of dy * y in the columns, the gradient of their factor."""
-    products = _column_view(dy, columns) * _column_view(y, columns)
-    return products.sum(0, dtype=like.dtype).flatten()
-
-
-def _select_columns(y: Tensor, columns: OutputColumns | None) -> Tensor:
-    return _column_view(y, columns).flatten(1)
+def _scale_backward(dy: Tensor, y: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of y and of the factor, from that of factor * y."""
+    if training_kernels.supports_scale_backward(dy):
+        return training_kernels.scale_backward(dy, y, factor)
+    sum_dtype = torch.promote_types(dy.dtype, torch.float32)
+    return dy * factor, (dy * y).sum(0, dtype=sum_dtype)
 
 
 def _column_view(y: Tensor, columns: OutputColumns | None) -> Tensor:

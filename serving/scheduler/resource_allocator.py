@@ -162,6 +162,14 @@ class ResourceAllocator:
         """
         return self._adapter_rows.loads + self._adapter_memory.loads
 
+    @property
+    def adapter_evictions(self) -> int:
+        return self._adapter_rows.evictions + self._adapter_memory.evictions
+
+    @property
+    def adapter_memory_bytes(self) -> int:
+        return self._adapter_memory.used_bytes
+
     def pop_adapter_changes(self) -> dict[str, bool]:
         """Return the digests of adapters that were put on the device or evicted from it.
 

@@ -601,6 +601,8 @@ class Scheduler:
             steps=self._step_count,
             adapters_resident=allocator.adapters_resident,
             adapter_loads=allocator.adapter_loads + self._prefix_loads,
+            adapter_evictions=allocator.adapter_evictions,
+            adapter_memory_bytes=allocator.adapter_memory_bytes,
             drafted_tokens=totals.drafted,
             accepted_tokens=totals.accepted,
         )

@@ -28,7 +28,8 @@ from tests.support.trained_linears import random_trainable_linears
 
 STEPS = 20
 TOLERANCE = 1e-10
-SPLITS = ((2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (4, 2, 1))
+# Two for each number of tensor ranks; each case runs on one of the two.
+SPLITS = ((1, 2, 1), (1, 1, 2), (2, 1, 2), (2, 2, 1), (4, 1, 1), (4, 2, 1))
 
 MODELS = {
     "classic": CLASSIC.with_fields(num_layers=4, moe_layers=()),
@@ -81,7 +82,7 @@ def settings_of(case: Case) -> TuneConfig:
             "method": case.method,
             "targets": list(case.targets),
             "layers": list(case.layers),
-            "learning_rate": 1e-2,
+            "learning_rate": 5e-3,
             "micro_batch_examples": 2,
             "gradient_norm_max": 0.5,
             "weight_decay": 0.01,
@@ -96,7 +97,7 @@ def examples_of(config: GPTConfig, tasks: int) -> list[Example]:
     generator = torch.Generator().manual_seed(8)
     examples = []
     for number in range(7):
-        size = 4 + number * 5 % 9
+        size = 7 + number * 5 % 9
         ids = torch.randint(config.vocab_size, (size,), generator=generator).tolist()
         ids[:2] = 3, 4  # The examples of a task have a common prefix.
         start = number % 3
@@ -163,9 +164,13 @@ def single_rank(case: Case) -> Result:
     return train(case, Mesh.single())
 
 
+def cases_of(split: tuple[int, int, int]) -> list[Case]:
+    return [case for n, case in enumerate(CASES) if (n + SPLITS.index(split)) % 2 == 0]
+
+
 def run_split(_: int, tp: int, pp: int, dp: int) -> list[Result]:
     results = []
-    for case in CASES:
+    for case in cases_of((tp, pp, dp)):
         is_parallel = case.sequence_parallel and tp > 1
         results.append(train(case, Mesh.create(tp, pp, dp, sequence_parallel=is_parallel)))
     return results
@@ -176,15 +181,15 @@ def run_split(_: int, tp: int, pp: int, dp: int) -> list[Result]:
 def test_gradients_and_steps_equal_those_of_one_rank(split: tuple[int, int, int]) -> None:
     tp, pp, dp = split
     results = ranks(tp * pp * dp, run_split, tp, pp, dp, timeout_s=300)
-    for case, rank_results in zip(CASES, zip(*results, strict=True), strict=True):
+    for case, rank_results in zip(cases_of(split), zip(*results, strict=True), strict=True):
         check(case, rank_results)
 
 
 def check(case: Case, results: Sequence[Result]) -> None:
     want = single_rank(case)
-    assert want.losses[-1] < want.losses[0] - 0.5, case
+    assert want.losses[-1] < want.losses[0] - 0.2, case
     for result in results:
-        assert result.losses == pytest.approx(want.losses, rel=TOLERANCE), case
+        assert result.losses == pytest.approx(want.losses, abs=TOLERANCE * want.losses[0]), case
         check_adapters(case, result.values, want.values, with_norms=True)
         check_adapters(case, result.gradients, want.gradients, with_norms=False)
 

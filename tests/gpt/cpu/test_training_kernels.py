@@ -54,6 +54,32 @@ def output_and_gradients(y: Tensor, dy: Tensor, *inputs: Tensor) -> list[Tensor]
     return [y.detach(), *torch.autograd.grad(y, inputs, dy.to(y.dtype))]
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "gated_silu"])
+@pytest.mark.parametrize("shape", [(1, 2), (3, 34), (70, 96)])
+def test_activation_equals_torch(activation: str, shape: tuple[int, int]) -> None:
+    draw = torch.Generator().manual_seed(2)
+    x = (3 * torch.randn(shape, generator=draw)).to(BF16).requires_grad_()
+    columns = shape[1] // 2 if activation == "gated_silu" else shape[1]
+    dy = torch.randn(shape[0], columns, generator=draw).to(BF16)
+    assert training_kernels.supports_activation(x, activation)
+    wide = x.detach().double().requires_grad_()
+    expected = output_and_gradients(ACTIVATIONS[activation](wide), dy, wide)
+    actual = output_and_gradients(training_kernels.apply_activation(x, activation), dy, x)
+    for value, exact in zip(actual, expected, strict=True):
+        assert relative_error(value, exact) < ERROR_MAX
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (5, 100), (70, 192)])
+def test_scale_backward_equals_torch(shape: tuple[int, int]) -> None:
+    draw = torch.Generator().manual_seed(3)
+    dy, y = (torch.randn(shape, generator=draw).to(BF16) for _ in range(2))
+    factor = torch.randn(shape[1], generator=draw).to(BF16)
+    scaled, sums = training_kernels.scale_backward(dy, y, factor)
+    assert relative_error(scaled, dy.double() * factor.double()) < ERROR_MAX
+    assert sums.dtype == torch.float32
+    assert relative_error(sums, (dy.double() * y.double()).sum(0)) < 1e-5
+
+
 @pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
 @pytest.mark.parametrize(
     ("rows", "channels", "columns"), [(64, 32, 96), (65, 96, 32), (131, 128, 64), (300, 64, 160)]

@@ -118,13 +118,16 @@ class Fuzz:
         try:
             bodies = errors_in(response)
             # The error formats of KServe and TGI have a text, and OpenAI's format has an object.
+            # vLLM's adapter routes have OpenAI's format with the status as code.
             text_bodies = [body for body in bodies if isinstance(body["error"], str)]
             errors = [body["error"] for body in bodies if body not in text_bodies]
-            reasons = [REASONS[error["code"]] for error in errors]
+            vllm_errors = [error for error in errors if isinstance(error["code"], int)]
+            reasons = [REASONS[error["code"]] for error in errors if error not in vllm_errors]
             shaped = all(
                 set(error) == {"message", "type", "param", "code"} and error["message"]
                 for error in errors
-            ) and all(
+            ) and all(error["code"] == response.status for error in vllm_errors)
+            shaped &= all(
                 set(body) <= {"error", "error_type"} and body["error"] for body in text_bodies
             )
         except (ValueError, KeyError, TypeError):
@@ -134,7 +137,8 @@ class Fuzz:
         self.outcomes.update(names)
         statuses = {response.status} if response.status >= 400 else {r.status for r in reasons}
         faults = [r for r in reasons if r.status >= 500 and r.name not in ALLOWED]
-        if text_bodies and response.status >= 500 and response.status not in ALLOWED_STATUSES:
+        is_fault = response.status >= 500 and response.status not in ALLOWED_STATUSES
+        if (text_bodies or vllm_errors) and is_fault:
             return [f"{response.status} {response.body[:300]!r}"]
         if faults or not shaped or (reasons and statuses != {reasons[0].status}):
             return [f"{response.status} {response.body[:300]!r}"]

@@ -77,7 +77,9 @@ def test_an_adapter_is_pinned_until_its_last_sequence_ends() -> None:
     # The base model needs no memory; "b" waits for the end of "a".
     assert harness.end_steps[base] < harness.end_steps[first]
     assert harness.first_token_steps[second] > harness.end_steps[first]
-    assert harness.scheduler.stats.adapter_loads == 2
+    stats = harness.scheduler.stats
+    assert (stats.adapter_loads, stats.adapter_evictions) == (2, 1)
+    assert stats.adapter_memory_bytes == half * ADAPTER_PAGE_BYTES, "of the adapter that is left"
     third = harness.submit(text_ids(3), new=2, adapter_ref=adapter("b", half))
     harness.finish()
     assert harness.scheduler.stats.adapter_loads == 2 and third in harness.end_steps

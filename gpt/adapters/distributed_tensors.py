@@ -1,0 +1,45 @@
+"""Tensors of an adapter in a distributed checkpoint (`torch_dist`), layer by layer."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gpt.adapters.linear_check import LINEARS_BYTES_MAX
+from gpt.checkpoint.files.torch_dcp import ChunkedTensor
+from gpt.errors import AdapterError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def layer_tensors(
+    entry: ChunkedTensor, layer: str | None, dimensions: int, num_layers: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield each layer's number and tensor in fp32.
+
+    `layer` is the number in the key; None: the key stacks the tensors of all layers.
+    """
+    elements = math.prod(entry.shape)
+    is_stack = layer is not None or (entry.shape and entry.shape[0] == num_layers)
+    is_usable = entry.dtype in DTYPES and 4 * elements <= LINEARS_BYTES_MAX
+    if len(entry.shape) != dimensions + (layer is None) or not is_stack or not is_usable:
+        raise AdapterError(
+            f"the adapter has {entry.key[:200]!r} in {entry.dtype} with the shape {entry.shape}; "
+            f"this model has {num_layers} layers: give the model that it was trained on"
+        )
+    if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != elements:
+        raise AdapterError(
+            f"the adapter lacks chunks of {entry.key[:200]!r}; copy the checkpoint again"
+        )
+    stacked = torch.empty(entry.shape)
+    for chunk in entry.chunks:
+        box = tuple(
+            slice(offset, offset + size)
+            for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)
+        )
+        stacked[box] = chunk.tensor()
+    if layer is not None:
+        yield int(layer), stacked
+    else:
+        yield from enumerate(stacked)
