@@ -257,8 +257,8 @@ def estimate_serving(
             dtype,
             workload.served_adapters,
             split.model_split,
-            cluster,
-            calibration,
+            cluster=cluster,
+            calibration=calibration,
         )
     on_cpu = calibration is not None and calibration.kind == "cpu"
     memory, kv_tokens = serving_memory(model, dtype, split, cluster, on_cpu=on_cpu)

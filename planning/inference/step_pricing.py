@@ -107,6 +107,7 @@ def price_adapters(
     dtype: str,
     served_adapters: ServedAdapters,
     split: ModelSplit,
+    *,
     cluster: Cluster,
     calibration: Calibration | None,
 ) -> StepPrices:

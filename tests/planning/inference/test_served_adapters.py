@@ -34,7 +34,7 @@ from serving.scheduler.adapter_memory_pool import pages_for
 
 LLAMA_8B = find_preset("llama3-8b")
 H100 = Cluster(find_device("h100"), 1)
-ONE_RANK = ModelSplit(1, 1)
+UNSPLIT = ModelSplit(1, 1)
 RANK_16 = LinearAdapterSpec("lora", 16)
 CHAT = Workload(LengthDistribution(60, 60), LengthDistribution(20, 20), None, 8)
 
@@ -74,7 +74,7 @@ def test_requests_choose_adapters_at_random(
 
 def test_the_memory_in_mb_holds_as_many_adapters_as_the_servers_pool() -> None:
     adapters = ServedAdapters(RANK_16, 100)
-    for split in (ONE_RANK, ModelSplit(4, 2)):
+    for split in (UNSPLIT, ModelSplit(4, 2)):
         nbytes = served_bytes(LLAMA_8B, RANK_16, split.tp, split.pp, 2)
         pages = pages_for(AdapterRef("a", 0, "a", rank_bytes=nbytes, linear_count=1))
         for count in (1, 7, 64):
@@ -89,8 +89,10 @@ def adapted_prices(
     model: GPTConfig, adapters: ServedAdapters, calibration: Calibration | None = None
 ) -> tuple[StepPrices, StepPrices]:
     cluster = H100 if calibration is None else calibration.as_cluster()
-    base = price_steps(model, "bfloat16", ONE_RANK, cluster, calibration)
-    adapted = price_adapters(base, model, "bfloat16", adapters, ONE_RANK, cluster, calibration)
+    base = price_steps(model, "bfloat16", UNSPLIT, cluster, calibration)
+    adapted = price_adapters(
+        base, model, "bfloat16", adapters, UNSPLIT, cluster=cluster, calibration=calibration
+    )
     return base, adapted
 
 

@@ -165,14 +165,16 @@ def saved_bytes(config: GPTConfig, method: LinearMethod | None, tokens: int) -> 
 
 def test_layers_below_the_lowest_changed_layer_have_no_backward_pass() -> None:
     half = LinearAdapterSpec("lora", 16, layers=tuple(range(16, 32)))
-    whole, upper = estimate(), estimate(half)
-    assert upper.memory.activations == whole.memory.activations / 2
+    all_layers, upper = estimate(), estimate(half)
+    assert upper.memory.activations == all_layers.memory.activations / 2
     # Linears: a forward pass of all layers, and a backward pass of half of them.
-    assert upper.seconds["products"] == pytest.approx(0.75 * whole.seconds["products"], rel=0.01)
-    assert upper.seconds["low_rank"] == pytest.approx(0.5 * whole.seconds["low_rank"])
+    assert upper.seconds["products"] == pytest.approx(
+        0.75 * all_layers.seconds["products"], rel=0.01
+    )
+    assert upper.seconds["low_rank"] == pytest.approx(0.5 * all_layers.seconds["low_rank"])
     # The lowest layers only: everything above them has a backward pass.
     lower = estimate(LinearAdapterSpec("lora", 16, layers=tuple(range(16))))
-    assert lower.seconds["products"] == pytest.approx(whole.seconds["products"])
+    assert lower.seconds["products"] == pytest.approx(all_layers.seconds["products"])
 
 
 def test_flops_are_those_of_the_frozen_model_and_of_the_low_rank_products() -> None:
@@ -183,20 +185,20 @@ def test_flops_are_those_of_the_frozen_model_and_of_the_low_rank_products() -> N
 
 def test_the_context_of_activated_lora_has_a_forward_pass_only() -> None:
     activated = LinearAdapterSpec("alora", 16)
-    whole, tail = estimate(activated), estimate(activated, context_tokens=3686)
+    all_tokens, tail = estimate(activated), estimate(activated, context_tokens=3686)
     assert estimate(activated).iteration_s == estimate(LORA).iteration_s
     share = (4096 - 3686) / 4096
     kv_bytes = 2 * 2 * 8 * 128 * 3686 * 32
     assert tail.memory.activations == pytest.approx(
-        share * whole.memory.activations + kv_bytes, rel=1e-6
+        share * all_tokens.memory.activations + kv_bytes, rel=1e-6
     )
     # Attention: the forward pass of all pairs of tokens, and the backward pass of those with a
     # query behind the context.
     attention = (1 + FUSED_BACKWARD * (1 - (1 - share) ** 2)) / (1 + FUSED_BACKWARD)
-    assert tail.seconds["attention"] == pytest.approx(attention * whole.seconds["attention"])
-    assert tail.model_flops < 0.6 * whole.model_flops
-    assert tail.iteration_s < 0.65 * whole.iteration_s
-    assert tail.seconds["low_rank"] == pytest.approx(share * whole.seconds["low_rank"])
+    assert tail.seconds["attention"] == pytest.approx(attention * all_tokens.seconds["attention"])
+    assert tail.model_flops < 0.6 * all_tokens.model_flops
+    assert tail.iteration_s < 0.65 * all_tokens.iteration_s
+    assert tail.seconds["low_rank"] == pytest.approx(share * all_tokens.seconds["low_rank"])
 
 
 def test_gradients_of_the_adapter_are_reduced_over_replicas_and_tensor_ranks() -> None:
