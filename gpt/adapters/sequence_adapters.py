@@ -31,7 +31,8 @@ def sequence_adapters(
         dtype=first.dtype,
         device=mesh.device,
     )
-    return [SequenceAdapter(terms, adapted_from(adapter, prompt)) for prompt in prompts]
+    prepared = first.prepare_adapter(terms) if len(chunks) == 1 else terms
+    return [SequenceAdapter(prepared, adapted_from(adapter, prompt)) for prompt in prompts]
 
 
 def adapted_from(adapter: Adapter, prompt: Sequence[int]) -> int:

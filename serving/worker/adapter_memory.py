@@ -1,9 +1,10 @@
 """Adapter memory: adapters' changes of linears on this rank's device, for the steps that use them.
 
-The memory is one tensor of bytes. The scheduler assigns a range to each adapter and says which
-changes a step writes. This rank writes only its shards of them, in the dtype of the model, one
-behind the other. The terms of an adapter are views of this memory, so the kernels of a GPU can read
-them (gpt/linear/low_rank.py). Without these kernels, the linears apply the terms one by one.
+The scheduler assigns a range of bytes to each adapter and says which changes a step writes. This
+rank writes only its shards of them, in the dtype of the model. On a GPU the memory is one tensor,
+and the terms of an adapter are views of it, one behind the other, so the kernels can read them
+(gpt/linear/low_rank.py). On a CPU each adapter has its own memory, in the layout of the backends of
+its linears; the ranges then only limit the sum.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from gpt.batch import Batch, token_indices
 from gpt.device_transfers import to_device
 from gpt.linear import low_rank
 from gpt.linear.low_rank import EncodedAdapter, PackedRows, TermTable
-from gpt.linear_adapter import AdaptedRows, LinearAdapter, LinearTerm, split_key
+from gpt.linear_adapter import AdaptedRows, LinearAdapter, LinearTerm, ModelAdapter, split_key
 from gpt.model.gpt_model import GPT
 from gpt.parallel.adapter_sharding import adaptable_linears, aligned_bytes, shard_linear_adapter
 from gpt.parallel.weight_sharding import layer_number
@@ -31,6 +32,8 @@ class _ResidentAdapter:
 
     end: int  # First byte behind the terms.
     terms: dict[str, list[LinearTerm]] = field(default_factory=dict)
+    # The terms in the layout of the model's backends, when a step has needed them.
+    prepared: ModelAdapter | None = None
     encoded: EncodedAdapter | None = None  # The terms for kernels, when a step has needed them.
 
 
@@ -43,12 +46,15 @@ class AdapterMemory:
     def __init__(self, model: GPT, nbytes: int, adapters_max: int) -> None:
         self._model = model
         self._linears = adaptable_linears(model.config)
-        # On a CPU, memory that no adapter has needed is not committed by the kernel.
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=model.mesh.device)
+        # None: each adapter has its own memory.
+        self._memory: Tensor | None = None
         self._adapters: dict[int, _ResidentAdapter] = {}
         # The terms for kernels; None: no kernels support this model.
         self.table: TermTable | None = None
-        if nbytes and low_rank.unsupported_reason(model.mesh.device, model.dtype) is None:
+        has_kernels = low_rank.unsupported_reason(model.mesh.device, model.dtype) is None
+        if has_kernels or model.mesh.device.type != "cpu":
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=model.mesh.device)
+        if nbytes and has_kernels and self._memory is not None:
             stage_linears = [name for name in self._linears if layer_number(name) in model.layers]
             memory = self._memory.view(model.dtype)
             self.table = TermTable(memory, stage_linears, adapters_max)
@@ -65,10 +71,15 @@ class AdapterMemory:
             if layer_number(name) in self._model.layers:
                 term = self._local_term(linear_write, name, part)
                 adapter.terms.setdefault(name, []).append(self._store(term, adapter))
-        # The ranges of adapters that were evicted may begin inside this one.
-        for other in [other for other in self._adapters if start < other < adapter.end]:
-            self._forget(other)
-            del self._adapters[other]
+        self._remove_evicted(start)
+
+    def _remove_evicted(self, start: int) -> None:
+        """Remove the adapters whose ranges overlap that of the adapter at `start`."""
+        end = self._adapters[start].end
+        for other, adapter in list(self._adapters.items()):
+            if other != start and other < end and start < adapter.end:
+                self._forget(other)
+                del self._adapters[other]
 
     def _forget(self, start: int) -> None:
         """Encode the terms of this adapter again before its next step."""
@@ -95,10 +106,11 @@ class AdapterMemory:
         for name, value in stored.items():
             if isinstance(value, Tensor):
                 nbytes = value.numel() * self._model.dtype.itemsize
-                view = self._memory[adapter.end : adapter.end + nbytes].view(self._model.dtype)
-                host_value = value.to(self._model.dtype).contiguous()
-                device_value = to_device(host_value, self._memory.device)
-                stored[name] = view.view(value.shape).copy_(device_value)
+                stored[name] = value.to(self._model.dtype).contiguous()
+                if self._memory is not None:
+                    view = self._memory[adapter.end : adapter.end + nbytes].view(self._model.dtype)
+                    device_value = to_device(stored[name], self._memory.device)
+                    stored[name] = view.view(value.shape).copy_(device_value)
                 adapter.end += aligned_bytes(nbytes)
         return LinearTerm(**stored)
 
@@ -128,7 +140,13 @@ class AdapterMemory:
         )
 
     def _terms(self, start: int) -> Mapping[str, Sequence[LinearTerm]]:
-        return self._adapters[start].terms
+        adapter = self._adapters[start]
+        if adapter.prepared is None:
+            # All changes are written before the first step with the adapter.
+            adapter.prepared = self._model.prepare_adapter(adapter.terms)
+            if self._memory is None:
+                adapter.terms = {}  # `prepared` has these tensors, or copies of them.
+        return adapter.prepared
 
     def encoded(self, starts: NDArray[np.int64]) -> list[EncodedAdapter]:
         """Return the terms of the adapters of these rows for kernels."""
