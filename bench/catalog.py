@@ -70,6 +70,12 @@ def _adapters_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     return adapters.run_suite(flags.parts)
 
 
+def _lora_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
+    from bench.suites import lora
+
+    return lora.run_suite(flags.parts, lora.LoraSizes(rounds=flags.rounds))
+
+
 def _prompt_tuning_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     from bench.peers import prompt_tuning
 
@@ -92,6 +98,12 @@ def _contention_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
 def _gpu_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
     outputs: Iterator[SuiteOutput] = import_module("bench.suites.gpu").run_suite(flags.rounds)
     return outputs
+
+
+def _gpu_adapters_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
+    from bench.suites import gpu_adapters
+
+    return gpu_adapters.run_suite(flags.parts)
 
 
 def _offline_engine_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
@@ -131,10 +143,14 @@ SUITES: Mapping[str, Suite] = {
         ("mixed", "first", "registry", "mixed-32", "first-32", "arrivals", "tasks", "equal"),
         ("mixed", "first", "registry"),
     ),
+    "lora": Suite(
+        _lora_suite, ("batches", "prefill", "activated", "turns"), ("batches", "prefill")
+    ),
     "tuning": Suite(_prompt_tuning_suite, ("speed", "memory", "losses")),
     "linear-tuning": Suite(_linear_tuning_suite, ("gpt2", "llama"), on_request=True),
     "contention": Suite(_contention_suite, ("serving", "tuning")),
     "gpu": Suite(_gpu_suite),
+    "gpu-adapters": Suite(_gpu_adapters_suite, ("gpt2", "8b"), on_request=True),
     "engine": Suite(_offline_engine_suite, on_request=True),
     "host": Suite(_host_time_suite, on_request=True),
     "planning": Suite(_plan_accuracy_suite, ("gpt2-small", "modern", "choice"), on_request=True),

@@ -22,6 +22,8 @@ from gpt.errors import PreambleError
 
 if TYPE_CHECKING:
     from checkpoints_tools.conversion.convert import ConversionPlan, ConversionResult
+    from gpt.adapters.card import Adapter
+    from gpt.checkpoint.logical_tensor import Checkpoint
 
 FILES_SHOWN_MAX = 24  # Maximum number of files that a printed plan lists.
 PROGRESS_LINE_SECONDS = 5.0  # Interval between progress lines if stderr is not a terminal.
@@ -88,9 +90,14 @@ def _convert(argv: list[str]) -> int:
         family=flags.family,
         shard_bytes_max=int(flags.shard_gb * 1e9) if flags.shard_gb is not None else None,
     )
-    conversion = plan(
-        open_checkpoint(flags.source, overrides), Path(flags.target).expanduser(), options
-    )
+    source = open_checkpoint(flags.source, overrides)
+    base, adapter = source, None
+    if flags.merge is not None:
+        from checkpoints_tools.conversion.merge import merge_adapter, open_merge_adapter
+
+        adapter = open_merge_adapter(flags.merge, base)
+        source = merge_adapter(base, adapter, flags.merge, flags.dtype)
+    conversion = plan(source, Path(flags.target).expanduser(), options)
     for line in _describe_plan(conversion):
         print(line, file=sys.stdout if flags.dry_run else sys.stderr)
     if flags.dry_run:
@@ -118,7 +125,22 @@ def _convert(argv: list[str]) -> int:
             )
         raise
     _print_conversion(conversion, result, time.monotonic() - started)
+    if adapter is not None:
+        _check_merge(base, conversion, adapter)
     return 0
+
+
+def _check_merge(base: "Checkpoint", plan: "ConversionPlan", adapter: "Adapter") -> None:
+    from checkpoints_tools.conversion.merge import check_merge
+    from gpt.formats.registry import open_checkpoint
+
+    check = check_merge(base, open_checkpoint(plan.target), adapter)
+    print(
+        f"merged {len(adapter.linears)} changes of {adapter.card.name}: in {check.checked_rows:,} "
+        f"rows, merged - W equals the change within the rounding of {plan.converted.config.dtype} "
+        f"({check.relative_error:.2%} of it, rms)",
+        file=sys.stderr,
+    )
 
 
 def _inspect(argv: list[str]) -> int:

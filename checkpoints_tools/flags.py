@@ -7,6 +7,7 @@ wrongly. `preamble adapters check|import|export` have these flags too, from the 
 
 import argparse
 import math
+from pathlib import Path
 from typing import Any
 
 from gpt.formats.overrides import read_overrides
@@ -113,6 +114,12 @@ def convert_parser() -> argparse.ArgumentParser:
         "5); a larger tensor gets a file of its own",
     )
     add("--tokenizer", metavar="PATH", help="tokenizer file or directory (default: the source's)")
+    add(
+        "--merge",
+        metavar="ADAPTER",
+        type=Path,
+        help="write the model with the changes of this LoRA, DoRA or IA3 adapter in its weights",
+    )
     add_source_flags(parser)
     add("--dry-run", action="store_true", help="print the plan, check the target, write nothing")
     add("--resume", action="store_true", help="continue an interrupted run")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpt.device_transfers import to_device
 from gpt.dropout import Dropout
-from gpt.linear_adapter import AdaptedRows
+from gpt.linear_adapter import AdaptedRows, AdapterKernels, BatchAdapters
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +67,8 @@ class Batch:
     recorded_kv: dict[int, tuple[Tensor, Tensor]] | None = None
     # The adapters that change linears, and the rows on which they act; empty: the base model.
     adapted_rows: tuple[AdaptedRows, ...] = ()
+    # The same adapters in the memory of a GPU, for kernels. If set, `adapted_rows` is empty.
+    adapter_kernels: AdapterKernels | None = None
     # This batch for each KV group after the first (gpt/kv_groups.py), with the group's slot mapping
     # and block tables.
     other_groups: tuple["Batch", ...] = ()
@@ -172,6 +174,11 @@ class Batch:
     def in_group(self, group: int) -> "Batch":
         """Return the batch for a KV group."""
         return self.other_groups[group - 1] if group else self
+
+    @property
+    def adapters(self) -> BatchAdapters:
+        """The adapters that change linears."""
+        return self.adapter_kernels or self.adapted_rows
 
     def past_row(self, sequence: int) -> int:
         """Return the row of a sequence's first earlier token among the keys and values.

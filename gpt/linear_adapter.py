@@ -13,6 +13,7 @@ A linear is identified by its canonical name, for example
 separately; the key of a part is the linear's name and the part's name: `....linear_qkv.query`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -150,3 +151,35 @@ class AdaptedRows:
 
     adapter: ModelAdapter
     rows: Tensor | None  # (n,) flat indices in ascending order; None: all rows.
+
+
+class TermKernels(ABC):
+    """Kernels on a GPU that apply the terms of all adapters of a batch to one linear."""
+
+    @abstractmethod
+    def scale_input(self, x: Tensor) -> Tensor:
+        """Return `x` with the rows of adapters multiplied by their input scales."""
+
+    @abstractmethod
+    def add_terms(self, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output of the linear with all terms; `y` is overwritten.
+
+        `y`: the product of the base weight and the scaled input, with the bias. `x`: the input
+        rows, not scaled.
+        """
+
+
+class AdapterKernels(ABC):
+    """The adapters of a batch, whose terms and rows kernels read from memory on the device."""
+
+    @abstractmethod
+    def for_linear(self, linear: str) -> TermKernels | None:
+        """Return the kernels of the linear with this name; None: no adapter changes it."""
+
+    @abstractmethod
+    def select_rows(self, rows: Tensor) -> "AdapterKernels":
+        """Return the adapters of a batch of which only `rows` are left, in this order."""
+
+
+# The adapters that act on the rows of a batch: their terms on the host, or kernels.
+BatchAdapters = Sequence[AdaptedRows] | AdapterKernels

@@ -79,7 +79,7 @@ def serve_parser() -> argparse.ArgumentParser:
         help=f"how the model writes calls of tools: {', '.join(TOOL_CALL_FORMATS)} (default: auto, "
         "by the chat template)",
     )
-    parser.add_argument("--adapters", metavar="DIR", help="directory of adapters to serve")
+    _add_adapter_flags(parser)
     parser.add_argument("--tp", metavar="N", type=int, help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--pp", metavar="N", type=int, help="pipeline stages (default: 1)")
     parser.add_argument(
@@ -146,6 +146,59 @@ def serve_parser() -> argparse.ArgumentParser:
     return parser
 
 
+# Flags of vLLM that this server does not have, with what to set instead.
+_MEMORY_ADVICE = (
+    "set adapter_memory_mb in the --config file, the memory of each rank for adapters: an adapter "
+    "takes only as much as its own rank needs"
+)
+_VLLM_FLAGS = {
+    "--max-loras": _MEMORY_ADVICE,
+    "--max-lora-rank": _MEMORY_ADVICE,
+    "--max-cpu-loras": "set adapter_bytes_max in the --config file, the host memory for adapters",
+    "--fully-sharded-loras": "adapters are split over the ranks as the weights are; leave it out",
+    "--lora-target-modules": "each adapter says which linears it changes; leave it out",
+    "--lora-dtype": "adapters have the compute dtype (--dtype); leave it out",
+}
+
+
+class _IgnoredFlag(argparse.Action):
+    """A flag that is accepted and sets nothing."""
+
+    def __call__(self, *args: object) -> None:
+        pass
+
+
+def _add_adapter_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--adapters", metavar="DIR", help="directory of adapters to serve")
+    add(
+        "--adapter-imports",
+        metavar="DIR",
+        help="directory of adapters of PEFT, NeMo or TGIS, which requests and callers can load",
+    )
+    add(
+        "--lora-modules",
+        metavar="NAME=PATH",
+        nargs="+",
+        help="adapters of any format to load at start; also JSON objects, as in vLLM",
+    )
+    add(
+        "--enable-lora",
+        action=_IgnoredFlag,
+        nargs=0,
+        default=argparse.SUPPRESS,
+        help="accepted for command lines of vLLM: LoRA adapters need no flag",
+    )
+
+
+def _refuse_vllm_flags(argv: list[str], parser: argparse.ArgumentParser) -> None:
+    """Refuse flags of vLLM that have another name or no use here, with advice."""
+    for argument in argv:
+        flag = argument.partition("=")[0]
+        if (advice := _VLLM_FLAGS.get(flag)) is not None:
+            parser.error(f"{flag} is a flag of vLLM that this server does not have: {advice}")
+
+
 def generate_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="preamble generate",
@@ -173,7 +226,9 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(argv: list[str]) -> int:
-    flags = vars(serve_parser().parse_args(argv))
+    parser = serve_parser()
+    _refuse_vllm_flags(argv, parser)
+    flags = vars(parser.parse_args(argv))
     config_path = flags.pop("config")
     profile = flags.pop("profile")
     notes = list[str]()

@@ -202,6 +202,11 @@ class CacheConfig:
         """The size of the memory for changes of linears, in pages."""
         return self.adapter_memory_mb * 1_000_000 // ADAPTER_PAGE_BYTES
 
+    @property
+    def adapter_memory_bytes(self) -> int:
+        """The size of the memory for changes of linears, in bytes."""
+        return self.adapter_pages * ADAPTER_PAGE_BYTES
+
     def __post_init__(self) -> None:
         _check_bounds(self)
         _check_choice(self, "kv_dtype", KV_DTYPES)
@@ -248,6 +253,13 @@ class AdapterConfig:
     """Settings of the adapter directory, uploads and golden examples."""
 
     adapters: str | None = None  # Directory of adapters; None: serve the base model only.
+    # Directory of adapters in other programs' formats (PEFT, NeMo, TGIS). Callers can load adapters
+    # from it, by path, and a request for an unknown adapter imports the folder of this name. None:
+    # no path that a caller gives is read.
+    adapter_imports: str | None = None
+    # Adapters to import at start, as NAME=PATH or as JSON objects with name, path and, optionally,
+    # base_model_name.
+    lora_modules: tuple[str, ...] = ()
     adapters_max: int = 10_000
     adapters_poll_s: float = 2.0  # Interval between scans of the adapter directory.
     # Time limit of a call's access to the adapter directory. A directory that does not answer, for

@@ -203,7 +203,8 @@ class EngineStats(_Part, frozen=True):
     blocks: int = 0
     blocks_held: int = 0
     blocks_cached: int = 0
-    # All counts from here on are totals since the start of the ranks, except `adapters_resident`.
+    # All counts from here on are totals since the start of the ranks, unless their comments say
+    # something else.
     prompt_tokens: int = 0
     cached_tokens: int = 0
     made_tokens: int = 0  # Generated tokens.
@@ -219,6 +220,9 @@ class EngineStats(_Part, frozen=True):
     # CUDA graph captures of rank 0 that failed. After a failure, steps run without graphs.
     failed_captures: int = 0
     blocks_by_group: list[int] = []  # Empty before the first step.
+    adapter_evictions: int = 0  # Adapters that left the device for others.
+    # Bytes of the adapter memory on each rank that adapters have now; not a total.
+    adapter_memory_bytes: int = 0
 
 
 class Ready(_Message, frozen=True):

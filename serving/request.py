@@ -92,6 +92,18 @@ class BeamSearchParams:
 
 
 @dataclass(frozen=True)
+class AdapterInfo:
+    """The method by which an adapter was made, its largest rank, and its size in fp32."""
+
+    method: str = ""  # Empty: unknown.
+    rank: int = 0  # 0: the adapter has no low-rank products.
+    nbytes: int = 0
+
+
+NO_INFO = AdapterInfo()
+
+
+@dataclass(frozen=True)
 class AnswerSpec:
     """What the engine needs to generate one completion of a request."""
 
@@ -104,6 +116,7 @@ class AnswerSpec:
     adapter: str = ""  # As `name@version`; empty: none.
     is_private: bool = False  # Whether other tenants must not see the adapter's name.
     adapter_ref: AdapterRef | None = None
+    adapter_info: AdapterInfo = NO_INFO
     virtual_tokens: int = 0  # Number of virtual tokens in `prompt`.
     # Number of tokens at the end of the prompt that are a continuation; only these are scored.
     # 0: no continuation.

@@ -63,7 +63,7 @@ from serving.frontend.open_files import fit_connections, log_accept_errors
 from serving.frontend.tls import TlsCertificates
 from serving.protocols.grpc_services import all_services, handlers
 from serving.protocols.kserve import http_routes as kserve_http
-from serving.protocols.openai import routes
+from serving.protocols.openai import lora_adapters, routes
 from serving.protocols.preamble import web_page
 from serving.protocols.tgi import routes as tgi
 from serving.ranks.launcher import open_transport
@@ -97,7 +97,11 @@ PROBE_PATHS = frozenset(
 )
 
 # The error formats of the HTTP paths; other paths have OpenAI's format.
-ERROR_FORMATS = {**kserve_http.ERROR_FORMATS, **tgi.ERROR_FORMATS}
+ERROR_FORMATS = {
+    **kserve_http.ERROR_FORMATS,
+    **tgi.ERROR_FORMATS,
+    **lora_adapters.ERROR_FORMATS,
+}
 
 # Seconds for open connections to close after the last call has ended.
 CLOSE_GRACE_S = 1.0
@@ -563,6 +567,16 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
         ),
         ("adapters_resident", "Adapters on the device.", lambda: engine.stats.adapters_resident),
         ("adapters_loaded", "Adapters that requests can name.", lambda: len(adapters)),
+        (
+            "adapter_memory_bytes",
+            "Memory of each rank for adapters' changes of linears, in bytes.",
+            lambda: cache_config.adapter_memory_bytes,
+        ),
+        (
+            "adapter_memory_used_bytes",
+            "Part of the adapter memory that adapters have, in bytes.",
+            lambda: engine.stats.adapter_memory_bytes,
+        ),
         ("engine_up", "1 if the ranks are ready, else 0.", lambda: engine.up),
         (
             "kv_usage_ratio",
@@ -640,6 +654,11 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
             lambda: engine.stats.compiled_kernels,
         ),
         ("adapter_loads", "Adapters loaded onto the device.", lambda: engine.stats.adapter_loads),
+        (
+            "adapter_evictions",
+            "Adapters that left the device for others.",
+            lambda: engine.stats.adapter_evictions,
+        ),
         (
             "adapter_load_failures",
             "Adapter files that could not be used.",

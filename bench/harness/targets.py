@@ -161,6 +161,13 @@ _SERVING_TARGETS = (
     _maximum_target("adapters/mixed", 2, "%", "64 adapters of 20 rows in a batch, slowdown"),
     _maximum_target("adapters/first", 1, "ms", "warm adapter of 20 rows, added TTFT"),
     _minimum_target("adapters/registered", 10_000, "adapters", "adapters in a folder"),
+    # "8 requests, 8 adapters": the adapters are of rank 16 on all linears.
+    _minimum_target("lora/1-1", 0.95, "x", "LoRA, one request, vs base model"),
+    _minimum_target("lora/8-1", 0.95, "x", "LoRA, 8 requests, one adapter, vs base model"),
+    _minimum_target("lora/32-1", 0.95, "x", "LoRA, 32 requests, one adapter, vs base model"),
+    _minimum_target("lora/8-8", 0.8, "x", "LoRA, 8 requests, 8 adapters, vs base model"),
+    _minimum_target("lora/32-32", 0.5, "x", "LoRA, 32 requests, 32 adapters, vs base model"),
+    _minimum_target("lora/prefill", 0.95, "x", "LoRA, 960-token prompt, vs base model"),
     _maximum_target("start/refusal", 1, "s", "time to refuse a bad model or config"),
     _maximum_target("start/ready", 5, "s", "time to ready, without weight loading"),
 )
@@ -221,6 +228,9 @@ _ON_REQUEST_TARGETS = (
     _maximum_target("adapters/mixed-32", 2, "%", "64 adapters of 32 rows in a batch, slowdown"),
     _maximum_target("adapters/first-32", 1, "ms", "warm adapter of 32 rows, added TTFT"),
     _maximum_target("adapters/cold", 20, "ms", "arrival of a cold adapter, added ITL p99"),
+    _minimum_target("lora/activated", 5, "x", "8 activated LoRAs on a document, vs LoRA"),
+    _maximum_target("lora/turns-first", 1.5, "x", "1000 LoRAs in turn, TTFT vs resident + read"),
+    _maximum_target("lora/turns-itl", 5, "ms", "1000 LoRAs in turn, added ITL p99 of others"),
     _maximum_target("adapters/tasks-10", 1.1, "x", "8 tasks of 10 rows, vs one prefill + decodes"),
     _maximum_target("adapters/tasks-20", 1.1, "x", "8 tasks of 20 rows, vs one prefill + decodes"),
 )

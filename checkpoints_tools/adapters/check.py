@@ -27,7 +27,9 @@ from gpt.parallel.mesh import Mesh
 from gpt.tokenizers.tokenizer import NullTokenizer, Tokenizer, open_tokenizer
 
 # Adapter formats of other programs. Preamble can read these formats, and help texts list them.
-FOREIGN_FORMATS = "a PEFT directory, a TGIS decoder.pt, a NeMo prompt-learning .nemo"
+FOREIGN_FORMATS = (
+    "a PEFT directory, a TGIS decoder.pt, a NeMo 1 .nemo, a Megatron-Bridge checkpoint of LoRA"
+)
 
 
 def check_parser() -> argparse.ArgumentParser:
@@ -210,20 +212,14 @@ def _check_record(check: AdapterCheck) -> dict[str, Any]:
 
 def adapter_record(adapter: Adapter, notes: Sequence[str]) -> dict[str, Any]:
     """Return the adapter's description as --json prints it; the keys must not change."""
-    virtual_tokens, width = adapter.table.shape
-    is_prefix = adapter.card.kind == "prefix"
-    norm = round(float(adapter.table.norm(dim=1).max()), 4)
     return {
         "name": adapter.card.name,
         "task": adapter.card.task,
         "method": adapter.card.method,
         "kind": adapter.card.kind,
-        "virtual_tokens": virtual_tokens,
-        **(
-            {"numbers_a_token": width}
-            if is_prefix
-            else {"hidden_size": width, "row_norm_max": norm}
-        ),
+        "virtual_tokens": len(adapter.table),
+        **_table_record(adapter),
+        **_linears_record(adapter),
         "digest": adapter.digest,
         "base_digest": adapter.card.base_digest,
         "created": adapter.card.created,
@@ -231,10 +227,34 @@ def adapter_record(adapter: Adapter, notes: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def _table_record(adapter: Adapter) -> dict[str, Any]:
+    width = adapter.table.shape[1]
+    if adapter.card.kind == "prefix":
+        return {"numbers_a_token": width}
+    if not len(adapter.table):
+        return {"hidden_size": width}
+    norm = round(float(adapter.table.norm(dim=1).max()), 4)
+    return {"hidden_size": width, "row_norm_max": norm}
+
+
+def _linears_record(adapter: Adapter) -> dict[str, Any]:
+    if not adapter.linears:
+        return {}
+    return {
+        "linears": len(adapter.linears),
+        "rank_max": adapter.rank,
+        "bytes": adapter.nbytes,
+        "invocation": list(adapter.card.invocation),
+    }
+
+
 def format_adapter(adapter: Adapter, notes: Sequence[str]) -> str:
     """Format `adapter_record` as text, one line per value; empty values are omitted."""
+    record = adapter_record(adapter, notes)
+    if record.get("invocation"):
+        record["invocation"] = " ".join(map(str, record["invocation"]))
     lines = []
-    for name, value in adapter_record(adapter, notes).items():
+    for name, value in record.items():
         for element in value if isinstance(value, list) else [value]:
             if element:
                 lines.append(f"{name.replace('_', ' '):16} {printable(str(element))}\n")

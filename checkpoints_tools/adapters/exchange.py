@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from checkpoints_tools.adapters.check import (
     FOREIGN_FORMATS,
@@ -21,6 +22,9 @@ from checkpoints_tools.adapters.check import (
     open_base_checkpoint,
 )
 from checkpoints_tools.flags import positive_int
+from checkpoints_tools.layout.layout import ParallelSplit
+from checkpoints_tools.writers.huggingface_config import choose_family
+from checkpoints_tools.writers.nemo_config import check_supported, model_config
 from gpt.adapters.adapter_file import (
     SUFFIX,
     Adapter,
@@ -35,17 +39,23 @@ from gpt.adapters.adapter_file import (
     save_adapter,
 )
 from gpt.adapters.change_log import AdapterChangeLog
+from gpt.adapters.export_bridge import convert_linears_to_bridge
 from gpt.adapters.export_nemo import check_nemo_target, convert_to_nemo, write_nemo
+from gpt.adapters.export_nemo_linears import convert_linears_to_nemo
 from gpt.adapters.export_peft import (
     check_export_target,
     convert_to_peft,
     convert_to_tgis,
     write_export,
 )
+from gpt.adapters.export_peft_linears import convert_linears_to_peft
 from gpt.adapters.prompt_template import BOS_POSITIONS, VIRTUAL_PROMPT_MARK, PromptTemplate
 from gpt.checkpoint.digest import identify
 from gpt.checkpoint.logical_tensor import Checkpoint, ModelIdentity
+from gpt.config import GPTConfig
 from gpt.errors import AdapterError, ConfigError, RequestError
+from gpt.formats.huggingface.families.registry import FAMILIES
+from gpt.formats.huggingface.reader import read_family_name
 from gpt.tokenizers.tokenizer import open_tokenizer
 
 TEMPLATE_BYTES_MAX = 1 << 20
@@ -128,7 +138,9 @@ def import_command(argv: Sequence[str]) -> int:
     source_adapter = open_adapter(flags.source, task=flags.task, base=base)
     identity = None if base is None else identify(base)
     adapter = build_adapter(
-        _build_card(source_adapter, flags, base, identity), source_adapter.table
+        _build_card(source_adapter, flags, base, identity),
+        source_adapter.table,
+        source_adapter.linears,
     )
     notes: tuple[str, ...] = ()
     if base is not None:
@@ -239,11 +251,12 @@ def _prompt_template(
             )
         return replace(template, **overrides)
     text = _read_template_text(flags.template)
-    if VIRTUAL_PROMPT_MARK not in text:
+    rows = len(source_adapter.table)
+    if VIRTUAL_PROMPT_MARK not in text and rows:
         text = f"{VIRTUAL_PROMPT_MARK}0|>{text}"
     if "bos" not in overrides and base is not None and base.tokenizer is not None:
         overrides["bos"] = "text" if open_tokenizer(base.tokenizer).adds_bos else "none"
-    return PromptTemplate(text, (len(source_adapter.table),), **overrides)
+    return PromptTemplate(text, (rows,) if rows else (), **overrides)
 
 
 def _read_template_text(argument: str) -> str:
@@ -282,10 +295,10 @@ def export_parser() -> argparse.ArgumentParser:
     )
     add(
         "--to",
-        choices=("peft", "tgis", "nemo"),
+        choices=("peft", "tgis", "nemo", "bridge"),
         required=True,
-        help="PEFT prompt tuning, a decoder.pt for TGIS's prompt store, or prompt learning of "
-        "NeMo 1.20 to 1.22",
+        help="PEFT, a decoder.pt for TGIS's prompt store, or NeMo: prompt learning of NeMo 1.20 to "
+        "1.22, and LoRA and IA3 of NeMo 1; bridge: LoRA of Megatron-Bridge",
     )
     add_model_flags(
         parser,
@@ -296,6 +309,21 @@ def export_parser() -> argparse.ArgumentParser:
         "--base-name",
         metavar="NAME",
         help="base model name in PEFT's config, or path of the base .nemo for NeMo (default: none)",
+    )
+    add(
+        "--family",
+        metavar="NAME",
+        choices=sorted(FAMILIES),
+        help="model family of Hugging Face that has the modules of a LoRA or IA3 adapter in PEFT "
+        "(default: of --model; for a Megatron checkpoint, the family that `preamble convert` "
+        "writes)",
+    )
+    add(
+        "--tp",
+        metavar="N",
+        type=positive_int,
+        default=1,
+        help="tensor-parallel size of a LoRA or IA3 adapter for NeMo (default: 1)",
     )
     add("--overwrite", action="store_true", help="replace an existing target")
     return parser
@@ -311,7 +339,15 @@ def export_command(argv: Sequence[str]) -> int:
     notes: tuple[str, ...] = ()
     if base is not None:
         notes = check_adapter(adapter, base.config, identify(base))
-    if flags.to == "peft":
+    if flags.to == "peft" and adapter.linears:
+        family = None if base is None else _family_name(base, flags.family)
+        export = convert_linears_to_peft(adapter, base, flags.base_name, family)
+    elif flags.to == "nemo" and adapter.linears:
+        model = {} if base is None else _nemo_model_config(base.config, flags.tp)
+        export = convert_linears_to_nemo(adapter, base, model, flags.base_name, flags.tp)
+    elif flags.to == "bridge":
+        export = convert_linears_to_bridge(adapter, base)
+    elif flags.to == "peft":
         export = convert_to_peft(adapter, base, flags.base_name)
     elif flags.to == "nemo":
         export = convert_to_nemo(adapter, base, flags.base_name)
@@ -323,3 +359,19 @@ def export_command(argv: Sequence[str]) -> int:
         sys.stderr.write(f"note: {note}\n")
     sys.stdout.write(f"{flags.target}\n")
     return 0
+
+
+def _family_name(base: Checkpoint, requested_family: str | None) -> str:
+    """Return the family of Hugging Face whose names PEFT uses for the base model."""
+    if requested_family is not None:
+        return requested_family
+    if base.format == "huggingface":
+        return read_family_name(base.path)
+    return choose_family(base.config, base.path).family
+
+
+def _nemo_model_config(config: GPTConfig, tp: int) -> dict[str, Any]:
+    """Return NeMo's config fields of the base model."""
+    split = ParallelSplit(tp=tp)
+    check_supported(config, split)
+    return model_config(config, split)

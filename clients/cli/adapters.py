@@ -122,7 +122,15 @@ def _adapter_line(adapter: pb.Adapter) -> str:
     current_mark = "*" if adapter.current else " "
     key = f"{adapter.name}@{adapter.version}"
     task = f"  {_printable(adapter.task)}" if adapter.task else ""
-    return f"{current_mark} {key:30}  {adapter.virtual_tokens:5} rows  {adapter.digest[:12]}{task}"
+    method = _printable(adapter.method) or "-"
+    size = " ".join([*_sizes(adapter), f"{adapter.bytes / 1e6:.2f} MB"])
+    return f"{current_mark} {key:30}  {method:12}  {size:24}  {adapter.digest[:12]}{task}"
+
+
+def _sizes(adapter: pb.Adapter) -> list[str]:
+    """Return the number of virtual tokens and the rank, as far as the adapter has them."""
+    rows = [f"{adapter.virtual_tokens} rows"] if adapter.virtual_tokens else []
+    return [*rows, *([f"rank {adapter.rank}"] if adapter.rank else [])]
 
 
 def _adapter_details(adapter: pb.Adapter) -> str:

@@ -2,9 +2,9 @@
 
 The tensors are the virtual-token table, if the adapter has virtual tokens, and those of its changes
 of linears. The card is in the file's metadata. An adapter without changes of linears is written in
-version 1 of the format, which older releases read. Writes are atomic, and
-a read compares the adapter's digest with the recorded digest, so an incomplete or changed file is
-refused. Adapters of Hugging Face PEFT, TGIS and NeMo can be read too. The module checks whether an
+version 1 of the format, which older releases read. Writes are atomic, and a read compares the
+adapter's digest with the recorded digest, so an incomplete or changed file is refused. Adapters of
+Hugging Face PEFT, TGIS, NeMo and Megatron-Bridge can be read too. The module checks whether an
 adapter fits a model; it does not apply adapters.
 """
 
@@ -29,6 +29,7 @@ from gpt.adapters.card import (
     parse_name,
 )
 from gpt.adapters.change_log import AdapterChange, AdapterChangeLog, ChangeAuthor
+from gpt.adapters.import_bridge import find_bridge_adapter, open_bridge
 from gpt.adapters.import_nemo import is_nemo_prompt, open_nemo_prompt
 from gpt.adapters.import_peft import open_peft, open_tgis
 from gpt.adapters.linear_check import LINEARS_MAX, check_linears
@@ -49,6 +50,7 @@ __all__ = [
     "build_adapter",
     "check_adapter",
     "check_publish_directory",
+    "encode_adapter",
     "find_adapter",
     "instruction_adapter",
     "last_version",
@@ -203,7 +205,8 @@ def last_version(folder: Path, name: str) -> int:
     return max(versions)
 
 
-def _write_file(adapter: Adapter, path: Path, *, overwrite: bool) -> None:
+def encode_adapter(adapter: Adapter) -> bytes:
+    """Return the content of the adapter's file."""
     metadata = {
         "format": FORMAT,
         "version": str(LINEARS_VERSION if adapter.linears else TABLE_VERSION),
@@ -217,11 +220,14 @@ def _write_file(adapter: Adapter, path: Path, *, overwrite: bool) -> None:
     }
     if len(adapter.table):
         tensors[TABLE] = adapter.table
-    content = safetensors.torch.save(tensors, metadata)
+    return safetensors.torch.save(tensors, metadata)
+
+
+def _write_file(adapter: Adapter, path: Path, *, overwrite: bool) -> None:
     # A server can scan the directory at any time, but it ignores hidden files. `write_atomic`
     # writes to a hidden file, and then gives the complete file the name `path`.
     try:
-        write_atomic(path, content, overwrite=overwrite)
+        write_atomic(path, encode_adapter(adapter), overwrite=overwrite)
     except FileExistsError:
         raise
     except OSError as error:
@@ -232,28 +238,34 @@ def _write_file(adapter: Adapter, path: Path, *, overwrite: bool) -> None:
 
 
 def open_adapter(path: Path, *, task: str | None = None, base: Checkpoint | None = None) -> Adapter:
-    """Open an adapter: a native file, a PEFT or TGIS file or directory, or a NeMo archive.
+    """Open an adapter: a native file, or one of PEFT, TGIS, NeMo or Megatron-Bridge.
 
-    A NeMo archive can also be the directory of an unpacked .nemo file.
+    PEFT and TGIS have a file or a directory, NeMo an archive or the directory of an unpacked .nemo
+    file, Megatron-Bridge and NeMo 2 a distributed checkpoint.
 
     `task` selects one of several tasks: by number in a multitask PEFT adapter, by name in a NeMo
-    adapter. `base` is used only if the table cannot be read or checked without the base model.
+    adapter. `base`, the base model, is needed for the adapters of linears of other programs, and
+    for some prompts of NeMo.
     """
     path = Path(path)
     try:
         if path.exists() and is_nemo_prompt(path):
             return open_nemo_prompt(path, task, base)
         if path.is_dir():
-            if (path / "decoder.pt").is_file() and not (path / "adapter_config.json").is_file():
-                return open_tgis(path / "decoder.pt")
-            return open_peft(path, task, base.config if base else None)
+            if not (path / "adapter_config.json").is_file():
+                if (path / "decoder.pt").is_file():
+                    return open_tgis(path / "decoder.pt")
+                distributed_folder = find_bridge_adapter(path)
+                if distributed_folder is not None:
+                    return open_bridge(path, distributed_folder, base)
+            return open_peft(path, task, base)
         if not path.is_file():
             problem = "is not a regular file" if path.exists() else "does not exist"
             raise AdapterError(f"{path} {problem}; give the file or directory of an adapter")
         if path.suffix in (".pt", ".pth"):
             return open_tgis(path)
         if path.name in ("adapter_config.json", "adapter_model.bin", "adapter_model.safetensors"):
-            return open_peft(path.parent, task, base.config if base else None)
+            return open_peft(path.parent, task, base)
         return _open_native(path)
     except CheckpointError as error:
         raise AdapterError(str(error)) from None

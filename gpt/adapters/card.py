@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -67,6 +68,16 @@ def parse_name(text: str) -> AdapterName:
             "adapter",
         )
     return AdapterName(name, int(version) if separator else None)
+
+
+def card_name(path: Path) -> str:
+    """Derive a card name from the name of a file or directory."""
+    return sanitized_name(path.resolve().name)
+
+
+def sanitized_name(name: str) -> str:
+    """Derive a valid card name from any text."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).lstrip("._-")[:100] or "imported"
 
 
 @dataclass(frozen=True)
@@ -267,6 +278,17 @@ class Adapter:
     def rank(self) -> int:
         """The largest rank of the low-rank products; 0 without them."""
         return max((linear.rank for linear in self.linears.values()), default=0)
+
+    @property
+    def method(self) -> str:
+        """The card's method; if it has none, the method that the changes of linears tell."""
+        if self.card.method or not self.linears:
+            return self.card.method
+        if self.card.invocation:
+            return "alora"
+        if any(linear.magnitude is not None for linear in self.linears.values()):
+            return "dora"
+        return "lora" if self.rank else "ia3"
 
     @property
     def nbytes(self) -> int:

@@ -18,7 +18,7 @@ import yaml
 from torch import Tensor
 
 from gpt.adapters.card import Adapter
-from gpt.adapters.export_peft import AdapterExport, bos_row, check_not_prefix
+from gpt.adapters.export_peft import AdapterExport, bos_row, check_rows_only
 from gpt.adapters.prompt_template import VIRTUAL_PROMPT_MARK, PromptTemplate, TemplateField
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.errors import AdapterError
@@ -43,7 +43,7 @@ def convert_to_nemo(
     `base_name` is the path from which NeMo will load the base model's `.nemo`; None: the archive
     does not record the base model.
     """
-    check_not_prefix(adapter, "NeMo")
+    check_rows_only(adapter, "NeMo")
     notes: list[str] = []
     template, table = _order_rows(adapter, base, notes)
     task = _task_name(adapter.card.name, notes)

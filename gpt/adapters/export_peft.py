@@ -27,8 +27,9 @@ from gpt.tokenizers.tokenizer import open_tokenizer
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 TGIS_FILES = ("decoder.pt",)
+BRIDGE_FILES = (".metadata", "__0_0.distcp", "metadata.json", "common.pt", "run_config.yaml")
 # `write_export` replaces an existing directory only if it has no files with other names.
-REPLACEABLE_FILES = {*PEFT_FILES, *TGIS_FILES, "adapter_model.bin"}
+REPLACEABLE_FILES = {*PEFT_FILES, *TGIS_FILES, *BRIDGE_FILES, "adapter_model.bin"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def convert_to_peft(
     weights = safetensors.torch.save({PROMPT_EMBEDDINGS_KEY: table}, {"format": "pt"})
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     files = dict(zip(PEFT_FILES, (text.encode(), weights), strict=True))
-    return AdapterExport(files, (*notes, *_lost_field_notes(adapter)))
+    return AdapterExport(files, (*notes, *lost_field_notes(adapter)))
 
 
 def _prefix_config(adapter: Adapter, base: Checkpoint | None) -> dict[str, object]:
@@ -86,8 +87,13 @@ def _prefix_config(adapter: Adapter, base: Checkpoint | None) -> dict[str, objec
     }
 
 
-def check_not_prefix(adapter: Adapter, format_name: str) -> None:
-    """Refuse an adapter of the kind "prefix" for a format that supports only the kind "rows"."""
+def check_rows_only(adapter: Adapter, format_name: str) -> None:
+    """Refuse an adapter for a format that supports only the kind "rows"."""
+    if adapter.linears:
+        raise AdapterError(
+            f"adapter {adapter.card.name!r} changes linears, which {format_name} does not support; "
+            "export it with --to peft"
+        )
     if adapter.card.kind == "prefix":
         raise AdapterError(
             f"adapter {adapter.card.name!r} is a prefix, which {format_name} does not support; "
@@ -100,14 +106,14 @@ def convert_to_tgis(adapter: Adapter, base: Checkpoint | None) -> AdapterExport:
 
     TGIS uses the name of the directory that contains `decoder.pt` as the prompt id.
     """
-    check_not_prefix(adapter, "TGIS")
+    check_rows_only(adapter, "TGIS")
     table, notes = _leading_rows(adapter, base)
     content = io.BytesIO()
     torch.save(table, content)
-    return AdapterExport({TGIS_FILES[0]: content.getvalue()}, (*notes, *_lost_field_notes(adapter)))
+    return AdapterExport({TGIS_FILES[0]: content.getvalue()}, (*notes, *lost_field_notes(adapter)))
 
 
-def _lost_field_notes(adapter: Adapter) -> tuple[str, ...]:
+def lost_field_notes(adapter: Adapter) -> tuple[str, ...]:
     """Return a note with the non-empty card fields that PEFT and TGIS do not support."""
     card = adapter.card
     unsupported_fields = {

@@ -18,8 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt.adapters.card import Adapter, Card, build_adapter
-from gpt.adapters.import_peft import card_name, checked_table, sanitized_name
+from gpt.adapters.card import Adapter, Card, build_adapter, card_name, sanitized_name
+from gpt.adapters.import_nemo_linears import is_nemo_linears, open_nemo_linears
+from gpt.adapters.import_peft import checked_table
 from gpt.adapters.nemo_encoder import SavedEncoder
 from gpt.adapters.prompt_template import PromptTemplate
 from gpt.checkpoint.files.file_tree import FileTree, Span, scan_folder_recursive
@@ -48,17 +49,19 @@ def is_nemo_prompt(path: Path) -> bool:
 
 
 def open_nemo_prompt(path: Path, task: str | None, base: Checkpoint | None) -> Adapter:
-    """Open the soft prompt of one task.
+    """Open the soft prompt of one task, or an adapter of linears (import_nemo_linears.py).
 
     `base`, the base model, is needed in two cases: the rows include the model's position
     embeddings, or the rows must be computed from the embeddings of the task's name.
     """
     tree = open_nemo_archive(path)[0] if path.is_file() else scan_folder_recursive(path)
+    fields = NemoConfig(_read_model_config(tree), str(path / CONFIG_FILE))
+    if is_nemo_linears(fields):
+        return open_nemo_linears(path, tree, fields, base)
     first_rank, *other_ranks = _weight_files(path, tree)
     state = _read_state_dict(first_rank)
     tables = _read_tables(state)
     inference_table_keys = [key for key in state if f".{key}".endswith(f".{INFERENCE_TABLE_KEY}")]
-    fields = NemoConfig(_read_model_config(tree), str(path / CONFIG_FILE))
     encoder = SavedEncoder(path, state, lambda: map(_read_state_dict, other_ranks), fields, base)
     task_names = set(tables)
     if encoder.is_per_task:

@@ -1,54 +1,49 @@
 """PEFT and TGIS import: soft prompts of PEFT directories and of TGIS's decoder.pt.
 
-For inference, each supported adapter is one table: virtual-token rows, or the keys and values of
-all layers. Adapters that need more than a table are refused. An unreadable file raises a
-CheckpointError, which `open_adapter` converts to an AdapterError. These formats do not record the
-digest of the base model, so the card has no base digest.
+For inference, each of these adapters is one table: virtual-token rows, or the keys and values of
+all layers. `import_peft_linears.py` reads PEFT's adapters of linears; other types are refused. An
+unreadable file raises a CheckpointError, which `open_adapter` converts to an AdapterError. These
+formats do not record the digest of the base model, so the card has no base digest.
 """
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpt.adapters.card import TABLE_BYTES_MAX, Adapter, Card, build_adapter
-from gpt.checkpoint.files.safetensors_file import open_safetensors
-from gpt.checkpoint.files.torch_save import is_dense, load_weights_only, open_state_dict
+from gpt.adapters.card import TABLE_BYTES_MAX, Adapter, Card, build_adapter, card_name
+from gpt.adapters.import_peft_linears import LINEAR_PEFT_TYPES, open_peft_linears
+from gpt.adapters.peft_directory import CONFIG_FILE, find_weights, open_tensors, read_config
+from gpt.checkpoint.files.torch_save import is_dense, load_weights_only
+from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError
-from gpt.files.regular_files import read_regular_file
 
 PROMPT_EMBEDDINGS_KEY = "prompt_embeddings"
 MULTITASK_PROMPT_TUNING = "MULTITASK_PROMPT_TUNING"
 PREFIX_TUNING = "PREFIX_TUNING"
 PEFT_TYPES = ("PROMPT_TUNING", "P_TUNING", MULTITASK_PROMPT_TUNING, PREFIX_TUNING)
-CONFIG_BYTES_MAX = 1 << 20
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 PLACEMENT_NOTE = "its virtual tokens come first, then the begin-of-text token, then the text"
 
 
-def open_peft(folder: Path, task: str | None, model_config: GPTConfig | None = None) -> Adapter:
+def open_peft(folder: Path, task: str | None, base: Checkpoint | None = None) -> Adapter:
     """Open a directory with adapter_config.json and adapter_model.safetensors or adapter_model.bin.
 
-    If `model_config` is given, the numbers of layers and heads of a prefix are compared with it.
-    The table's width alone does not determine these numbers.
+    If `base`, the base model, is given, the numbers of layers and heads of a prefix are compared
+    with it. The table's width alone does not determine these numbers.
     """
-    weights = next((file for file in _weight_files(folder) if file.is_file()), None)
-    config_file = folder / "adapter_config.json"
-    if weights is None:
-        problem = "adapter_config.json but no weights" if config_file.is_file() else "no adapter"
-        raise AdapterError(
-            f"{folder} has {problem}; give a PEFT directory with adapter_model.safetensors, or a "
-            "TGIS directory with decoder.pt"
-        )
+    weights = find_weights(folder)
+    config_file = folder / CONFIG_FILE
     notes = [f"imported from PEFT; {PLACEMENT_NOTE}"]
     config: dict[str, Any] = {}
     if config_file.is_file():
-        config = _read_config(config_file, notes)
+        config = read_config(config_file)
+        if config.get("peft_type") in LINEAR_PEFT_TYPES:
+            return open_peft_linears(folder, config, weights, base)
+        _check_config(config, config_file, notes)
     else:
         notes.append("there was no adapter_config.json: the type PROMPT_TUNING is assumed")
     tensors = _read_tensors(weights)
@@ -71,34 +66,22 @@ def open_peft(folder: Path, task: str | None, model_config: GPTConfig | None = N
         tasks = len(tensors["prefix_task_cols"])
         notes.append(f"task {task or 0}; the adapter's tasks are 0 to {tasks - 1}")
     _check_sizes(config, table, weights)
-    if peft_type == PREFIX_TUNING and model_config is not None:
-        _check_layers(config, model_config, weights)
+    if peft_type == PREFIX_TUNING and base is not None:
+        _check_layers(config, base.config, weights)
     # PEFT's prefix has the same layout as ours: for each layer the keys, then the values.
     adapter_kind = "prefix" if peft_type == PREFIX_TUNING else "rows"
     card = Card(card_name(folder), method=peft_type.lower(), kind=adapter_kind, notes=tuple(notes))
     return build_adapter(card, table)
 
 
-def _weight_files(folder: Path) -> tuple[Path, ...]:
-    return folder / "adapter_model.safetensors", folder / "adapter_model.bin"
-
-
-def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return the config of a supported adapter; append notes for the user to `notes`."""
-    try:
-        if path.stat().st_size > CONFIG_BYTES_MAX:
-            raise ValueError(f"over {CONFIG_BYTES_MAX} bytes")
-        config = json.loads(read_regular_file(path))
-        if not isinstance(config, dict):
-            raise ValueError("not a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise AdapterError(f"{path} cannot be read ({error}); save the adapter again") from None
+def _check_config(config: dict[str, Any], path: Path, notes: list[str]) -> None:
+    """Refuse the config of an unsupported adapter; append notes for the user to `notes`."""
     peft_type = config.get("peft_type")
     if peft_type not in PEFT_TYPES:
         raise AdapterError(
-            f"{path} has peft_type {str(peft_type)[:40]}; only prompt adapters are "
-            f"supported ({', '.join(PEFT_TYPES)}): train one of these types, or merge this adapter "
-            "into the model"
+            f"{path} has peft_type {str(peft_type)[:40]}, which is not supported; train one of the "
+            f"types {', '.join((*PEFT_TYPES, *LINEAR_PEFT_TYPES))}, or merge this adapter into the "
+            "model"
         )
     task_type, submodules = config.get("task_type"), config.get("num_transformer_submodules")
     if task_type is None:
@@ -118,7 +101,6 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     base = config.get("base_model_name_or_path")
     if isinstance(base, str) and base:
         notes.append(f"trained on {base[:200]}")
-    return config
 
 
 def _check_sizes(config: dict[str, Any], table: Tensor, weights: Path) -> None:
@@ -209,21 +191,8 @@ def open_tgis(path: Path) -> Adapter:
     return build_adapter(Card(card_name(named_path), method="tgis", notes=notes), table)
 
 
-def card_name(path: Path) -> str:
-    """Derive a card name from the name of a file or directory."""
-    return sanitized_name(path.resolve().name)
-
-
-def sanitized_name(name: str) -> str:
-    """Derive a valid card name from any text."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).lstrip("._-")[:100] or "imported"
-
-
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    if path.suffix == ".safetensors":
-        return {key: stored.tensor() for key, stored in open_safetensors(path).items()}
-    # The file is not memory-mapped, because another process may truncate it during use.
-    return {key: stored.tensor() for key, stored in open_state_dict(path, mmap=False).items()}
+    return {key: stored.tensor() for key, stored in open_tensors(path).items()}
 
 
 def checked_table(tensor: object, source: str) -> Tensor:

@@ -70,6 +70,11 @@ def _check_shapes(name: str, key: str, linear: LinearAdapter) -> None:
             f"adapter {name!r} has an input scale and a low-rank product for {key}, which cannot "
             "be combined"
         )
+    if linear.input_scale is not None and split_key(key)[1]:
+        raise AdapterError(
+            f"adapter {name!r} has an input scale of {key}, but the parts of a linear have one "
+            "input; scale the input of the whole linear"
+        )
     widths = {shape[0] for field, shape in shapes.items() if field not in ("lora_a", "input_scale")}
     vectors = [shape for field, shape in shapes.items() if not field.startswith("lora_")]
     if len(widths) > 1 or any(len(shape) != 1 for shape in vectors):

@@ -8,6 +8,7 @@ norm to its input rows, and bias, activation and residual to its outputs before 
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,6 +59,28 @@ class NormArgs(ctypes.Structure):
     )
 
 
+class AdaptedLinear(ctypes.Structure):
+    """The struct AdaptedLinear in gpt/cpu/src/packed_weight.h."""
+
+    _fields_ = (
+        ("rank", INT),
+        *((name, POINTER) for name in ("a", "scales")),
+        ("terms", INT),
+        ("term_array", POINTER),
+        *((name, POINTER) for name in ("factors", "output_scales", "input_scales")),
+    )
+
+
+class _RowAdaptersArgs(ctypes.Structure):
+    """The struct RowAdapters in gpt/cpu/src/packed_weight.h."""
+
+    _fields_ = (
+        ("rows", POINTER),
+        *((name, INT) for name in ("count", "linear")),
+        ("adapters", POINTER),
+    )
+
+
 class GateLimits(NamedTuple):
     """What a gated weight computes before and after the activation of the gate.
 
@@ -104,6 +127,19 @@ class CpuNorm:
         addresses = [x.data_ptr() for x in self._tensors]
         shift_address = addresses[1] if shift is not None else None
         self.norm_args = NormArgs(addresses[0], shift_address, epsilon, rms)
+
+
+class RowAdapters:
+    """The adapters of the rows of a batch, for one GEMM."""
+
+    def __init__(self, rows: Tensor, adapters: Sequence[AdaptedLinear]) -> None:
+        """`rows`: (batch rows,) the index of each row's adapter in `adapters`, or -1 (int64)."""
+        self._rows = rows
+        self._adapters = adapters
+        self._pointers = (POINTER * len(adapters))(*map(ctypes.addressof, adapters))
+        self.args = _RowAdaptersArgs(
+            rows.data_ptr(), len(adapters), 0, ctypes.addressof(self._pointers)
+        )
 
 
 class PackedLinear:
@@ -176,8 +212,12 @@ class PackedLinear:
         residual: Tensor | None,
         *,
         norm: CpuNorm | None = None,
+        adapters: RowAdapters | None = None,
     ) -> Tensor:
-        """Return activation(norm(x) @ weight.T + bias) + residual; None omits an operation."""
+        """Return activation(norm(x) @ weight.T + bias) + residual; None omits an operation.
+
+        `adapters` change the rows on which they act (gpt/cpu/packed_adapter.py).
+        """
         x, rows, weight_args = x.contiguous(), x.shape[0], self.weight_args
         if residual is not None:
             residual = residual.contiguous()
@@ -196,6 +236,7 @@ class PackedLinear:
             y.data_ptr(),
             torch.get_num_threads(),
             None if norm is None else ctypes.byref(norm.norm_args),
+            None if adapters is None else ctypes.byref(adapters.args),
         )
         return y
 
@@ -248,8 +289,10 @@ class Fp32PackedLinear(PackedLinear):
         residual: Tensor | None,
         *,
         norm: CpuNorm | None = None,
+        adapters: RowAdapters | None = None,
     ) -> Tensor:
-        assert residual is None and norm is None, "an fp32 linear has neither"
+        has_unsupported = residual is not None or norm is not None or adapters is not None
+        assert not has_unsupported, "an fp32 linear has no residual, no norm and no adapters"
         return super().__call__(x, bias, activation, None)
 
 

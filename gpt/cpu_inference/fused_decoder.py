@@ -8,6 +8,7 @@ layers of gpt/model.
 
 import ctypes
 import weakref
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,9 +27,17 @@ from gpt.cpu.kernels import (
     library,
     library_keeping_gil,
 )
-from gpt.cpu.packed_linear import CpuNorm, NormArgs, PackedWeight, activation_code
+from gpt.cpu.packed_adapter import PackedTerms, adapter_of_each_row, pack_adapter
+from gpt.cpu.packed_linear import (
+    AdaptedLinear,
+    CpuNorm,
+    NormArgs,
+    PackedWeight,
+    activation_code,
+)
 from gpt.linear import cpu_experts
 from gpt.linear.cpu_linear import CpuLinear, make_norm
+from gpt.linear_adapter import AdaptedRows, LinearTerm, ModelAdapter
 from gpt.model.activation import packed_activation_name
 from gpt.model.attention_layer import PrefixKV
 from gpt.model.decoder import DecoderLayer
@@ -92,7 +101,53 @@ class _StepArgs(ctypes.Structure):
         ("block_tokens", INT),
         ("output_rows", POINTER),
         ("output_count", INT),
+        ("adapter_count", INT),
+        *((name, POINTER) for name in ("adapters", "row_adapters", "output_row_adapters")),
     )
+
+
+class _FusedAdapter(Mapping[str, Sequence[LinearTerm]]):
+    """An adapter with the C library's arguments for the linears of a layer range."""
+
+    def __init__(self, terms: Mapping[str, PackedTerms], linears: Sequence[Linear | None]) -> None:
+        """`linears`: the linears of the range, in the order of `_linears`."""
+        self._terms = terms
+        self.args = (AdaptedLinear * len(linears))()
+        for index, linear in enumerate(linears):
+            if linear is not None and linear.name in terms:
+                self.args[index] = terms[linear.name].args
+
+    def __getitem__(self, linear: str) -> Sequence[LinearTerm]:
+        return [self._terms[linear]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._terms)
+
+    def __len__(self) -> int:
+        return len(self._terms)
+
+
+class _StepAdapters:
+    """The adapters of a step, for the C library."""
+
+    def __init__(
+        self, adapters: Sequence[_FusedAdapter], adapted_rows: Sequence[AdaptedRows], rows: int
+    ) -> None:
+        self._adapters = adapters
+        self.pointers = (POINTER * len(adapters))(
+            *(ctypes.addressof(adapter.args) for adapter in adapters)
+        )
+        self.row_adapters = adapter_of_each_row([x.rows for x in adapted_rows], rows)
+        self._output_row_adapters: Tensor | None = None
+
+    def set_args(self, args: _StepArgs, output_rows: Tensor | None) -> None:
+        """Set the fields of `args`, which are valid only while this object exists."""
+        args.adapter_count = len(self._adapters)
+        args.adapters = ctypes.addressof(self.pointers)
+        args.row_adapters = self.row_adapters.data_ptr()
+        if output_rows is not None:
+            self._output_row_adapters = self.row_adapters[output_rows]
+            args.output_row_adapters = self._output_row_adapters.data_ptr()
 
 
 class _PoolLayers:
@@ -127,6 +182,7 @@ class FusedDecoder:
         self.config = model.config
         self._layerwise = model.layerwise_decoder()
         self._layers = model.layers
+        self._linears = [linear for layer in model.decoder_layers for linear in _linears(layer)]
         self._is_last_stage = model.is_last_stage
         # The objects whose addresses are in the ctypes structs. These references keep the memory of
         # the objects allocated.
@@ -162,10 +218,25 @@ class FusedDecoder:
 
         `DecoderBackend.forward` says which rows are valid.
         """
-        if kv is None or batch.adapted_rows or not self._supports_batch(batch):
+        if kv is None or not self._supports_batch(batch):
             return self._layerwise.forward(x, batch, kv, prefix)
         assert prefix is None, "with a KV pool, a prefix is in the pool, not in a PrefixKV"
         return self._run(x, batch, kv)
+
+    def prepare_adapter(self, adapter: ModelAdapter) -> ModelAdapter:
+        return self._fused_adapter(adapter)
+
+    def _fused_adapter(self, adapter: ModelAdapter) -> _FusedAdapter:
+        if isinstance(adapter, _FusedAdapter):
+            return adapter
+        linears = {
+            linear.name: (adapter[linear.name], _packed_linear(linear).packed.weight_args)
+            for linear in self._linears
+            if linear is not None and linear.name in adapter
+        }
+        unsupported = adapter.keys() - linears.keys()
+        assert not unsupported, f"the fused decoder does not support adapters of {unsupported}"
+        return _FusedAdapter(pack_adapter(linears), self._linears)
 
     def _supports_batch(self, batch: Batch) -> bool:
         """Return whether the library has the attention kernel for the batch's query lengths."""
@@ -204,6 +275,10 @@ class FusedDecoder:
             step_args.output_rows = output_rows.data_ptr()
             step_args.output_count = len(output_rows)
         step_args.memory = self._scratch_address(lib, batch.tokens)
+        if batch.adapted_rows:
+            adapters = [self._fused_adapter(adapted.adapter) for adapted in batch.adapted_rows]
+            step_adapters = _StepAdapters(adapters, batch.adapted_rows, batch.tokens)
+            step_adapters.set_args(step_args, output_rows)
         if lib.preamble_decoder_layers(ctypes.byref(self._layer_range), ctypes.byref(step_args)):
             raise RuntimeError("the C library does not support the number of channels per head")
         return x
@@ -319,6 +394,14 @@ class FusedDecoder:
         self._references.append(packed)
         self._weight_elements += packed.numel
         return packed.weight_args, None if linear.bias is None else linear.bias.data_ptr()
+
+
+def _linears(layer: DecoderLayer) -> list[Linear | None]:
+    """Return the linears that adapters can change, in the order of the enum LayerLinear in C."""
+    attention = [layer.self_attention.linear_qkv, layer.self_attention.linear_proj]
+    if isinstance(layer.mlp, MLP):
+        return [*attention, layer.mlp.linear_fc1, layer.mlp.linear_fc2]
+    return [*attention, None, None]  # The library supports no adapters of experts.
 
 
 def _packed_linear(linear: Linear) -> CpuLinear:

@@ -1,11 +1,16 @@
 """CPU linear backends: the C library's packed weights (bf16, int8), and oneDNN's layout."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from gpt.cpu.packed_linear import CpuNorm, PackedLinear
+from gpt.cpu.packed_adapter import PackedTerms, adapter_of_each_row, pack_adapter
+from gpt.cpu.packed_linear import CpuNorm, PackedLinear, RowAdapters
 from gpt.linear.norm_activation import NormParameters
+from gpt.linear_adapter import LinearTerm
 from gpt.model.activation import ACTIVATIONS
+from gpt.model.adapted_linear import RowTerms
 from gpt.model.linear import Linear, LinearBackend
 from gpt.model.norm import Norm
 
@@ -28,6 +33,28 @@ class CpuLinear(LinearBackend):
         self, x: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
     ) -> Tensor:
         return self.packed(x, bias, activation, residual, norm=self.norm)
+
+    def forward_adapted(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        residual: Tensor | None,
+        terms: RowTerms,
+    ) -> Tensor:
+        packed_terms = [self.pack_terms(row_group) for _, row_group in terms]
+        adapters = RowAdapters(
+            adapter_of_each_row([rows for rows, _ in terms], len(x)),
+            [packed.args for packed in packed_terms],
+        )
+        return self.packed(x, bias, activation, residual, norm=self.norm, adapters=adapters)
+
+    def prepare_terms(self, terms: Sequence[LinearTerm]) -> Sequence[LinearTerm]:
+        return [self.pack_terms(terms)]
+
+    def pack_terms(self, terms: Sequence[LinearTerm]) -> PackedTerms:
+        """Return the terms in the layout of the C library; terms that have it are not copied."""
+        return pack_adapter({"": (terms, self.packed.weight_args)})[""]
 
 
 class OneDnnLinear(LinearBackend):

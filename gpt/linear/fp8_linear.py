@@ -61,8 +61,8 @@ class Fp8Matmul:
         self.weight = quantize_weight(weight)
         self._columns = weight.shape[0]
         self._dtype = weight.dtype
-        self._input_activation = input_activation
-        self._deferred_activation = deferred_activation
+        self.input_activation = input_activation
+        self.deferred_activation = deferred_activation
 
     @property
     def nbytes(self) -> int:
@@ -77,11 +77,11 @@ class Fp8Matmul:
     def __call__(
         self, x: Rows, bias: Tensor | None, activation: str | None, out: Tensor | None = None
     ) -> Tensor:
-        rows = x if isinstance(x, Fp8Rows) else quantize_rows(x, self._input_activation)
+        rows = x if isinstance(x, Fp8Rows) else quantize_rows(x, self.input_activation)
         y = scaled_matmul(rows, self.weight, bias, self._dtype, out)
         if y.shape[1] != self._columns:
             y = y[:, : self._columns].contiguous()
-        if activation is not None and activation != self._deferred_activation:
+        if activation is not None and activation != self.deferred_activation:
             y = ACTIVATIONS[activation](y)
         return y
 

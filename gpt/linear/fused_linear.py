@@ -82,17 +82,37 @@ class FusedLinear(LinearBackend):
         return self._multiply(x, bias, activation)
 
     def input_rows(self, x: Tensor) -> Tensor:
-        prepared = self._prepared.consume(x)
-        if self._norm is None:
-            return x
-        if isinstance(prepared, Tensor):
-            return prepared
-        normed = norm_activation.norm_rows(x, self._norm)
-        assert isinstance(normed, Tensor)
-        return normed
+        """Return the input rows in the model's dtype.
 
-    def multiply(self, rows: Tensor) -> Tensor:
-        return self.matmul(rows, None, None)
+        A linear with an fp8 weight also stores them in e4m3, as `forward` would quantize them, for
+        `multiply`. Exceptions are the rows after an input activation: the scales of adapters may
+        follow the activation, so `multiply` quantizes them.
+        """
+        if not isinstance(self.matmul, Fp8Matmul):
+            rows = self._input_rows(x)
+            assert isinstance(rows, Tensor)
+            return rows
+        if self.matmul.input_activation is not None:
+            return norm_activation.activate_rows(x, self.matmul.input_activation)
+        quantized = self._input_rows(x)
+        wide = x if self._norm is None else norm_activation.norm_rows(x, self._norm)
+        assert isinstance(wide, Tensor)
+        if isinstance(quantized, Fp8Rows):
+            self._prepared.store(wide, quantized)
+        return wide
+
+    def multiply(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not isinstance(self.matmul, Fp8Matmul):
+            return self.matmul(rows, bias, None)
+        quantized = self._prepared.consume(rows)
+        if not isinstance(quantized, Fp8Rows):
+            quantized = norm_activation.quantize_rows(rows)
+        return self.matmul(quantized, bias, None)
+
+    def activate(self, y: Tensor, activation: str) -> Tensor:
+        if isinstance(self.matmul, Fp8Matmul) and activation == self.matmul.deferred_activation:
+            return y
+        return norm_activation.activate_rows(y, activation)
 
     def multiply_into(self, x: Tensor, allocate: OutputAllocator) -> Tensor | None:
         out = self.matmul.allocate_output(len(x), allocate)

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpt.linear import norm_activation
 from gpt.linear.fused_linear import layer_mlps
+from gpt.linear.norm_activation import NormParameters
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import ColumnParallelLinear, Linear, LinearBackend
 
@@ -134,7 +135,7 @@ class _LinearBuilder:
             self._make_module(linear, fp8=recipe is not None),
             nullcontext if recipe is None else self._fp8_autocast,
             has_bias=isinstance(linear, ColumnParallelLinear) and linear.bias is not None,
-            includes_norm=_has_input_norm(linear),
+            norm=NormParameters.before_linear(linear),
             row_alignment=1 if recipe is None else recipe.row_alignment,
         )
         linear.use_backend(backend)
@@ -197,13 +198,16 @@ class TransformerEngineLinear(LinearBackend):
         context: Callable[[], AbstractContextManager[Any]],
         *,
         has_bias: bool,  # Whether the module contains the bias.
-        includes_norm: bool,  # Whether the module contains the norm.
+        norm: NormParameters | None,  # The norm that the module contains.
         row_alignment: int,  # Input rows are padded to a multiple of this number.
     ) -> None:
         self.module = module
         self._context = context
         self._has_bias = has_bias
-        self.includes_norm = includes_norm
+        self.includes_norm = norm is not None
+        self._norm = norm
+        # The output of the last `input_rows`, and the rows before the norm.
+        self._normed: tuple[Tensor, Tensor] | None = None
         self._row_alignment = row_alignment
 
     def forward(
@@ -220,6 +224,31 @@ class TransformerEngineLinear(LinearBackend):
             y = norm_activation.activate_rows(y, activation)
         return y
 
+    def input_rows(self, x: Tensor) -> Tensor:
+        if self._norm is None:
+            return x
+        normed = norm_activation.norm_rows(x, self._norm)
+        assert isinstance(normed, Tensor)
+        self._normed = normed, x
+        return normed
+
+    def multiply(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        normed, self._normed = self._normed, None
+        if self._norm is None:
+            y = self._run_padded(rows)
+        elif normed is not None and normed[0] is rows:
+            y = self._run_padded(normed[1])
+        else:  # Scaled rows. The module would apply its norm to them.
+            y = F.linear(
+                rows, _wide_weight(self.module), self.module.bias if self._has_bias else None
+            )
+        if self._has_bias:
+            return y if bias is not None else y - self.module.bias
+        return y if bias is None else y + bias
+
+    def activate(self, y: Tensor, activation: str) -> Tensor:
+        return norm_activation.activate_rows(y, activation)
+
     def add_residual(self, y: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         residual_sum, _ = norm_activation.add_norm(y, bias, residual, None)
         return residual_sum
@@ -232,6 +261,14 @@ class TransformerEngineLinear(LinearBackend):
         with self._context():
             y: Tensor = self.module(x)
         return y[:rows]
+
+
+def _wide_weight(module: Any) -> Tensor:
+    """Return the weight of a module in its own dtype; a quantized weight is dequantized."""
+    weight: Tensor = module.weight
+    if type(weight) in (Tensor, nn.Parameter):
+        return weight
+    return weight.dequantize().to(weight.dtype)
 
 
 def _has_input_norm(linear: Linear) -> bool:

@@ -5,7 +5,14 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from gpt.linear_adapter import AdaptedRows, LinearTerm, OutputColumns
+from gpt.linear_adapter import (
+    AdaptedRows,
+    AdapterKernels,
+    BatchAdapters,
+    LinearTerm,
+    OutputColumns,
+    TermKernels,
+)
 
 # The terms that act on some rows of a linear's input; None: on all rows.
 RowTerms = Sequence[tuple[Tensor | None, Sequence[LinearTerm]]]
@@ -18,6 +25,13 @@ def row_terms(adapted_rows: Iterable[AdaptedRows], linear: str) -> RowTerms:
         for adapted in adapted_rows
         if linear in adapted.adapter
     ]
+
+
+def terms_of(adapters: BatchAdapters, linear: str) -> RowTerms | TermKernels:
+    """Return the terms of a linear, or the kernels that apply them; empty: it is not changed."""
+    if isinstance(adapters, AdapterKernels):
+        return adapters.for_linear(linear) or ()
+    return row_terms(adapters, linear)
 
 
 def adapted_product(
@@ -45,10 +59,12 @@ def adapted_product(
     return y
 
 
-def select_rows(adapted_rows: Sequence[AdaptedRows], rows: Tensor) -> tuple[AdaptedRows, ...]:
+def select_rows(adapters: BatchAdapters, rows: Tensor) -> BatchAdapters:
     """Return the adapters of a batch of which only `rows` are left, in this order."""
+    if isinstance(adapters, AdapterKernels):
+        return adapters.select_rows(rows)
     selected = []
-    for adapted in adapted_rows:
+    for adapted in adapters:
         if adapted.rows is None:
             selected.append(adapted)
             continue

@@ -20,7 +20,7 @@ from gpt.attention.varlen import AttentionDropout, unfused_attention
 from gpt.batch import Batch
 from gpt.config import LayerConfig, RopeConfig
 from gpt.dropout import Dropout
-from gpt.linear_adapter import AdaptedRows
+from gpt.linear_adapter import BatchAdapters
 from gpt.model.activation_checkpointing import checkpointed
 from gpt.model.adapted_linear import select_rows
 from gpt.model.build_context import BuildContext
@@ -64,8 +64,8 @@ class ForwardContext:
     # The rows that a layer computes after its attention core; set for the last layer of the model
     # only. None: all rows.
     output_rows: Tensor | None = None
-    # The adapters of these rows. None: those of all rows, `batch.adapted_rows`.
-    adapted_output_rows: tuple[AdaptedRows, ...] | None = None
+    # The adapters of these rows. None: those of all rows, `batch.adapters`.
+    adapted_output_rows: BatchAdapters | None = None
     prefix: PrefixKV | None = None
     # cos and sin of all positions. If not empty, the attention backend transforms queries and keys,
     # and the step has a KV pool and no prefix.
@@ -74,17 +74,17 @@ class ForwardContext:
     query_factors: Tensor | None = None
 
     @property
-    def output_adapters(self) -> tuple[AdaptedRows, ...]:
+    def output_adapters(self) -> BatchAdapters:
         """The adapters of the rows that a layer computes after its attention core."""
         if self.adapted_output_rows is not None:
             return self.adapted_output_rows
-        return self.batch.adapted_rows
+        return self.batch.adapters
 
     def with_output_rows(self, rows: Tensor | None) -> "ForwardContext":
         """Return the context of a layer that computes only `rows` after its attention core."""
         if rows is None:
             return self
-        adapted_rows = select_rows(self.batch.adapted_rows, rows)
+        adapted_rows = select_rows(self.batch.adapters, rows)
         return replace(self, output_rows=rows, adapted_output_rows=adapted_rows)
 
 
@@ -151,7 +151,7 @@ class Attention(nn.Module):
         self, x: Tensor, context: ForwardContext, kv: KV | None, residual: Residual | None = None
     ) -> Tensor:
         batch, d = context.batch, self.config.kv_channels
-        qkv = self.linear_qkv(x, batch.tokens, None, batch.adapted_rows)
+        qkv = self.linear_qkv(x, batch.tokens, None, batch.adapters)
         qkv = qkv.view(batch.tokens, self.groups, -1, d)
         transform = self._qk_transform(context)
         if transform is not None:

@@ -15,9 +15,11 @@ from gpt.attention.kv_cache import KVPool
 from gpt.attention.paged import KV
 from gpt.batch import Batch
 from gpt.config import GPTConfig, RopeConfig
+from gpt.linear_adapter import ModelAdapter
 from gpt.model.activation_checkpointing import RecomputePolicy, checkpointed
 from gpt.model.attention_layer import Attention, ForwardContext, PrefixKV
 from gpt.model.build_context import BuildContext
+from gpt.model.linear import Linear
 from gpt.model.mlp import MLP
 from gpt.model.moe import MoELayer
 from gpt.model.norm import Norm
@@ -40,6 +42,9 @@ class DecoderBackend(Protocol):
         - without a KV pool: only the rows in `logit_rows`.
         - with a KV pool: all rows, but only the values of the rows in `logit_rows` are defined.
         """
+
+    def prepare_adapter(self, adapter: ModelAdapter) -> ModelAdapter:
+        """Return an adapter in the layout that `forward` reads fastest."""
 
 
 class DecoderLayer(nn.Module):
@@ -137,6 +142,15 @@ class LayerwiseDecoder:
             keeps_other_rows = context.output_rows is not None and kv is not None
             x = x.index_copy(0, cast(Tensor, context.output_rows), y) if keeps_other_rows else y
         return x
+
+    def prepare_adapter(self, adapter: ModelAdapter) -> ModelAdapter:
+        linears = {
+            module.name: module
+            for layer in self._layers
+            for module in layer.modules()
+            if isinstance(module, Linear)
+        }
+        return {name: linears[name].backend.prepare_terms(terms) for name, terms in adapter.items()}
 
     def _forward_context(
         self, batch: Batch, kv: KVPool | None, prefix: PrefixKV | None

@@ -16,6 +16,7 @@ from gpt.attention.backend import AttentionBackend, QKTransformBackend, TorchAtt
 from gpt.attention.kv_cache import KVPool
 from gpt.batch import Batch
 from gpt.config import GPTConfig, RopeConfig
+from gpt.linear_adapter import ModelAdapter
 from gpt.model.activation_checkpointing import NO_RECOMPUTE, RecomputePolicy
 from gpt.model.attention_layer import PrefixKV
 from gpt.model.build_context import BuildContext
@@ -129,6 +130,14 @@ class GPT(nn.Module):
     def use_greedy_head(self, greedy_head: GreedyHead) -> None:
         """Compute greedy tokens with `greedy_head` for the rows that it supports."""
         self.greedy_head = greedy_head
+
+    def prepare_adapter(self, adapter: ModelAdapter) -> ModelAdapter:
+        """Return the adapter in the layout of this model's backends, for many steps.
+
+        A batch may have an adapter that is not prepared, but some backends then convert it in each
+        step. If a backend has a layout of its own, the result has copies of the tensors.
+        """
+        return self.decoder_backend.prepare_adapter(adapter)
 
     def layerwise_decoder(self) -> LayerwiseDecoder:
         """Return a decoder backend that runs this stage's layers one after another."""

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from gpt.cpu import training_kernels
 from gpt.fp8_rows import Fp8Rows
-from gpt.linear_adapter import AdaptedRows
+from gpt.linear_adapter import BatchAdapters, LinearTerm, TermKernels
 from gpt.model.activation import ACTIVATIONS
-from gpt.model.adapted_linear import RowTerms, adapted_product, row_terms
+from gpt.model.adapted_linear import RowTerms, adapted_product, terms_of
 from gpt.model.adapted_linear_training import adapted_linear, supports_terms
 from gpt.model.build_context import BuildContext
 from gpt.model.norm import Norm, normalize
@@ -59,18 +59,42 @@ class LinearBackend(Protocol):
     ) -> Tensor:
         """Return the output of `forward` with the terms of adapters (gpt/linear_adapter.py)."""
         y = adapted_product(self.input_rows(x), terms, self.multiply, bias)
+        return self._finish_adapted(y, activation, residual)
+
+    def forward_with_kernels(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        residual: Tensor | None,
+        kernels: TermKernels,
+    ) -> Tensor:
+        """Return the output of `forward_adapted`, with the terms added by kernels on a GPU."""
+        rows = self.input_rows(x)
+        y = self.multiply(kernels.scale_input(rows), bias)
+        return self._finish_adapted(kernels.add_terms(y, rows, bias), activation, residual)
+
+    def _finish_adapted(self, y: Tensor, activation: str | None, residual: Tensor | None) -> Tensor:
         if activation is not None:
-            y = ACTIVATIONS[activation](y)
-        return y if residual is None else residual + y
+            y = self.activate(y, activation)
+        return y if residual is None else self.add_residual(y, None, residual)
+
+    def prepare_terms(self, terms: Sequence[LinearTerm]) -> Sequence[LinearTerm]:
+        """Return the terms of an adapter in the layout that `forward_adapted` reads fastest."""
+        return terms
 
     def input_rows(self, x: Tensor) -> Tensor:
         """Return the rows that the weight multiplies: `x` after the norm, if `includes_norm`."""
         assert not self.includes_norm, "a backend with a norm has its own input_rows"
         return x
 
-    def multiply(self, rows: Tensor) -> Tensor:
-        """Return rows @ weight.T; `rows` are the rows of `input_rows`, or scaled ones."""
-        return self.forward(rows, None, None, None)
+    def multiply(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return rows @ weight.T + bias; `rows` are the rows of `input_rows`, or scaled ones."""
+        return self.forward(rows, bias, None, None)
+
+    def activate(self, y: Tensor, activation: str) -> Tensor:
+        """Return the activation of `y`, if `forward` also applies it."""
+        return ACTIVATIONS[activation](y)
 
     def add_residual(self, y: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """Return y + bias + residual; `y` is an all-reduced output of `forward`."""
@@ -167,6 +191,20 @@ class Linear(nn.Module):
         if not keep_weight:
             self._parameters["weight"] = None
 
+    def _backend_output(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        residual: Tensor | None,
+        terms: RowTerms | TermKernels,
+    ) -> Tensor:
+        if isinstance(terms, TermKernels):
+            return self.backend.forward_with_kernels(x, bias, activation, residual, terms)
+        if terms:
+            return self.backend.forward_adapted(x, bias, activation, residual, terms)
+        return self.backend.forward(x, bias, activation, residual)
+
 
 class ColumnParallelLinear(Linear):
     """A linear whose weight is split by rows: each rank computes its own output columns.
@@ -187,7 +225,7 @@ class ColumnParallelLinear(Linear):
         x: Tensor,
         tokens: int,
         activation: str | None = None,
-        adapted_rows: Sequence[AdaptedRows] = (),
+        adapted_rows: BatchAdapters = (),
     ) -> Tensor:
         if self.backend.includes_norm:
             return self.project_gathered(x, activation, adapted_rows)
@@ -203,13 +241,11 @@ class ColumnParallelLinear(Linear):
         self,
         x: Tensor,
         activation: str | None = None,
-        adapted_rows: Sequence[AdaptedRows] = (),
+        adapted_rows: BatchAdapters = (),
     ) -> Tensor:
         """Return the backend's output for `x`, which must have the rows of all tensor ranks."""
-        terms = row_terms(adapted_rows, self.name)
-        if terms:
-            return self.backend.forward_adapted(x, self.bias, activation, None, terms)
-        return self.backend.forward(x, self.bias, activation, None)
+        terms = terms_of(adapted_rows, self.name)
+        return self._backend_output(x, self.bias, activation, None, terms)
 
     def _trains_weight(self) -> bool:
         weight = self._parameters["weight"]
@@ -233,18 +269,16 @@ class RowParallelLinear(Linear):
         self,
         x: Tensor,
         residual: Residual | None = None,
-        adapted_rows: Sequence[AdaptedRows] = (),
+        adapted_rows: BatchAdapters = (),
     ) -> Tensor:
-        terms = row_terms(adapted_rows, self.name)
+        terms = terms_of(adapted_rows, self.name)
         # Without dropout, a factor and a norm of the output, the backend adds the residual.
         fused_residual: Tensor | None = None
         is_plain = residual is not None and residual.is_plain_sum and self.post_layernorm is None
         if residual is not None and is_plain:
             fused_residual = residual.x
-        if self.mesh.tp == 1 and terms:
-            y = self.backend.forward_adapted(x, self.bias, None, fused_residual, terms)
-        elif self.mesh.tp == 1:
-            y = self.backend.forward(x, self.bias, None, fused_residual)
+        if self.mesh.tp == 1:
+            y = self._backend_output(x, self.bias, None, fused_residual, terms)
         elif terms:
             y = self._summed_adapted_output(x, terms)
             if fused_residual is not None:
@@ -274,16 +308,14 @@ class RowParallelLinear(Linear):
                 return all_reduce.sum_allocated(y)
         return from_row_parallel(self.partial_output(x), self.mesh)
 
-    def _summed_adapted_output(self, x: Tensor, terms: RowTerms) -> Tensor:
+    def _summed_adapted_output(self, x: Tensor, terms: RowTerms | TermKernels) -> Tensor:
         """Return the sum of the outputs of the tensor ranks with adapters, with the bias.
 
         All factors of an output column are equal on all ranks, so each rank applies them to its
         share of the sum. One rank adds the bias, because an output scale applies to it too.
         """
         bias = self.bias if self.mesh.tp_rank == 0 else None
-        return from_row_parallel(
-            self.backend.forward_adapted(x, bias, None, None, terms), self.mesh
-        )
+        return from_row_parallel(self._backend_output(x, bias, None, None, terms), self.mesh)
 
     @property
     def _is_inference(self) -> bool:

@@ -5,12 +5,11 @@ columns. Each tensor rank computes one range of the gate columns and the same ra
 columns (`ShardRule.GATED` in gpt/parallel/weight_sharding.py).
 """
 
-from collections.abc import Sequence
 from typing import cast
 
 from torch import Tensor, nn
 
-from gpt.linear_adapter import AdaptedRows
+from gpt.linear_adapter import BatchAdapters
 from gpt.model.activation import activation_name, torch_activation, xielu
 from gpt.model.build_context import BuildContext
 from gpt.model.linear import ColumnParallelLinear, RowParallelLinear
@@ -55,7 +54,7 @@ class MLP(nn.Module):
         x: Tensor,
         tokens: int,
         residual: Residual | None = None,
-        adapted_rows: Sequence[AdaptedRows] = (),
+        adapted_rows: BatchAdapters = (),
     ) -> Tensor:
         y = self._activate(self.linear_fc1(x, tokens, self._fused_activation, adapted_rows))
         return cast(Tensor, self.linear_fc2(y, residual, adapted_rows))

@@ -22,6 +22,7 @@ from gpt.errors import ConfigError, PreambleError
 from serving.adapters.alias_record import AliasRecord, read_alias
 from serving.adapters.directory_layout import ALIAS_SUFFIX, parse_file_name
 from serving.messages import AdapterRef
+from serving.request import NO_INFO, AdapterInfo
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class LoadedAdapter:
     card: Card
     adapter_ref: AdapterRef
     tenant: str = ""  # The tenant that owns the adapter. "": all tenants share it.
+    info: AdapterInfo = NO_INFO
 
     @property
     def key(self) -> str:
@@ -277,7 +279,12 @@ class AdapterDirectory:
             self._rank_bytes(adapter),
         )
         loaded_adapter = LoadedAdapter(
-            name.name, name.version or 1, adapter.card, adapter_ref, self._tenant
+            name.name,
+            name.version or 1,
+            adapter.card,
+            adapter_ref,
+            self._tenant,
+            AdapterInfo(adapter.method, adapter.rank, adapter.nbytes),
         )
         log.info(
             "event=adapter_loaded adapter=%s rows=%d rank=%d",

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 CHECK_LIMIT_S = 5.0  # Time limit of `check_directory`.
 
 
-def check_directory(directory: Path) -> None:
-    """Raise ConfigError if `directory` is not a directory.
+def check_directory(directory: Path, setting: str = "adapters") -> None:
+    """Raise ConfigError if `directory`, the value of `setting`, is not a directory.
 
     If the disk does not answer within the time limit, raise no error: the server then starts
     without adapters, and loads them when the disk answers.
@@ -37,7 +37,7 @@ def check_directory(directory: Path) -> None:
     wait([is_directory], CHECK_LIMIT_S)
     if is_directory.done() and not is_directory.result():
         raise ConfigError(
-            f"adapters: {directory} is not a directory; create it, or name another directory"
+            f"{setting}: {directory} is not a directory; create it, or name another directory"
         )
 
 

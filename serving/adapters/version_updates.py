@@ -17,7 +17,14 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from gpt.adapters.adapter_file import SUFFIX, Adapter, AdapterName, open_adapter, parse_name
+from gpt.adapters.adapter_file import (
+    SUFFIX,
+    Adapter,
+    AdapterName,
+    encode_adapter,
+    open_adapter,
+    parse_name,
+)
 from gpt.adapters.card import NAME_PATTERN
 from gpt.adapters.change_log import AdapterChange, AdapterChangeLog, ChangeAction, ChangeAuthor
 from gpt.errors import AdapterError, ConfigError, RequestError
@@ -343,6 +350,14 @@ class AdapterUpload:
                 )
             self._file.write(data)
 
+    def write_adapter(self, adapter: Adapter) -> None:
+        """Write the file of an adapter that this server has read; its size is not limited."""
+        with self._locked():
+            assert self._file is not None
+            content = encode_adapter(adapter)
+            self._size += len(content)
+            self._file.write(content)
+
     def finish(self) -> LoadedAdapter:
         """Check the whole file and publish it under its final name."""
         with self._locked():
@@ -393,6 +408,21 @@ class AdapterUpload:
             ) from None
 
     def _check_adapter(self, adapter: Adapter) -> None:
+        if len(adapter.table):
+            self._check_row_norms(adapter)
+        registry = self._store.adapters
+        try:
+            registry.check(adapter)
+        except AdapterError as error:
+            raise RefusedError("ADAPTER_UNUSABLE", str(error), "data") from None
+        if len(registry) >= registry.adapters_max:
+            raise RefusedError(
+                "NOT_POSSIBLE_NOW",
+                f"this server has {registry.adapters_max} adapters, the limit (adapters_max); "
+                "unload one first",
+            )
+
+    def _check_row_norms(self, adapter: Adapter) -> None:
         # `row_norm_max` limits the norm of a virtual token's row. A prefix row has the keys and
         # values of all layers, so each of its elements is compared with the limit instead.
         is_prefix = adapter.card.kind == "prefix"
@@ -404,17 +434,6 @@ class AdapterUpload:
                 f"data has {measure} {magnitude:.3g}, over the limit {limit:g} (row_norm_max); "
                 "train the adapter again with a lower learning rate",
                 "data",
-            )
-        registry = self._store.adapters
-        try:
-            registry.check(adapter)
-        except AdapterError as error:
-            raise RefusedError("ADAPTER_UNUSABLE", str(error), "data") from None
-        if len(registry) >= registry.adapters_max:
-            raise RefusedError(
-                "NOT_POSSIBLE_NOW",
-                f"this server has {registry.adapters_max} adapters, the limit (adapters_max); "
-                "unload one first",
             )
 
     def _choose_version(self) -> int:

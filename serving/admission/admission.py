@@ -24,7 +24,14 @@ from serving.admission.prompt_tokens import PromptTokenizer, PromptTokens
 from serving.config import LimitsConfig
 from serving.engine.beam_search import beam_params, check_beam_stops, check_beams
 from serving.messages import Guide, ServiceClass
-from serving.request import AnswerSpec, Ask, DeadlinePassedError, Request, answer_seed
+from serving.request import (
+    NO_INFO,
+    AnswerSpec,
+    Ask,
+    DeadlinePassedError,
+    Request,
+    answer_seed,
+)
 from serving.worker.guided_decoding import check_guide
 
 # Random seeds stay below 2^53, so that JSON and JavaScript represent them exactly.
@@ -141,6 +148,7 @@ class Admission:
             adapter=adapter.key if adapter else "",
             is_private=adapter is not None and adapter.tenant != "",
             adapter_ref=adapter.adapter_ref if adapter else None,
+            adapter_info=adapter.info if adapter else NO_INFO,
             virtual_tokens=sum(token >= self.vocab_size for token in prompt),
             continuation_tokens=len(continuation_ids),
             adapted_from=_adapted_from(adapter, prompt),

@@ -9,10 +9,11 @@ locks; the engine calls it under its own lock.
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from serving.request import AnswerSpec
+from serving.memory_budget import ADAPTER_PAGE_BYTES
+from serving.request import AdapterInfo, AnswerSpec
 
 ADAPTER_NAMES_MAX = 100  # Names in each list of a `ResidencySnapshot`.
 
@@ -26,24 +27,30 @@ class ResidencySnapshot:
     # Number of adapters that fit on the device, if they have the average size of those on it.
     adapters_max: int
     changed_at: float  # Unix time of the last change of the adapters on the device.
+    # The adapters in `resident` by name, each in the version that was used last.
+    infos: Mapping[str, AdapterInfo] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class _AdapterUse:
     name: str  # Without version; empty: a tenant's private adapter.
-    row_count: int
+    row_count: int  # Rows of the adapter pool.
+    page_count: int  # Pages of the adapter memory.
+    info: AdapterInfo
 
 
 class AdapterResidency:
     """Joins the digests of the adapters on the device with the names in requests.
 
-    `rows_max` is the size of the adapter pool, and `pages_max` that of the adapter memory. At most
+    `rows_max` is the size of the adapter pool, and `pages_max` that of the adapter memory, of
+    which adapters with changes of linears use pages. At most
     `rows_max` + `pages_max` + `requests_max` adapters are remembered: all that can be on the
     device, and one for each unfinished request.
     """
 
     def __init__(self, rows_max: int, requests_max: int, pages_max: int = 0) -> None:
         self._rows_max = rows_max
+        self._pages_max = pages_max
         self._uses_max = rows_max + pages_max + requests_max
         # By digest, the last used adapter last.
         self._uses: OrderedDict[str, _AdapterUse] = OrderedDict()
@@ -55,7 +62,12 @@ class AdapterResidency:
         adapter_ref = answer.adapter_ref
         if adapter_ref is None or not adapter_ref.uses_device_pools:
             return
-        self._uses[adapter_ref.digest] = _AdapterUse(_shared_name(answer), adapter_ref.row_count)
+        self._uses[adapter_ref.digest] = _AdapterUse(
+            _shared_name(answer),
+            adapter_ref.row_count if adapter_ref.has_pool_rows else 0,
+            -(-adapter_ref.rank_bytes // ADAPTER_PAGE_BYTES),
+            answer.adapter_info,
+        )
         self._uses.move_to_end(adapter_ref.digest)
         if len(self._uses) > self._uses_max:
             del self._uses[next(digest for digest in self._uses if digest not in self._resident)]
@@ -86,14 +98,30 @@ class AdapterResidency:
             and answer.adapter_ref.uses_device_pools
             and answer.adapter_ref.digest not in self._resident
         ]
-        rows = sum(use.row_count for use in resident)
-        average_rows = max(1, -(-rows // len(resident))) if resident else 1
+        names = _distinct_names(use.name for use in resident)
+        infos = {use.name: use.info for use in reversed(resident)}  # The last used version wins.
         return ResidencySnapshot(
-            _distinct_names(use.name for use in resident),
+            names,
             _distinct_names(reversed(waiting)),
-            max(len(self._resident), self._rows_max // average_rows),
+            max(len(self._resident), self._capacity(resident)),
             self._changed_at,
+            {name: infos[name] for name in names},
         )
+
+    def _capacity(self, resident: Sequence[_AdapterUse]) -> int:
+        """Return how many adapters fit that have the average size of the resident ones.
+
+        The pool that is full first decides. Without resident adapters, an adapter has one row.
+        """
+        rows = sum(use.row_count for use in resident)
+        pages = sum(use.page_count for use in resident)
+        capacities = []
+        if rows or not pages:
+            average_rows = -(-rows // len(resident)) if resident else 1
+            capacities.append(self._rows_max // max(1, average_rows))
+        if pages:
+            capacities.append(self._pages_max // -(-pages // len(resident)))
+        return min(capacities)
 
 
 def _shared_name(answer: AnswerSpec) -> str:

@@ -44,6 +44,15 @@ class AdapterMemoryPool:
     def loads(self) -> int:
         return self._pool.loads
 
+    @property
+    def evictions(self) -> int:
+        return self._pool.evictions
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes on each rank that adapters have, also if no sequence uses the adapters."""
+        return self._pool.used_count * ADAPTER_PAGE_BYTES
+
     def pop_changes(self) -> dict[str, bool]:
         """See `AdapterPool.pop_changes`."""
         return self._pool.pop_changes()

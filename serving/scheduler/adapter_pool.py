@@ -26,6 +26,7 @@ class AdapterPool:
     def __init__(self, count: int) -> None:
         self.unit_count = count
         self.loads = 0  # Number of times that an adapter had to be written to the pool.
+        self.evictions = 0
         # By digest, the least recently used adapter first.
         self._ranges: OrderedDict[str, _Range] = OrderedDict()
         self._changes: dict[str, bool] = {}  # Next result of `pop_changes`.
@@ -46,6 +47,11 @@ class AdapterPool:
         assert not self._ranges[digest].users, "a pinned adapter is removed"
         del self._ranges[digest]
         self._changes[digest] = False
+
+    @property
+    def used_count(self) -> int:
+        """The number of units that adapters have, also if no sequence uses the adapters."""
+        return sum(unit_range.count for unit_range in self._ranges.values())
 
     @property
     def user_count(self) -> int:
@@ -75,6 +81,7 @@ class AdapterPool:
                 other for other, unit_range in self._ranges.items() if not unit_range.users
             )
             del self._ranges[evicted_digest]
+            self.evictions += 1
             self._changes[evicted_digest] = False
             start = self._find_gap(list(self._ranges.values()), count)
         self._ranges[digest] = _Range(start, count, 1)

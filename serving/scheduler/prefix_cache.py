@@ -130,8 +130,11 @@ class PrefixCache:
             vocab_size = self._vocab_size
             ids = [token if token < vocab_size else vocab_size - 1 - token for token in ids]
             adapter_key = sequence.adapter_key if min(ids) < 0 else NO_ADAPTER_KEY
-        if sequence.changes_linears and sequence.submission.adapted_from < end:
-            adapter_key = sequence.adapter_key
+        adapted_offset = max(0, sequence.submission.adapted_from - start)
+        if sequence.changes_linears and adapted_offset < end - start:
+            # The adapter acts on the block from this offset on. The offset is a part of the key,
+            # because the end of the invocation may lie in a later block.
+            adapter_key = sequence.adapter_key + adapted_offset.to_bytes(4, "little")
         encoded_bytes = parent + adapter_key + array("q", ids).tobytes()
         return blake2b(encoded_bytes, digest_size=KEY_BYTES).digest()
 

@@ -162,6 +162,14 @@ class ResourceAllocator:
         """
         return self._adapter_rows.loads + self._adapter_memory.loads
 
+    @property
+    def adapter_evictions(self) -> int:
+        return self._adapter_rows.evictions + self._adapter_memory.evictions
+
+    @property
+    def adapter_memory_bytes(self) -> int:
+        return self._adapter_memory.used_bytes
+
     def pop_adapter_changes(self) -> dict[str, bool]:
         """Return the digests of adapters that were put on the device or evicted from it.
 
@@ -311,7 +319,9 @@ class ResourceAllocator:
         """
         self._reserved_total = None
 
-    def admit(self, sequence: Sequence, now: float, *, may_pin_adapters: bool) -> AdmissionResult:
+    def admit(
+        self, sequence: Sequence, now: float, *, may_pin_adapter_rows: bool, may_load_linears: bool
+    ) -> AdmissionResult:
         """Give a waiting sequence a slot, its cached blocks and its adapter rows, if it can run.
 
         The sequence can run if a slot is free and the pool has enough blocks:
@@ -327,9 +337,9 @@ class ResourceAllocator:
         if self._prefix_cache.park_if_pending(sequence, prefix_match):
             return AdmissionResult.PARKED
         needs_rows = _needs_adapter_rows(sequence, prefix_match)
-        if needs_rows and not (may_pin_adapters and self._adapter_rows_fit(sequence)):
+        if needs_rows and not (may_pin_adapter_rows and self._adapter_rows_fit(sequence)):
             return AdmissionResult.NO_ADAPTER_ROWS
-        if sequence.changes_linears and not self._has_linears(sequence, may_load=may_pin_adapters):
+        if sequence.changes_linears and not self._has_linears(sequence, may_load=may_load_linears):
             return AdmissionResult.NO_ADAPTER_LINEARS
         if any(map(self._prefix_cache.has_write_in_flight, prefix_match.partial_blocks)):
             return AdmissionResult.BLOCK_COPY_IN_FLIGHT

@@ -324,7 +324,7 @@ class Scheduler:
         candidates = self._waiting.candidates(now)
         skipped_sequences = list[Sequence]()
         is_full = False
-        may_pin_adapters = True
+        may_pin_adapter_rows = may_load_linears = True
         while (
             tokens_left > latency_backlog and not is_full and len(skipped_sequences) < SKIPPED_MAX
         ):
@@ -333,7 +333,12 @@ class Scheduler:
             sequence = candidates.pop_next(latency_only=latency_only)
             if sequence is None:
                 break
-            match allocator.admit(sequence, now, may_pin_adapters=may_pin_adapters):
+            match allocator.admit(
+                sequence,
+                now,
+                may_pin_adapter_rows=may_pin_adapter_rows,
+                may_load_linears=may_load_linears,
+            ):
                 case AdmissionResult.ADMITTED:
                     builder.init_slot(sequence)
                     if sequence.is_latency_class:
@@ -343,9 +348,14 @@ class Scheduler:
                     self._count_prompt(sequence)
                 case AdmissionResult.PARKED:
                     pass
-                case AdmissionResult.NO_ADAPTER_ROWS | AdmissionResult.NO_ADAPTER_LINEARS:
-                    # Later sequences must not take the memory for which this one waits.
-                    may_pin_adapters = False
+                case AdmissionResult.NO_ADAPTER_ROWS:
+                    # Later sequences must not take the adapter rows for which this one waits.
+                    may_pin_adapter_rows = False
+                    skipped_sequences.append(sequence)
+                case AdmissionResult.NO_ADAPTER_LINEARS:
+                    # Nor the adapter memory. They may take adapter rows: a waiting sequence that
+                    # has pinned adapter memory must be able to run and to free it.
+                    may_load_linears = False
                     skipped_sequences.append(sequence)
                 case AdmissionResult.BLOCK_COPY_IN_FLIGHT:
                     skipped_sequences.append(sequence)
@@ -591,6 +601,8 @@ class Scheduler:
             steps=self._step_count,
             adapters_resident=allocator.adapters_resident,
             adapter_loads=allocator.adapter_loads + self._prefix_loads,
+            adapter_evictions=allocator.adapter_evictions,
+            adapter_memory_bytes=allocator.adapter_memory_bytes,
             drafted_tokens=totals.drafted,
             accepted_tokens=totals.accepted,
         )

@@ -11,9 +11,9 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import wait
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,18 +24,20 @@ from gpt.adapters.adapter_file import Adapter, check_adapter
 from gpt.checkpoint.digest import identify, lookup_identity
 from gpt.checkpoint.logical_tensor import ModelIdentity
 from gpt.dtypes import FLOAT_DTYPES
-from gpt.errors import AdapterError, ConfigError
+from gpt.errors import AdapterError, ConfigError, RequestError
+from gpt.files.abandoned_files import temporary_folder
 from gpt.model.loading import check_dtype, parse_device
 from gpt.parallel.adapter_sharding import largest_rank_bytes
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_stages import stage_layers
 from gpt.tokenizers.chat_template import ChatTemplate, find_template
 from gpt.tokenizers.tokenizer_info import describe_tokenizer
+from serving.adapters.adapter_imports import AdapterImporter, LoraModule
 from serving.adapters.registry import AdapterRegistry, check_directory
 from serving.adapters.version_updates import AdapterStore
 from serving.admission.admission import Admission
 from serving.admission.chat_prompt import ChatPromptRenderer
-from serving.config import ServerConfig
+from serving.config import AdapterConfig, ServerConfig
 from serving.engine.engine import Engine
 from serving.engine.stream import Stream
 from serving.engine.transport import EngineTransport
@@ -66,9 +68,15 @@ class ServableCheckpoint(WorkerCheckpoint):
         """Open the checkpoint, and run every check that needs no weights."""
         device = _resolve_device(config.model_config.device)
         check_dtype(config.model_config.dtype)
-        adapters = config.adapter_config.adapters
-        if adapters is not None:
-            check_directory(Path(adapters))
+        for setting in ("adapters", "adapter_imports"):
+            if (folder := getattr(config.adapter_config, setting)) is not None:
+                check_directory(Path(folder), setting)
+        for module in map(LoraModule.parse, config.adapter_config.lora_modules):
+            if not Path(module.path).exists():
+                raise ConfigError(
+                    f"lora_modules: {module.path}, the path of {module.name}, does not exist; give "
+                    "the path of an adapter"
+                )
         worker_checkpoint = open_for_serving(config, device)
         checkpoint, tokenizer = worker_checkpoint.checkpoint, worker_checkpoint.tokenizer
         return cls(
@@ -104,6 +112,7 @@ class Service:
         self._identity: ModelIdentity | None = None
         self._identity_lock = threading.Lock()
         self._pending_admissions = 0  # Number of asks in admission.
+        self._resources = ExitStack()
         config = self.checkpoint.config
         self.golden_checker = GoldenChecker(
             self.config.adapter_config,
@@ -115,13 +124,21 @@ class Service:
         )
         adapter_config = self.config.adapter_config
         self.adapters = AdapterRegistry(
-            Path(adapter_config.adapters) if adapter_config.adapters else None,
+            self._adapter_directory(adapter_config),
             self._check_adapter,
             adapters_max=adapter_config.adapters_max,
             rank_bytes=self._rank_bytes,
             eligible=self.golden_checker.is_eligible,
         )
         self.store = AdapterStore(self.adapters, adapter_config, reason_name)
+        imports = adapter_config.adapter_imports
+        self.importer = AdapterImporter(
+            self.store,
+            self.checkpoint,
+            partial(lookup_identity, self.checkpoint),
+            Path(imports) if imports else None,
+        )
+        self._lora_modules = [LoraModule.parse(text) for text in adapter_config.lora_modules]
         self.file_threads = FileThreads(adapter_config.adapters_answer_s)
         self.admission = Admission(
             self.tokenizer,
@@ -135,6 +152,7 @@ class Service:
 
     def open(self, transport: EngineTransport) -> Self:
         """Start the engine, scan the adapter directory, and wait until the engine is up."""
+        self._load_lora_modules()
         self._engine = Engine(
             transport,
             self.tokenizer,
@@ -182,10 +200,15 @@ class Service:
     async def load_new_adapters(self, names: Collection[str], tenant: str) -> None:
         """Scan the adapter directory if it may have an adapter of `names` that is not loaded.
 
-        Raise UnavailableError if the directory does not answer within `adapters_answer_s`.
+        An adapter that it does not have is imported if the import directory has a folder of its
+        name. Raise UnavailableError if the directory does not answer within `adapters_answer_s`.
         """
         if self.adapters.needs_scan(names, tenant):
-            await self.file_threads.run(tenant, self.adapters.scan_if_stale, tenant)
+            await self.file_threads.run(tenant, self._find_new_adapters, names, tenant)
+
+    def _find_new_adapters(self, names: Collection[str], tenant: str) -> None:
+        self.adapters.scan_if_stale(tenant)
+        self.importer.import_missing(names, tenant)
 
     async def scan_adapters(self) -> None:
         """Scan the adapter directory; raise UnavailableError if the scan makes no progress."""
@@ -222,7 +245,7 @@ class Service:
         asks = list(asks)
         for ask in asks:
             if self.adapters.needs_scan(ask.adapters, ask.tenant):
-                self.adapters.scan_if_stale(ask.tenant)
+                self._find_new_adapters(ask.adapters, ask.tenant)
         return self.engine.generate([self.admission.admit(ask) for ask in asks])
 
     @cached_property
@@ -312,6 +335,7 @@ class Service:
         self.chat.close()
         if self._engine is not None:
             self._engine.close()
+        self._resources.close()
 
     def __enter__(self) -> Self:
         return self
@@ -323,6 +347,39 @@ class Service:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _adapter_directory(self, config: AdapterConfig) -> Path | None:
+        """Return the adapter directory; None: there is none.
+
+        Imported adapters need one. If none is configured, it is a temporary directory.
+        """
+        if config.adapters:
+            return Path(config.adapters)
+        if config.adapter_imports is None and not config.lora_modules:
+            return None
+        return self._resources.enter_context(temporary_folder("adapters"))
+
+    def _load_lora_modules(self) -> None:
+        """Import `lora_modules` before the ranks load the weights, so that errors appear early."""
+        if not self._lora_modules:
+            return
+        for module in self._lora_modules:
+            base_name = module.base_model_name
+            if base_name is not None and not self.model_names.may_be_base(base_name):
+                raise ConfigError(
+                    f"lora_modules: {module.name} has base_model_name {base_name!r}, but this "
+                    f"model is {self.name!r}; remove base_model_name"
+                )
+            self.check_adapter_name(module.name)
+        self._sweep_and_scan()
+        self.importer.load_modules(self._lora_modules)
+
+    def check_adapter_name(self, name: str) -> None:
+        """Refuse a name of the base model for an adapter, which no request could select."""
+        if self.model_names.is_certainly_base(name):
+            raise RequestError(
+                f"{name!r} is a name of the base model; choose another name for the adapter", "name"
+            )
 
     def _scan_at_start(self) -> None:
         """Scan the adapter directory; go on without it if it does not answer."""

@@ -2,19 +2,22 @@
 
 The memory is one tensor of bytes. The scheduler assigns a range to each adapter and says which
 changes a step writes. This rank writes only its shards of them, in the dtype of the model, one
-behind the other. The terms of an adapter are views of this memory, so kernels can read them by
-address.
+behind the other. The terms of an adapter are views of this memory, so the kernels of a GPU can read
+them (gpt/linear/low_rank.py). Without these kernels, the linears apply the terms one by one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from gpt.batch import token_indices
+from gpt.batch import Batch, token_indices
 from gpt.device_transfers import to_device
+from gpt.linear import low_rank
+from gpt.linear.low_rank import EncodedAdapter, PackedRows, TermTable
 from gpt.linear_adapter import AdaptedRows, LinearAdapter, LinearTerm, split_key
 from gpt.model.gpt_model import GPT
 from gpt.parallel.adapter_sharding import adaptable_linears, aligned_bytes, shard_linear_adapter
@@ -28,17 +31,27 @@ class _ResidentAdapter:
 
     end: int  # First byte behind the terms.
     terms: dict[str, list[LinearTerm]] = field(default_factory=dict)
+    encoded: EncodedAdapter | None = None  # The terms for kernels, when a step has needed them.
 
 
 class AdapterMemory:
-    """The adapters' changes of linears on this rank, by the first byte of their range."""
+    """The adapters' changes of linears on this rank, by the first byte of their range.
 
-    def __init__(self, model: GPT, nbytes: int) -> None:
+    A step has at most `adapters_max` adapters.
+    """
+
+    def __init__(self, model: GPT, nbytes: int, adapters_max: int) -> None:
         self._model = model
         self._linears = adaptable_linears(model.config)
         # On a CPU, memory that no adapter has needed is not committed by the kernel.
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=model.mesh.device)
         self._adapters: dict[int, _ResidentAdapter] = {}
+        # The terms for kernels; None: no kernels support this model.
+        self.table: TermTable | None = None
+        if nbytes and low_rank.unsupported_reason(model.mesh.device, model.dtype) is None:
+            stage_linears = [name for name in self._linears if layer_number(name) in model.layers]
+            memory = self._memory.view(model.dtype)
+            self.table = TermTable(memory, stage_linears, adapters_max)
 
     def write(self, linears_write: AdapterLinearsWrite) -> None:
         """Write this rank's shards of some changes of an adapter."""
@@ -46,6 +59,7 @@ class AdapterMemory:
         if not linears_write.first:
             self._adapters[start] = _ResidentAdapter(start)
         adapter = self._adapters[start]
+        self._forget(start)
         for linear_write in linears_write.linears:
             name, part = split_key(linear_write.key)
             if layer_number(name) in self._model.layers:
@@ -53,7 +67,14 @@ class AdapterMemory:
                 adapter.terms.setdefault(name, []).append(self._store(term, adapter))
         # The ranges of adapters that were evicted may begin inside this one.
         for other in [other for other in self._adapters if start < other < adapter.end]:
+            self._forget(other)
             del self._adapters[other]
+
+    def _forget(self, start: int) -> None:
+        """Encode the terms of this adapter again before its next step."""
+        self._adapters[start].encoded = None
+        if self.table is not None:
+            self.table.forget(start)
 
     def _local_term(self, linear_write: LinearWrite, name: str, part: str) -> LinearTerm:
         tensors = {
@@ -75,28 +96,85 @@ class AdapterMemory:
             if isinstance(value, Tensor):
                 nbytes = value.numel() * self._model.dtype.itemsize
                 view = self._memory[adapter.end : adapter.end + nbytes].view(self._model.dtype)
-                stored[name] = view.view(value.shape).copy_(value)
+                host_value = value.to(self._model.dtype).contiguous()
+                device_value = to_device(host_value, self._memory.device)
+                stored[name] = view.view(value.shape).copy_(device_value)
                 adapter.end += aligned_bytes(nbytes)
         return LinearTerm(**stored)
 
-    def adapted_rows(self, step: Step) -> tuple[AdaptedRows, ...]:
-        """Return the rows of a step's batch on which adapters act, by adapter."""
-        if not step.adapter_starts:
-            return ()
-        positions, sequences, *_ = token_indices(step.lengths, step.past, 1)
-        starts = np.array(step.adapter_starts)[sequences]
-        acts = (starts >= 0) & (positions >= np.array(step.adapted_from)[sequences])
-        if not acts.any():
-            return ()
-        if acts.all() and len(adapters := np.unique(starts)) == 1:
-            return (AdaptedRows(self._terms(int(adapters[0])), None),)
+    def add_adapters(self, batch: Batch, step: Step) -> Batch:
+        """Return the batch of a step with the adapters that act on its rows."""
+        starts = row_adapters(step)
+        if starts is None:
+            return batch
+        if self.table is None:
+            return replace(batch, adapted_rows=self._adapted_rows(starts))
+        packed = low_rank.pack_rows(self.assign_slots(starts))
+        device_rows = to_device(packed, self._model.mesh.device)
+        rows = PackedRows.view(device_rows, len(starts), int(packed[0]))
+        kernels = low_rank.batch_kernels(self.table, rows, self.encoded(starts))
+        return replace(batch, adapter_kernels=kernels)
+
+    def _adapted_rows(self, starts: NDArray[np.int64]) -> tuple[AdaptedRows, ...]:
+        """Return the rows on which each adapter acts."""
+        adapters = np.unique(starts).tolist()
+        if len(adapters) == 1:
+            return (AdaptedRows(self._terms(adapters[0]), None),)
         device = self._model.mesh.device
         return tuple(
-            AdaptedRows(
-                self._terms(int(start)), to_device(np.flatnonzero(acts & (starts == start)), device)
-            )
-            for start in np.unique(starts[acts])
+            AdaptedRows(self._terms(start), to_device(np.flatnonzero(starts == start), device))
+            for start in adapters
+            if start >= 0
         )
 
     def _terms(self, start: int) -> Mapping[str, Sequence[LinearTerm]]:
         return self._adapters[start].terms
+
+    def encoded(self, starts: NDArray[np.int64]) -> list[EncodedAdapter]:
+        """Return the terms of the adapters of these rows for kernels."""
+        return [self._encode(start) for start in np.unique(starts).tolist() if start >= 0]
+
+    def assign_slots(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Write the adapters of these rows to the table; return the slot of each row, or -1."""
+        assert self.table is not None
+        adapters, indices = np.unique(starts, return_inverse=True)
+        acting = [start for start in adapters.tolist() if start >= 0]
+        slots = self.table.assign_slots({start: self._encode(start) for start in acting})
+        # Rows without an adapter have the lowest start, -1.
+        return np.array([-1] * (len(adapters) - len(acting)) + slots)[indices]
+
+    def _encode(self, start: int) -> EncodedAdapter:
+        assert self.table is not None
+        adapter = self._adapters[start]
+        if adapter.encoded is None:
+            adapter.encoded = self.table.encode(adapter.terms)
+        return adapter.encoded
+
+    def compile_kernels(self) -> None:
+        """Compile the kernels that steps with adapters launch; a compilation would stop a step."""
+        if self.table is None:
+            return
+        mesh, config = self._model.mesh, self._model.config
+        shapes = set()
+        for name in self.table.linears:
+            linear = self._linears[name]
+            sharded = sum(
+                stop - start for start, stop in linear.shard(config, mesh.tp_rank, mesh.tp).ranges
+            )
+            has_bias = self._model.get_submodule(name).bias is not None
+            if linear.is_row_parallel:
+                shapes.add((linear.out_features, sharded, has_bias and mesh.tp_rank == 0))
+            else:
+                shapes.add((sharded, linear.in_features, has_bias))
+        for columns, channels, has_bias in sorted(shapes):
+            low_rank.compile_kernels(self.table, columns, channels, has_bias=has_bias)
+
+
+def row_adapters(step: Step) -> NDArray[np.int64] | None:
+    """Return the start of the adapter that acts on each row of a step, or -1; None: none acts."""
+    if not step.adapter_starts:
+        return None
+    positions, sequences, *_ = token_indices(step.lengths, step.past, 1)
+    starts = np.array(step.adapter_starts)[sequences]
+    starts[positions < np.array(step.adapted_from)[sequences]] = -1
+    return starts if (starts >= 0).any() else None

@@ -11,6 +11,10 @@ The graphs of tensor parallel ranks contain the collectives. All ranks capture t
 same order, and agree after each capture: they replay a graph together, or none of them uses graphs.
 Only the first tensor rank has logits and samples. With asynchronous scheduling, the graph begins
 with a broadcast of the token ids from this rank.
+
+Steps in which adapters change linears replay graphs of their own, which also launch the kernels of
+the adapters (serving/worker/graph_adapters.py). They are captured when such an adapter is in the
+adapter memory.
 """
 
 import logging
@@ -27,12 +31,15 @@ from gpt.attention.kv_cache import KVPool
 from gpt.batch import Batch
 from gpt.cpu.packed_linear import argmax_rows
 from gpt.device_transfers import PendingHostCopy, to_device
+from gpt.linear import low_rank
+from gpt.linear_adapter import AdapterKernels
 from gpt.model.gpt_model import GPT
 from gpt.model.moe import MoELayer
 from gpt.parallel.collectives import broadcast_from_first_rank
 from gpt.parallel.rank_agreement import gather_failures
 from serving.config import SchedulerConfig
 from serving.messages import Step
+from serving.worker.graph_adapters import GraphAdapters
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +49,11 @@ Capturer = Callable[[Work], Work]  # Captures the work; returns a function that 
 # Bytes reserved for each graph in addition to its outputs: its part of the graph memory pool, and
 # the captured kernel launches.
 GRAPH_BYTES = 32 << 20
+# The same for a graph with adapters. It reuses the memory pool of the graphs without adapters.
+ADAPTER_GRAPH_BYTES = 16 << 20
+# A step captures a missing graph with adapters when this number of steps have run without it.
+# Otherwise it would be missing as long as the server is never idle.
+STEPS_BEFORE_CAPTURE = 200
 # The logits of the largest size in fp32: the buffer that all graphs write, and in the graph memory
 # pool the logits before the copy and their intermediate results.
 LOGITS_COPIES = 3
@@ -129,21 +141,29 @@ def graph_sizes(config: SchedulerConfig) -> tuple[int, ...]:
     return (*(size for size in GRAPH_SIZES if size < size_max), size_max)
 
 
-def graph_bytes_max(model: GPT, config: SchedulerConfig) -> int:
-    """Upper bound of the bytes of all graphs; 0 if no step is captured."""
+def graph_bytes_max(model: GPT, config: SchedulerConfig, adapter_pages: int = 0) -> int:
+    """Upper bound of the bytes of all graphs; 0 if no step is captured.
+
+    With `adapter_pages`, steps with adapters of linears are captured too.
+    """
     if unsupported_reason(model, config) is not None:
         return 0
     capture_sizes = graph_sizes(config)
     logits_bytes = capture_sizes[-1] * model.config.vocab_size * 4
     hidden_bytes = sum(capture_sizes) * model.config.hidden_size * model.dtype.itemsize
     copies = LOGITS_COPIES + (GATHERED_LOGITS_COPIES if model.mesh.tp > 1 else 0)
-    return len(capture_sizes) * GRAPH_BYTES + copies * logits_bytes + hidden_bytes
+    graph_bytes = len(capture_sizes) * GRAPH_BYTES + copies * logits_bytes + hidden_bytes
+    reason = low_rank.unsupported_reason(model.mesh.device, model.dtype)
+    if not adapter_pages or reason is not None:
+        return graph_bytes
+    return graph_bytes + len(capture_sizes) * ADAPTER_GRAPH_BYTES + hidden_bytes
 
 
 class CudaGraphRunner:
     """Captures decode steps of each size, and replays them.
 
-    After a `GraphCaptureError` the object must not be used any more.
+    After a `GraphCaptureError` the object must not be used any more. Without `adapters`, steps with
+    adapters of linears are not captured.
 
     `block_tables`: the block tables on the host, (KV groups, slots, blocks). `last_tokens`: each
     slot's last sampled token, on the device, and a last entry for padding rows. With
@@ -162,6 +182,7 @@ class CudaGraphRunner:
         scratch_block: int,
         sizes: Sequence[int],
         broadcasts_ids: bool = False,
+        adapters: GraphAdapters | None = None,
         capturer: Capturer | None = None,
     ) -> None:
         device = model.mesh.device
@@ -187,7 +208,12 @@ class CudaGraphRunner:
         # and is not on the device yet; `end` is exclusive.
         self._changed_entries: dict[tuple[int, int], tuple[int, int]] = {}
         self.sizes = tuple(sizes)
+        # By size: the graphs of steps without adapters of linears, and of steps with them.
         self._captured_graphs: dict[int, tuple[_GraphBuffers, Work]] = {}
+        self._adapter_graphs: dict[int, tuple[_GraphBuffers, Work]] = {}
+        self._adapters = adapters
+        self._captures_adapters = False
+        self._steps_without_graph = 0  # Since the last capture of a graph with adapters.
         rows = self.sizes[-1]
         self._packed_inputs = torch.zeros(len(FIELDS) * rows, dtype=torch.int32, device=device)
         self._hidden: Tensor | None = None
@@ -208,37 +234,68 @@ class CudaGraphRunner:
         """Whether a graph can compute the step.
 
         The step must be decode-only, must not score a prompt, and must have 1 to `sizes[-1]`
-        sequences, none of them with an adapter that changes linears.
+        sequences. The kernels must support its adapters of linears.
         """
+        if step.adapter_starts and (self._adapters is None or not self._adapters.supports(step)):
+            return False
         return (
             0 < len(step.slots) <= self.sizes[-1]
             and len(step.token_ids) == len(step.slots)
             and not any(step.prompt_score_counts)
-            and not step.adapter_starts
         )
 
-    def captured_size(self, count: int) -> int | None:
-        """Return the smallest captured size of at least `count` rows; None if there is none."""
-        return min((size for size in self._captured_graphs if size >= count), default=None)
+    def captured_size(self, count: int, *, adapted: bool = False) -> int | None:
+        """Return the smallest captured size of at least `count` rows; None if there is none.
 
-    def capture_for(self, count: int) -> None:
+        `adapted`: of the graphs with adapters of linears.
+        """
+        graphs = self._adapter_graphs if adapted else self._captured_graphs
+        return min((size for size in graphs if size >= count), default=None)
+
+    def capture_for(self, count: int, *, adapted: bool = False) -> None:
         """Capture the graph of the size for `count` rows if it is missing."""
         size = next(size for size in self.sizes if size >= count)
-        if size not in self._captured_graphs:
-            self._capture(size)
+        if size not in (self._adapter_graphs if adapted else self._captured_graphs):
+            self._capture(size, adapted=adapted)
+
+    def prepare(self, step: Step) -> bool:
+        """Return whether a graph that is large enough for the step is captured.
+
+        If the step may capture graphs, the graph of its size is captured first.
+        """
+        count, adapted = len(step.slots), self._is_adapted(step)
+        if step.may_capture_graph:
+            self.capture_for(count, adapted=adapted)
+        elif adapted and self.captured_size(count, adapted=True) is None:
+            self._steps_without_graph += 1
+            if self._steps_without_graph >= STEPS_BEFORE_CAPTURE:
+                self.capture_for(count, adapted=True)
+        return self.captured_size(count, adapted=adapted) is not None
+
+    def capture_adapters(self) -> None:
+        """From now on, count the graphs with adapters of linears as missing."""
+        self._captures_adapters = self._adapters is not None
 
     def capture_next(self) -> None:
-        """Capture the largest missing graph, if any.
+        """Capture the largest missing graph, if any; graphs with adapters are the last.
 
         The largest is first, because the graphs of smaller sizes reuse its memory.
         """
-        if self.has_missing_graphs:
-            self._capture(max(set(self.sizes) - self._captured_graphs.keys()))
+        if missing := set(self.sizes) - self._captured_graphs.keys():
+            self._capture(max(missing), adapted=False)
+        elif self.has_missing_graphs:
+            self._capture(max(set(self.sizes) - self._adapter_graphs.keys()), adapted=True)
 
     @property
     def has_missing_graphs(self) -> bool:
         """Whether not every size is captured."""
-        return len(self._captured_graphs) < len(self.sizes)
+        captured = [self._captured_graphs]
+        if self._captures_adapters:
+            captured.append(self._adapter_graphs)
+        return any(len(graphs) < len(self.sizes) for graphs in captured)
+
+    def _is_adapted(self, step: Step) -> bool:
+        return self._adapters is not None and self._adapters.acts(step)
 
     def mark_changed(self, slot: int, start: int, end: int, group: int = 0) -> None:
         """Record that entries [start, end) of a block table have changed on the host."""
@@ -251,11 +308,13 @@ class CudaGraphRunner:
 
         `x`: the hidden states from the previous pipeline stage; None on the first stage.
         """
-        count = len(step.slots)
-        size = self.captured_size(count)
+        count, adapted = len(step.slots), self._is_adapted(step)
+        size = self.captured_size(count, adapted=adapted)
         assert size is not None, "no captured graph is large enough"
-        buffers, replay = self._captured_graphs[size]
+        buffers, replay = (self._adapter_graphs if adapted else self._captured_graphs)[size]
         self._copy_inputs(self._pack_inputs(step, size), buffers)
+        if adapted and self._adapters is not None:
+            self._adapters.copy_inputs(step, size)
         if x is not None:
             assert buffers.hidden is not None
             buffers.hidden[:count] = x
@@ -308,19 +367,31 @@ class CudaGraphRunner:
     def _copy_inputs(self, packed: Tensor, buffers: _GraphBuffers) -> None:
         buffers.packed_inputs.copy_(packed, non_blocking=True)
 
-    def _capture(self, size: int) -> None:
+    def _capture(self, size: int, *, adapted: bool) -> None:
         """Capture the graph of one size, with padding rows only: they write to scratch memory."""
+        adapters = None
+        if adapted:
+            assert self._adapters is not None
+            self._adapters.copy_inputs(None, size)
+            adapters = self._adapters.kernels(size)
+            self._steps_without_graph = 0
         started_at, bytes_before = time.perf_counter(), _device_reserved_bytes()
         buffers = _GraphBuffers(
             self._packed_inputs[: len(FIELDS) * size].view(len(FIELDS), size),
             None if self._hidden is None else self._hidden[:size],
         )
         self._copy_inputs(self._pack_inputs(None, size), buffers)
-        replay = self._capture_on_all_ranks(lambda: self._forward(buffers), size)
+        replay = self._capture_on_all_ranks(lambda: self._forward(buffers, adapters), size)
         seconds = time.perf_counter() - started_at
         bytes_added = _device_reserved_bytes() - bytes_before
-        log.info("event=graph_recorded rows=%d seconds=%.2f bytes=%d", size, seconds, bytes_added)
-        self._captured_graphs[size] = buffers, replay
+        log.info(
+            "event=graph_recorded rows=%d seconds=%.2f bytes=%d adapters=%s",
+            size,
+            seconds,
+            bytes_added,
+            adapted,
+        )
+        (self._adapter_graphs if adapted else self._captured_graphs)[size] = buffers, replay
 
     def _capture_on_all_ranks(self, work: Work, size: int) -> Work:
         """Capture the work, and return its replay if all ranks of the stage have captured it."""
@@ -345,7 +416,7 @@ class CudaGraphRunner:
 
     # ----------------------------------------------------------------------------- on the device
 
-    def _forward(self, buffers: _GraphBuffers) -> None:
+    def _forward(self, buffers: _GraphBuffers, adapters: AdapterKernels | None) -> None:
         """The captured work: it must not read any value on the host."""
         model, block_tokens = self._model, self._pool.block_tokens
         fields = buffers.packed_inputs.long()
@@ -364,6 +435,7 @@ class CudaGraphRunner:
             (group_blocks[0], positions % block_tokens),
             group_tables[0],
             device_context_lengths=buffers.packed_inputs[POSITIONS] + 1,
+            adapter_kernels=adapters,
         )
         if len(group_tables) > 1:
             batch = batch.with_groups(list(zip(group_blocks[1:], group_tables[1:], strict=True)))

@@ -68,7 +68,7 @@ def size_kv_cache(
         return KVCacheSize(_host_blocks(model, scheduler_config, cache_config, layout, free_bytes))
     memory = profile_step_memory(model, scheduler_config, cache_config)
     free_bytes = memory.free_bytes // ranks_sharing_memory
-    graph_bytes = graph_bytes_max(model, scheduler_config)
+    graph_bytes = graph_bytes_max(model, scheduler_config, cache_config.adapter_pages)
     if graph_bytes:
         graph_bytes += layout.block_bytes  # The scratch block of padding rows.
     if cache_config.kv_tokens_max is not None:

@@ -125,7 +125,11 @@ def _exhausting_setting(
     """
     setting = "adapter_memory_mb"
     try:
-        AdapterMemory(model, cache_config.adapter_pages * ADAPTER_PAGE_BYTES)
+        AdapterMemory(
+            model,
+            cache_config.adapter_pages * ADAPTER_PAGE_BYTES,
+            scheduler_config.running_requests_max,
+        )
         # Only the first stage has an adapter pool.
         setting = "adapter_rows_max" if model.is_first_stage else "running_requests_max"
         # The adapter pool and the slots have the sizes that they will have in the server.

@@ -44,6 +44,7 @@ from serving.worker.cuda_graphs import (
     graph_sizes,
     unsupported_reason,
 )
+from serving.worker.graph_adapters import GraphAdapters
 from serving.worker.input_batch import InputBatch, IntArray, build_input_batch
 from serving.worker.prefix_kv import write_prefix_kv
 from serving.worker.sampler import SampledTokens, Sampler
@@ -105,7 +106,10 @@ class ModelRunner:
         if model.is_first_stage:
             shape = (cache_config.adapter_rows_max, model_config.hidden_size)
             self._adapter_rows = torch.zeros(shape, dtype=model.dtype, device=mesh.device)
-        self._adapter_memory = AdapterMemory(model, cache_config.adapter_pages * ADAPTER_PAGE_BYTES)
+        self._adapter_memory = AdapterMemory(
+            model, cache_config.adapter_pages * ADAPTER_PAGE_BYTES, slots
+        )
+        self._adapter_memory.compile_kernels()
         self._stage_sender = (
             None if model.is_last_stage else AsyncSender(mesh, mesh.pp_rank + 1, 2 * mesh.pp)
         )
@@ -125,6 +129,7 @@ class ModelRunner:
                 scratch_block=blocks,
                 sizes=graph_sizes(scheduler_config),
                 broadcasts_ids=async_scheduling and mesh.expert_mesh.tp > 1,
+                adapters=self._graph_adapters(scheduler_config),
                 capturer=capturer,
             )
         self.failed_captures = 0  # CUDA graph captures that failed; graphs are off after the first.
@@ -133,6 +138,11 @@ class ModelRunner:
         self._last_step_end = 0.0  # When the last step ended, by time.perf_counter().
         self._scored_slots: dict[int, SlotInit] = {}  # Slots whose prompts are scored.
         self._failed_guide_slots: set[int] = set()  # Slots whose guide could not be started.
+
+    def _graph_adapters(self, config: SchedulerConfig) -> GraphAdapters | None:
+        if self._adapter_memory.table is None:
+            return None
+        return GraphAdapters(self._adapter_memory, graph_sizes(config)[-1], self.model.mesh.device)
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -196,6 +206,8 @@ class ModelRunner:
             self._write_adapter_rows(adapter_write)
         for linears_write in step.linear_writes:
             self._adapter_memory.write(linears_write)
+            if self._graphs is not None:
+                self._graphs.capture_adapters()
         for prefix_write in step.prefix_writes:
             write_prefix_kv(self.pool, self.model, prefix_write)
         for slot_init in step.slot_inits:
@@ -286,13 +298,11 @@ class ModelRunner:
         graphs, model = self._graphs, self.model
         if graphs is None or not graphs.supports(step):
             return None
-        if step.may_capture_graph:
-            try:
-                graphs.capture_for(len(step.slots))
-            except GraphCaptureError as error:
-                self._turn_graphs_off(error)
+        try:
+            if not graphs.prepare(step):
                 return None
-        if graphs.captured_size(len(step.slots)) is None:
+        except GraphCaptureError as error:
+            self._turn_graphs_off(error)
             return None
         x = None if model.is_first_stage else pipeline.receive_hidden(model, len(step.slots))
         graph_output = graphs.run(step, x)
@@ -360,7 +370,7 @@ class ModelRunner:
             # Only the first rank of the stage has the last sampled tokens.
             token_ids = broadcast_from_first_rank(inputs.token_ids, model.mesh.expert_mesh)
             inputs = replace(inputs, token_ids=token_ids)
-        batch = replace(inputs.batch, adapted_rows=self._adapter_memory.adapted_rows(step))
+        batch = self._adapter_memory.add_adapters(inputs.batch, step)
         if not inputs.samples_every_row and len(inputs.logits_rows) < batch.tokens:
             batch = replace(
                 batch,

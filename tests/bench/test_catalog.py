@@ -212,12 +212,13 @@ def test_every_target_has_a_suite_and_default_parts_exist() -> None:
 
 def test_the_catalog_lists_the_parts_of_each_suite() -> None:
     from bench.peers import compare, linear_tuning, prompt_tuning
-    from bench.suites import adapters, frontend, plan_accuracy
+    from bench.suites import adapters, frontend, lora, plan_accuracy
 
     for name, module in (
         ("peers", compare),
         ("front", frontend),
         ("adapters", adapters),
+        ("lora", lora),
         ("tuning", prompt_tuning),
         ("linear-tuning", linear_tuning),
         ("planning", plan_accuracy),

@@ -31,6 +31,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "positional_parameters",
     ): "Triton kernels cannot have keyword-only parameters",
     (
+        "gpt/linear/triton_low_rank_kernels.py",
+        "positional_parameters",
+    ): "Triton kernels cannot have keyword-only parameters",
+    (
         "gpt/linear/triton_expert_kernels.py",
         "positional_parameters",
     ): "Triton kernels cannot have keyword-only parameters",

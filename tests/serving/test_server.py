@@ -393,3 +393,10 @@ def test_flags_override_the_file_and_every_flag_is_a_setting(tmp_path: Path) -> 
     flags = vars(serve_parser().parse_args([]))
     assert set(flags) - {"config", "profile"} <= set(setting_fields(ServerConfig))
     assert set(flags.values()) == {None}
+
+
+def test_flags_of_vllm_for_adapters_are_accepted() -> None:
+    modules = ["mail=/a", '{"name": "b", "path": "/b"}']
+    flags = vars(serve_parser().parse_args(["m", "--enable-lora", "--lora-modules", *modules]))
+    config = ServerConfig.read(None, flags)
+    assert config.adapter_config.lora_modules == tuple(modules)

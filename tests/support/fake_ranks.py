@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from random import Random
 from zlib import crc32
 
+from serving.memory_budget import ADAPTER_PAGE_BYTES
 from serving.messages import (
+    AdapterLinearsWrite,
     AdapterRef,
     BlockTableUpdate,
     Outcome,
@@ -33,6 +35,16 @@ def token_identity(submission: Submission, token: int) -> TokenIdentity:
         return token
     assert submission.adapter_ref is not None
     return submission.adapter_ref.digest, token - VOCAB_SIZE
+
+
+def computed_identity(submission: Submission, token: int, position: int) -> TokenIdentity:
+    """Return what determines the keys and values of a token, beside the tokens before it."""
+    identity = token_identity(submission, token)
+    adapter = submission.adapter_ref
+    if adapter is None or not adapter.changes_linears or position < submission.adapted_from:
+        return identity
+    digest, row = (adapter.digest, token) if isinstance(identity, int) else identity
+    return f"linears of {digest}", row
 
 
 def stable_hash(text: str) -> int:
@@ -83,13 +95,14 @@ class ExpectedSequence:
         ]
         state = hash((stable_hash(submission.tenant), self.states[-1] if self.states else 0))
         for token in submission.prompt[self.prefix_tokens :]:
-            state = next_state(state, token_identity(submission, token))
+            identity = computed_identity(submission, token, len(self.states))
+            state = next_state(state, identity)
             self.states.append(state)
         sampling = submission.sampling
         while len(self.tokens) < sampling.max_new_tokens:
             token = sample_token(state, sampling.seed, len(self.states))
             self.tokens.append(token)
-            state = next_state(state, token)
+            state = next_state(state, computed_identity(submission, token, len(self.states)))
             self.states.append(state)
             if token in sampling.stop_token_ids:
                 break
@@ -149,6 +162,9 @@ class FakeRanks:
         self.windows = windows  # The window of each KV group.
         self.adapter_rows: dict[int, tuple[str, int]] = {}  # Rows of the adapter cache.
         self.row_counts: dict[str, int] = {}  # By the digest of an adapter.
+        self.adapter_refs: dict[str, AdapterRef] = {}  # Those that change linears, by digest.
+        # By first byte in the adapter memory: the digest, and the number of linears written.
+        self.adapter_memory: dict[int, tuple[str, int]] = {}
         self.slots: dict[int, _Slot] = {}
         self.expected: dict[int, ExpectedSequence] = {}
         self._breaks = breaks
@@ -165,6 +181,8 @@ class FakeRanks:
         adapter = submission.adapter_ref
         if adapter and not adapter.is_prefix:
             self.row_counts[adapter.digest] = adapter.row_count
+        if adapter and adapter.changes_linears:
+            self.adapter_refs[adapter.digest] = adapter
 
     def run(self, step: Step) -> Outcome:
         self._prepare(step)
@@ -223,6 +241,8 @@ class FakeRanks:
         for write in step.adapter_writes:
             for row in range(self.row_counts[write.digest]):
                 self.adapter_rows[write.start + row] = (write.digest, row)
+        for linears_write in step.linear_writes:
+            self._write_linears(linears_write)
         for prefix_write in step.prefix_writes:
             self._write_prefix(prefix_write)
         for slot_init in step.slot_inits:
@@ -248,6 +268,29 @@ class FakeRanks:
             assert window is not None, "a block is freed in a group without a window"
             assert not any(table[: update.start]), "blocks are not freed in order"
         table[update.start : update.start + len(update.blocks)] = update.blocks
+
+    def _write_linears(self, write: AdapterLinearsWrite) -> None:
+        assert write.count > 0
+        if not write.first:
+            end = write.start + self.adapter_refs[write.digest].rank_bytes
+            for start, (digest, _) in list(self.adapter_memory.items()):
+                if start < end and write.start < start + self.adapter_refs[digest].rank_bytes:
+                    del self.adapter_memory[start]
+            self.adapter_memory[write.start] = write.digest, 0
+        digest, count = self.adapter_memory[write.start]
+        assert (digest, count) == (write.digest, write.first), "linears are not written in order"
+        self.adapter_memory[write.start] = digest, count + write.count
+
+    def _check_adapter(self, step: Step, index: int, submission: Submission) -> None:
+        """Check that the sequence's adapter is written completely, and acts on its tokens."""
+        adapter = submission.adapter_ref
+        start = step.adapter_starts[index] if step.adapter_starts else -1
+        if adapter is None or not adapter.changes_linears:
+            assert start == -1
+            return
+        expected = adapter.digest, adapter.linear_count
+        assert self.adapter_memory.get(start) == expected, "another adapter, or a part of it"
+        assert step.adapted_from[index] == submission.adapted_from
 
     def _write_prefix(self, write: PrefixKVWrite) -> None:
         first = write.start // self.block_tokens
@@ -295,11 +338,13 @@ class FakeRanks:
         assert identities == expected_identities, (
             "ids of another sequence, or rows of another adapter"
         )
+        self._check_adapter(step, index, submission)
         slot.draft_tokens = ids[draft_start - past :]
         slot.states = expected.states[:draft_start]
         for token in slot.draft_tokens:
             assert 0 <= token < VOCAB_SIZE, "a virtual token is drafted"
-            slot.states.append(next_state(slot.states[-1], token))
+            identity = computed_identity(submission, token, len(slot.states))
+            slot.states.append(next_state(slot.states[-1], identity))
         self._check_counts(step, index, slot, draft_start, end)
         sequence_id = submission.sequence_id
         self.computed_tokens[sequence_id] = self.computed_tokens.get(sequence_id, 0) + len(ids)
@@ -361,8 +406,12 @@ class FakeRanks:
         ]
 
 
-def make_adapter_ref(name: str, count: int, kind: str = "rows") -> AdapterRef:
-    return AdapterRef(name, count, f"{name}.safetensors", kind)
+def make_adapter_ref(
+    name: str, count: int, kind: str = "rows", *, linears: int = 0, pages: int = 0
+) -> AdapterRef:
+    """Return a reference to an adapter of `count` rows and `linears` changes of linears."""
+    nbytes = pages * ADAPTER_PAGE_BYTES
+    return AdapterRef(name, count, f"{name}.safetensors", kind, linears, nbytes, nbytes)
 
 
 def virtual_ids(count: int) -> list[int]:

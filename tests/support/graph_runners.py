@@ -1,6 +1,7 @@
 """Model runners of a CPU whose decode steps are captured, and replayed by running them again."""
 
 import msgspec
+import torch
 
 from serving.config import ServerConfig
 from serving.messages import Outcome, Step
@@ -26,9 +27,12 @@ def eager_capturer(work: cuda_graphs.Work) -> cuda_graphs.Work:
 
 
 def make_runner(
-    name: str, capturer: cuda_graphs.Capturer | None, config: ServerConfig = CONFIG
+    name: str,
+    capturer: cuda_graphs.Capturer | None,
+    config: ServerConfig = CONFIG,
+    dtype: torch.dtype = torch.float64,
 ) -> ModelRunner:
-    model = build(CONFIGS[name], attention_backend=CapturableAttention())
+    model = build(CONFIGS[name], dtype=dtype, attention_backend=CapturableAttention())
     return ModelRunner(
         model,
         config.scheduler_config,

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,10 @@ from gpt.cpu_inference.fused_decoder import FusedDecoder
 from gpt.cpu_inference.weight_packing import pack_weights
 from gpt.kv_groups import KVGroup
 from gpt.linear.cpu_linear import CpuLinear
+from gpt.linear_adapter import AdaptedRows
 from gpt.model.gpt_model import GPT
+from gpt.parallel.adapter_sharding import shard_adapter
+from tests.support.linear_adapters import random_linears
 from tests.support.models import CLASSIC, CONFIGS, EXPERTS, LAYERED, MODERN, XIELU, build
 
 MORE = {
@@ -91,6 +95,7 @@ def run_step(
     fused: bool,
     rows: Tensor | None = None,
     groups: Sequence[KVGroup] | None = None,
+    adapted_rows: Sequence[AdaptedRows] = (),
 ) -> tuple[Tensor, list[Tensor]]:
     """Logits of a step over a pool with past tokens, and the pool after the step."""
     size = 8
@@ -112,6 +117,7 @@ def run_step(
         layer_kv.copy_(torch.randn(layer_kv.shape, generator=generator).bfloat16())
     ids = torch.randint(config.vocab_size, (sum(lengths),), generator=generator)
     batch, *others = (Batch.paged(lengths, past, t, size, logit_rows=rows) for t in tables)
+    batch = replace(batch, adapted_rows=tuple(adapted_rows))
     if others:
         slots = [other.slot_mapping[0] for other in others if other.slot_mapping is not None]
         batch = batch.with_groups(list(zip(slots, tables[1:], strict=True)))
@@ -146,4 +152,45 @@ def check_fused_decoder(name: str, kind: str) -> None:
     exact, _ = run_step(build(model.config, dtype=torch.float64), *STEPS[kind], fused=False)
     # If two experts have nearly equal scores, rounding may select another expert.
     share = 0.1 if model.config.num_experts else 0.02
+    assert (got - exact).std() < share * exact.std()
+
+
+# (method, whether parts of fused linears are changed separately) of some adapters.
+ADAPTERS = (("lora", False), ("lora", True), ("dora", True), ("ia3", False))
+
+
+def mixed_adapters(model: GPT, rows: int, *, prepared: bool = True) -> tuple[AdaptedRows, ...]:
+    """Adapters of several methods for rows of a batch; some rows have none.
+
+    Adjacent rows have the same adapter in the second half of the batch only.
+    """
+    indices = torch.arange(rows)
+    owners = torch.where(indices < rows // 2, indices, indices // 15) % (len(ADAPTERS) + 1)
+    adapted_rows = []
+    for owner, (method, by_parts) in enumerate(ADAPTERS):
+        linears = random_linears(model.config, method, rank=3 + 4 * owner, by_parts=by_parts)
+        adapter = shard_adapter(linears, model.config, model.layers, dtype=model.dtype)
+        owned = (owners == owner).nonzero().flatten()
+        if len(owned):
+            prepared_adapter = model.prepare_adapter(adapter) if prepared else adapter
+            adapted_rows.append(AdaptedRows(prepared_adapter, owned))
+    return tuple(adapted_rows)
+
+
+def check_adapted_decoder(name: str, kind: str) -> None:
+    """With adapters, the fused decoder's logits and KV cache equal those of the modules."""
+    model, (lengths, past) = packed_model(DECODER_CONFIGS[name]), STEPS[kind]
+    adapted_rows = mixed_adapters(model, sum(lengths))
+    got, pool = run_step(model, lengths, past, fused=True, adapted_rows=adapted_rows)
+    want, plain_pool = run_step(model, lengths, past, fused=False, adapted_rows=adapted_rows)
+    base, _ = run_step(model, lengths, past, fused=True)
+    assert not torch.allclose(got, base, rtol=0.1, atol=0.1)
+    if not model.config.uses_rope and not model.config.qk_layernorm:
+        assert torch.equal(got, want)
+        assert all(torch.equal(a, b) for a, b in zip(pool, plain_pool, strict=True))
+        return
+    reference = build(model.config, dtype=torch.float64)
+    exact_adapters = mixed_adapters(reference, sum(lengths))
+    exact, _ = run_step(reference, lengths, past, fused=False, adapted_rows=exact_adapters)
+    share = 0.1 if model.config.num_experts else 0.03
     assert (got - exact).std() < share * exact.std()

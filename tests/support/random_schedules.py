@@ -10,6 +10,12 @@ from tests.support.scheduler_harness import STEP_S, SchedulerHarness
 ADAPTERS = [
     *(make_adapter_ref(f"digest-{count}", count) for count in (1, 3, 5, 6)),
     *(make_adapter_ref(f"prefix-{count}", count, "prefix") for count in (1, 4, 6)),
+    *(
+        make_adapter_ref(f"linears-{pages}", 0, "linears", linears=5, pages=pages)
+        for pages in (1, 90, 200, 240)
+    ),
+    make_adapter_ref("rows-and-linears", 3, linears=7, pages=150),
+    make_adapter_ref("prefix-and-linears", 4, "prefix", linears=2, pages=100),
 ]
 
 
@@ -38,6 +44,7 @@ class RandomSchedule:
             "running_requests_max": min(step_tokens, random.choice([1, 2, 3, 8])),
             "prefix_cache": random.random() < 0.8,
             "adapter_rows_max": random.choice([6, 9, 20]),
+            "adapter_memory_mb": random.choice([1, 2]),  # 244 or 488 pages.
             "priority_age_s": random.choice([0.02, 0.1, 10.0]),
             "prefill_stall_ms_max": random.choice([0.1, 1.0, 15.0]),
             "speculate_tokens_max": random.choice([0, 0, 1, 3, 5]),
@@ -90,6 +97,8 @@ class RandomSchedule:
             "prompt_logprobs": random.choice([None, None, 0]),
             "unscored_tokens": random.choice([0, random.randrange(len(prompt))]),
         }
+        if adapter is not None and adapter.changes_linears and not adapter.is_prefix:
+            settings["adapted_from"] = random.choice([0, random.randrange(len(prompt))])
         for _ in range(random.choice([1, 1, 1, 4])):
             harness.submit(prompt, new, **settings)
         if random.random() < 0.1:  # A sequence that continues after its first ranks were lost.

@@ -20,6 +20,7 @@ SUBMISSION_FIELDS = frozenset(
         "guide",
         "output_tokens",
         "unscored_tokens",
+        "adapted_from",
     }
 )
 
@@ -158,7 +159,7 @@ class SchedulerHarness:
         limits = self.config.scheduler_config
         assert len(step.token_ids) == sum(step.lengths) <= limits.step_tokens_max
         assert len(step.slots) <= limits.running_requests_max
-        assert step.slots or step.prefix_writes, "an empty step"
+        assert step.slots or step.prefix_writes or step.linear_writes, "an empty step"
         prefix_tokens = sum(write.count for write in step.prefix_writes)
         assert prefix_tokens <= self.prefix_write_tokens_max
         speculated = sum(1 + count for count in step.draft_counts if count)

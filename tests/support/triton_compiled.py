@@ -146,7 +146,12 @@ def fake_gpu(capability: int = 90, driver: FakeDriver | None = None) -> Iterator
     from triton import JITFunction, runtime
 
     from gpt.attention import triton_kernels
-    from gpt.linear import triton_expert_kernels, triton_matmul_kernels, triton_row_kernels
+    from gpt.linear import (
+        triton_expert_kernels,
+        triton_low_rank_kernels,
+        triton_matmul_kernels,
+        triton_row_kernels,
+    )
     from gpt.triton_runtime import launcher
     from serving.worker import triton_sampling_kernels
 
@@ -161,6 +166,7 @@ def fake_gpu(capability: int = 90, driver: FakeDriver | None = None) -> Iterator
         for module in (
             triton_kernels,
             triton_expert_kernels,
+            triton_low_rank_kernels,
             triton_matmul_kernels,
             triton_row_kernels,
             triton_sampling_kernels,

@@ -56,7 +56,15 @@ typedef struct {
        the last layer does not compute projection and MLP. NULL: all rows are needed. */
     const int64_t *output_rows;
     int64_t output_count;
+    /* The adapters of the step. An adapter has four linears for each layer of the range, in the
+       order of `LayerLinear`. */
+    int64_t adapter_count;
+    const AdaptedLinear **adapters;
+    const int64_t *row_adapters;        /* Each row's adapter, or -1. */
+    const int64_t *output_row_adapters; /* Those of `output_rows`. */
 } StepArgs;
+
+typedef enum { QKV, PROJ, FC1, FC2, LAYER_LINEARS } LayerLinear;
 
 /* Buffers for the intermediate results of a step. */
 typedef struct {
@@ -197,20 +205,35 @@ static void split_qkv(void *context, int64_t first, int64_t end)
         split_qkv_row(context, row);
 }
 
+/* The adapters of a linear of layer `l` for rows with the adapters `row_adapters`. */
+static RowAdapters linear_adapters(const LayerRange *s, const StepArgs *p, const DecoderLayer *l,
+                                   LayerLinear linear, const int64_t *row_adapters)
+{
+    const int64_t index = (l - s->layer_array) * LAYER_LINEARS + linear;
+    return (RowAdapters){row_adapters, p->adapter_count, index, p->adapters};
+}
+
 /* The part of a layer after attention: projection and MLP. Replaces the rows of x; `attended` is
    the attention output. */
-static void proj_and_mlp(const LayerRange *s, const DecoderLayer *l, const Scratch *scratch,
-                         uint16_t *x, const uint16_t *attended, int64_t rows, int64_t threads)
+static void proj_and_mlp(const LayerRange *s, const StepArgs *p, const DecoderLayer *l,
+                         const Scratch *scratch, uint16_t *x, const uint16_t *attended,
+                         int64_t rows, const int64_t *row_adapters)
 {
+    const RowAdapters proj = linear_adapters(s, p, l, PROJ, row_adapters);
+    const RowAdapters fc1 = linear_adapters(s, p, l, FC1, row_adapters);
+    const RowAdapters fc2 = linear_adapters(s, p, l, FC2, row_adapters);
+    const int64_t threads = p->threads;
     uint16_t *residual = scratch->mlp_residual, *input = s->parallel_residual ? x : residual;
-    preamble_gemm(&l->proj, attended, rows, l->proj_bias, 0, x, residual, threads, NULL);
+    preamble_gemm(&l->proj, attended, rows, l->proj_bias, 0, x, residual, threads, NULL,
+                  &proj);
     if (l->moe) {
         moe_layer(l->moe, &l->mlp_norm, input, rows, residual, x, scratch->mlp_hidden, threads);
         return;
     }
     preamble_gemm(&l->fc1, input, rows, l->fc1_bias, s->activation, NULL, scratch->mlp_hidden,
-                  threads, &l->mlp_norm);
-    preamble_gemm(&l->fc2, scratch->mlp_hidden, rows, l->fc2_bias, 0, residual, x, threads, NULL);
+                  threads, &l->mlp_norm, &fc1);
+    preamble_gemm(&l->fc2, scratch->mlp_hidden, rows, l->fc2_bias, 0, residual, x, threads, NULL,
+                  &fc2);
 }
 
 /* Like proj_and_mlp, but only for the rows in `output_rows`. */
@@ -226,7 +249,7 @@ static void proj_and_mlp_of_rows(const LayerRange *s, const StepArgs *p, const D
                scratch->attended + p->output_rows[i] * attended_width,
                attended_width * sizeof *attended);
     }
-    proj_and_mlp(s, l, scratch, x, attended, p->output_count, p->threads);
+    proj_and_mlp(s, p, l, scratch, x, attended, p->output_count, p->output_row_adapters);
     for (int64_t i = 0; i < p->output_count; i++)
         memcpy(p->x + p->output_rows[i] * hidden, x + i * hidden, hidden * sizeof *x);
 }
@@ -242,7 +265,9 @@ int preamble_decoder_layers(const LayerRange *s, const StepArgs *p)
         const DecoderLayer *l = s->layer_array + layer;
         const LayerKind *kind = p->kinds + p->layer_kinds[layer];
         char *pool = p->layer_pools[layer];
-        preamble_gemm(&l->qkv, p->x, p->rows, l->qkv_bias, 0, NULL, scratch.qkv, threads, &l->norm);
+        const RowAdapters qkv = linear_adapters(s, p, l, QKV, p->row_adapters);
+        preamble_gemm(&l->qkv, p->x, p->rows, l->qkv_bias, 0, NULL, scratch.qkv, threads, &l->norm,
+                      &qkv);
         QkvLoop loop = {s, p, l, kind, (uint16_t *)pool, &scratch};
         /* For a few rows, threads would not be faster. */
         parallel_for(p->rows, items_per_chunk(p->rows, threads), p->rows < LANES ? 1 : threads,
@@ -258,7 +283,7 @@ int preamble_decoder_layers(const LayerRange *s, const StepArgs *p)
         if (p->output_rows && layer == s->layers - 1)
             proj_and_mlp_of_rows(s, p, l, &scratch);
         else
-            proj_and_mlp(s, l, &scratch, p->x, scratch.attended, p->rows, threads);
+            proj_and_mlp(s, p, l, &scratch, p->x, scratch.attended, p->rows, p->row_adapters);
     }
     return 0;
 }

@@ -63,6 +63,9 @@ typedef struct {
     /* If `argmaxes` or `bounds` is not NULL, the epilogue updates it, and does not write `out`. */
     RowArgmax *argmaxes; /* One for each thread and row. */
     Bounds *bounds;
+    const RowAdapters *adapters; /* NULL: no adapter changes the linear. */
+    uint16_t *u;                 /* For each row, scale * A x of its adapter (low_rank.c). */
+    int64_t u_stride;            /* Elements from one row of u to the next. */
 } Gemm;
 
 /* `gemm` (gemm_bf16.c) applies `norm`, if it is not NULL, to the rows of x, stages the rows, and
@@ -73,6 +76,12 @@ HIDDEN void update_argmax(const Gemm *p, const __m512 (*sum)[2], int64_t first, 
                           int rows);
 HIDDEN void update_bounds(const Gemm *p, const __m512 (*sum)[2], int64_t first, int64_t column,
                           int rows);
+
+/* Defined in low_rank.c. Applies the adapters and the bias to the sums of `rows` rows, from `first`
+   on, for one panel's columns. */
+HIDDEN void add_terms(const Gemm *p, __m512 (*sum)[2], int64_t first, int64_t column, int rows);
+HIDDEN void add_terms_avx2(const Gemm *p, float (*sum)[COLUMNS], int64_t first, int64_t column,
+                           int rows);
 
 /* Defined in gemm_bf16.c. `multiply_panel` computes a panel's columns for the rows from `first` to
    `end`; for an int8 weight, always for all rows. */
@@ -187,17 +196,20 @@ TARGET_AVX512_BF16 INLINE void store_output(const Gemm *p, int64_t offset, __mma
         _mm256_mask_storeu_epi16((uint16_t *)p->out + offset, mask, (__m256i)_mm512_cvtneps_pbh(y));
 }
 
-/* Loads up to 16 numbers of the bias. */
-TARGET_AVX512_BF16 INLINE __m512 load_bias(const Gemm *p, int64_t at, __mmask16 mask)
+/* Loads up to 16 numbers of the bias. If `is_added`, returns -0, which changes no number. */
+TARGET_AVX512_BF16 INLINE __m512 load_bias(const Gemm *p, int64_t at, __mmask16 mask, int is_added)
 {
+    if (!p->bias || is_added)
+        return _mm512_set1_ps(is_added ? -0.0f : 0.0f);
     if (p->weight->fp32)
         return _mm512_maskz_loadu_ps(mask, (const float *)p->bias + at);
     return load_bf16(p->bias + at, mask);
 }
 
-/* Applies the epilogue to the sums of `rows` rows, from `first` on, for one panel's columns. */
+/* Applies the epilogue to the sums of `rows` rows, from `first` on, for one panel's columns. If
+   `adapts` is nonzero, `add_terms` applies the adapters. */
 TARGET_AVX512_BF16 INLINE void epilogue(const Gemm *p, __m512 (*sum)[2], int64_t first,
-                                        int64_t column, int rows)
+                                        int64_t column, int rows, int adapts)
 {
     const PackedWeight *w = p->weight;
     if (p->argmaxes || p->bounds) {
@@ -209,12 +221,22 @@ TARGET_AVX512_BF16 INLINE void epilogue(const Gemm *p, __m512 (*sum)[2], int64_t
         (p->argmaxes ? update_argmax : update_bounds)(p, outputs, first, column, rows);
         return;
     }
+    if (adapts) {
+        __m512 adapted[TILE][2];
+#pragma GCC unroll 12
+        for (int i = 0; i < rows; i++)
+            adapted[i][0] = sum[i][0], adapted[i][1] = sum[i][1];
+        add_terms(p, adapted, first, column, rows);
+#pragma GCC unroll 12
+        for (int i = 0; i < rows; i++)
+            sum[i][0] = adapted[i][0], sum[i][1] = adapted[i][1];
+    }
     if (w->gated) { /* The panel has 16 gates, then the 16 columns that they multiply. */
         int64_t begin = column / 2;
         __mmask16 mask = lane_mask(w->columns - begin);
-        __m512 bias[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-        for (int half = 0; p->bias && half < 2; half++)
-            bias[half] = load_bias(p, half * w->columns + begin, mask);
+        __m512 bias[2];
+        for (int half = 0; half < 2; half++)
+            bias[half] = load_bias(p, half * w->columns + begin, mask, adapts);
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++) {
             __m512 gate = sum[i][0] + bias[0], up = sum[i][1] + bias[1];
@@ -235,7 +257,7 @@ TARGET_AVX512_BF16 INLINE void epilogue(const Gemm *p, __m512 (*sum)[2], int64_t
         if (left <= 0)
             break;
         __mmask16 mask = lane_mask(left);
-        __m512 bias = p->bias ? load_bias(p, begin, mask) : _mm512_setzero_ps();
+        const __m512 bias = load_bias(p, begin, mask, adapts);
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++) {
             int64_t offset = (first + i) * w->columns + begin;

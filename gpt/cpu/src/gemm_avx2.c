@@ -103,10 +103,12 @@ TARGET_AVX2 static void epilogue_avx2(const Gemm *p, float (*outputs)[COLUMNS], 
     }
     const int64_t width = COLUMNS >> w->gated, begin = column >> w->gated;
     const int64_t count = w->columns - begin < width ? w->columns - begin : width;
+    if (p->adapters)
+        add_terms_avx2(p, outputs, row, column, rows); /* Adds the bias too. */
     for (int i = 0; i < rows; i++) {
         float *y = outputs[i];
         const int64_t offset = (row + i) * w->columns + begin;
-        for (int64_t half = 0; p->bias && half <= w->gated; half++)
+        for (int64_t half = 0; p->bias && !p->adapters && half <= w->gated; half++)
             for (int64_t c = 0; c < count; c++)
                 y[half * LANES + c] += load_scalar(p->bias, half * w->columns + begin + c, !w->fp32);
         if (w->limit || w->offset)

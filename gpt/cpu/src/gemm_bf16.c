@@ -3,7 +3,7 @@
    A weight is read in memory order, one panel at a time. Each block of rows fits into a core's
    private cache and is multiplied by panel after panel, up to twelve rows at a time. */
 
-#include "gemm.h"
+#include "low_rank.h"
 #include "thread_pool.h"
 
 #if defined(__x86_64__)
@@ -33,9 +33,15 @@ TARGET_AVX512_BF16 INLINE void gemm_tile(const Gemm *p, const uint16_t *panel, P
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++)
         sum[i][0] = sum[i][1] = _mm512_setzero_ps();
+    TileTerms terms;
+    terms.is_general = 0;
+    if (p->adapters)
+        plan_tile_terms(p, column, first, rows, &terms);
     accumulate_prefetching(sum, x, interleaved ? 2 : p->x_stride, interleaved ? 2 * rows : 2, panel,
                            p->weight->channels / 2, rows, prefetch);
-    epilogue(p, sum, first, column, rows);
+    if (p->adapters)
+        add_tile_terms(&terms, sum, rows);
+    epilogue(p, sum, first, column, rows, terms.is_general);
 }
 
 #define TILE_CASE(n)                                                                               \
@@ -125,21 +131,26 @@ static void plan_staging(Gemm *p, const uint16_t *x, const NormArgs *norm, int64
     const int interleave = !int8_rows && p->rows >= INTERLEAVE_ROWS_MIN && isa_level == AVX512_BF16;
     p->x_stride = padded_stride(width);
     p->interleaved_rows = interleave ? p->rows / TILE * TILE : 0;
-    const int copied = norm || p->x_stride != width;
-    const int64_t norm_scratch = norm && interleave ? threads * TILE * width : 0;
-    const int64_t staged_numel = (copied || interleave ? p->rows * p->x_stride : 0) + norm_scratch;
+    const int scaled = p->adapters && adapters_scale_inputs(p->adapters);
+    const int copied = norm || scaled || p->x_stride != width;
+    const int64_t tile_scratch = (norm || scaled) && interleave ? threads * TILE * width : 0;
+    const int64_t staged_numel = (copied || interleave ? p->rows * p->x_stride : 0) + tile_scratch;
+    p->u_stride = p->adapters ? adapters_rank_max(p->adapters) : 0;
     p->groups = thread_scratch(int8_rows * group_count(width) * sizeof(QuantizedGroup) +
-                               staged_numel * sizeof *x);
+                               (staged_numel + p->rows * p->u_stride) * sizeof *x);
     p->staged = (uint16_t *)(p->groups + int8_rows * group_count(width));
+    p->u = p->staged + staged_numel;
     p->x = copied ? p->staged : x;
 }
 
 /* The rows to stage for a GEMM, as the context of a parallel loop. Its items are the tiles of
-   interleaved rows, then the other rows. */
+   interleaved rows, then groups of `group_rows` of the other rows. */
 typedef struct {
     const Gemm *product;
     const uint16_t *x;
     const NormArgs *norm;
+    int scales_inputs; /* Whether an adapter scales its rows. */
+    int64_t group_rows;
 } Staging;
 
 static void stage_tile(const Staging *s, int64_t row)
@@ -147,50 +158,71 @@ static void stage_tile(const Staging *s, int64_t row)
     const Gemm *p = s->product;
     const int64_t width = p->weight->channels;
     const uint16_t *from = s->x + row * width;
-    if (s->norm) {
-        uint16_t *normed_rows =
-            p->staged + p->rows * p->x_stride + worker_index() * TILE * width;
+    uint16_t *tile = p->staged + p->rows * p->x_stride + worker_index() * TILE * width;
+    if (s->norm)
         for (int64_t i = 0; i < TILE; i++)
-            norm_row(s->norm, from + i * width, width, normed_rows + i * width);
-        from = normed_rows;
-    }
+            norm_row(s->norm, from + i * width, width, tile + i * width);
+    else if (s->scales_inputs)
+        memcpy(tile, from, TILE * width * sizeof *tile);
+    if (s->norm || s->scales_inputs)
+        from = tile;
+    if (p->adapters)
+        project_rows(p, from, width, row, TILE);
+    for (int64_t i = 0; s->scales_inputs && i < TILE; i++)
+        scale_input_row(p, row + i, tile + i * width);
     interleave_tile(from, width, p->staged + row * p->x_stride);
 }
 
-static void stage_row(const Staging *s, int64_t row)
+/* Stages the rows from `first` to `end`, without interleaving them. */
+static void stage_group(const Staging *s, int64_t first, int64_t end)
 {
     const Gemm *p = s->product;
     const int64_t width = p->weight->channels;
-    const uint16_t *from = s->x + row * width, *target = p->x + row * p->x_stride;
-    if (s->norm)
-        norm_row(s->norm, from, width, p->staged + row * p->x_stride);
-    else if (target != from)
-        memcpy(p->staged + row * p->x_stride, from, width * sizeof *from);
-    if (p->weight->scales)
-        quantize_row(target, width, p->groups + row * group_count(width));
+    for (int64_t row = first; row < end; row++) {
+        const uint16_t *from = s->x + row * width;
+        if (s->norm)
+            norm_row(s->norm, from, width, p->staged + row * p->x_stride);
+        else if (p->x + row * p->x_stride != from)
+            memcpy(p->staged + row * p->x_stride, from, width * sizeof *from);
+    }
+    if (p->adapters)
+        project_rows(p, p->x + first * p->x_stride, p->x_stride, first, end - first);
+    for (int64_t row = first; row < end; row++) {
+        if (s->scales_inputs)
+            scale_input_row(p, row, p->staged + row * p->x_stride);
+        if (p->weight->scales)
+            quantize_row(p->x + row * p->x_stride, width, p->groups + row * group_count(width));
+    }
 }
 
 static void stage_range(void *context, int64_t first, int64_t end)
 {
     const Staging *s = context;
     const int64_t tiles = s->product->interleaved_rows / TILE;
-    for (int64_t i = first; i < end; i++)
+    for (int64_t i = first; i < end; i++) {
+        const int64_t row = s->product->interleaved_rows + (i - tiles) * s->group_rows;
+        const int64_t rows = s->product->rows;
         if (i < tiles)
             stage_tile(s, i * TILE);
         else
-            stage_row(s, s->product->interleaved_rows + i - tiles);
+            stage_group(s, row, row + s->group_rows < rows ? row + s->group_rows : rows);
+    }
 }
 
 static void stage_rows(const Gemm *p, const uint16_t *x, const NormArgs *norm, int64_t threads)
 {
-    if (!p->interleaved_rows && p->x == x && !p->weight->scales)
+    if (!p->interleaved_rows && p->x == x && !p->weight->scales && !p->adapters)
         return; /* The GEMM reads x in place. */
-    Staging staging = {p, x, norm};
-    const int64_t count = p->interleaved_rows / TILE + p->rows - p->interleaved_rows;
-    const int64_t elements = p->rows * p->weight->channels;
-    parallel_for(count, items_per_chunk(count, threads),
-                 elements < PARALLEL_STAGING_ELEMENTS_MIN ? 1 : threads, STEALING, stage_range,
-                 &staging);
+    const int64_t groups = p->adapters ? adapter_groups(p->adapters, p->rows) : 1;
+    const int64_t elements = p->rows * p->weight->channels * groups;
+    if (elements < PARALLEL_STAGING_ELEMENTS_MIN)
+        threads = 1;
+    /* With adapters, adjacent rows read A together. */
+    const int64_t rest = p->rows - p->interleaved_rows, share = (rest + threads - 1) / threads;
+    const int64_t group_rows = !p->adapters || share < 1 ? 1 : share < TILE ? share : TILE;
+    const int64_t count = p->interleaved_rows / TILE + (rest + group_rows - 1) / group_rows;
+    Staging staging = {p, x, norm, p->adapters && adapters_scale_inputs(p->adapters), group_rows};
+    parallel_for(count, items_per_chunk(count, threads), threads, STEALING, stage_range, &staging);
 }
 
 /* The items of a GEMM's parallel loop: (block of rows, panel) pairs, ordered by block, so that a
@@ -247,17 +279,20 @@ void gemm(Gemm product, const uint16_t *x, const NormArgs *norm, int64_t threads
 
 /* Stores activation(norm(x) @ weight.T + bias) + residual in `out`, for a weight (columns,
    channels). NULL for `norm`, `bias` or `residual` omits the operation. If the weight is fp32, x and
-   `bias` are fp32, and there is neither norm nor residual. */
+   `bias` are fp32, and there is neither norm nor residual. `adapters` change their rows; NULL: there
+   are none. */
 void preamble_gemm(const PackedWeight *weight, const uint16_t *x, int64_t rows,
                    const uint16_t *bias, int64_t activation, const uint16_t *residual, void *out,
-                   int64_t threads, const NormArgs *norm)
+                   int64_t threads, const NormArgs *norm, const RowAdapters *adapters)
 {
     const Gemm product = {.weight = weight,
                           .bias = bias,
                           .residual = residual,
                           .out = out,
                           .rows = rows,
-                          .activation = activation};
+                          .activation = activation,
+                          .adapters =
+                              adapters && adapters_change_linear(adapters) ? adapters : NULL};
     if (rows)
         gemm(product, x, norm, threads);
 }

@@ -26,7 +26,7 @@ TARGET_AVX512_BF16 INLINE void gemm_fp32_tile(const Gemm *p, const float *panel,
             sum[i][1] = _mm512_fmadd_ps(number, b, sum[i][1]);
         }
     }
-    epilogue(p, sum, first, column, rows);
+    epilogue(p, sum, first, column, rows, 0);
 }
 
 #define TILE_CASE(n)                                                                               \

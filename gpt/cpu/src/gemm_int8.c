@@ -6,7 +6,7 @@
    The int32 sums of a group are exact. They are scaled and added up in fp32, in the same order of
    groups for any number of rows. */
 
-#include "gemm.h"
+#include "low_rank.h"
 
 #if defined(__x86_64__)
 
@@ -77,6 +77,10 @@ TARGET_AVX512_VNNI INLINE void gemm_int8_tile(const Gemm *p, const Panel *at, in
     const int64_t groups = group_count(p->weight->channels);
     const QuantizedGroup *x = p->groups + first * groups;
     const uint8_t *bytes = at->bytes, *prefetch = at->prefetch;
+    TileTerms terms;
+    terms.is_general = 0;
+    if (p->adapters)
+        plan_tile_terms(p, at->column, first, rows, &terms);
     __m512 sum[INT8_TILE_ROWS][2];
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
@@ -113,7 +117,9 @@ TARGET_AVX512_VNNI INLINE void gemm_int8_tile(const Gemm *p, const Panel *at, in
     for (int i = 0; i < rows; i++)
         for (int half = 0; half < 2; half++)
             sum[i][half] = _mm512_mul_ps(sum[i][half], _mm512_loadu_ps(at->scales + half * LANES));
-    epilogue(p, sum, first, at->column, rows);
+    if (p->adapters)
+        add_tile_terms(&terms, sum, rows);
+    epilogue(p, sum, first, at->column, rows, terms.is_general);
 }
 
 #define TILE_CASE(n)                                                                               \

@@ -35,6 +35,36 @@ typedef struct {
     int64_t rms; /* Nonzero: RMSNorm; 0: LayerNorm. */
 } NormArgs;
 
+/* A low-rank term: B of some columns, in panels of the weight's columns. A 32-bit word holds the
+   numbers of one column for two adjacent ranks. */
+typedef struct {
+    int64_t first, pairs; /* The first of the numbers of u that B multiplies, and their pairs. */
+    const int32_t *positions; /* By panel of the weight: the panel of B, or -1; NULL: equal. */
+    const uint16_t *b;
+} LowRankTerm;
+
+/* What an adapter changes in a linear (low_rank.c). All zeros: nothing. A pointer that is NULL
+   omits its operation. `factors` and `output_scales` are in the order of the weight's panels. */
+typedef struct {
+    int64_t rank; /* The number of rows of A, of all terms; even. */
+    /* A in blocks of 16 rows; the last block may have fewer. In a block, a 32-bit word holds the
+       numbers of one row for two adjacent channels, and the words of a pair of channels are
+       adjacent. */
+    const uint16_t *a;
+    const float *scales; /* The scale of each row of A. */
+    int64_t terms;
+    const LowRankTerm *term_array;
+    const float *factors, *output_scales, *input_scales;
+} AdaptedLinear;
+
+/* The adapters of a step's rows. An adapter is an array of linears; `linear` is the index of the
+   linear that is computed. */
+typedef struct {
+    const int64_t *rows; /* Each row's index in `adapters`; -1: no adapter. */
+    int64_t count, linear;
+    const AdaptedLinear **adapters;
+} RowAdapters;
+
 /* Applies the norm to a row of `width` numbers. */
 __attribute__((visibility("hidden"))) void norm_row(const NormArgs *norm, const uint16_t *x,
                                                     int64_t width, uint16_t *out);
@@ -42,7 +72,7 @@ __attribute__((visibility("hidden"))) void norm_row(const NormArgs *norm, const 
 /* Defined in gemm_bf16.c, decode_attention.c and prefill_attention.c. */
 void preamble_gemm(const PackedWeight *weight, const uint16_t *x, int64_t rows,
                    const uint16_t *bias, int64_t activation, const uint16_t *residual, void *out,
-                   int64_t threads, const NormArgs *norm);
+                   int64_t threads, const NormArgs *norm, const RowAdapters *adapters);
 int preamble_decode_attention(const void *args, const void *q, int64_t row_stride,
                               int64_t head_stride, const float *sinks, const float *slopes,
                               const void *kv, void *out);

@@ -167,7 +167,7 @@ void moe_layer(const MoELayer *layer, const NormArgs *norm, const uint16_t *x, i
     parallel_for(rows, items_per_chunk(rows, threads),
                  rows * hidden < PARALLEL_ELEMENTS_MIN ? 1 : threads, STEALING, norm_rows, &loop);
     preamble_gemm(&router->weight, scratch.normed, rows, router->bias, NO_ACTIVATION, NULL,
-                  scratch.logits, threads, NULL);
+                  scratch.logits, threads, NULL, NULL);
     preamble_choose_experts(router, scratch.logits, rows, scratch.ids, scratch.weights, threads);
     Routing routing = {.ids = scratch.ids,
                        .weights = scratch.weights,
@@ -175,14 +175,14 @@ void moe_layer(const MoELayer *layer, const NormArgs *norm, const uint16_t *x, i
                        .residual = residual};
     if (layer->shared_fc1.panels) {
         preamble_gemm(&layer->shared_fc1, scratch.normed, rows, NULL,
-                      layer->experts.activation, NULL, scratch.shared_hidden, threads, NULL);
+                      layer->experts.activation, NULL, scratch.shared_hidden, threads, NULL, NULL);
         preamble_gemm(&layer->shared_fc2, scratch.shared_hidden, rows, NULL,
-                      NO_ACTIVATION, NULL, scratch.shared_output, threads, NULL);
+                      NO_ACTIVATION, NULL, scratch.shared_output, threads, NULL, NULL);
         routing.shared = scratch.shared_output;
     }
     if (layer->shared_gate.panels) {
         preamble_gemm(&layer->shared_gate, scratch.normed, rows, NULL, NO_ACTIVATION, NULL,
-                      scratch.shared_gates, threads, NULL);
+                      scratch.shared_gates, threads, NULL, NULL);
         routing.shared_gates = scratch.shared_gates;
     }
     run_experts(&layer->experts, &routing, scratch.normed, rows, out, threads);

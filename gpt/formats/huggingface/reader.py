@@ -124,6 +124,15 @@ def open_huggingface(
     return checkpoint
 
 
+def read_family_name(path: Path) -> str:
+    """Return the family of a directory's model; of a model with images, the text part's family."""
+    record = _read_json(path / "config.json")
+    if str(record.get("model_type")) in TEXT_FAMILIES:
+        record = _text_config(record, path / "config.json")
+    _find_family(record, path / "config.json")
+    return str(record["model_type"])
+
+
 def _text_config(record: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the config of the text part of a model with images."""
     text_config = record.get("text_config")

@@ -126,8 +126,8 @@ _PROMPT_TABLE_HINT = (
     "and name it as the model or in adapter_id"
 )
 _LORA_HINT = (
-    "the server has no LoRA, only adapters with virtual tokens or prefixes; name one as the model "
-    "or in adapter_id"
+    "a request cannot contain or number a LoRA; put it into the server's adapter directory or load "
+    "it with /v1/load_lora_adapter, and name it as the model or in lora_name"
 )
 _UNSUPPORTED_INPUTS: Mapping[str, str] = {
     **dict.fromkeys(

@@ -7,6 +7,7 @@ modules define the details:
 - `completion_request` and `chat`: the meaning of request fields
 - `responses` and `chat`: the format of choices
 - `tokenization`: /tokenize, /detokenize and /tokenizer_info
+- `lora_adapters`: /v1/load_lora_adapter and /v1/unload_lora_adapter
 - `streaming`: the chunks of a stream
 - `responses_api`: everything of the Responses API that differs from chats
 - `serving.frontend.http_transport`: the HTTP transport
@@ -21,6 +22,7 @@ from typing import Any, Generic
 import msgspec
 from aiohttp import web
 
+from serving.adapters.registry import LoadedAdapter
 from serving.frontend.call import Call, CallFailure, Frontend
 from serving.frontend.field_names import translate_message
 from serving.frontend.http_transport import (
@@ -40,7 +42,7 @@ from serving.frontend.json_body import (
     read_json_body,
 )
 from serving.protocols.openai import chat as openai_chat
-from serving.protocols.openai import responses_api, tokenization
+from serving.protocols.openai import lora_adapters, responses_api, tokenization
 from serving.protocols.openai.chat import CHAT_FORMAT, build_ask, to_template_messages
 from serving.protocols.openai.completion_request import (
     CHAT_COMPLETIONS_PATH,
@@ -86,7 +88,13 @@ def routes(frontend: Frontend) -> Routes:
         TOKENIZE_PATH: {"POST": handlers.tokenize},
         DETOKENIZE_PATH: {"POST": handlers.detokenize},
         TOKENIZER_INFO_PATH: {"GET": handlers.tokenizer_info, "HEAD": handlers.tokenizer_info},
+        **lora_adapters.routes(frontend),
     }
+
+
+def _root(adapter: LoadedAdapter, call: Call) -> str | None:
+    """Return the path of an imported adapter, as in vLLM, for callers that may import adapters."""
+    return call.service.importer.source_of(adapter) if "adapters" in call.caller.roles else None
 
 
 class _OpenAIHandlers:
@@ -112,7 +120,9 @@ class _OpenAIHandlers:
                 names = (adapter.name, adapter.key) if is_current else (adapter.key,)
                 for name in names:
                     if name not in models:
-                        models[name] = self._model_record(name, base_name, base_name, None)
+                        models[name] = self._model_record(
+                            name, _root(adapter, call) or base_name, base_name, None
+                        )
             model_id = request.path.removeprefix("/v1/models").removeprefix("/")
             if not model_id:
                 return json_response({"object": "list", "data": list(models.values())})

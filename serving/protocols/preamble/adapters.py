@@ -6,9 +6,8 @@ translates messages, and runs file I/O in threads.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -20,9 +19,10 @@ from gpt.errors import PreambleError, RequestError
 from protos.preamble.v1 import adapters_pb2 as pb
 from serving.adapters.registry import LoadedAdapter
 from serving.adapters.version_updates import AdapterUpload
+from serving.frontend.adapter_changes import adapter_name_field, change_result, run_change
 from serving.frontend.call import Call
 from serving.frontend.grpc_transport import Cardinality, RpcMethod
-from serving.request import RefusedError, UnavailableError, UnknownAdapterError
+from serving.request import RefusedError
 
 SERVICE = "preamble.v1.AdapterService"
 PAGE_DEFAULT, PAGE_MAX = 100, 1000
@@ -79,21 +79,21 @@ async def load_adapter(message: pb.LoadAdapterRequest, call: Call) -> pb.LoadAda
 
 
 async def unload_adapter(message: pb.UnloadAdapterRequest, call: Call) -> pb.UnloadAdapterResponse:
-    await _run_change("unload", call.service.store.unload, message.name, call)
+    await _run_store_change("unload", call.service.store.unload, message.name, call)
     return pb.UnloadAdapterResponse()
 
 
 async def promote_adapter(
     message: pb.PromoteAdapterRequest, call: Call
 ) -> pb.PromoteAdapterResponse:
-    adapter = await _run_change("promote", call.service.store.promote, message.name, call)
+    adapter = await _run_store_change("promote", call.service.store.promote, message.name, call)
     return pb.PromoteAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
 async def rollback_adapter(
     message: pb.RollbackAdapterRequest, call: Call
 ) -> pb.RollbackAdapterResponse:
-    adapter = await _run_change("rollback", call.service.store.rollback, message.name, call)
+    adapter = await _run_store_change("rollback", call.service.store.rollback, message.name, call)
     return pb.RollbackAdapterResponse(adapter=_describe_adapter(adapter, call))
 
 
@@ -109,7 +109,7 @@ async def upload_adapter(
         # Checking and flushing a large file takes long, so only `upload_s` limits it.
         access = call.service.file_threads.submit(call.caller.tenant, upload.finish)
         remaining_s = max(deadline - asyncio.get_running_loop().time(), 0.0)
-        adapter = await _result_of_change(call, access, limit_s=remaining_s)
+        adapter = await change_result(call, access, limit_s=remaining_s)
     except BaseException as error:
         await _run_to_end(call, upload.discard, error)
         raise
@@ -166,57 +166,18 @@ async def _receive_upload(
                 raise RequestError("a message has no data; send the file as data messages", "data")
 
 
-async def _run_change(
+async def _run_store_change(
     action: ChangeAction, change: Callable[[str, str, ChangeAuthor], T], name: str, call: Call
 ) -> T:
-    """Run a change of the adapter store in a thread, with this call as its author."""
+    """Run a method of the adapter store that changes the adapter `name`."""
     author = call.change_author
-    access = call.service.file_threads.submit(author.tenant, change, name, author.tenant, author)
-    try:
-        return await _result_of_change(call, access)
-    except BaseException as error:
-        if access.cancelled():  # The store records a change only if it runs.
-            call.record_refusal(action, name, error)
-        raise
-
-
-async def _result_of_change(call: Call, access: Future[T], limit_s: float | None = None) -> T:
-    """Return the result of a submitted change.
-
-    A change that has no thread after `limit_s` (default: `adapters_answer_s`) is dropped, and
-    clients retry the call. A change that has a thread cannot be stopped, and a retry could make it
-    twice. Therefore the call waits for it up to `limit_s` (default: `upload_s`), and then ends with
-    an error that clients do not retry.
-    """
-    upload_s = call.service.config.adapter_config.upload_s
-    running_limit_s = upload_s if limit_s is None else limit_s
-    try:
-        with _name_field():
-            return await call.service.file_threads.result(access, limit_s, running_limit_s)
-    except UnavailableError:
-        if access.cancelled():
-            raise
-        raise RefusedError(
-            "DEADLINE_PASSED",
-            f"the change takes longer than {upload_s:g} s (upload_s), and may still be made; see "
-            "`preamble adapters log` before you repeat it",
-        ) from None
+    return await run_change(call, action, name, partial(change, name, author.tenant, author))
 
 
 async def _run_in_thread(call: Call, function: Callable[..., T], *args: object) -> T:
     """Call `function`, which does file I/O, in a thread of the caller's tenant."""
-    with _name_field():
+    with adapter_name_field():
         return await call.service.file_threads.run(call.caller.tenant, function, *args)
-
-
-@contextmanager
-def _name_field() -> Iterator[None]:
-    """Add to an UnknownAdapterError the field that contains the adapter's name in all requests."""
-    try:
-        yield
-    except UnknownAdapterError as error:
-        error.field = "name"
-        raise
 
 
 async def _run_to_end(call: Call, function: Callable[..., object], *args: object) -> None:
@@ -261,8 +222,11 @@ def _adapter_message(adapter: LoadedAdapter, is_current: bool) -> pb.Adapter:
         digest=adapter.adapter_ref.digest,
         task=card.task,
         input_fields=fields,
-        method=card.method,
+        method=adapter.info.method,
         metrics=metrics,
         max_new_tokens=card.max_new_tokens or 0,
         stops=card.stop,
+        rank=adapter.info.rank,
+        bytes=adapter.info.nbytes,
+        invocation=card.invocation,
     )

@@ -63,6 +63,8 @@ async def get_load(message: pb.GetLoadRequest, call: Call) -> pb.GetLoadResponse
         engine_up=engine.up,
         engine_restarts=engine.restarts,
         generated_tokens=stats.made_tokens,
+        adapters_resident=stats.adapters_resident,
+        adapter_memory_used_bytes=stats.adapter_memory_bytes,
     )
 
 
@@ -80,6 +82,7 @@ def _memory_message(service: Service) -> pb.Ledger:
         full_context_requests=report.full_context_requests,
         adapter_rows=report.adapter_rows,
         binding_limit=report.binding_limit,
+        adapter_memory_bytes=service.config.cache_config.adapter_memory_bytes,
     )
 
 

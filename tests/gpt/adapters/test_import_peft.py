@@ -118,9 +118,9 @@ def test_a_peft_config_without_task_type_is_read_with_a_note(tmp_path: Path) -> 
     ("config", "tensors", "message"),
     [
         (
-            {"peft_type": "LORA"},
+            {"peft_type": "LOHA"},
             {"prompt_embeddings": TABLE},
-            "has peft_type LORA; only prompt adapters",
+            "has peft_type LOHA, which is not supported",
         ),
         ({"peft_type": "CARTRIDGE"}, {"prompt_embeddings": TABLE}, "has peft_type CARTRIDGE"),
         (

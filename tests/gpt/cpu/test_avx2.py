@@ -13,6 +13,10 @@ import torch
 
 from gpt.cpu import kernels, packed_linear
 from gpt.cpu_inference.weight_packing import is_batch_invariant
+from tests.support.packed_adapter_cases import (
+    check_adapted_gemm,
+    check_adapted_rows_are_independent,
+)
 from tests.support.packed_linear_cases import (
     check_fused_norm,
     check_independent_rows,
@@ -22,6 +26,7 @@ from tests.support.packed_linear_cases import (
 from tests.support.packed_models import (
     DECODER_CONFIGS,
     STEPS,
+    check_adapted_decoder,
     check_fused_decoder,
     packed_model,
     run_step,
@@ -47,6 +52,14 @@ def test_gemm_rows_are_independent(channels: int) -> None:
     check_independent_rows(channels)
 
 
+def test_adapted_gemm_equals_the_reference() -> None:
+    check_adapted_gemm()
+
+
+def test_adapted_rows_are_independent() -> None:
+    check_adapted_rows_are_independent(int8=False, has_norm=True)
+
+
 def test_matmul_argmax_is_the_first_of_ties() -> None:
     check_matmul_argmax()
 
@@ -59,6 +72,12 @@ def test_fused_norm_equals_torch() -> None:
 @pytest.mark.parametrize("name", DECODER_CONFIGS)
 def test_fused_decode_equals_the_modules(name: str, kind: str) -> None:
     check_fused_decoder(name, kind)
+
+
+@pytest.mark.parametrize("kind", ["one", "several"])
+def test_fused_decode_with_adapters_equals_the_modules(kind: str) -> None:
+    check_adapted_decoder("modern", kind)
+    check_adapted_decoder("ALiBi", kind)
 
 
 @pytest.mark.parametrize("name", DECODER_CONFIGS)

@@ -1,5 +1,7 @@
 """The fused CPU decoder equals the layer modules, row for row."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,12 +10,15 @@ from gpt.attention.kv_cache import KVPool
 from gpt.batch import Batch
 from gpt.cpu import kernels
 from gpt.kv_groups import kv_groups
+from gpt.linear_adapter import AdaptedRows
 from tests.support.models import EIGHT_EXPERTS
 from tests.support.packed_models import (
     DECODER_CONFIGS,
     EXPERT_CONFIGS,
     STEPS,
+    check_adapted_decoder,
     check_fused_decoder,
+    mixed_adapters,
     packed_model,
     run_step,
 )
@@ -54,6 +59,65 @@ def test_layers_use_the_blocks_of_their_kv_group(kind: str) -> None:
     # Also after a step with another pool.
     ungrouped_logits, _ = run_step(model, *STEPS[kind], fused=True)
     assert torch.equal(ungrouped_logits, run_step(model, *STEPS[kind], fused=False)[0])
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("name", ["classic", "modern", "ALiBi", "experts and dense"])
+def test_fused_decoder_with_adapters_equals_the_modules(name: str, kind: str) -> None:
+    check_adapted_decoder(name, kind)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_skipping_unneeded_rows_keeps_the_adapters_of_the_others(fused: bool) -> None:
+    model, (lengths, past) = packed_model(DECODER_CONFIGS["modern"]), STEPS["all kinds"]
+    adapters = mixed_adapters(model, sum(lengths))
+    all_logits, _ = run_step(model, lengths, past, fused=fused, adapted_rows=adapters)
+    for needed in ([0, 13, 14, 16, 41], [41], [30, 2]):
+        rows = torch.tensor(needed)
+        logits, _ = run_step(model, lengths, past, fused=fused, rows=rows, adapted_rows=adapters)
+        assert torch.equal(logits, all_logits[rows])
+
+
+@pytest.mark.parametrize("prepares_by_layer", [False, True])
+def test_adapters_may_be_prepared_by_a_layerwise_decoder_or_not_at_all(
+    prepares_by_layer: bool,
+) -> None:
+    model, (lengths, past) = packed_model(DECODER_CONFIGS["modern"]), STEPS["several"]
+    want, _ = run_step(model, lengths, past, fused=True, adapted_rows=mixed_adapters(model, 9))
+    adapters = mixed_adapters(model, 9, prepared=False)
+    if prepares_by_layer:
+        prepare = model.layerwise_decoder().prepare_adapter
+        adapters = tuple(AdaptedRows(prepare(x.adapter), x.rows) for x in adapters)
+    got, _ = run_step(model, lengths, past, fused=True, adapted_rows=adapters)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("name", ["classic", "modern", "experts and dense"])
+def test_sequences_with_adapters_are_bit_identical_in_any_batch(name: str, int8: bool) -> None:
+    model = packed_model(DECODER_CONFIGS[name], int8=int8)
+    generator = torch.Generator().manual_seed(3)
+    lengths = (1, 6, 30, 2, 13)
+    prompts = [torch.randint(90, (length,), generator=generator) for length in lengths]
+    adapters = [adapted.adapter for adapted in mixed_adapters(model, 9)]
+
+    def logits(batched: list[int]) -> dict[int, Tensor]:
+        pieces = [prompts[prompt] for prompt in batched]
+        kv = KVPool(model.config, model.layers, 25, block_tokens=8, dtype=torch.bfloat16)
+        tables = 1 + torch.arange(4 * len(batched)).view(-1, 4)
+        batch = Batch.paged(list(map(len, pieces)), [0] * len(pieces), tables, 8)
+        # Prompt i has adapter i; the last prompt has none.
+        adapted_rows = tuple(
+            AdaptedRows(adapters[prompt], start + torch.arange(len(prompts[prompt])))
+            for prompt, start in zip(batched, batch.query_starts, strict=True)
+            if prompt < len(adapters)
+        )
+        outputs = model(torch.cat(pieces), replace(batch, adapted_rows=adapted_rows), kv)
+        return dict(zip(batched, outputs.split(list(map(len, pieces))), strict=True))
+
+    together = logits([4, 2, 0, 3, 1])
+    for batched in ([0], [1], [2], [3], [4], [1, 2, 4]):
+        assert all(torch.equal(x, together[prompt]) for prompt, x in logits(batched).items())
 
 
 def test_equal_sequences_are_equal_beyond_the_pairs_that_are_computed_at_once() -> None:

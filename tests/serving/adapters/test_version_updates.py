@@ -15,6 +15,7 @@ from gpt.adapters.adapter_file import Adapter, Card, build_adapter, publish_adap
 from gpt.adapters.change_log import FOLDER as CHANGES_FOLDER
 from gpt.adapters.change_log import AdapterChangeLog, ChangeAuthor
 from gpt.errors import PreambleError, RequestError
+from gpt.linear_adapter import LinearAdapter
 from serving.adapters.alias_record import AliasRecord, read_alias, write_alias
 from serving.adapters.directory_layout import UNLOADED_PREFIX, UPLOAD_PREFIX, unloaded_path
 from serving.adapters.registry import AdapterRegistry
@@ -108,6 +109,19 @@ def test_uploads_become_the_next_version_and_leave_no_other_file(tmp_path: Path)
     save_adapter(adapter("old"), folder / "old.safetensors")
     with raises_refusal("ALREADY_EXISTS", "old@1 exists already", "name"):
         upload(store, "old@1", payload)
+
+
+def test_an_adapter_without_virtual_tokens_is_uploaded(tmp_path: Path) -> None:
+    lora = LinearAdapter(torch.ones(2, 8), torch.ones(24, 2))
+    file = tmp_path / "lora.safetensors"
+    key = "decoder.layers.0.self_attention.linear_qkv"
+    save_adapter(build_adapter(Card("lora", kind="linears"), None, {key: lora}), file)
+    store = store_of(tmp_path / "adapters")
+    assert upload(store, "lora", file.read_bytes()) == "lora@1"
+    loaded = store.get("lora", "")
+    assert (loaded.info.method, loaded.info.rank) == ("lora", 2)
+    assert loaded.info.nbytes == 4 * (2 * 8 + 24 * 2)
+    assert loaded.adapter_ref.row_count == 0 and loaded.adapter_ref.changes_linears
 
 
 def test_aborted_uploads_leave_no_file_and_free_their_slot(tmp_path: Path) -> None:

@@ -7,10 +7,13 @@ tests/serving/service/test_metrics.py.
 from dataclasses import replace
 from random import Random
 
+from msgspec import structs
+
 from gpt.sampling_params import SamplingParams
 from serving.engine.adapter_residency import ADAPTER_NAMES_MAX, AdapterResidency
+from serving.memory_budget import ADAPTER_PAGE_BYTES
 from serving.messages import AdapterRef
-from serving.request import AnswerSpec
+from serving.request import AdapterInfo, AnswerSpec
 from serving.scheduler.adapter_pool import AdapterPool
 
 ROWS = 20
@@ -66,6 +69,33 @@ def test_waiting_adapters_are_those_that_are_not_on_the_device() -> None:
     residency.clear()
     after_loss = residency.snapshot([])
     assert after_loss.resident == () and after_loss.changed_at >= snapshot.changed_at
+
+
+def test_adapters_of_linears_are_counted_by_their_pages() -> None:
+    residency = AdapterResidency(ROWS, requests_max=8, pages_max=30)
+    assert residency.snapshot([]).adapters_max == ROWS  # With one row each.
+    sizes = {"small": (0, 1), "large": (0, 5), "both": (4, 3), "prefix": (9, 0)}
+    for name, (rows, pages) in sizes.items():
+        kind = "prefix" if name == "prefix" else "rows" if rows else "linears"
+        spec = answer(name, rows, kind=kind)
+        assert spec.adapter_ref is not None
+        adapter_ref = structs.replace(
+            spec.adapter_ref, linear_count=1 if pages else 0, rank_bytes=pages * ADAPTER_PAGE_BYTES
+        )
+        info = AdapterInfo("lora" if pages else "prefix", 8 * pages, 100 * pages)
+        residency.record_use(replace(spec, adapter_ref=adapter_ref, adapter_info=info))
+    assert residency.snapshot([]).resident == ()
+    residency.apply_changes({"digest of small": True, "digest of large": True})
+    snapshot = residency.snapshot([])
+    assert snapshot.adapters_max == 10  # 30 pages for adapters of 3 pages.
+    assert snapshot.infos == {
+        "large": AdapterInfo("lora", 40, 500),
+        "small": AdapterInfo("lora", 8, 100),
+    }
+    residency.apply_changes({"digest of both": True, "digest of small": False})
+    # 30 pages for adapters of 4 pages; there are rows for 10 adapters of 2 rows.
+    assert residency.snapshot([]).adapters_max == 7
+    assert "prefix" not in residency.snapshot([]).infos
 
 
 def test_names_are_bounded_and_the_last_used_ones_are_reported() -> None:

@@ -59,9 +59,11 @@ class Resources:
         self.allocator.compute_cache_keys(sequence)
         return sequence
 
-    def admit(self, sequence: Sequence, *, may_pin_adapters: bool = True) -> AdmissionResult:
+    def admit(self, sequence: Sequence, *, may_pin_adapter_rows: bool = True) -> AdmissionResult:
         self.allocator.begin_admissions()
-        return self.allocator.admit(sequence, 0.0, may_pin_adapters=may_pin_adapters)
+        return self.allocator.admit(
+            sequence, 0.0, may_pin_adapter_rows=may_pin_adapter_rows, may_load_linears=True
+        )
 
     def prefill(self, sequence: Sequence) -> None:
         """Plan and complete the prefill of a sequence in one step."""
@@ -148,7 +150,7 @@ def test_adapter_rows_are_pinned_only_if_they_fit_and_the_caller_permits_it() ->
     assert resources.admit(small) is AdmissionResult.NO_ADAPTER_ROWS
     resources.prefill(large)
     # The rows are no longer pinned, because the complete prefill is planned.
-    assert resources.admit(small, may_pin_adapters=False) is AdmissionResult.NO_ADAPTER_ROWS
+    assert resources.admit(small, may_pin_adapter_rows=False) is AdmissionResult.NO_ADAPTER_ROWS
     assert resources.admit(small) is AdmissionResult.ADMITTED
     updates = resources.allocator.pop_updates()
     assert updates.adapter_writes == [AdapterRowsWrite(0, "large"), AdapterRowsWrite(0, "small")]

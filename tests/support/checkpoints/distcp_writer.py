@@ -9,7 +9,7 @@ import json
 import re
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -78,13 +78,27 @@ def saved(config: GPTConfig, form: Form, root: Path, dtype: str = "float32") -> 
         record["common_state/shard_0_1"] = [common]
     elif form.args:
         torch.save(common, folder / "common.pt")
-    writer = FileSystemWriter(folder, thread_count=2)
-    with warnings.catch_warnings(action="ignore"):  # Torch warns that one process writes alone.
-        save(record, storage_writer=writer, planner=_Cutter(config, form), no_dist=True)
-    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (folder / "metadata.json").write_text(json.dumps(backend))
+    write_chunks(folder, record, lambda key, value: _boxes(config, form, key, value))
     (root / "latest_checkpointed_iteration.txt").write_text("100")
     return source
+
+
+def write_chunks(folder: Path, record: dict[str, Any], boxes: "Boxes") -> None:
+    """Write tensors in the chunks that `boxes` returns, and pickled objects."""
+    writer = FileSystemWriter(folder, thread_count=2)
+    with warnings.catch_warnings(action="ignore"):  # Torch warns that one process writes alone.
+        save(record, storage_writer=writer, planner=_Cutter(boxes), no_dist=True)
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(backend))
+
+
+def even_boxes(value: Tensor, counts: list[int]) -> list[tuple[list[int], list[int]]]:
+    """Offsets and sizes of equal chunks; `counts` has their number in each dimension."""
+    sizes = [size // count for size, count in zip(value.shape, counts, strict=True)]
+    return [
+        ([index * size for index, size in zip(position, sizes, strict=True)], sizes)
+        for position in product(*map(range, counts))
+    ]
 
 
 def _keyed(config: GPTConfig, tensors: dict[str, Tensor], form: Form) -> dict[str, Tensor]:
@@ -126,10 +140,9 @@ def _singletons(config: GPTConfig, tensors: dict[str, Tensor]) -> dict[str, Tens
 class _Cutter(DefaultSavePlanner):
     """Plans a write for every chunk, as all ranks' plans together would."""
 
-    def __init__(self, config: GPTConfig, form: Form) -> None:
+    def __init__(self, boxes: "Boxes") -> None:
         super().__init__(flatten_state_dict=False)
-        self.config = config
-        self.form = form
+        self.boxes = boxes
 
     def create_local_plan(self) -> SavePlan:
         items = []
@@ -137,7 +150,7 @@ class _Cutter(DefaultSavePlanner):
             if not isinstance(value, Tensor):
                 items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
                 continue
-            for number, (offsets, sizes) in enumerate(self._boxes(key, value)):
+            for number, (offsets, sizes) in enumerate(self.boxes(key, value)):
                 chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
                 properties = TensorProperties.create_from_tensor(value)
                 items.append(
@@ -162,23 +175,25 @@ class _Cutter(DefaultSavePlanner):
             chunk = chunk.narrow(dim, offset, size)
         return chunk.clone()
 
-    def _boxes(self, key: str, value: Tensor) -> list[tuple[list[int], list[int]]]:
-        if self.form.lump or key.startswith("optimizer."):
-            return [([0] * value.dim(), list(value.shape))]
-        bias = key.endswith(("bias", "bias_w", "bias_v"))
-        matrix = not bias and "norm" not in key
-        leading = value.dim() - (2 if matrix and "expert_bias" not in key else 1)
-        counts = [*value.shape[:leading]] + [1] * (value.dim() - leading)
-        fc1 = re.search(r"linear_fc1\.(weight|bias)(_[wv])?$", key)
-        if fc1:
-            joined = self.config.gated and not fc1[2]
-            counts[leading] = self.form.tp * (2 if joined else 1)
-        elif re.search(r"linear_qkv\.(weight|bias)$|word_embeddings|output_layer", key):
-            counts[leading] = self.form.tp
-        elif re.search(r"linear_(proj|fc2)\.weight$", key):
-            counts[leading + 1] = self.form.tp
-        sizes = [size // count for size, count in zip(value.shape, counts, strict=True)]
-        return [
-            ([index * size for index, size in zip(position, sizes, strict=True)], sizes)
-            for position in product(*map(range, counts))
-        ]
+
+Boxes = Callable[[str, Tensor], list[tuple[list[int], list[int]]]]
+
+
+def _boxes(
+    config: GPTConfig, form: Form, key: str, value: Tensor
+) -> list[tuple[list[int], list[int]]]:
+    if form.lump or key.startswith("optimizer."):
+        return [([0] * value.dim(), list(value.shape))]
+    bias = key.endswith(("bias", "bias_w", "bias_v"))
+    matrix = not bias and "norm" not in key
+    leading = value.dim() - (2 if matrix and "expert_bias" not in key else 1)
+    counts = [*value.shape[:leading]] + [1] * (value.dim() - leading)
+    fc1 = re.search(r"linear_fc1\.(weight|bias)(_[wv])?$", key)
+    if fc1:
+        joined = config.gated and not fc1[2]
+        counts[leading] = form.tp * (2 if joined else 1)
+    elif re.search(r"linear_qkv\.(weight|bias)$|word_embeddings|output_layer", key):
+        counts[leading] = form.tp
+    elif re.search(r"linear_(proj|fc2)\.weight$", key):
+        counts[leading + 1] = form.tp
+    return even_boxes(value, counts)

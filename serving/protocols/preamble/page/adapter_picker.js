@@ -2,7 +2,7 @@
 // no adapter has is an error and stays in the input, so that a misspelled name does not select the
 // base model.
 
-import { $, integer, newElement, sentence, setText } from "./elements.js";
+import { $, bytes, integer, newElement, sentence, setText } from "./elements.js";
 import { getJson } from "./requests.js";
 
 const PAGE_SIZE = 50; // Adapters listed at a time.
@@ -32,7 +32,8 @@ const selectedName = () => (adapter ? shortName(adapter) : "");
 
 function describe(record) {
   const size = record.virtual_tokens ? `${record.virtual_tokens} virtual tokens` : "";
-  const parts = [record.task, record.method, size, `version ${record.version}`];
+  const rank = record.rank ? `rank ${record.rank}` : "";
+  const parts = [record.task, record.method, size, rank, bytes(record.bytes), `version ${record.version}`];
   return parts.filter(Boolean).join(" · ");
 }
 

@@ -1,0 +1,372 @@
+"""LoRA serving benchmark: the cost of adapters of linears in batches, prefills and first tokens.
+
+Each measurement is compared with the same requests of the base model, in the same engine and in
+turn. The model is GPT-2 small with random weights in bf16; the adapters have random matrices on all
+linears. `registered` adapters are files in a folder, and requests go through a memory that is too
+small for all of them.
+"""
+
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from bench.harness.offline_engine import (
+    GPT2_SMALL,
+    KV_TOKENS,
+    generate_all,
+    load_for_serving,
+    random_ids,
+    running_engine,
+)
+from bench.harness.record import SuiteOutput
+from bench.harness.targets import measured_row
+from clients.load.percentiles import quantile
+from gpt.adapters.adapter_file import Card, build_adapter, save_adapter
+from gpt.checkpoint.random_init import random_init_checkpoint
+from gpt.config import GPTConfig
+from gpt.linear_adapter import LinearAdapter
+from gpt.model.gpt_model import GPT
+from gpt.parallel.adapter_sharding import adaptable_linears, largest_rank_bytes
+from gpt.sampling_params import SamplingParams
+from serving.config import ServerConfig
+from serving.engine.engine import Engine
+from serving.messages import AdapterRef
+from serving.request import AnswerSpec, Request
+
+RANK = 16
+INVOCATION = (11, 12, 13)
+# (requests in a batch, distinct adapters): the rows "lora/REQUESTS-ADAPTERS".
+BATCHES = ((1, 1), (8, 1), (32, 1), (8, 8), (32, 32))
+NETWORK = GPT2_SMALL.with_fields(max_position_embeddings=1280)
+
+
+@dataclass(frozen=True)
+class LoraSizes:
+    """Sizes of the workloads; tests use smaller ones."""
+
+    prompt_tokens: int = 16
+    new_tokens: int = 64
+    prefill_tokens: int = 960
+    rounds: int = 7
+    document_tokens: int = 960
+    tasks: int = 8
+    registered: int = 1000  # Adapters that take turns in the memory.
+    resident: int = 32  # Adapters that the memory has space for.
+    streams: int = 8  # Streams of the base model that run beside them.
+
+
+@dataclass
+class LoraFixture:
+    """A running engine, a folder of adapter files, and a source of new random texts."""
+
+    engine: Engine
+    network: GPTConfig
+    folder: Path
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    _adapter_count: int = 0
+
+    def new_adapter(self, invocation: tuple[int, ...] = ()) -> AdapterRef:
+        """Save a new random adapter of rank `RANK` on all linears; return its reference."""
+        self._adapter_count += 1
+        draws = torch.Generator().manual_seed(self._adapter_count)
+        linears = {
+            linear.name: LinearAdapter(
+                torch.randn(RANK, linear.in_features, generator=draws) / linear.in_features**0.5,
+                0.02 * torch.randn(linear.out_features, RANK, generator=draws),
+            )
+            for linear in adaptable_linears(self.network).values()
+        }
+        name = f"task{self._adapter_count}"
+        adapter = build_adapter(Card(name, invocation=invocation), None, linears)
+        path = self.folder / f"{name}.safetensors"
+        save_adapter(adapter, path)
+        return AdapterRef(
+            adapter.digest,
+            0,
+            str(path),
+            "linears",
+            len(linears),
+            adapter.nbytes,
+            rank_bytes(linears, self.network),
+        )
+
+    def new_text(self, count: int) -> tuple[int, ...]:
+        return random_ids(self.rng, self.network.vocab_size, count)
+
+    def answer(
+        self, prompt: tuple[int, ...], new_tokens: int, ref: AdapterRef | None, acts_from: int = 0
+    ) -> AnswerSpec:
+        return AnswerSpec(
+            prompt, SamplingParams(new_tokens), adapter_ref=ref, adapted_from=acts_from
+        )
+
+
+def rank_bytes(linears: dict[str, LinearAdapter], network: GPTConfig) -> int:
+    stages = [range(network.num_layers)]
+    return largest_rank_bytes(linears, network, stages, tp=1, itemsize=2)
+
+
+@contextmanager
+def lora_fixture(model: GPT, config: ServerConfig) -> Iterator[LoraFixture]:
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        running_engine(model, config) as engine,
+    ):
+        yield LoraFixture(engine, model.config, Path(folder))
+
+
+def run_suite(
+    parts: Sequence[str] = (), sizes: LoraSizes = LoraSizes(), network: GPTConfig = NETWORK
+) -> Iterator[SuiteOutput]:
+    """Run the selected parts, or all parts if none is selected."""
+    config = ServerConfig("", kv_tokens_max=KV_TOKENS)
+    model = load_for_serving(random_init_checkpoint(network, 0), config)
+    yield f"GPT-2 small, {model.dtype}, {torch.get_num_threads()} threads, rank {RANK}"
+    for name in parts or PARTS:
+        measure = MEASUREMENTS[name]
+        part_config = config
+        if name == "turns":
+            memory_bytes = sizes.resident * _adapter_bytes(network)
+            part_config = config.with_fields(adapter_memory_mb=-(-memory_bytes // 1_000_000))
+        with lora_fixture(model, part_config) as fixture:
+            yield from measure(fixture, sizes)
+
+
+def _adapter_bytes(network: GPTConfig) -> int:
+    linears = {
+        linear.name: LinearAdapter(
+            torch.empty(RANK, linear.in_features), torch.empty(linear.out_features, RANK)
+        )
+        for linear in adaptable_linears(network).values()
+    }
+    return rank_bytes(linears, network)
+
+
+# ------------------------------------------------------------------------------------------ batches
+
+
+def batches(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
+    """Compare the decode speed of batches with adapters and of the base model."""
+    adapters = [fixture.new_adapter() for _ in range(max(count for _, count in BATCHES))]
+    for requests, distinct in BATCHES:
+        references = [adapters[index % distinct] for index in range(requests)]
+        yield _compare_batch(fixture, sizes, f"lora/{requests}-{distinct}", references)
+
+
+def _compare_batch(
+    fixture: LoraFixture, sizes: LoraSizes, row: str, references: Sequence[AdapterRef]
+) -> SuiteOutput:
+    ratios, speeds = [], []
+    for round_index in range(sizes.rounds + 1):
+        seconds = {}
+        kinds = ("base", "lora") if round_index % 2 else ("lora", "base")
+        for kind in kinds:
+            seconds[kind] = _decode_s(fixture, sizes, references, uses_adapters=kind == "lora")
+        if round_index:
+            ratios.append(seconds["base"] / seconds["lora"])
+            speeds.append(len(references) * (sizes.new_tokens - 1) / seconds["lora"])
+    distinct = len(set(references))
+    return measured_row(
+        row,
+        statistics.median(ratios),
+        f"{len(references)} requests, {distinct} distinct adapters: "
+        f"{statistics.median(ratios):.3f} x the base model's decode speed "
+        f"({min(ratios):.3f} to {max(ratios):.3f}; {statistics.median(speeds):,.0f} tokens/s)",
+        samples={"x": ratios},
+    )
+
+
+def _decode_s(
+    fixture: LoraFixture, sizes: LoraSizes, references: Sequence[AdapterRef], *, uses_adapters: bool
+) -> float:
+    """Return the seconds from the last request's first token to the end of all requests."""
+    answers = [
+        fixture.answer(
+            fixture.new_text(sizes.prompt_tokens), sizes.new_tokens, ref if uses_adapters else None
+        )
+        for ref in references
+    ]
+
+    async def measure() -> float:
+        started = set[int]()
+        start = 0.0
+        async for event in fixture.engine.submit(Request(tuple(answers))):
+            if event.error is not None:
+                raise event.error
+            started.add(event.index)
+            if not start and len(started) == len(answers):
+                start = time.perf_counter()
+        return time.perf_counter() - start
+
+    return asyncio.run(measure())
+
+
+def prefill(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
+    """Compare the prefill of a long prompt with an adapter and without."""
+    ref = fixture.new_adapter()
+    ratios = []
+    for round_index in range(sizes.rounds + 1):
+        seconds = {}
+        for uses_adapter in (False, True) if round_index % 2 else (True, False):
+            text = fixture.new_text(sizes.prefill_tokens)
+            answer = fixture.answer(text, 1, ref if uses_adapter else None)
+            start = time.perf_counter()
+            generate_all(fixture.engine, [Request((answer,))])
+            seconds[uses_adapter] = time.perf_counter() - start
+        if round_index:
+            ratios.append(seconds[False] / seconds[True])
+    yield measured_row(
+        "lora/prefill",
+        statistics.median(ratios),
+        f"prompt of {sizes.prefill_tokens} tokens: {statistics.median(ratios):.3f} x the base "
+        f"model's speed ({min(ratios):.3f} to {max(ratios):.3f})",
+        samples={"x": ratios},
+    )
+
+
+# ---------------------------------------------------------------------------------- activated LoRA
+
+
+def activated(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
+    """Compare activated LoRAs with LoRAs: the first tokens after a cached document."""
+    loras = [fixture.new_adapter() for _ in range(sizes.tasks)]
+    activated_loras = [fixture.new_adapter(INVOCATION) for _ in range(sizes.tasks)]
+    ratios, cached_shares = [], []
+    for round_index in range(sizes.rounds + 1):
+        seconds = []
+        for references in (activated_loras, loras):
+            document = fixture.new_text(sizes.document_tokens)
+            generate_all(fixture.engine, [Request((fixture.answer(document, 1, None),))])
+            prompt = (*document, *INVOCATION, 5)
+            acts_from = len(document) if references is activated_loras else 0
+            answers = [fixture.answer(prompt, 1, ref, acts_from) for ref in references]
+            before = fixture.engine.stats
+            start = time.perf_counter()
+            generate_all(fixture.engine, [Request(tuple(answers))])
+            seconds.append(time.perf_counter() - start)
+            if references is activated_loras:
+                after = fixture.engine.stats
+                cached_shares.append(
+                    (after.cached_tokens - before.cached_tokens) / (sizes.tasks * len(document))
+                )
+        if round_index:
+            ratios.append(seconds[1] / seconds[0])
+    ratio = statistics.median(ratios)
+    yield measured_row(
+        "lora/activated",
+        ratio,
+        f"{sizes.tasks} tasks on a cached document of {sizes.document_tokens} tokens: all first "
+        f"tokens {ratio:.1f} x as fast as with LoRA ({min(ratios):.1f} to {max(ratios):.1f}); "
+        f"{100 * min(cached_shares):.0f} % of the documents' tokens came from the cache",
+        samples={"x": ratios},
+    )
+
+
+# -------------------------------------------------------------------------------------------- turns
+
+
+def turns(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
+    """Send many adapters in turn through a memory for a few, beside streams of the base model.
+
+    A first token may take 1.5 times the sum of two times: that of a resident adapter, and that of
+    reading an adapter's file.
+    """
+    references = [fixture.new_adapter() for _ in range(sizes.registered)]
+    gaps_alone_s = asyncio.run(_stream_gaps(fixture, sizes, []))
+    first_tokens_s: list[float] = []
+    gaps_s = asyncio.run(_stream_gaps(fixture, sizes, references, first_tokens_s))
+    resident_s: list[float] = []
+    asyncio.run(_stream_gaps(fixture, sizes, [references[0]] * 100, resident_s))
+    read_s = _read_s(references[: sizes.resident])
+    limit_s = quantile(resident_s[10:], 0.95) + read_s
+    p95_s = quantile(first_tokens_s, 0.95)
+    yield measured_row(
+        "lora/turns-first",
+        p95_s / limit_s,
+        f"{sizes.registered} adapters in turn through memory for {sizes.resident}: first token "
+        f"p95 {1e3 * p95_s:.0f} ms; resident {1e3 * (limit_s - read_s):.0f} ms, reading "
+        f"{1e3 * read_s:.0f} ms",
+        samples={"ms": [1e3 * seconds for seconds in first_tokens_s]},
+    )
+    increase_ms = 1e3 * (quantile(gaps_s, 0.99) - quantile(gaps_alone_s, 0.99))
+    yield measured_row(
+        "lora/turns-itl",
+        increase_ms,
+        f"ITL p99 of {sizes.streams} streams of the base model {increase_ms:+.1f} ms "
+        f"({1e3 * quantile(gaps_alone_s, 0.99):.1f} ms alone)",
+        samples={"ms": [1e3 * gap for gap in gaps_s]},
+    )
+
+
+def _read_s(references: Sequence[AdapterRef]) -> float:
+    """Return the median seconds to open an adapter file, with its checks."""
+    from gpt.adapters.adapter_file import open_adapter
+
+    seconds = []
+    for ref in references:
+        start = time.perf_counter()
+        open_adapter(Path(ref.file))
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+async def _stream_gaps(
+    fixture: LoraFixture,
+    sizes: LoraSizes,
+    references: Sequence[AdapterRef],
+    first_tokens_s: list[float] | None = None,
+) -> list[float]:
+    """Run streams of the base model, and a request of each adapter, one after another.
+
+    Returns the inter-token latencies of the streams, and adds the times to the first tokens of the
+    requests to `first_tokens_s`.
+    """
+    gaps: list[float] = []
+    has_ended = asyncio.Event()
+
+    async def stream() -> None:
+        while not has_ended.is_set():
+            answer = fixture.answer(fixture.new_text(8), 400, None)
+            last = None
+            async for _ in fixture.engine.submit(Request((answer,))):
+                now = time.perf_counter()
+                if last is not None:
+                    gaps.append(now - last)
+                last = now
+                if has_ended.is_set():
+                    return
+
+    tasks = [asyncio.create_task(stream()) for _ in range(sizes.streams)]
+    await asyncio.sleep(1.0)
+    gaps.clear()
+    for ref in references:
+        answer = fixture.answer(fixture.new_text(16), 2, ref)
+        start, first = time.perf_counter(), 0.0
+        async for event in fixture.engine.submit(Request((answer,))):
+            if event.error is not None:
+                raise event.error
+            first = first or time.perf_counter() - start
+        if first_tokens_s is not None:
+            first_tokens_s.append(first)
+    if not references:
+        await asyncio.sleep(10.0)
+    has_ended.set()
+    await asyncio.gather(*tasks)
+    return gaps
+
+
+MEASUREMENTS: dict[str, Callable[[LoraFixture, LoraSizes], Iterator[SuiteOutput]]] = {
+    "batches": batches,
+    "prefill": prefill,
+    "activated": activated,
+    "turns": turns,
+}
+PARTS = tuple(MEASUREMENTS)

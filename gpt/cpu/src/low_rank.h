@@ -1,0 +1,79 @@
+/* Adapters of linears in a GEMM: what its staging and its epilogue call (low_rank.c). */
+
+#pragma once
+
+#include "gemm.h"
+
+#if defined(__x86_64__)
+
+/* The largest rank, and whether there are input scales, among the adapters of a step. */
+HIDDEN int64_t adapters_rank_max(const RowAdapters *adapters);
+HIDDEN int adapters_scale_inputs(const RowAdapters *adapters);
+/* Whether an adapter changes this linear. */
+HIDDEN int adapters_change_linear(const RowAdapters *adapters);
+
+/* The number of groups of adjacent rows with the same adapter. */
+HIDDEN int64_t adapter_groups(const RowAdapters *adapters, int64_t rows);
+
+/* Stores u of `rows` rows, from `first` on. `x` is the first row; adjacent rows are `stride`
+   elements apart. */
+HIDDEN void project_rows(const Gemm *p, const uint16_t *x, int64_t stride, int64_t first,
+                         int64_t rows);
+/* Applies the input scale of a row's adapter, if any, to the row `x`. */
+HIDDEN void scale_input_row(const Gemm *p, int64_t row, uint16_t *x);
+
+/* What an adapter changes in the linear; NULL for a row without an adapter. */
+INLINE const AdaptedLinear *row_adapter(const RowAdapters *adapters, int64_t row)
+{
+    const int64_t adapter = adapters->rows[row];
+    return adapter < 0 ? NULL : adapters->adapters[adapter] + adapters->linear;
+}
+
+/* The low-rank terms of a tile of rows for one panel's columns. */
+typedef struct {
+    int is_general; /* `add_terms` must add the terms: there is more than one low-rank term. */
+    int is_uniform; /* All rows have the same adapter. */
+    int64_t u_stride;
+    int64_t pairs[TILE];
+    const uint16_t *u[TILE], *b[TILE];
+} TileTerms;
+
+/* Finds the terms of the rows from `first` on, and prefetches their panels of B. */
+HIDDEN void plan_tile_terms(const Gemm *p, int64_t column, int64_t first, int rows, TileTerms *to);
+
+/* Continues the sums of a tile's rows with their low-rank terms, if these are not general. */
+TARGET_AVX512_BF16 INLINE void add_tile_terms(const TileTerms *terms, __m512 (*sum)[2], int rows)
+{
+    if (terms->is_general)
+        return;
+    for (int64_t k = 0; terms->is_uniform && k < terms->pairs[0]; k++) {
+        const uint16_t *b = terms->b[0] + k * 2 * COLUMNS, *u = terms->u[0] + 2 * k;
+        const __m512bh first = (__m512bh)_mm512_loadu_si512(b);
+        const __m512bh second = (__m512bh)_mm512_loadu_si512(b + COLUMNS);
+#pragma GCC unroll 12
+        for (int i = 0; i < rows; i++) {
+            int32_t bits;
+            memcpy(&bits, u + i * terms->u_stride, 4);
+            const __m512bh u_pair = (__m512bh)_mm512_set1_epi32(bits);
+            sum[i][0] = _mm512_dpbf16_ps(sum[i][0], u_pair, first);
+            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], u_pair, second);
+        }
+    }
+    if (terms->is_uniform)
+        return;
+#pragma GCC unroll 12
+    for (int i = 0; i < rows; i++) {
+        const uint16_t *b = terms->b[i], *u = terms->u[i];
+        for (int64_t k = 0; k < terms->pairs[i]; k++, b += 2 * COLUMNS, u += 2) {
+            int32_t bits;
+            memcpy(&bits, u, 4);
+            const __m512bh u_pair = (__m512bh)_mm512_set1_epi32(bits);
+            sum[i][0] =
+                _mm512_dpbf16_ps(sum[i][0], u_pair, (__m512bh)_mm512_loadu_si512(b));
+            sum[i][1] =
+                _mm512_dpbf16_ps(sum[i][1], u_pair, (__m512bh)_mm512_loadu_si512(b + COLUMNS));
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,250 @@
+"""LoRA and DoRA of Megatron-Bridge and NeMo 2: every form is joined, others are refused."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoints_tools.conversion.convert import write_native
+from gpt.adapters.adapter_file import (
+    Card,
+    build_adapter,
+    check_adapter,
+    open_adapter,
+    save_adapter,
+)
+from gpt.adapters.export_bridge import convert_linears_to_bridge
+from gpt.adapters.fused_linears import with_weight_norms
+from gpt.checkpoint.logical_tensor import Checkpoint
+from gpt.config import GPTConfig
+from gpt.errors import AdapterError
+from gpt.linear_adapter import LinearAdapter, split_key
+from tests.support.adapter_exchange import run_adapters_command
+from tests.support.bridge_adapters import bridge_tensors, write_bridge_adapter
+from tests.support.linear_adapters import random_linears
+from tests.support.models import lively
+
+CONFIG = GPTConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=8,
+    num_query_groups=4,
+    ffn_hidden_size=48,
+    vocab_size=96,
+    max_position_embeddings=64,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    activation="silu",
+    gated=True,
+    qkv_bias=False,
+    proj_bias=False,
+    mlp_bias=False,
+    dtype="float32",
+)
+CANONICAL = {"_target_": "megatron.bridge.peft.canonical_lora.CanonicalLoRA"}
+DORA = {"_target_": "megatron.bridge.peft.dora.DoRA"}
+
+
+def changes(method: str = "lora", *, canonical: bool = False) -> dict[str, LinearAdapter]:
+    linears = random_linears(CONFIG, method, rank=4, by_parts=canonical)
+    for key, change in linears.items():
+        assert change.lora_a is not None and change.lora_b is not None
+        # With parts, the first of them has a larger rank.
+        a, b = change.lora_a[:4], change.lora_b[:, :4]
+        linears[key] = replace(change, lora_a=a, lora_b=b, scale=2.0)
+    return linears
+
+
+@pytest.fixture(scope="module")
+def base() -> Checkpoint:
+    return lively(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("tp", "stacked", "canonical", "nemo2"),
+    [
+        (1, True, False, False),
+        (2, True, False, True),
+        (4, False, False, False),
+        (1, False, True, True),
+        (2, True, True, False),
+        (4, False, True, False),
+    ],
+)
+def test_lora_of_any_form_is_joined(
+    tmp_path: Path,
+    base: Checkpoint,
+    tp: int,
+    stacked: bool,
+    canonical: bool,
+    nemo2: bool,
+) -> None:
+    prefix = "module." if tp == 4 else ""
+    linears = changes(canonical=canonical)
+    tensors = bridge_tensors(linears, stacked=stacked, prefix=prefix)
+    peft = CANONICAL if canonical else None
+    root = write_bridge_adapter(tmp_path / "run", tensors, CONFIG, tp=tp, peft=peft, nemo2=nemo2)
+    adapter = open_adapter(root, base=base)
+    check_adapter(adapter, CONFIG, None)
+    assert (adapter.card.name, adapter.card.method) == ("run", "lora")
+    assert adapter.digest == build_adapter(adapter.card, None, linears).digest
+    assert canonical == any("separate matrices" in note for note in adapter.card.notes)
+
+
+def test_dora_of_one_tensor_rank_gets_the_norms_of_the_base(
+    tmp_path: Path, base: Checkpoint
+) -> None:
+    linears = with_weight_norms(changes("dora"), base)
+    tensors = bridge_tensors(linears, stacked=True)
+    root = write_bridge_adapter(tmp_path / "run", tensors, CONFIG, peft=DORA)
+    adapter = open_adapter(root, base=base)
+    assert adapter.card.method == "dora"
+    assert adapter.digest == build_adapter(adapter.card, None, linears).digest
+    biased = lively(CONFIG.with_fields(qkv_bias=True))
+    with pytest.raises(AdapterError, match="multiplies by the magnitudes too"):
+        open_adapter(root, base=biased)
+    sharded = write_bridge_adapter(tmp_path / "tp2", tensors, CONFIG, tp=2, peft=DORA)
+    with pytest.raises(AdapterError, match="DoRA with tensor_model_parallel_size 2"):
+        open_adapter(sharded, base=base)
+
+
+Tensors = dict[str, Tensor]
+QKV = "decoder.layers.self_attention.linear_qkv.adapter"
+FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], Mapping[str, Any], str]] = {
+    "another method": (dict, {"_target_": "x.VLMLoRA"}, "the adapter 'VLMLoRA'"),
+    "dim": (dict, {"dim": 8}, "with the shape (4, 32); this model and dim 8"),
+    "huge dim": (dict, {"dim": 10**9}, "dim must be from 1 to 512"),
+    "nan": (dict, {"alpha": math.nan}, "alpha a number"),
+    "text": (dict, {"alpha": "32"}, "alpha a number"),
+    "dora without magnitudes": (dict, DORA, "but a dora adapter has"),
+    "no B": (
+        lambda tensors: {key: t for key, t in tensors.items() if "qkv.adapter.linear_o" not in key},
+        {},
+        "has lora_a of decoder.layers.0.self_attention.linear_qkv, but",
+    ),
+    "expert": (
+        lambda tensors: (
+            tensors
+            | {
+                "decoder.layers.mlp.experts.linear_fc1.adapter.linear_in.weight": torch.ones(
+                    2, 4, 32
+                )
+            }
+        ),
+        {},
+        "a change of an expert's linear",
+    ),
+    "head": (
+        lambda tensors: tensors | {"output_layer.adapter.linear_in.weight": torch.ones(4, 32)},
+        {},
+        "a change of no supported linear",
+    ),
+    "layers": (
+        lambda tensors: tensors | {f"{QKV}.linear_in.weight": torch.ones(3, 4, 32)},
+        {},
+        "this model has 2 layers",
+    ),
+    "layer 7": (
+        lambda tensors: (
+            tensors
+            | {"decoder.layers.7.mlp.linear_fc1.adapter.linear_in.weight": torch.ones(4, 32)}
+        ),
+        {},
+        "which this model does not have",
+    ),
+    "shape": (
+        lambda tensors: tensors | {f"{QKV}.linear_out.weight": torch.ones(2, 60, 4)},
+        {},
+        "with the shape (60, 4)",
+    ),
+    "values": (
+        lambda tensors: tensors | {f"{QKV}.linear_out.weight": torch.full((2, 64, 4), math.inf)},
+        {},
+        "not finite",
+    ),
+    "dtype": (
+        lambda tensors: tensors | {f"{QKV}.linear_out.weight": torch.ones(2, 64, 4).long()},
+        {},
+        "torch.int64",
+    ),
+    "no adapter": (lambda _: {"decoder.layers.x.weight": torch.ones(2)}, {}, "without tensors of"),
+    "twice": (
+        lambda tensors: (
+            tensors
+            | {
+                "decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight": torch.ones(
+                    4, 32
+                )
+            }
+        ),
+        {},
+        "twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_broken_and_unsupported_adapters_are_refused(
+    tmp_path: Path, base: Checkpoint, name: str
+) -> None:
+    change, peft, message = FAULTS[name]
+    tensors = change(bridge_tensors(changes(), stacked=True))
+    root = write_bridge_adapter(tmp_path / "run", tensors, CONFIG, peft=peft)
+    with pytest.raises(AdapterError) as caught:
+        open_adapter(root, base=base)
+    assert message in str(caught.value)
+
+
+def test_an_unknown_alpha_and_the_missing_base_are_refused(
+    tmp_path: Path, base: Checkpoint
+) -> None:
+    tensors = bridge_tensors(changes(), stacked=True)
+    root = write_bridge_adapter(tmp_path / "run", tensors, CONFIG)
+    with pytest.raises(AdapterError, match="give the base model with --model"):
+        open_adapter(root)
+    (root / "iter_0000007" / "run_config.yaml").unlink()
+    with pytest.raises(AdapterError, match="so the adapter's alpha is unknown"):
+        open_adapter(root, base=base)
+    assert {split_key(key)[1] for key in changes()} == {""}
+
+
+@pytest.mark.parametrize("case", ["lora", "canonical", "parts missing", "layer 1"])
+def test_exports_are_read_again_bit_for_bit(
+    tmp_path: Path, base: Checkpoint, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    linears = changes(canonical=case in ("canonical", "parts missing"))
+    if case == "parts missing":
+        linears = {key: change for key, change in linears.items() if not key.endswith("key")}
+    if case == "layer 1":
+        linears = {key: change for key, change in linears.items() if ".layers.1." in key}
+    write_native(base, tmp_path / "base")
+    save_adapter(build_adapter(Card("a"), None, linears), tmp_path / "a.safetensors")
+    flags = ("--to", "bridge", "--model", tmp_path / "base")
+    code, _, err = run_adapters_command(
+        capsys, "export", tmp_path / "a.safetensors", tmp_path / "a", *flags
+    )
+    assert code == 0, err
+    adapter = open_adapter(tmp_path / "a", base=base)
+    check_adapter(adapter, CONFIG, None)
+    assert adapter.digest == build_adapter(adapter.card, None, linears).digest
+
+
+def test_exports_that_bridge_cannot_express_are_refused(base: Checkpoint) -> None:
+    refused = {
+        "magnitudes": build_adapter(Card("a"), None, changes("dora")),
+        "virtual tokens": build_adapter(Card("a"), torch.ones(2, 32), changes()),
+        "IA3": build_adapter(Card("a"), None, random_linears(CONFIG, "ia3")),
+        "an invocation": build_adapter(Card("a", invocation=(3,)), None, changes()),
+    }
+    for message, adapter in refused.items():
+        with pytest.raises(AdapterError, match=message):
+            convert_linears_to_bridge(adapter, base)
+    with pytest.raises(AdapterError, match="give the base model with --model"):
+        convert_linears_to_bridge(build_adapter(Card("a"), None, changes()), None)
+    with pytest.raises(AdapterError, match="changes no linear"):
+        convert_linears_to_bridge(build_adapter(Card("a"), torch.ones(2, 32)), base)

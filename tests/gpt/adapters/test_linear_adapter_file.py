@@ -1,0 +1,211 @@
+"""Adapter files with changes of linears: round trips, digests, and refusals by name."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from gpt.adapters.adapter_file import (
+    Adapter,
+    Card,
+    build_adapter,
+    check_adapter,
+    open_adapter,
+    save_adapter,
+)
+from gpt.adapters.prompt_template import PromptTemplate
+from gpt.checkpoint.logical_tensor import ModelIdentity
+from gpt.errors import AdapterError
+from gpt.linear_adapter import LinearAdapter, last_occurrence, split_key
+from tests.support.linear_adapters import METHODS, random_linears
+from tests.support.models import CLASSIC, EXPERTS, MODERN
+
+CARD = Card(
+    "task",
+    template=PromptTemplate("{text} =", ()),
+    method="alora",
+    base_digest="ab" * 32,
+    base_fingerprint="cd" * 32,
+    invocation=(5, 6),
+)
+BASE = ModelIdentity("ab" * 32, "cd" * 32)
+QKV = "decoder.layers.1.self_attention.linear_qkv"
+Changes = dict[str, LinearAdapter]
+
+
+def make_adapter(method: str = "lora", card: Card = CARD) -> Adapter:
+    return build_adapter(card, None, random_linears(MODERN, method, by_parts=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_file_returns_the_same_adapter(method: str, tmp_path: Path) -> None:
+    adapter, path = make_adapter(method), tmp_path / "task.safetensors"
+    save_adapter(adapter, path)
+    copy = open_adapter(path)
+    assert (copy.card, copy.digest) == (adapter.card, adapter.digest)
+    assert copy.linears.keys() == adapter.linears.keys()
+    for key, linear in adapter.linears.items():
+        assert copy.linears[key].scale == linear.scale
+        tensors = dict(linear.tensors())
+        assert dict(copy.linears[key].tensors()).keys() == tensors.keys()
+        for name, tensor in copy.linears[key].tensors():
+            assert torch.equal(tensor, tensors[name])
+    assert check_adapter(copy, MODERN, BASE) == ()
+
+
+def test_an_adapter_may_have_virtual_tokens_too(tmp_path: Path) -> None:
+    table = torch.arange(64.0).view(2, 32)
+    card = replace(CARD, template=None, kind="rows")
+    adapter = build_adapter(card, table, random_linears(MODERN))
+    save_adapter(adapter, tmp_path / "task.safetensors")
+    copy = open_adapter(tmp_path / "task.safetensors")
+    assert torch.equal(copy.table, table) and len(copy.linears) == len(adapter.linears)
+    assert copy.digest != build_adapter(replace(card, invocation=()), table).digest
+
+
+def change_scale(linears: Changes) -> Changes:
+    return {key: replace(linear, scale=0.5) for key, linear in linears.items()}
+
+
+def change_value(linears: Changes) -> Changes:
+    key = max(linears)
+    lora_b = linears[key].lora_b
+    assert lora_b is not None
+    changed = lora_b.clone()
+    changed[-1, -1] += 1
+    return linears | {key: replace(linears[key], lora_b=changed)}
+
+
+@pytest.mark.parametrize("change", [change_scale, change_value])
+def test_the_digest_covers_the_changes(change: Callable[[Changes], Changes]) -> None:
+    linears = random_linears(MODERN)
+    digest = build_adapter(CARD, None, linears).digest
+    assert build_adapter(CARD, None, change(linears)).digest != digest
+    assert build_adapter(CARD, None, dict(reversed(linears.items()))).digest == digest
+
+
+def test_the_digest_covers_the_invocation() -> None:
+    assert make_adapter().digest != make_adapter(card=replace(CARD, invocation=(6,))).digest
+
+
+def test_a_release_for_tables_only_refuses_the_file_by_its_version(tmp_path: Path) -> None:
+    save_adapter(make_adapter(), tmp_path / "task.safetensors")
+    with safetensors.safe_open(tmp_path / "task.safetensors", "pt") as file:
+        assert file.metadata()["version"] == "2"
+
+
+A, B = torch.ones(2, 32), torch.ones(60, 2)
+INVALID_CHANGES: dict[str, tuple[Changes, str]] = {
+    "nothing": ({QKV: LinearAdapter()}, "has no tensor for"),
+    "half a product": ({QKV: LinearAdapter(A)}, "has only lora_a of"),
+    "two ranks": ({QKV: LinearAdapter(A, torch.ones(60, 3))}, r"must be \(rank, inputs\)"),
+    "a vector": ({QKV: LinearAdapter(A[0], B)}, r"must be \(rank, inputs\)"),
+    "rank 0": ({QKV: LinearAdapter(A[:0], B[:, :0])}, r"must be \(rank, inputs\)"),
+    "a large rank": ({QKV: LinearAdapter(A[:1].expand(513, -1), B[:, :1].expand(-1, 513))}, "512"),
+    # Strides of 0: a small file can have this shape.
+    "a huge rank": (
+        {QKV: LinearAdapter(A[:1].expand(10**9, -1), B[:, :1].expand(-1, 10**9))},
+        "the largest rank is 512",
+    ),
+    "a huge width": (
+        {QKV: LinearAdapter(A[:, :1].expand(-1, 1 << 40), B)},
+        "over the limit",
+    ),
+    "NaN": ({QKV: LinearAdapter(A * torch.nan, B)}, "that are not finite"),
+    "integers": ({QKV: LinearAdapter(A.long(), B.long())}, "must be floating-point"),
+    "an infinite scale": ({QKV: LinearAdapter(A, B, scale=float("inf"))}, "it must be finite"),
+    "a short magnitude": (
+        {QKV: LinearAdapter(A, B, 1.0, torch.ones(59), torch.ones(59))},
+        "do not belong together",
+    ),
+    "a magnitude alone": (
+        {QKV: LinearAdapter(magnitude=torch.ones(60), weight_norm=torch.ones(60))},
+        "but no lora_a",
+    ),
+    "a norm of zero": (
+        {QKV: LinearAdapter(A, B, 1.0, torch.ones(60), torch.zeros(60))},
+        "is not positive",
+    ),
+    "two input changes": (
+        {QKV: LinearAdapter(A, B, input_scale=torch.ones(32))},
+        "cannot be combined",
+    ),
+    "a linear and its part": (
+        {QKV: LinearAdapter(A, B), f"{QKV}.key": LinearAdapter(A, B[:12])},
+        "changes both",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INVALID_CHANGES)
+def test_changes_that_do_not_belong_together_are_refused(case: str) -> None:
+    linears, message = INVALID_CHANGES[case]
+    with pytest.raises(AdapterError, match=message):
+        build_adapter(CARD, None, linears)
+
+
+UNFIT_CHANGES: dict[str, tuple[Changes, str]] = {
+    "an unknown layer": ({QKV.replace(".1.", ".7."): LinearAdapter(A, B)}, "is no linear of this"),
+    "an unknown linear": ({"a.b": LinearAdapter(A, B)}, "is no linear of this model"),
+    "an expert": (
+        {"decoder.layers.0.mlp.experts.local_experts.0.linear_fc1": LinearAdapter(A, B)},
+        "cannot change the linears of experts",
+    ),
+    "an unknown part": (
+        {"decoder.layers.1.mlp.linear_fc1.gate": LinearAdapter(A, B)},
+        "has no part 'gate'",
+    ),
+    "another width": ({QKV: LinearAdapter(torch.ones(2, 31), B)}, "the model has 32 inputs"),
+    "another height": ({QKV: LinearAdapter(A, torch.ones(61, 2))}, "the model has 96 outputs"),
+    "a zero product": ({QKV: LinearAdapter(A, torch.zeros(96, 2))}, "has no effect"),
+    "scales of one": ({QKV: LinearAdapter(output_scale=torch.ones(96))}, "has no effect"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT_CHANGES)
+def test_changes_that_do_not_fit_the_model_are_refused(case: str) -> None:
+    linears, message = UNFIT_CHANGES[case]
+    adapter = build_adapter(replace(CARD, invocation=()), None, linears)
+    with pytest.raises(AdapterError, match=message):
+        check_adapter(adapter, CLASSIC, BASE)
+
+
+def test_experts_may_have_adapters_of_attention() -> None:
+    linears = random_linears(EXPERTS)
+    assert not any("experts" in key for key in linears)
+    assert check_adapter(build_adapter(CARD, None, linears), EXPERTS, BASE) == ()
+
+
+def test_another_base_and_an_unknown_invocation_are_refused() -> None:
+    with pytest.raises(AdapterError, match="was trained on the model with digest"):
+        check_adapter(make_adapter(), MODERN, ModelIdentity("00" * 32, "11" * 32))
+    outside = replace(CARD, invocation=(1, MODERN.vocab_size))
+    with pytest.raises(AdapterError, match="has the token id 103, outside the vocabulary"):
+        check_adapter(make_adapter(card=outside), MODERN, BASE)
+
+
+def test_an_overflow_in_half_precision_is_refused() -> None:
+    linears = {QKV: LinearAdapter(A, torch.full((96, 2), 1e6))}
+    adapter = build_adapter(replace(CARD, invocation=()), None, linears)
+    with pytest.raises(AdapterError, match="overflow in float16"):
+        check_adapter(adapter, CLASSIC.with_fields(dtype="float16"), BASE)
+
+
+def test_a_key_is_split_into_linear_and_part() -> None:
+    assert split_key(f"{QKV}.key") == (QKV, "key")
+    assert split_key(QKV) == (QKV, "")
+    assert split_key("decoder.layers.0.mlp.linear_fc2.gate") == (
+        "decoder.layers.0.mlp.linear_fc2.gate",
+        "",
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "position"),
+    [([1, 2, 3], 0), ([1, 2, 1, 2, 2], 2), ([1, 1, 2], 1), ([2, 1], None), ([], None)],
+)
+def test_the_last_occurrence_of_an_invocation(tokens: list[int], position: int | None) -> None:
+    assert last_occurrence(tokens, (1, 2)) == position
