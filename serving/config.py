@@ -552,10 +552,11 @@ def _check_bounds(part: Any) -> None:
     """Raise ConfigError if a limit, default or time of a part is outside its range."""
     for field in fields(part):
         name, value = field.name, getattr(part, field.name)
-        is_bounded = name.endswith(("_max", "_default", "_s", "_ms", "_tokens"))
+        is_bounded = name.endswith(("_max", "_default", "_s", "_ms", "_tokens", "_mb"))
         if not is_bounded or value is None or isinstance(value, str):  # A text is a choice.
             continue
-        may_be_zero = name in ("speculate_tokens_max", "gather_ms")  # 0: off.
+        # 0: off.
+        may_be_zero = name in ("speculate_tokens_max", "gather_ms", "adapter_memory_mb")
         is_allowed_sign = value > 0 or (may_be_zero and value == 0)
         if not is_allowed_sign or value == float("inf"):  # A comparison with NaN is false.
             bound = "0 or more" if may_be_zero else "more than 0"
