@@ -169,8 +169,12 @@ class AdapterMemory:
         return adapter.encoded
 
     def compile_kernels(self) -> None:
-        """Compile the kernels that steps with adapters launch; a compilation would stop a step."""
-        if self.table is None:
+        """Compile the kernels that steps with adapters launch; a compilation would stop a step.
+
+        Kernels in fp32 are compiled by the first step that needs them: they multiply without the
+        tensor cores, so their loops are unrolled, and a server in fp32 would start much later.
+        """
+        if self.table is None or self._model.dtype == torch.float32:
             return
         mesh, config = self._model.mesh, self._model.config
         shapes = set()
