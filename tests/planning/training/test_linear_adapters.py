@@ -1,8 +1,6 @@
 """Plans of training adapters of linears: memory and time by method, and published LoRA runs."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from time import process_time
 
 import pytest
 import torch
@@ -24,10 +22,9 @@ from gpt.errors import ConfigError
 from gpt.linear_adapter import AdaptedRows
 from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
-from planning.hardware import Cluster, Device, find_device
+from planning.hardware import Cluster, find_device
 from planning.model_presets import find_preset
 from planning.published.training_runs import run_tables
-from planning.training.efficiency import SOFTWARE, Software
 from planning.training.estimate import (
     TrainingEstimate,
     TrainingJob,
@@ -38,9 +35,7 @@ from planning.training.plan import plan_training
 from planning.training.search import SearchSpace
 from planning.training.step_time import FUSED_BACKWARD
 from ptuning.config import MethodConfig
-from ptuning.data.dataset import Example
 from tests.support.trained_linears import random_trainable_linears
-from tests.support.trainers import trainer
 
 LLAMA_8B = find_preset("llama3-8b")
 LORA = LinearAdapterSpec("lora", 16)
@@ -246,113 +241,3 @@ def test_jobs_that_cannot_run_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         estimate(linears, context_tokens=context_tokens)
-
-
-# ----------------------------------------------------------------------------- measured step times
-
-TIMED_MODEL = GPTConfig(4, 512, 8, 2048, 512)
-EXAMPLE_TOKENS, EXAMPLES, INVOCATION_START = 257, 4, 200
-# The error of predictions for a machine without published runs.
-STEP_ERROR = 0.30
-
-
-@pytest.mark.slow
-def test_measured_step_times_relative_to_prompt_tuning_are_within_the_plans_error() -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        planned, measured = planned_seconds(), measured_seconds()
-    finally:
-        torch.set_num_threads(threads)
-    for method in METHODS:
-        ratio = measured[method] / measured["prompt-tuning"]
-        planned_ratio = planned[method] / planned["prompt-tuning"]
-        assert abs(planned_ratio / ratio - 1) <= STEP_ERROR, (method, planned_ratio, ratio)
-
-
-def measured_seconds() -> dict[str, float]:
-    """CPU seconds of a step of each method: the least of several, in turn."""
-    trainers = {}
-    for method in ("prompt-tuning", *METHODS):
-        model = load_model(random_init_checkpoint(TIMED_MODEL, 0), Mesh(torch.device("cpu")))
-        changes: dict[str, object] = {"method": method}
-        if method == "alora":
-            changes |= {"template": "{a}<|INVOCATION|>{b}", "invocation_ids": [1, 2]}
-        trainers[method] = trainer(model, **changes)
-    seconds: dict[str, list[float]] = {method: [] for method in trainers}
-    for _ in range(4):
-        for method, method_trainer in trainers.items():
-            start = process_time()
-            method_trainer.step(timed_examples(method))
-            seconds[method].append(process_time() - start)
-    return {method: min(times[1:]) for method, times in seconds.items()}
-
-
-def timed_examples(method: str) -> list[Example]:
-    """Examples whose tokens all have a loss, as the plan assumes, from the invocation on."""
-    virtual_ids = [TIMED_MODEL.vocab_size, TIMED_MODEL.vocab_size + 1]
-    start = INVOCATION_START if method == "alora" else 0
-    draws = torch.Generator().manual_seed(0)
-    examples = []
-    for _ in range(EXAMPLES):
-        ids = torch.randint(0, TIMED_MODEL.vocab_size, (EXAMPLE_TOKENS,), generator=draws).tolist()
-        if method == "prompt-tuning":
-            ids[:2] = virtual_ids
-        examples.append(Example(ids, start + 2, invocation_start=start))
-    return examples
-
-
-def planned_seconds() -> dict[str, float]:
-    """Seconds of a step at this machine's measured speeds; a CPU has no waves of tiles."""
-    efficiency = replace(
-        SOFTWARE["h100"].efficiency,
-        products=1.0,
-        fused_attention=1.0,
-        tail=0.0,
-        memory=1.0,
-        gap_s=0.0,
-    )
-    # Activations have 4 bytes, and the plan counts 2.
-    device = Device("this-cpu", matmul_flops(), 16 << 30, copy_bytes_per_s() / 2, 1e9, 1e9)
-    seconds = {}
-    for method in ("prompt-tuning", *METHODS):
-        linears = next(
-            (LinearAdapterSpec(choice, 16) for choice in METHODS if choice == method), None
-        )
-        job = TrainingJob(
-            TIMED_MODEL,
-            EXAMPLE_TOKENS - 1,
-            EXAMPLES,
-            "adapter",
-            2 if linears is None else 0,
-            flash=True,
-            distributed_optimizer=False,
-            linears=linears,
-            context_tokens=INVOCATION_START if method == "alora" else 0,
-        )
-        seconds[method] = estimate_training(
-            job,
-            TrainingSplit(micro_batch=EXAMPLES),
-            Cluster(device, 1),
-            Software("this CPU", efficiency, STEP_ERROR, STEP_ERROR),
-        ).iteration_s
-    return seconds
-
-
-def matmul_flops() -> float:
-    a, b = torch.randn(1024, 512), torch.randn(512, 2048)
-    return 2 * 1024 * 512 * 2048 / least_cpu_seconds(lambda: a @ b)
-
-
-def copy_bytes_per_s() -> float:
-    values = torch.randn(1 << 19)  # As large as the activations of a linear.
-    return 2 * 4 * len(values) / least_cpu_seconds(values.clone)
-
-
-def least_cpu_seconds(call: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(8):
-        start = process_time()
-        call()
-        seconds.append(process_time() - start)
-    return min(seconds)
