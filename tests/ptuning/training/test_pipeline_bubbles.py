@@ -63,6 +63,7 @@ class TimedChunk(nn.Module):
         self.mesh = mesh
         self.dtype = torch.float32
         self.clock = clock
+        self.layers = range(virtual_stage, virtual_stage + 1)
         self.is_first_stage = virtual_stage == 0
         self.is_last_stage = virtual_stage == STAGES * chunks - 1
 

@@ -250,7 +250,7 @@ def test_the_pool_leaves_memory_for_cuda_graphs() -> None:
         model = make_model()
         blocks = available_kv_blocks(model, SHORT.scheduler_config, SHORT.cache_config)
         scheduler_config = replace(SHORT.scheduler_config, cuda_graphs="auto")
-        graph_bytes = graph_bytes_max(model, scheduler_config)
+        graph_bytes = graph_bytes_max(model, scheduler_config, SHORT.cache_config.adapter_pages)
         reserved = blocks - available_kv_blocks(model, scheduler_config, SHORT.cache_config)
         # One more block is the scratch block of padding rows.
         assert reserved - 1 in (graph_bytes // BLOCK_BYTES, graph_bytes // BLOCK_BYTES + 1)
