@@ -1,4 +1,4 @@
-"""Adapters of linears: low-rank products (LoRA), magnitudes (DoRA) and scales (IA3).
+"""Linear adapters: low-rank products (LoRA), magnitudes (DoRA) and scales (IA3).
 
 With an adapter, a linear computes
 
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from gpt.dropout import Dropout
 from gpt.linear_parts import LINEAR_PARTS
-from gpt.linear_parts import QKV_PARTS as QKV_PARTS
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,7 +33,7 @@ class MemoryLedger:
     optimizer: int = 0
     activations: int = 0  # Training: activations of stage 0, which stores the most micro-batches.
     kv: int = 0  # The KV cache.
-    adapters: int = 0  # The memory of a server for adapters of linears.
+    adapters: int = 0  # The memory of a server for linear adapters.
     workspace: int = 0  # CUDA context, communication buffers, temporary tensors.
 
     @property

@@ -276,7 +276,7 @@ class MethodConfig:
     def adapter_kind(self) -> str:
         """The `kind` in the adapter's card.
 
-        "rows" for a virtual-token table, "prefix" for keys and values, "linears" for changes of
+        "rows" for a virtual-token table, "prefix" for keys and values, "linears" for weights of
         linears.
         """
         if self.method in LINEAR_METHODS:

@@ -192,19 +192,19 @@ class CacheConfig:
     shared_prefix_cache: bool = False
     # Size of the adapter pool on the device, in rows (virtual tokens).
     adapter_rows_max: int = ADAPTER_ROWS_MAX
-    # Size of the memory for adapters' changes of linears (LoRA, DoRA, IA3) on each rank's device,
+    # Size of the memory for adapters' weights (LoRA, DoRA, IA3) on each rank's device,
     # in MB. A rank on a CPU uses only the pages that adapters have needed.
     adapter_memory_mb: int = ADAPTER_MEMORY_MB
     adapter_bytes_max: int = 1 << 30  # Bytes of the adapters that are cached in host memory.
 
     @property
     def adapter_pages(self) -> int:
-        """The size of the memory for changes of linears, in pages."""
+        """The size of the memory for adapter weights, in pages."""
         return self.adapter_memory_mb * 1_000_000 // ADAPTER_PAGE_BYTES
 
     @property
     def adapter_memory_bytes(self) -> int:
-        """The size of the memory for changes of linears, in bytes."""
+        """The size of the memory for adapter weights, in bytes."""
         return self.adapter_pages * ADAPTER_PAGE_BYTES
 
     def __post_init__(self) -> None:

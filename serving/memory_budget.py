@@ -14,7 +14,7 @@ from gpt.errors import ConfigError
 # Default tokens per KV block. `gpt.attention.kv_cache.BLOCK_TOKENS` (32) is the block size of
 # generation and tuning without a server.
 KV_BLOCK_TOKENS = 16
-# Default size of the memory for the adapters' changes of linears on each rank, and its unit.
+# Default size of the memory for the adapters' weights on each rank, and its unit.
 ADAPTER_MEMORY_MB = 256
 ADAPTER_PAGE_BYTES = 4096
 ADAPTER_ROWS_MAX = 4096  # Default size of the adapter row pool, in virtual tokens.

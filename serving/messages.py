@@ -49,14 +49,14 @@ class Guide(_Part, frozen=True):
 
 
 class AdapterRef(_Part, frozen=True):
-    """Reference to an adapter: digest, row count, file, kind of rows, and changes of linears."""
+    """Reference to an adapter: digest, row count, file, kind of rows, and adapter weights."""
 
     digest: str
     row_count: int
     file: str
     # The `kind` in the adapter's card (metadata). "rows": embeddings; "prefix": keys and values.
     kind: str = "rows"
-    # Changes of linears (gpt/linear_adapter.py): the number of linears and parts, the bytes of all
+    # Adapter weights (gpt/linear_adapter.py): the number of linears and parts, the bytes of all
     # of them in fp32, and the bytes on the rank that needs the most. 0: the adapter changes none.
     linear_count: int = 0
     linear_bytes: int = 0
@@ -106,7 +106,7 @@ class Submission(_Message, frozen=True):
     # Part of the keys of the sequence's cached blocks, so that only sequences with an equal salt
     # share them.
     cache_salt: str = ""
-    # The position of the first token on which the adapter's changes of linears act: 0, or the
+    # The position of the first token on which the adapter's weights act: 0, or the
     # position of the invocation of an activated LoRA.
     adapted_from: int = 0
 
@@ -353,7 +353,7 @@ class LinearWrite(_Part, frozen=True):
 
 
 class AdapterLinearsWrite(_Part, frozen=True):
-    """Copy an adapter's changes of linears, or some of them, into the adapter memory of each rank.
+    """Copy an adapter's weights, or some of them, into the adapter memory of each rank.
 
     The changes are numbered in the order of their keys. The write of the first change begins a new
     adapter at `start`; later writes continue behind it.
@@ -421,7 +421,7 @@ class Step(_Message, frozen=True):
     prefix_writes: list[PrefixKVWrite] = []
     linear_writes: list[AdapterLinearsWrite] = []
     # For each sequence, the first byte of its adapter in the adapter memory, and the position of
-    # the first token on which the adapter's changes of linears act; -1: no adapter changes linears.
+    # the first token on which the adapter's weights act; -1: no adapter changes linears.
     # Both empty: there is no such adapter in the step.
     adapter_starts: list[int] = []
     adapted_from: list[int] = []

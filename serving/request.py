@@ -121,7 +121,7 @@ class AnswerSpec:
     # Number of tokens at the end of the prompt that are a continuation; only these are scored.
     # 0: no continuation.
     continuation_tokens: int = 0
-    # The position of the first token on which the adapter's changes of linears act.
+    # The position of the first token on which the adapter's weights act.
     adapted_from: int = 0
 
     @property

@@ -569,7 +569,7 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
         ("adapters_loaded", "Adapters that requests can name.", lambda: len(adapters)),
         (
             "adapter_memory_bytes",
-            "Memory of each rank for adapters' changes of linears, in bytes.",
+            "Memory of each rank for adapters' weights, in bytes.",
             lambda: cache_config.adapter_memory_bytes,
         ),
         (

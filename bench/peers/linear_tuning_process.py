@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from bench.peers.peft_process import train_peft_step
+
 LEARNING_RATE = 1e-4
 RANK = 16
 # The tokens from which activated LoRA acts.
@@ -146,20 +148,7 @@ class PeftLinearTrainer:
         self._optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
 
     def train_step(self, examples: list[list[int]], answer_tokens: int) -> float:
-        longest = max(map(len, examples))
-        ids = torch.zeros((len(examples), longest), dtype=torch.long)
-        mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
-        for row, example in enumerate(examples):
-            ids[row, : len(example)] = torch.tensor(example)
-            mask[row, : len(example)] = 1
-            labels[row, len(example) - answer_tokens : len(example)] = torch.tensor(
-                example[-answer_tokens:]
-            )
-        self._optimizer.zero_grad()
-        loss = self._peft_model(input_ids=ids, attention_mask=mask, labels=labels).loss
-        loss.backward()
-        self._optimizer.step()
-        return float(loss.detach())
+        return train_peft_step(self._peft_model, self._optimizer, examples, answer_tokens)
 
 
 TRAINERS: dict[str, type[PreambleLinearTrainer] | type[PeftLinearTrainer]] = {

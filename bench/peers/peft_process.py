@@ -113,20 +113,30 @@ class PeftTrainer:
         self._optimizer = torch.optim.AdamW([table], lr=LEARNING_RATE, weight_decay=0.0)
 
     def train_step(self, examples: list[list[int]], answer_tokens: int) -> float:
-        longest = max(map(len, examples))
-        ids = torch.zeros((len(examples), longest), dtype=torch.long)
-        mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
-        for row, example in enumerate(examples):
-            ids[row, : len(example)] = torch.tensor(example)
-            mask[row, : len(example)] = 1
-            labels[row, len(example) - answer_tokens : len(example)] = torch.tensor(
-                example[-answer_tokens:]
-            )
-        self._optimizer.zero_grad()
-        loss = self._peft_model(input_ids=ids, attention_mask=mask, labels=labels).loss
-        loss.backward()
-        self._optimizer.step()
-        return float(loss.detach())
+        return train_peft_step(self._peft_model, self._optimizer, examples, answer_tokens)
+
+
+def train_peft_step(
+    peft_model: Any,
+    optimizer: torch.optim.Optimizer,
+    examples: list[list[int]],
+    answer_tokens: int,
+) -> float:
+    """Train a model of PEFT on a padded batch; return the mean loss of the answers."""
+    longest = max(map(len, examples))
+    ids = torch.zeros((len(examples), longest), dtype=torch.long)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for row, example in enumerate(examples):
+        ids[row, : len(example)] = torch.tensor(example)
+        mask[row, : len(example)] = 1
+        labels[row, len(example) - answer_tokens : len(example)] = torch.tensor(
+            example[-answer_tokens:]
+        )
+    optimizer.zero_grad()
+    loss = peft_model(input_ids=ids, attention_mask=mask, labels=labels).loss
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
 
 
 TRAINERS: dict[str, type[PreambleTrainer] | type[PeftTrainer]] = {

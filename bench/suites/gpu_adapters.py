@@ -1,9 +1,9 @@
-"""GPU benchmark of adapters of linears: their kernels beside the linears of a decode step.
+"""GPU benchmark of linear adapters: their kernels beside the linears of a decode step.
 
 The linears of some layers, with random weights, run as one CUDA graph: without adapters, with the
 terms of LoRAs, and the terms alone. The bound of the terms is the time to read the low-rank
-matrices of the distinct adapters, at the measured bandwidth of a copy. The layers are so many that
-the weights do not fit into the L2 cache. The suite takes less than a minute.
+matrices of the distinct adapters, at the measured bandwidth of a copy. The weights of all layers
+are larger than the L2 cache. The suite takes less than a minute.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,7 +20,7 @@ from gpt.linear import low_rank
 from gpt.linear.low_rank import LowRankKernels, PackedRows, TermTable
 from gpt.linear.unquantized_matmul import UnquantizedMatmul
 from gpt.linear_adapter import LinearTerm
-from gpt.parallel.adapter_sharding import aligned_bytes
+from gpt.parallel.adaptable_linears import aligned_bytes
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""LoRA serving benchmark: the cost of adapters of linears in batches, prefills and first tokens.
+"""LoRA serving benchmark: the cost of linear adapters in batches, prefills and first tokens.
 
 Each measurement is compared with the same requests of the base model, in the same engine and in
 turn. The model is GPT-2 small with random weights in bf16; the adapters have random matrices on all
@@ -34,7 +34,8 @@ from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
 from gpt.linear_adapter import LinearAdapter
 from gpt.model.gpt_model import GPT
-from gpt.parallel.adapter_sharding import adaptable_linears, largest_rank_bytes
+from gpt.parallel.adaptable_linears import adaptable_linears
+from gpt.parallel.adapter_sharding import largest_rank_bytes
 from gpt.sampling_params import SamplingParams
 from serving.config import ServerConfig
 from serving.engine.engine import Engine

@@ -362,7 +362,7 @@ def export_command(argv: Sequence[str]) -> int:
 
 
 def _family_name(base: Checkpoint, requested_family: str | None) -> str:
-    """Return the family of Hugging Face whose names PEFT uses for the base model."""
+    """Return the Hugging Face model family whose module names PEFT uses."""
     if requested_family is not None:
         return requested_family
     if base.format == "huggingface":

@@ -1,4 +1,4 @@
-"""Merge: a checkpoint whose linears contain the changes of an adapter.
+"""Merge of a linear adapter into the weights of a checkpoint.
 
 The weight of a linear becomes output_scale * c * (W * input_scale + scale * B A), and its bias is
 multiplied by the output scale. The weights are computed in fp64 when they are read, a block of rows
@@ -27,7 +27,8 @@ from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import AdapterError, CheckpointError
 from gpt.linear_adapter import LinearAdapter
-from gpt.parallel.adapter_sharding import AdaptableLinear, part_rows
+from gpt.parallel.adaptable_linears import AdaptableLinear
+from gpt.parallel.adapter_sharding import part_rows
 from gpt.parallel.weight_sharding import ShardSpec
 
 # Rows are computed in aligned blocks, so that an element has the same value in every read: a

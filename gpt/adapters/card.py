@@ -1,9 +1,9 @@
 """Adapter and its card: metadata, template, golden examples, and the digest of the content.
 
-An adapter is a card, a table and the changes of linears (`LinearAdapter`); it has a table, or
-changes of linears, or both. The table has a row for each virtual token. The virtual tokens (the
+An adapter is a card, a table and the adapter weights (`LinearAdapter`); it has a table, or
+adapter weights, or both. The table has a row for each virtual token. The virtual tokens (the
 preamble) are inserted into a prompt, usually before the text. The card describes the content. An
-adapter is immutable. Its digest covers the table, the changes of linears, the template and the base
+adapter is immutable. Its digest covers the table, the adapter weights, the template and the base
 model, so adapters with equal digests have the same effect. A card can be written as JSON and read
 again without a change. The module opens no files.
 """
@@ -128,7 +128,7 @@ class Card:
     max_new_tokens: int | None = None  # The default of a request. None: the server's.
     golden: tuple[GoldenExample, ...] = ()
     notes: tuple[str, ...] = ()  # For the user.
-    # The token ids of the invocation (activated LoRA): the changes of linears act on the tokens
+    # The token ids of the invocation (activated LoRA): the adapter weights act on the tokens
     # from its last occurrence in the prompt on. Empty: they act on all tokens.
     invocation: tuple[int, ...] = ()
     # The factor of the low-rank product of each linear or part, by key. `build_adapter` sets it.
@@ -263,7 +263,7 @@ def _parse_golden_example(record: Any) -> GoldenExample:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A card, a table of virtual tokens and changes of linears; immutable.
+    """A card, a table of virtual tokens and adapter weights; immutable.
 
     `build_adapter` creates adapters.
     """
@@ -281,7 +281,7 @@ class Adapter:
 
     @property
     def method(self) -> str:
-        """The card's method; if it has none, the method that the changes of linears tell."""
+        """The card's method; if it has none, the method that the adapter weights tell."""
         if self.card.method or not self.linears:
             return self.card.method
         if self.card.invocation:

@@ -32,7 +32,7 @@ CANONICAL_CLASS = "megatron.bridge.peft.canonical_lora.CanonicalLoRA"
 
 
 def convert_linears_to_bridge(adapter: Adapter, base: Checkpoint | None) -> AdapterExport:
-    """Convert the low-rank changes of linears."""
+    """Convert the low-rank adapter weights."""
     if not adapter.linears:
         raise AdapterError(
             f"adapter {adapter.card.name!r} changes no linear, so it is no LoRA of "

@@ -24,12 +24,8 @@ from gpt.errors import AdapterError
 from gpt.formats.nemo.archive import CONFIG_FILE
 from gpt.formats.nemo.reader import WEIGHTS_FILE
 from gpt.linear_adapter import LinearAdapter
-from gpt.parallel.adapter_sharding import (
-    AdaptableLinear,
-    adaptable_linears,
-    part_rows,
-    shard_linear_adapter,
-)
+from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears
+from gpt.parallel.adapter_sharding import part_rows, shard_linear_adapter
 from gpt.parallel.weight_sharding import LAYERS_PREFIX, layer_number
 
 TARGET_MODULES = {
@@ -67,7 +63,7 @@ def convert_linears_to_nemo(
     base_name: str | None,
     tp: int,
 ) -> AdapterExport:
-    """Convert the changes of linears for `tp` tensor ranks.
+    """Convert the adapter weights for `tp` tensor ranks.
 
     `model_config` has NeMo's config fields of the base model, and `base_name` is the path from
     which NeMo will load the base model.
@@ -127,7 +123,7 @@ def refuse_unsupported(adapter: Adapter, format_name: str) -> None:
     name, changes = adapter.card.name, adapter.linears.values()
     problem = None
     if len(adapter.table):
-        problem = "virtual tokens and changes of linears"
+        problem = "virtual tokens and adapter weights"
     elif adapter.card.invocation:
         problem = "an invocation (activated LoRA)"
     elif any(change.magnitude is not None for change in changes):

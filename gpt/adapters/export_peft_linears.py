@@ -3,7 +3,7 @@
 The modules have the names of a Hugging Face family. A change of a fused linear becomes changes of
 the family's separate modules (A is copied, the rows of B are divided), or the reverse. An adapter
 that came from PEFT is written with the same tensors. PEFT has one kind for a whole adapter, and
-none with virtual tokens and changes of linears; such adapters are refused.
+none with virtual tokens and adapter weights; such adapters are refused.
 """
 
 import json
@@ -39,11 +39,11 @@ class _ModuleChange:
 def convert_linears_to_peft(
     adapter: Adapter, base: Checkpoint | None, base_name: str | None, family: str | None
 ) -> AdapterExport:
-    """Convert the changes of linears; `family` is the model_type of the base model."""
+    """Convert the adapter weights; `family` is the model_type of the base model."""
     name = adapter.card.name
     if len(adapter.table):
         raise AdapterError(
-            f"adapter {name!r} has {len(adapter.table)} virtual tokens and changes of linears, and "
+            f"adapter {name!r} has {len(adapter.table)} virtual tokens and adapter weights, and "
             "PEFT has no adapter with both; train one of the two, or serve it with Preamble"
         )
     if base is None or family is None:

@@ -16,12 +16,8 @@ from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError
 from gpt.linear_adapter import LinearAdapter, join_key, split_key
-from gpt.parallel.adapter_sharding import (
-    AdaptableLinear,
-    adaptable_linears,
-    merge_parts,
-    part_rows,
-)
+from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears
+from gpt.parallel.adapter_sharding import merge_parts, part_rows
 
 OUTPUT_TENSORS = ("lora_b", "magnitude", "weight_norm", "output_scale")
 

@@ -28,7 +28,8 @@ from gpt.errors import AdapterError
 from gpt.formats.mappings.nemo_yaml import NemoConfig, read_config, read_fiddle_graph
 from gpt.formats.megatron.torch_dist import TRAINING_STATE_KEYS, find_torch_dist
 from gpt.linear_adapter import LinearAdapter, join_key
-from gpt.parallel.adapter_sharding import adaptable_linears, part_rows
+from gpt.parallel.adaptable_linears import adaptable_linears
+from gpt.parallel.adapter_sharding import part_rows
 from gpt.parallel.weight_sharding import LAYERS_PREFIX
 from gpt.settings import short_repr
 

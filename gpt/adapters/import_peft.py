@@ -1,7 +1,7 @@
 """PEFT and TGIS import: soft prompts of PEFT directories and of TGIS's decoder.pt.
 
 For inference, each of these adapters is one table: virtual-token rows, or the keys and values of
-all layers. `import_peft_linears.py` reads PEFT's adapters of linears; other types are refused. An
+all layers. `import_peft_linears.py` reads PEFT's linear adapters; other types are refused. An
 unreadable file raises a CheckpointError, which `open_adapter` converts to an AdapterError. These
 formats do not record the digest of the base model, so the card has no base digest.
 """

@@ -1,4 +1,4 @@
-"""Checks of an adapter's changes of linears: against themselves, and against a model.
+"""Checks of an adapter's weights: against themselves, and against a model.
 
 The checks refuse a change that cannot be applied, and one that has no effect.
 """
@@ -15,7 +15,8 @@ from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import AdapterError
 from gpt.linear_adapter import LinearAdapter, split_key
-from gpt.parallel.adapter_sharding import AdaptableLinear, adaptable_linears, part_rows
+from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears
+from gpt.parallel.adapter_sharding import part_rows
 
 RANK_MAX = 512
 LINEARS_BYTES_MAX = 8 << 30  # Size of all tensors in fp32.
@@ -36,7 +37,7 @@ def copy_linears(name: str, linears: Mapping[str, LinearAdapter]) -> dict[str, L
     )
     if tensor_bytes > LINEARS_BYTES_MAX:
         raise AdapterError(
-            f"adapter {name!r} has {tensor_bytes} bytes of changes of linears, over the limit of "
+            f"adapter {name!r} has {tensor_bytes} bytes of adapter weights, over the limit of "
             f"{LINEARS_BYTES_MAX}; train it with a smaller rank"
         )
     _check_parts(name, linears)

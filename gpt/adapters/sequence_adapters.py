@@ -1,4 +1,4 @@
-"""An adapter's changes of linears for the prompts of `generate`, on the model of this rank."""
+"""An adapter's weights for the prompts of `generate`, on the model of this rank."""
 
 from collections.abc import Sequence
 
@@ -36,7 +36,7 @@ def sequence_adapters(
 
 
 def adapted_from(adapter: Adapter, prompt: Sequence[int]) -> int:
-    """Return the position of the first token on which the adapter's changes of linears act."""
+    """Return the position of the first token on which the adapter's weights act."""
     if not adapter.card.invocation:
         return 0
     position = last_occurrence(prompt, adapter.card.invocation)

@@ -32,7 +32,7 @@ VALUE_BYTES = 4
 
 @dataclass(frozen=True)
 class LinearAdapterSpec:
-    """The changes of linears that `preamble tune` trains with these settings."""
+    """The adapter weights that `preamble tune` trains with these settings."""
 
     method: LinearMethod = "lora"
     rank: int = 16  # Of the low-rank product of each linear, or of each part. IA3 has none.

@@ -251,15 +251,15 @@ def _panel_vector(
     parts: Sequence[tuple[OutputColumns | None, Tensor | None]], shape: _WeightShape
 ) -> Tensor | None:
     """Return the factors of all columns in panel order, 1 where none is given; None: all are 1."""
-    given = [(columns, values) for columns, values in parts if values is not None]
-    if not given:
+    factors = [(columns, values) for columns, values in parts if values is not None]
+    if not factors:
         return None
     vector = torch.ones(shape.panels * PANEL_COLUMNS)
-    for columns, values in given:
+    for columns, values in factors:
         vector[_panel_layout(columns, shape).slots] *= values.float()
     return vector
 
 
 def _input_scales(terms: Sequence[LinearTerm]) -> Tensor | None:
-    given = [term.input_scale.float() for term in terms if term.input_scale is not None]
-    return torch.stack(given).prod(0) if given else None
+    scales = [term.input_scale.float() for term in terms if term.input_scale is not None]
+    return torch.stack(scales).prod(0) if scales else None

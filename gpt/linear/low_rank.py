@@ -1,4 +1,4 @@
-"""Adapters of linears on a GPU: the terms and rows of all adapters of a batch, in device memory.
+"""Linear adapters on a GPU: the terms and rows of all adapters of a batch, in device memory.
 
 A `TermTable` has a slot for each adapter of a batch, with a descriptor of every term: where its
 tensors are, its rank, its scale, and its columns. `pack_rows` sorts the rows of a batch into groups

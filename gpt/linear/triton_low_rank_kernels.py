@@ -1,4 +1,4 @@
-"""Triton kernels of adapters of linears: the terms of all adapters of a batch in a few launches.
+"""Triton kernels of linear adapters: the terms of all adapters of a batch in a few launches.
 
 gpt/linear/triton_low_rank.py launches the kernels, and gpt/linear/low_rank.py describes their
 inputs. The kernels read from memory which adapter acts on which rows, and where the terms of the

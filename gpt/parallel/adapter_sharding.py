@@ -1,4 +1,4 @@
-"""Sharding of adapters of linears over tensor ranks, which follows that of the linears.
+"""Sharding of linear adapters over tensor ranks, which follows that of the linears.
 
 The low-rank term of a linear is sharded so that it needs no communication beside the linear's own.
 A column-parallel linear has A whole and B with the rows of the base weight. A row-parallel linear
@@ -15,12 +15,7 @@ from torch import Tensor
 from gpt.config import GPTConfig
 from gpt.linear_adapter import LinearAdapter, LinearTerm, OutputColumns, join_key, split_key
 from gpt.linear_parts import GATED_PARTS
-
-# The table of the linears is imported from here too, beside the functions that need torch.
-from gpt.parallel.adaptable_linears import ADAPTABLE_LINEARS as ADAPTABLE_LINEARS
-from gpt.parallel.adaptable_linears import AdaptableLinear as AdaptableLinear
-from gpt.parallel.adaptable_linears import adaptable_linears as adaptable_linears
-from gpt.parallel.adaptable_linears import aligned_bytes as aligned_bytes
+from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears, aligned_bytes
 from gpt.parallel.weight_sharding import ShardRule, ShardSpec, layer_number, local_kv_heads
 
 

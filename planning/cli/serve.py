@@ -215,7 +215,7 @@ def make_workload(specification: Specification) -> Workload:
 
 
 def _served_adapters(specification: Specification) -> ServedAdapters | None:
-    """Return the adapters of linears of the requests; None: there are none."""
+    """Return the linear adapters of the requests; None: there are none."""
     section, linears = specification.workload, specification.adapter.spec()
     if linears is not None:
         return ServedAdapters(linears, max(1, section.adapters), section.distinct_adapters)

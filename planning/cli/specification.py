@@ -324,7 +324,7 @@ class AdapterSection:
         self.spec()
 
     def spec(self) -> LinearAdapterSpec | None:
-        """Return the changes of linears; None: adapters consist of virtual tokens."""
+        """Return the adapter weights; None: adapters consist of virtual tokens."""
         if not self._is_set:
             return None
         method = self.method or "lora"

@@ -1,4 +1,4 @@
-"""Adapter memory: sizes of adapters of linears in a server's memory, and the adapters that fit.
+"""Adapter memory: sizes of linear adapters in a server's memory, and the adapters that fit.
 
 A server on a GPU reserves its adapter memory (`adapter_memory_mb`) at the start; on a CPU it uses
 the pages that adapters have needed. A running sequence holds its adapter in it until it ends. The
@@ -15,7 +15,7 @@ from serving.memory_budget import ADAPTER_MEMORY_MB, ADAPTER_PAGE_BYTES
 
 @dataclass(frozen=True)
 class ServedAdapters:
-    """The adapters of linears that the requests of a load use."""
+    """The linear adapters that the requests of a load use."""
 
     spec: LinearAdapterSpec
     count: int = 1  # Each request chooses one of them at random.

@@ -114,7 +114,7 @@ class Workload:
     adapters: int = 0
     # Number of virtual tokens at the start of each prompt, usually in the prefix cache.
     virtual_tokens: int = 0
-    # Each request uses one of these adapters of linears; None: the adapters have virtual tokens.
+    # Each request uses one of these linear adapters; None: the adapters have virtual tokens.
     served_adapters: ServedAdapters | None = None
 
     def __post_init__(self) -> None:
@@ -156,7 +156,7 @@ class ServingSplit:
     prefill_stall_ms_max: float = 15.0
     kv_dtype: str = "auto"  # "auto" or "fp8"; affects the memory, but not the step time.
     ep: int = 1
-    # Size of the memory for adapters of linears on each rank; None: there are no such adapters. A
+    # Size of the memory for linear adapters on each rank; None: there are no such adapters. A
     # server's memory has at least its default size.
     adapter_memory_mb: int | None = None
 

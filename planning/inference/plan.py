@@ -342,7 +342,7 @@ def _advice(search: ServingSearchResult) -> Iterator[str]:
 
 
 def _adapter_advice(requirements: Requirements, split: ServingSplit) -> Iterator[str]:
-    """Yield the size of the adapters of linears, and the memory that holds them."""
+    """Yield the size of the linear adapters, and the memory that holds them."""
     if requirements.workload.served_adapters is not None:
         yield adapter_memory_text(
             requirements.model, requirements.dtype, split, requirements.workload.served_adapters

@@ -108,7 +108,7 @@ class Requirements:
     def adapter_memory_mb(self, model_split: ModelSplit, running_requests_max: int) -> int | None:
         """Return the size of the memory for the adapters of all running requests.
 
-        None: the requests have no adapters of linears.
+        None: the requests have no linear adapters.
         """
         adapters = self.workload.served_adapters
         if adapters is None:

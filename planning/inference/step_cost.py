@@ -2,7 +2,7 @@
 
 The cost model consists of curves and slopes for one GPT in one TP/PP split on one device. Their
 source is a measurement or a specification sheet; the simulator does not distinguish the sources.
-Adapters of linears add a cost for each of them in a step, and for each token. The module does not
+Linear adapters add a cost for each of them in a step, and for each token. The module does not
 import torch.
 """
 
@@ -76,7 +76,7 @@ class StepCostModel:
 
 @dataclass(frozen=True)
 class AdaptedStepCostModel(StepCostModel):
-    """The costs of steps whose sequences have adapters of linears."""
+    """The costs of steps whose sequences have linear adapters."""
 
     served_adapters: ServedAdapters
     adapter_s: float  # Cost per different adapter in the step: reading its matrices.

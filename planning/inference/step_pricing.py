@@ -111,7 +111,7 @@ def price_adapters(
     cluster: Cluster,
     calibration: Calibration | None,
 ) -> StepPrices:
-    """Add the costs of adapters of linears, on the stage with the largest changes.
+    """Add the costs of linear adapters, on the stage with the largest changes.
 
     The matrices of each adapter in a step are read once, at the speed at which weights are read.
     """

@@ -85,9 +85,9 @@ class TrainingJob:
     # - Older software: the state is sharded if weights, gradients and the unsharded state do not
     #   fit on a GPU.
     distributed_optimizer: bool | None = None
-    # The changes of linears that are trained, if `trainable` is "adapter"; None: virtual tokens.
+    # The adapter weights that are trained, if `trainable` is "adapter"; None: virtual tokens.
     linears: LinearAdapterSpec | None = None
-    adapter_count: int = 1  # Number of tasks whose changes of linears are trained at once.
+    adapter_count: int = 1  # Number of tasks whose weights are trained at once.
     # Number of tokens of an example before the invocation of an activated LoRA. They have no
     # backward pass.
     context_tokens: int = 0
@@ -261,7 +261,7 @@ def _layer_work(
 
 
 def _stage_adapter_cost(job: TrainingJob, split: TrainingSplit) -> LinearAdapterCost:
-    """Return the costs on a rank of the stage with the largest changes of linears."""
+    """Return the costs on a rank of the stage with the largest adapter weights."""
     if job.linears is None:
         return LinearAdapterCost()
     costs = stage_costs(job.model, job.linears, split.tp, split.pp, split.vpp)

@@ -53,7 +53,7 @@ class RankWorkload:
     adapter_parameters: int
     optimizer_shards: int  # Number of ranks over which the optimizer state is sharded.
     dtype: str
-    linears: LinearAdapterSpec | None = None  # The changes of linears that are trained.
+    linears: LinearAdapterSpec | None = None  # The adapter weights that are trained.
     linear_adapters: int = 1  # Number of adapters with such changes.
     context: int = 0  # Number of tokens before `sequence` that have no backward pass.
 

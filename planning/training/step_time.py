@@ -199,7 +199,7 @@ class LowRankTime:
 
 
 def low_rank_time(work: LayerWork, cost: LinearAdapterCost) -> LowRankTime:
-    """Return the time of the changes of linears with this cost.
+    """Return the time of the adapter weights with this cost.
 
     The products are narrow, so they take the time of their FLOPs or of their memory traffic,
     whichever is longer.

@@ -50,7 +50,7 @@ class TuningSettings:
 
     @property
     def linears(self) -> LinearAdapterSpec | None:
-        """The changes of linears that each task trains; None: another method."""
+        """The adapter weights that each task trains; None: another method."""
         method_config = self.config.method_config
         for method in METHODS:
             if method == method_config.method:

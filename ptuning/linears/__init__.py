@@ -1,1 +1,1 @@
-"""Changes of linears: LoRA, activated LoRA, DoRA and IA3, their layout and their parameters."""
+"""Adapter weights: LoRA, activated LoRA, DoRA and IA3, their layout and their parameters."""

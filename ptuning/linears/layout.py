@@ -1,4 +1,4 @@
-"""Layout of trained adapters of linears: their tensors, in the order of a vector.
+"""Layout of trained linear adapters: their tensors, in the order of a vector.
 
 The values of the adapters of all tasks are one vector, so that the training loop keeps, saves and
 broadcasts them as it does a virtual-token table. This module uses the model's sizes, but no
@@ -16,7 +16,8 @@ from torch import Tensor
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
 from gpt.linear_adapter import LinearAdapter, join_key, split_key
-from gpt.parallel.adapter_sharding import AdaptableLinear, adaptable_linears, part_rows
+from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears
+from gpt.parallel.adapter_sharding import part_rows
 from ptuning.config import LOW_RANK_METHODS, MethodConfig
 
 

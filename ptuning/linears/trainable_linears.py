@@ -1,4 +1,4 @@
-"""Trainable changes of linears (LoRA, DoRA, IA3): the parameters of one rank, in at least fp32.
+"""Trainable adapter weights (LoRA, DoRA, IA3): the parameters of one rank, in at least fp32.
 
 A rank has the shards of the linears of its layers (gpt/parallel/adapter_sharding.py). The initial
 values are drawn for whole tensors, by name, so they are the same at every split. The norms of the
@@ -23,12 +23,8 @@ from gpt.linear_adapter import (
     split_key,
 )
 from gpt.model.gpt_model import GPT
-from gpt.parallel.adapter_sharding import (
-    ADAPTABLE_LINEARS,
-    AdaptableLinear,
-    local_part_rows,
-    output_columns,
-)
+from gpt.parallel.adaptable_linears import ADAPTABLE_LINEARS, AdaptableLinear
+from gpt.parallel.adapter_sharding import local_part_rows, output_columns
 from gpt.parallel.collectives import all_reduce_no_grad
 from gpt.parallel.weight_sharding import layer_number
 from ptuning.config import MethodConfig
@@ -57,7 +53,7 @@ class TrainableLinear:
 
 
 class TrainableLinears:
-    """The changes of linears of all tasks that are on this rank."""
+    """The adapter weights of all tasks that are on this rank."""
 
     def __init__(
         self,
@@ -291,7 +287,7 @@ def build_trainable_linears(
     *,
     seed: int,
 ) -> TrainableLinears:
-    """Create the initial changes of linears, which have no effect yet.
+    """Create the initial adapter weights, which have no effect yet.
 
     A has Kaiming's uniform distribution with a = sqrt(5), as in PEFT, and B is zero. All ranks must
     call this function.

@@ -246,7 +246,7 @@ class Validator:
     def _sequence_adapters(
         self, name: str, table: Tensor | None, prompts: Sequence[Sequence[int]]
     ) -> list[SequenceAdapter | None]:
-        """Return the changes of linears for each prompt of a task; empty if there are none."""
+        """Return the adapter weights for each prompt of a task; empty if there are none."""
         if table is None or self._trainer.linears is None:
             return []
         data = self._task_data[name]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.model.gpt_model import GPT
-from gpt.parallel.adapter_sharding import AdaptableLinear
+from gpt.parallel.adaptable_linears import AdaptableLinear
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_communication import receive_from_stage, send_to_stage
 from gpt.parallel.weight_sharding import ShardRule, parameter_specs
@@ -109,7 +109,7 @@ def trainable_prefix_tensors(
 def trainable_linear_tensors(
     linears: TrainableLinears, config: GPTConfig, mesh: Mesh, *, lora_plus_ratio: float = 1.0
 ) -> list[TrainableTensor]:
-    """Return the changes of linears of this rank as trainable tensors.
+    """Return the adapter weights of this rank as trainable tensors.
 
     `lora_plus_ratio`: the learning rate of the matrices B, as a multiple of the others'.
     """

@@ -176,7 +176,7 @@ class Trainer:
         """Return the mean over all token losses of the examples, without training.
 
         `table` is the result of `current_table`: the full virtual-token table or prefix table, or
-        the vector of changes of linears; None for method `full`. `report_progress` is called with
+        the vector of adapter weights; None for method `full`. `report_progress` is called with
         the number of examples so far.
         """
         total = 0.0
@@ -235,12 +235,12 @@ class Trainer:
         return broadcast_from_first_stage(table.to(self.mesh.device), self.mesh)
 
     def linear_adapter(self, task: int, vector: Tensor) -> dict[str, LinearAdapter]:
-        """Return the changes of linears of a task, from the vector of `current_table`."""
+        """Return the adapter weights of a task, from the vector of `current_table`."""
         assert self.linears is not None
         return self.linears.layout.unpack(vector)[task]
 
     def shard_adapter(self, task: int, vector: Tensor) -> ModelAdapter:
-        """Return this rank's shard of the changes of linears of a task, to run the model."""
+        """Return this rank's shard of the adapter weights of a task, to run the model."""
         return shard_adapter(
             self.linear_adapter(task, vector),
             self.model_config,
@@ -302,7 +302,7 @@ class Trainer:
         return range(len(self.config.data_config.resolved_tasks))
 
     def _with_adapters(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches of a step with the trained changes of linears, if any."""
+        """Return the micro-batches of a step with the trained adapter weights, if any."""
         linears = self.linears
         if linears is None:
             return list(micro_batches)

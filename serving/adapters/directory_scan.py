@@ -76,7 +76,7 @@ class AdapterDirectory:
     ) -> None:
         """`reserve` sets `reserved` to the given number, or to less if a limit requires that.
 
-        `rank_bytes` returns an upper bound of the bytes that an adapter's changes of linears need
+        `rank_bytes` returns an upper bound of the bytes that an adapter's weights need
         on a rank.
 
         `eligible` returns whether a version is eligible as the current version of its name. If no

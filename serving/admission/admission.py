@@ -382,7 +382,7 @@ class Admission:
 
 
 def _adapted_from(adapter: LoadedAdapter | None, prompt: Sequence[int]) -> int:
-    """Return the position of the first token on which the adapter's changes of linears act.
+    """Return the position of the first token on which the adapter's weights act.
 
     It is the first token of the last occurrence of the invocation, or 0 without an invocation.
     """

@@ -43,7 +43,7 @@ class AdapterResidency:
     """Joins the digests of the adapters on the device with the names in requests.
 
     `rows_max` is the size of the adapter pool, and `pages_max` that of the adapter memory, of
-    which adapters with changes of linears use pages. At most
+    which adapters with adapter weights use pages. At most
     `rows_max` + `pages_max` + `requests_max` adapters are remembered: all that can be on the
     device, and one for each unfinished request.
     """

@@ -131,7 +131,7 @@ class AdapterCache:
         return self._cache[digest].data
 
     def pinned_linears(self, digest: str, first: int, count: int) -> list[LinearWrite]:
-        """`count` changes of linears of a pinned adapter, from the change `first` on."""
+        """`count` adapter weights of a pinned adapter, from the change `first` on."""
         return list(self._cache[digest].linears[first : first + count])
 
     def pinned_prefix_rows(self, digest: str, start: int, count: int) -> bytes:

@@ -27,7 +27,7 @@ class AdapterReadResult:
 
     adapter_ref: AdapterRef
     data: bytes = b""  # The rows in fp32, contiguous.
-    linears: tuple[LinearWrite, ...] = ()  # The changes of linears, in the order of their keys.
+    linears: tuple[LinearWrite, ...] = ()  # The adapter weights, in the order of their keys.
     reason: str = ""  # Empty: the adapter was read.
 
 

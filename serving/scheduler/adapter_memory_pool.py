@@ -1,4 +1,4 @@
-"""Adapter memory pool: the ranks' memory for changes of linears, and the writes into it.
+"""Adapter memory pool: the ranks' memory for adapter weights, and the writes into it.
 
 Every rank has adapter memory of the same size, in pages. An adapter takes as many pages as the rank
 needs that needs the most. Its changes are written in pieces, over several steps if they are large,

@@ -3,7 +3,7 @@
 There are two pools. The units of the first are rows of a tensor with one embedding row for each
 virtual token of the adapters that are loaded. An adapter is pinned there while a running sequence
 still has virtual tokens of this adapter to compute. The units of the second are pages of memory for
-the changes of linears; an adapter is pinned there until its sequences end. An adapter takes a
+the adapter weights; an adapter is pinned there until its sequences end. An adapter takes a
 contiguous range. If a new adapter finds no free range, adapters that are not pinned are evicted,
 the least recently used first. This module has numbers only; the model runner has the memory. Prefix
 adapters use KV blocks instead of rows.

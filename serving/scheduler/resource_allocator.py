@@ -37,7 +37,7 @@ class AdmissionResult(Enum):
     ADMITTED = auto()
     PARKED = auto()  # Waits, outside of the queue, for KV that a running sequence computes.
     NO_ADAPTER_ROWS = auto()
-    # The adapter's changes of linears do not fit into the adapter memory, or are being written.
+    # The adapter's weights do not fit into the adapter memory, or are being written.
     NO_ADAPTER_LINEARS = auto()
     BLOCK_COPY_IN_FLIGHT = auto()  # A step in flight writes into the block that must be copied.
     NO_SPACE = auto()  # Too few slots or blocks.
@@ -457,10 +457,10 @@ class ResourceAllocator:
             self._adapter_rows.unpin(sequence.submission.adapter_ref.digest)
             sequence.unpin_adapter_rows()
 
-    # ----------------------------------------------------------------- adapters' changes of linears
+    # ----------------------------------------------------------------- adapters' weights
 
     def begin_linear_writes(self, bytes_max: int) -> None:
-        """Continue the writes of changes of linears that are in progress, before admissions.
+        """Continue the writes of adapter weights that are in progress, before admissions.
 
         `bytes_max`: limit of the bytes that the next step writes.
         """
@@ -468,11 +468,11 @@ class ResourceAllocator:
 
     @property
     def writes_linears(self) -> bool:
-        """Whether the next step writes changes of linears."""
+        """Whether the next step writes adapter weights."""
         return bool(self._updates.linear_writes)
 
     def _has_linears(self, sequence: Sequence, *, may_load: bool) -> bool:
-        """Whether the ranks have, before the next step, the changes of linears of the sequence.
+        """Whether the ranks have, before the next step, the adapter weights of the sequence.
 
         If they are not in the adapter memory, their write is begun, unless there is no space or
         `may_load` is false. The sequence has then pinned them although it waits.
@@ -490,7 +490,7 @@ class ResourceAllocator:
         return self._adapter_memory.is_written(adapter_ref.digest)
 
     def unpin_linears(self, sequence: Sequence) -> None:
-        """Unpin the changes of linears of a sequence that has ended, or that is preempted."""
+        """Unpin the adapter weights of a sequence that has ended, or that is preempted."""
         if sequence.adapter_page_start >= 0:
             assert sequence.submission.adapter_ref is not None
             self._adapter_memory.unpin(sequence.submission.adapter_ref.digest)

@@ -68,7 +68,7 @@ class Sequence:
     planned_at: float = 0.0
     # First row of the sequence's adapter in the adapter pool; -1: the sequence has pinned no rows.
     adapter_row_start: int = -1
-    # First page of the adapter's changes of linears in the adapter memory; -1: the sequence has
+    # First page of the adapter's weights in the adapter memory; -1: the sequence has
     # pinned none. A waiting sequence may have pinned them too, while they are being written.
     adapter_page_start: int = -1
 
@@ -210,7 +210,7 @@ class Sequence:
         """Positions where other prompts are likely to diverge from this one.
 
         - The start and the end of each run of virtual tokens.
-        - The first token on which an adapter's changes of linears act.
+        - The first token on which an adapter's weights act.
         - If the first prompt tokens need no scores: the last of these tokens. A cached prefix ends
           before it (`cache_match_max`), because its logits must be computed: they score the token
           after it.

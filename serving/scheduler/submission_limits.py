@@ -40,7 +40,7 @@ class SubmissionLimits:
         if adapter_ref is not None and pages_for(adapter_ref) > self.adapter_pages:
             return _reject(
                 submission,
-                f"the adapter's changes of linears need {adapter_ref.rank_bytes} bytes, and the "
+                f"the adapter's weights need {adapter_ref.rank_bytes} bytes, and the "
                 f"adapter memory has only {self.adapter_pages * ADAPTER_PAGE_BYTES}; raise "
                 "adapter_memory_mb",
                 end="adapter",

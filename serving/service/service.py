@@ -422,12 +422,12 @@ class Service:
         memory_bytes = self.config.cache_config.adapter_pages * ADAPTER_PAGE_BYTES
         if (rank_bytes := self._rank_bytes(adapter)) > memory_bytes:
             raise AdapterError(
-                f"the changes of linears of adapter {card.name!r} need {rank_bytes} bytes on a "
+                f"the weights of adapter {card.name!r} need {rank_bytes} bytes on a "
                 f"rank, but the adapter memory has {memory_bytes}; raise adapter_memory_mb"
             )
 
     def _rank_bytes(self, adapter: Adapter) -> int:
-        """Return the bytes of an adapter's changes of linears on the rank that needs the most."""
+        """Return the bytes of an adapter's weights on the rank that needs the most."""
         if not adapter.linears:
             return 0
         config, parallel = self.checkpoint.config, self.config.parallel_config

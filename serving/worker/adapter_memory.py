@@ -1,4 +1,4 @@
-"""Adapter memory: adapters' changes of linears on this rank's device, for the steps that use them.
+"""Adapter memory: adapters' weights on this rank's device, for the steps that use them.
 
 The scheduler assigns a range of bytes to each adapter and says which changes a step writes. This
 rank writes only its shards of them, in the dtype of the model. On a GPU the memory is one tensor,
@@ -21,7 +21,8 @@ from gpt.linear import low_rank
 from gpt.linear.low_rank import EncodedAdapter, PackedRows, TermTable
 from gpt.linear_adapter import AdaptedRows, LinearAdapter, LinearTerm, ModelAdapter, split_key
 from gpt.model.gpt_model import GPT
-from gpt.parallel.adapter_sharding import adaptable_linears, aligned_bytes, shard_linear_adapter
+from gpt.parallel.adaptable_linears import adaptable_linears, aligned_bytes
+from gpt.parallel.adapter_sharding import shard_linear_adapter
 from gpt.parallel.weight_sharding import layer_number
 from serving.messages import AdapterLinearsWrite, LinearWrite, Step
 
@@ -38,7 +39,7 @@ class _ResidentAdapter:
 
 
 class AdapterMemory:
-    """The adapters' changes of linears on this rank, by the first byte of their range.
+    """The adapters' weights on this rank, by the first byte of their range.
 
     A step has at most `adapters_max` adapters.
     """

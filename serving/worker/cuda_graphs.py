@@ -144,7 +144,7 @@ def graph_sizes(config: SchedulerConfig) -> tuple[int, ...]:
 def graph_bytes_max(model: GPT, config: SchedulerConfig, adapter_pages: int = 0) -> int:
     """Upper bound of the bytes of all graphs; 0 if no step is captured.
 
-    With `adapter_pages`, steps with adapters of linears are captured too.
+    With `adapter_pages`, steps with linear adapters are captured too.
     """
     if unsupported_reason(model, config) is not None:
         return 0
@@ -163,7 +163,7 @@ class CudaGraphRunner:
     """Captures decode steps of each size, and replays them.
 
     After a `GraphCaptureError` the object must not be used any more. Without `adapters`, steps with
-    adapters of linears are not captured.
+    linear adapters are not captured.
 
     `block_tables`: the block tables on the host, (KV groups, slots, blocks). `last_tokens`: each
     slot's last sampled token, on the device, and a last entry for padding rows. With
@@ -208,7 +208,7 @@ class CudaGraphRunner:
         # and is not on the device yet; `end` is exclusive.
         self._changed_entries: dict[tuple[int, int], tuple[int, int]] = {}
         self.sizes = tuple(sizes)
-        # By size: the graphs of steps without adapters of linears, and of steps with them.
+        # By size: the graphs of steps without linear adapters, and of steps with them.
         self._captured_graphs: dict[int, tuple[_GraphBuffers, Work]] = {}
         self._adapter_graphs: dict[int, tuple[_GraphBuffers, Work]] = {}
         self._adapters = adapters
@@ -234,7 +234,7 @@ class CudaGraphRunner:
         """Whether a graph can compute the step.
 
         The step must be decode-only, must not score a prompt, and must have 1 to `sizes[-1]`
-        sequences. The kernels must support its adapters of linears.
+        sequences. The kernels must support its linear adapters.
         """
         if step.adapter_starts and (self._adapters is None or not self._adapters.supports(step)):
             return False
@@ -247,7 +247,7 @@ class CudaGraphRunner:
     def captured_size(self, count: int, *, adapted: bool = False) -> int | None:
         """Return the smallest captured size of at least `count` rows; None if there is none.
 
-        `adapted`: of the graphs with adapters of linears.
+        `adapted`: of the graphs with linear adapters.
         """
         graphs = self._adapter_graphs if adapted else self._captured_graphs
         return min((size for size in graphs if size >= count), default=None)
@@ -273,7 +273,7 @@ class CudaGraphRunner:
         return self.captured_size(count, adapted=adapted) is not None
 
     def capture_adapters(self) -> None:
-        """From now on, count the graphs with adapters of linears as missing."""
+        """From now on, count the graphs with linear adapters as missing."""
         self._captures_adapters = self._adapters is not None
 
     def capture_next(self) -> None:

@@ -1,4 +1,4 @@
-"""Adapters of linears on a CUDA device: the kernels, and steps with and without CUDA graphs."""
+"""Linear adapters on a CUDA device: the kernels, and steps with and without CUDA graphs."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Steps with adapters of linears, with and without graphs, in Triton's interpreter.
+"""Steps with linear adapters, with and without graphs, in Triton's interpreter.
 
 tests/gpt/linear/test_low_rank.py runs it in a process of its own.
 """

@@ -1,4 +1,4 @@
-"""Steps with adapters of linears, which are loaded, replaced and evicted between the steps."""
+"""Steps with linear adapters, which are loaded, replaced and evicted between the steps."""
 
 from collections.abc import Mapping, Sequence
 

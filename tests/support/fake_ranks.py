@@ -409,7 +409,7 @@ class FakeRanks:
 def make_adapter_ref(
     name: str, count: int, kind: str = "rows", *, linears: int = 0, pages: int = 0
 ) -> AdapterRef:
-    """Return a reference to an adapter of `count` rows and `linears` changes of linears."""
+    """Return a reference to an adapter of `count` rows and `linears` adapter weights."""
     nbytes = pages * ADAPTER_PAGE_BYTES
     return AdapterRef(name, count, f"{name}.safetensors", kind, linears, nbytes, nbytes)
 

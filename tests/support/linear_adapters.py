@@ -1,4 +1,4 @@
-"""Random changes of linears, and models whose weights contain them."""
+"""Random adapter weights, and models whose weights contain them."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,28 @@ from gpt.config import GPTConfig
 from gpt.linear_adapter import LinearAdapter, split_key
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import Linear
-from gpt.parallel.adapter_sharding import AdaptableLinear, adaptable_linears, linear_keys, part_rows
+from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears
+from gpt.parallel.adapter_sharding import linear_keys, part_rows
 
 METHODS = ("lora", "dora", "ia3")
+# A Llama-like network, for adapters of NeMo and Megatron-Bridge.
+GATED = GPTConfig(
+    num_layers=4,
+    hidden_size=32,
+    num_attention_heads=8,
+    num_query_groups=4,
+    ffn_hidden_size=48,
+    vocab_size=96,
+    max_position_embeddings=64,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    activation="silu",
+    gated=True,
+    qkv_bias=False,
+    proj_bias=False,
+    mlp_bias=False,
+    dtype="float32",
+)
 
 
 def random_linears(

@@ -1,4 +1,4 @@
-"""The kernels of adapters of linears against their torch reference, in Triton's interpreter.
+"""The kernels of linear adapters against their torch reference, in Triton's interpreter.
 
 tests/gpt/linear/test_low_rank.py runs it in a process of its own.
 """

@@ -1,4 +1,4 @@
-"""Adapters of linears as PEFT saves them, and logits of our model with an adapter."""
+"""Linear adapters as PEFT saves them, and logits of our model with an adapter."""
 
 import json
 import warnings

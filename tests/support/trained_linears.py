@@ -1,4 +1,4 @@
-"""Trainable changes of linears with random values, for tests of training."""
+"""Trainable adapter weights with random values, for tests of training."""
 
 import math
 import zlib

@@ -1,4 +1,4 @@
-/* Adapters of linears: low-rank products, factors and scales of some rows of a GEMM.
+/* Linear adapters: low-rank products, factors and scales of some rows of a GEMM.
 
    An adapted row of a linear is
 

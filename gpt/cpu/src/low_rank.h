@@ -1,4 +1,4 @@
-/* Adapters of linears in a GEMM: what its staging and its epilogue call (low_rank.c). */
+/* Linear adapters in a GEMM: what its staging and its epilogue call (low_rank.c). */
 
 #pragma once
 

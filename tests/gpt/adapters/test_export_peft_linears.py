@@ -1,4 +1,4 @@
-"""Export of changes of linears to PEFT: fused and separate projections, kinds, and refusals."""
+"""Export of adapter weights to PEFT: fused and separate projections, kinds, and refusals."""
 
 import json
 import warnings
@@ -125,7 +125,7 @@ def test_an_adapter_that_peft_does_not_have_is_refused(tmp_path: Path) -> None:
     first = next(iter(lora))
     ones = torch.ones(base.read(f"{first}.weight").shape[0])
     refused = {
-        "has 2 virtual tokens and changes of linears": build_adapter(
+        "has 2 virtual tokens and adapter weights": build_adapter(
             Card("a"), torch.ones(2, config.hidden_size), lora
         ),
         "combines DoRA, LoRA": build_adapter(Card("a"), None, {**lora, first: dora[first]}),

@@ -21,31 +21,14 @@ from gpt.adapters.adapter_file import (
 from gpt.adapters.export_bridge import convert_linears_to_bridge
 from gpt.adapters.fused_linears import with_weight_norms
 from gpt.checkpoint.logical_tensor import Checkpoint
-from gpt.config import GPTConfig
 from gpt.errors import AdapterError
 from gpt.linear_adapter import LinearAdapter, split_key
 from tests.support.adapter_exchange import run_adapters_command
 from tests.support.bridge_adapters import bridge_tensors, write_bridge_adapter
-from tests.support.linear_adapters import random_linears
+from tests.support.linear_adapters import GATED, random_linears
 from tests.support.models import lively
 
-CONFIG = GPTConfig(
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=8,
-    num_query_groups=4,
-    ffn_hidden_size=48,
-    vocab_size=96,
-    max_position_embeddings=64,
-    position_embedding_type="rope",
-    normalization="RMSNorm",
-    activation="silu",
-    gated=True,
-    qkv_bias=False,
-    proj_bias=False,
-    mlp_bias=False,
-    dtype="float32",
-)
+CONFIG = GATED.with_fields(num_layers=2, moe_layers=())
 CANONICAL = {"_target_": "megatron.bridge.peft.canonical_lora.CanonicalLoRA"}
 DORA = {"_target_": "megatron.bridge.peft.dora.DoRA"}
 

@@ -1,4 +1,4 @@
-"""Adapter files with changes of linears: round trips, digests, and refusals by name."""
+"""Adapter files with adapter weights: round trips, digests, and refusals by name."""
 
 from collections.abc import Callable
 from dataclasses import replace

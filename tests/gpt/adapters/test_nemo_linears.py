@@ -24,27 +24,10 @@ from gpt.config import GPTConfig
 from gpt.errors import AdapterError
 from gpt.linear_adapter import LinearAdapter, split_key
 from tests.support.adapter_exchange import run_adapters_command
-from tests.support.linear_adapters import random_linears
+from tests.support.linear_adapters import GATED, random_linears
 from tests.support.models import CLASSIC, MODERN, lively
 from tests.support.nemo_linears import write_nemo_distributed, write_nemo_linears
 
-GATED = GPTConfig(
-    num_layers=4,
-    hidden_size=32,
-    num_attention_heads=8,
-    num_query_groups=4,
-    ffn_hidden_size=48,
-    vocab_size=96,
-    max_position_embeddings=64,
-    position_embedding_type="rope",
-    normalization="RMSNorm",
-    activation="silu",
-    gated=True,
-    qkv_bias=False,
-    proj_bias=False,
-    mlp_bias=False,
-    dtype="float32",
-)
 PLAIN = GPTConfig(
     num_layers=4,
     hidden_size=32,
@@ -234,7 +217,7 @@ def test_exports_that_nemo_cannot_express_are_refused(
         code, _, err = run_adapters_command(
             capsys, "export", tmp_path / "a.safetensors", tmp_path / "a.nemo", *flags
         )
-        expected = "virtual tokens and changes" if "virtual" in message else message
+        expected = "virtual tokens and adapter weights" if "virtual" in message else message
         assert code == 1 and expected in err
 
 

@@ -1,4 +1,4 @@
-"""Adapters of linears in PEFT's form that are inconsistent, unsupported or hostile are refused."""
+"""Linear adapters in PEFT's form that are inconsistent, unsupported or hostile are refused."""
 
 import json
 import math

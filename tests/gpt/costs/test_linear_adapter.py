@@ -1,4 +1,4 @@
-"""Costs of adapters of linears: equal to the tensors of random adapters on every rank."""
+"""Costs of linear adapters: equal to the tensors of random adapters on every rank."""
 
 from typing import get_args
 
@@ -18,13 +18,8 @@ from gpt.costs.linear_adapter import (
 )
 from gpt.errors import ConfigError
 from gpt.linear_adapter import LinearAdapter, split_key
-from gpt.parallel.adapter_sharding import (
-    AdaptableLinear,
-    adaptable_linears,
-    largest_rank_bytes,
-    part_rows,
-    shard_adapter,
-)
+from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears
+from gpt.parallel.adapter_sharding import largest_rank_bytes, part_rows, shard_adapter
 from gpt.parallel.pipeline_stages import stage_layers
 from planning.model_presets import find_preset
 from tests.support.linear_adapters import random_linears

@@ -1,4 +1,4 @@
-"""Adapters of linears in the backends of a GPU: the logits of the plain torch linears.
+"""Linear adapters in the backends of a GPU: the logits of the plain torch linears.
 
 The kernels are replaced by torch here. tests/gpt/linear/test_low_rank.py tests the kernels.
 """
@@ -28,7 +28,8 @@ from gpt.linear_adapter import (
 )
 from gpt.model.adapted_linear import RowTerms, adapted_product, row_terms, select_rows
 from gpt.model.gpt_model import GPT
-from gpt.parallel.adapter_sharding import adaptable_linears, shard_adapter
+from gpt.parallel.adaptable_linears import adaptable_linears
+from gpt.parallel.adapter_sharding import shard_adapter
 from gpt.parallel.mesh import Mesh
 from tests.support import te_stub
 from tests.support.linear_adapters import random_linears

@@ -1,4 +1,4 @@
-"""Adapters of linears on a GPU: packed rows, slots of the table, and the kernels without a GPU."""
+"""Linear adapters on a GPU: packed rows, slots of the table, and the kernels without a GPU."""
 
 from importlib.util import find_spec
 

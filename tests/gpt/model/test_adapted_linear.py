@@ -1,4 +1,4 @@
-"""Adapters of linears in the model: the logits of merged weights, in any batch and split."""
+"""Linear adapters in the model: the logits of merged weights, in any batch and split."""
 
 from dataclasses import replace
 

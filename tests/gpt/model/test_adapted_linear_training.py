@@ -11,7 +11,8 @@ from gpt.config import GPTConfig
 from gpt.linear_adapter import LinearAdapter, LinearTerm, split_key
 from gpt.model.adapted_linear import adapted_product
 from gpt.model.adapted_linear_training import adapted_linear, supports_terms
-from gpt.parallel.adapter_sharding import adaptable_linears, shard_linear_adapter
+from gpt.parallel.adaptable_linears import adaptable_linears
+from gpt.parallel.adapter_sharding import shard_linear_adapter
 from tests.support.linear_adapters import METHODS, random_linears
 from tests.support.models import MODERN
 

@@ -1,4 +1,4 @@
-"""Plans of servers with adapters of linears: memory, different adapters in a step, step times."""
+"""Plans of servers with linear adapters: memory, different adapters in a step, step times."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Plans of training adapters of linears: memory and time by method, and published LoRA runs."""
+"""Plans of training linear adapters: memory and time by method, and published LoRA runs."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Writes of changes of linears: in pieces, pinned until the sequences end, and evicted."""
+"""Writes of adapter weights: in pieces, pinned until the sequences end, and evicted."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Steps with adapters of linears on a fake device: waits, launches, and captured graphs."""
+"""Steps with linear adapters on a fake device: waits, launches, and captured graphs."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpt.linear_adapter import LinearAdapter
-from gpt.parallel.adapter_sharding import adaptable_linears
+from gpt.parallel.adaptable_linears import adaptable_linears
 from serving.messages import Outcome, Step
 from serving.worker import cuda_graphs, graph_adapters
 from serving.worker.model_runner import ModelRunner
