@@ -33,10 +33,19 @@ def adapted_logits(model: GPT, adapted_rows: tuple[AdaptedRows, ...]) -> Tensor:
     return logits.view(*IDS.shape, -1)
 
 
+# Parts of fused linears in two networks; in the others they are among the slow tests.
+MERGED_CASES = [
+    (name, method, by_parts)
+    if not by_parts or name in ("classic", "modern")
+    else pytest.param(name, method, by_parts, marks=pytest.mark.slow)
+    for name in CONFIGS
+    for method in METHODS
+    for by_parts in (False, True)
+]
+
+
 @torch.inference_mode()
-@pytest.mark.parametrize("by_parts", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "method", "by_parts"), MERGED_CASES)
 def test_an_adapter_has_the_logits_of_its_merged_weights(
     name: str, method: str, by_parts: bool
 ) -> None:
@@ -81,7 +90,10 @@ def rank_logits(_: int, name: str, tp: int, sequence_parallel: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(("name", "tp"), [("classic", 2), ("modern", 4), ("experts", 2)])
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [("classic", 2), ("modern", 4), pytest.param("experts", 2, marks=pytest.mark.slow)],
+)
 def test_tensor_ranks_have_the_logits_of_one_rank(
     name: str, tp: int, sequence_parallel: bool
 ) -> None:

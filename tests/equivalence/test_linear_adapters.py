@@ -157,8 +157,15 @@ SETTINGS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("case", SETTINGS)
-@pytest.mark.parametrize("name", NETWORKS)
+CASES = [(name, case) for name in NETWORKS for case in SETTINGS]
+# The other cases are slow: each takes a second.
+FAST_CASES = [*((NETWORKS[0], case) for case in SETTINGS), ("modern", "speculative decoding")]
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [case if case in FAST_CASES else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
 def test_a_mixed_batch_equals_each_prompt_alone(name: str, case: str, tmp_path: Path) -> None:
     config = SERVED_CONFIGS[name]
     adapters = make_adapters(config, tmp_path)
