@@ -50,8 +50,9 @@ log = logging.getLogger(__name__)
 LATE_WAKEUP_S = 0.5
 # Longest wait of one poll(), whose time-out is a 32-bit number of milliseconds.
 POLL_S_MAX = 3600.0
-# Rank 0's channel closes shortly before its process exits. The watchdog then waits at most this
-# time for the exit, so that its report of the loss can contain the exit code.
+# A rank's sockets close shortly before its process exits. When rank 0's channel closes, or rank 0
+# reports that another rank is lost, the watchdog waits at most this time for the exit, so that its
+# report of the loss can contain the exit code.
 EXIT_WAIT_S = 0.5
 
 # For the learned limit of a step (`StepTimeout`): its minimum, the factor by which the measured and
@@ -244,8 +245,18 @@ class Watchdog:
             case Failed():
                 if message.is_permanent:
                     return self._new_loss(message.reason, "refused")
+                self._wait_for_exit_of_another_rank()
                 return self._new_loss("; ".join([message.reason, *self._exit_reasons()]), "failed")
         return None
+
+    def _wait_for_exit_of_another_rank(self) -> None:
+        """Wait up to EXIT_WAIT_S until a rank other than rank 0 has exited.
+
+        After a `Failed`, the other ranks exit at once, if the exit of one of them is not the cause.
+        """
+        others = [descriptor for rank, descriptor in self._rank_set.descriptors.items() if rank]
+        if others:
+            readable_descriptors(others, EXIT_WAIT_S)
 
     def _exit_reason(self, rank: int) -> str:
         return "; ".join(self._exit_reasons()) or f"rank {rank} exited"

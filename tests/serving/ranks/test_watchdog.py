@@ -6,6 +6,7 @@ import resource
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from unittest.mock import create_autospec
 
 import pytest
@@ -17,6 +18,7 @@ from serving.engine.transport import Receiver
 from serving.messages import (
     HEARTBEAT_INTERVAL_S,
     EngineStats,
+    Failed,
     FromEngineLoop,
     KernelCompilation,
     Ready,
@@ -25,6 +27,7 @@ from serving.messages import (
     Update,
     encode,
 )
+from serving.ranks import watchdog as watchdog_module
 from serving.ranks.message_socket import Channel
 from serving.ranks.watchdog import (
     RECENT_STEPS,
@@ -194,6 +197,37 @@ def test_a_step_that_waits_for_a_compilation_has_the_limit_of_the_warm_up(
     loss = loss_after(messages, ParallelConfig(step_timeout_s=0.1, warmup_s=0.4))
     assert loss.kind == "hung"
     assert f"while running (limit {limit})" in loss.reason
+
+
+def test_a_report_of_a_lost_rank_waits_for_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel closes the sockets of a process before its exit can be noticed."""
+    monkeypatch.setattr(watchdog_module, "EXIT_WAIT_S", 60.0)
+    watched_socket, rank_socket = socket.socketpair()
+    watched, rank, waker = Channel(watched_socket), Channel(rank_socket), Waker()
+    rank.send(encode(READY))
+    rank.send(encode(Failed("rank 1 has exited")))
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.2); exit(7)"]) as lost:
+        descriptors = {0: os.pidfd_open(os.getpid()), 1: os.pidfd_open(lost.pid)}
+        exits: dict[int, Callable[[], int | None]] = {0: lambda: None, 1: lost.poll}
+
+        def describe_exit(rank: int) -> str | None:
+            code = exits[rank]()
+            return None if code is None else f"exited with code {code}"
+
+        watchdog = Watchdog(
+            RankSet(watched, descriptors, describe_exit),
+            ParallelConfig(),
+            create_autospec(Receiver, instance=True),
+            waker,
+            lambda: None,
+        )
+        try:
+            loss = watchdog.watch_until_lost()
+        finally:
+            close_descriptors(descriptors)
+            for channel in (watched, rank, waker):
+                channel.close()
+    assert (loss.kind, loss.reason) == ("failed", "rank 1 has exited; rank 1 exited with code 7")
 
 
 def test_exits_are_noticed_with_many_open_files() -> None:
