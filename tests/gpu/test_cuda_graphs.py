@@ -210,6 +210,8 @@ def run_stage(rank: int, folder: str) -> list[int]:
         step = msgspec.structs.replace(step, may_capture_graph=True)
         outcomes = [runner.run_step(step) for runner in (plain, capturing)]
         assert not any(outcome is not None and outcome.replayed for outcome in outcomes)
+    for runner in (plain, capturing):
+        runner.wait_for_sends()  # The last stage would never receive the sends of a freed runner.
     return all_tokens
 
 
