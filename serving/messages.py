@@ -61,6 +61,8 @@ class AdapterRef(_Part, frozen=True):
     linear_count: int = 0
     linear_bytes: int = 0
     rank_bytes: int = 0
+    # The identity of the file when its content was checked (gpt/files/file_identity.py).
+    identity: tuple[int, ...] = ()
 
     @property
     def changes_linears(self) -> bool:
@@ -341,7 +343,7 @@ class TensorBytes(_Part, frozen=True):
     """A tensor: its shape, and its fp32 elements, contiguous."""
 
     shape: list[int]
-    data: bytes
+    data: bytearray  # Nobody changes it; torch warns about tensors in `bytes`.
 
 
 class LinearWrite(_Part, frozen=True):

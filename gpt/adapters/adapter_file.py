@@ -11,7 +11,7 @@ adapter fits a model; it does not apply adapters.
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import safetensors
@@ -56,6 +56,7 @@ __all__ = [
     "last_version",
     "latest_adapter",
     "open_adapter",
+    "open_checked_adapter",
     "parse_name",
     "publish_adapter",
     "recording_upload",
@@ -276,37 +277,63 @@ def open_adapter(path: Path, *, task: str | None = None, base: Checkpoint | None
         ) from None
 
 
+def open_checked_adapter(path: Path) -> Adapter:
+    """Open a native file whose content `open_adapter` has checked before.
+
+    The digest is the recorded one. The tensors are in the mapped file: the caller must copy them at
+    once, because another process may truncate the file.
+    """
+    content = _NativeContent.read(path)
+    table = torch.empty(0, content.card.hidden_size) if content.table is None else content.table
+    return Adapter(content.card, table, content.recorded_digest or "", content.linears)
+
+
 def _open_native(path: Path) -> Adapter:
-    if path.suffix != SUFFIX:
-        raise AdapterError(
-            f"{path} is not an adapter; give a {SUFFIX} file, a PEFT directory, a decoder.pt, or "
-            "a .nemo file of prompt learning"
-        )
-    # `open_safetensors` is called first: it describes a broken header better than `safe_open`.
-    tensors = open_safetensors(path, header_bytes_max=HEADER_BYTES_MAX)
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-    except safetensors.SafetensorError as error:
-        raise AdapterError(f"{path} has a broken header ({error}); copy it again") from None
-    if metadata.get("format") != FORMAT:
-        raise AdapterError(
-            f"{path} has no adapter metadata, so its weights may not be an adapter; give a file "
-            "that `preamble tune` wrote, a PEFT directory, or a decoder.pt"
-        )
-    version = _check_version(metadata.get("version", ""), path)
-    _check_tensors(tensors, version, path)
-    card = Card.from_json(metadata.get("card", ""))
+    content = _NativeContent.read(path)
     # `build_adapter` copies the tensors, because another process may truncate the mapped file.
-    table = tensors[TABLE].tensor() if TABLE in tensors else None
-    adapter = build_adapter(card, table, _read_linears(tensors, card))
-    if adapter.digest != metadata.get("digest"):
+    adapter = build_adapter(content.card, content.table, content.linears)
+    if adapter.digest != content.recorded_digest:
         raise AdapterError(
             f"{path} was changed after it was saved: its digest is "
             f"{_short_digest(adapter.digest)}, but its metadata records "
-            f"{_short_digest(metadata.get('digest'))}; copy the file again"
+            f"{_short_digest(content.recorded_digest)}; copy the file again"
         )
     return adapter
+
+
+@dataclass(frozen=True)
+class _NativeContent:
+    """The content of a native file, not checked; the tensors are in the mapped file."""
+
+    card: Card
+    table: Tensor | None  # None: the adapter has no virtual tokens.
+    linears: dict[str, LinearAdapter]
+    recorded_digest: str | None
+
+    @classmethod
+    def read(cls, path: Path) -> "_NativeContent":
+        if path.suffix != SUFFIX:
+            raise AdapterError(
+                f"{path} is not an adapter; give a {SUFFIX} file, a PEFT directory, a decoder.pt, "
+                "or a .nemo file of prompt learning"
+            )
+        # `open_safetensors` is called first: it describes a broken header better than `safe_open`.
+        tensors = open_safetensors(path, header_bytes_max=HEADER_BYTES_MAX)
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                metadata: dict[str, str] = file.metadata() or {}
+        except safetensors.SafetensorError as error:
+            raise AdapterError(f"{path} has a broken header ({error}); copy it again") from None
+        if metadata.get("format") != FORMAT:
+            raise AdapterError(
+                f"{path} has no adapter metadata, so its weights may not be an adapter; give a "
+                "file that `preamble tune` wrote, a PEFT directory, or a decoder.pt"
+            )
+        version = _check_version(metadata.get("version", ""), path)
+        _check_tensors(tensors, version, path)
+        card = Card.from_json(metadata.get("card", ""))
+        table = tensors[TABLE].tensor() if TABLE in tensors else None
+        return cls(card, table, _read_linears(tensors, card), metadata.get("digest"))
 
 
 def _check_version(version: str, path: Path) -> int:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from gpt.adapters.linear_check import copy_linears
+from gpt.adapters.linear_check import all_finite, copy_linears
 from gpt.adapters.prompt_template import PromptTemplate
 from gpt.errors import AdapterError, ConfigError, RequestError
 from gpt.linear_adapter import LinearAdapter
@@ -324,7 +324,7 @@ def build_adapter(
             "<|VIRTUAL_PROMPT_0|>, <|VIRTUAL_PROMPT_1|>, ... in order, and set bos to none or text"
         )
     fp32_table = torch.empty(rows, hidden, dtype=torch.float32).copy_(table.detach())
-    if not bool(fp32_table.isfinite().all()):
+    if not all_finite(fp32_table):
         raise AdapterError(
             f"the table of {card.name!r} has values that are not finite, probably because training "
             "diverged; give an adapter that was saved earlier"

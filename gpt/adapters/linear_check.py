@@ -107,7 +107,7 @@ def _fp32_copy(name: str, key: str, linear: LinearAdapter) -> LinearAdapter:
                 "floating-point"
             )
         copy = torch.empty(tensor.shape, dtype=torch.float32).copy_(tensor.detach())
-        if not bool(copy.isfinite().all()):
+        if not all_finite(copy):
             raise AdapterError(
                 f"adapter {name!r} has values in {tensor_name} of {key} that are not finite, "
                 "probably because training diverged; give an adapter that was saved earlier"
@@ -117,6 +117,12 @@ def _fp32_copy(name: str, key: str, linear: LinearAdapter) -> LinearAdapter:
     if weight_norm is not None and not bool((weight_norm > 0).all()):
         raise AdapterError(f"adapter {name!r} has a weight norm of {key} that is not positive")
     return replace(linear, **copies)
+
+
+def all_finite(x: Tensor) -> bool:
+    """Return whether no element is NaN or infinite."""
+    # Both limits are NaN if any element is. `isfinite` is ten times slower.
+    return not x.numel() or all(math.isfinite(float(limit)) for limit in x.aminmax())
 
 
 def check_linears(name: str, linears: Mapping[str, LinearAdapter], config: GPTConfig) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from gpt.adapters.adapter_file import SUFFIX, Adapter, AdapterName, Card, open_adapter, parse_name
 from gpt.errors import ConfigError, PreambleError
+from gpt.files.file_identity import TIME_RESOLUTION_NS, file_identity
 from serving.adapters.alias_record import AliasRecord, read_alias
 from serving.adapters.directory_layout import ALIAS_SUFFIX, parse_file_name
 from serving.messages import AdapterRef
@@ -26,7 +27,6 @@ from serving.request import NO_INFO, AdapterInfo
 
 log = logging.getLogger(__name__)
 
-MTIME_RESOLUTION_NS = 2_000_000_000  # The coarsest mtime resolution of a file system.
 REJECTIONS_LOGGED_MAX = 100  # Rejected files that one scan logs with their reasons.
 
 _Listing = tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]], tuple[str, ...]]
@@ -154,8 +154,7 @@ class AdapterDirectory:
         """
         mtime_ns = os.stat(self.directory).st_mtime_ns
         return (
-            mtime_ns != self._directory_mtime_ns
-            or self._scanned_ns - mtime_ns < MTIME_RESOLUTION_NS
+            mtime_ns != self._directory_mtime_ns or self._scanned_ns - mtime_ns < TIME_RESOLUTION_NS
         )
 
     def scan(self) -> None:
@@ -266,6 +265,8 @@ class AdapterDirectory:
 
     def _read_adapter(self, file: Path, name: AdapterName) -> LoadedAdapter:
         # This reads the whole file to verify its digest, so that every listed adapter is usable.
+        # The identity is read first: if the file changes meanwhile, it has another one later.
+        identity = file_identity(file)
         adapter = open_adapter(file)
         self._check(adapter)
         path = str(file.absolute())
@@ -277,6 +278,7 @@ class AdapterDirectory:
             len(adapter.linears),
             adapter.nbytes - adapter.table.nbytes,
             self._rank_bytes(adapter),
+            identity,
         )
         loaded_adapter = LoadedAdapter(
             name.name,

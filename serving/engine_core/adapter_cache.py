@@ -3,7 +3,8 @@
 A step must not wait for a disk, so a request whose adapter is not in the cache waits until a thread
 of the adapter reader has read the adapter. Adapters of live requests are pinned. The other adapters
 stay in the cache until it exceeds its limit in bytes; then the least recently used ones are
-evicted. The digest is checked when an adapter is read. Rows are embeddings, or the keys and values
+evicted. The digest is checked when an adapter is read, unless its file is the one that was checked
+when it was loaded. Rows are embeddings, or the keys and values
 of prefix adapters. The scheduler, not this module, decides where adapters are stored on the device:
 in the adapter pool or in KV blocks.
 """
@@ -11,13 +12,15 @@ in the adapter pool or in KV blocks.
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gpt.adapters.adapter_file import Adapter, open_adapter, table_width
+from gpt.adapters.adapter_file import Adapter, open_adapter, open_checked_adapter, table_width
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError, PreambleError
+from gpt.files.file_identity import file_identity
 from gpt.linear_adapter import LinearAdapter
 from serving.adapters.directory_layout import unloaded_path
 from serving.config import AdapterConfig
@@ -160,12 +163,7 @@ class AdapterCache:
 
     def _read(self, adapter_ref: AdapterRef) -> AdapterReadResult:
         try:
-            adapter = self._read_adapter(adapter_ref)
-            linears = tuple(
-                LinearWrite(key, linear.scale, _tensor_bytes(linear))
-                for key, linear in sorted(adapter.linears.items())
-            )
-            return AdapterReadResult(adapter_ref, adapter.table.numpy().tobytes(), linears)
+            return self._read_unchanged(adapter_ref) or self._read_and_check(adapter_ref)
         except PreambleError as error:
             # The client receives this text. The client may see the file's name, which is the
             # adapter's name, but not the folder.
@@ -176,11 +174,32 @@ class AdapterCache:
             reason = "the adapter could not be read because of an internal error; try again"
             return AdapterReadResult(adapter_ref, reason=reason)
 
-    def _read_adapter(self, adapter_ref: AdapterRef) -> Adapter:
+    def _read_unchanged(self, adapter_ref: AdapterRef) -> AdapterReadResult | None:
+        """Read a file without its digest; None if it may not be the one that was checked before.
+
+        The digest takes most of the time of a read, in which a step has fewer cores.
+        """
+        file = Path(adapter_ref.file)
+        with suppress(OSError, PreambleError):
+            if adapter_ref.identity and file_identity(file) == adapter_ref.identity:
+                adapter = open_checked_adapter(file)
+                self._check(adapter, adapter_ref)
+                read_result = _copy(adapter_ref, adapter)
+                # The file may have been replaced after the first comparison.
+                if file_identity(file) == adapter_ref.identity:
+                    return read_result
+        return None
+
+    def _read_and_check(self, adapter_ref: AdapterRef) -> AdapterReadResult:
         file = Path(adapter_ref.file)
         if not file.exists():  # Unloaded (renamed) after the request was accepted.
             file = unloaded_path(file)
         adapter = open_adapter(file)
+        self._check(adapter, adapter_ref)
+        return _copy(adapter_ref, adapter)
+
+    def _check(self, adapter: Adapter, adapter_ref: AdapterRef) -> None:
+        """Refuse an adapter that is not the one of the reference."""
         if adapter.digest != adapter_ref.digest:
             raise AdapterError(
                 f"{adapter_ref.file} now has digest {adapter.digest[:12]}, but the request needs "
@@ -195,11 +214,18 @@ class AdapterCache:
                 f"{adapter_ref.file} has a table of shape {tuple(adapter.table.shape)}, but "
                 f"{expected_shape} is needed; use an adapter of this model"
             )
-        return adapter
+
+
+def _copy(adapter_ref: AdapterRef, adapter: Adapter) -> AdapterReadResult:
+    linears = tuple(
+        LinearWrite(key, linear.scale, _tensor_bytes(linear))
+        for key, linear in sorted(adapter.linears.items())
+    )
+    return AdapterReadResult(adapter_ref, adapter.table.numpy().tobytes(), linears)
 
 
 def _tensor_bytes(linear: LinearAdapter) -> dict[str, TensorBytes]:
     return {
-        name: TensorBytes(list(tensor.shape), tensor.numpy().tobytes())
+        name: TensorBytes(list(tensor.shape), bytearray(tensor.numpy()))
         for name, tensor in linear.tensors()
     }

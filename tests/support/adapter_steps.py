@@ -24,7 +24,7 @@ def linears_write(start: int, linears: Mapping[str, LinearAdapter]) -> AdapterLi
             key,
             linear.scale,
             {
-                name: TensorBytes(list(tensor.shape), tensor.contiguous().numpy().tobytes())
+                name: TensorBytes(list(tensor.shape), bytearray(tensor.contiguous().numpy()))
                 for name, tensor in linear.tensors()
             },
         )

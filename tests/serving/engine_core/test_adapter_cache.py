@@ -3,11 +3,15 @@
 import queue
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from gpt.adapters.adapter_file import Adapter, Card, build_adapter, save_adapter, table_width
 from gpt.config import GPTConfig
+from gpt.files import file_identity as file_identity_module
+from gpt.files.file_identity import UNKNOWN, file_identity
+from serving.engine_core import adapter_cache as adapter_cache_module
 from serving.engine_core.adapter_cache import (
     PREFIX_WRITE_BYTES_MAX,
     AdapterCache,
@@ -121,18 +125,28 @@ def test_an_adapter_over_the_limit_is_cached_if_nothing_else_is_pinned(tmp_path:
         ("truncated", "one"),
     ],
 )
-def test_an_unusable_adapter_file_gives_a_reason(fault: str, reason: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_identified", [False, True])
+def test_an_unusable_adapter_file_gives_a_reason(
+    is_identified: bool,
+    fault: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(file_identity_module, "TIME_RESOLUTION_NS", 0)
     adapters = CachedAdapters(tmp_path, 10 * BYTES)
     _, adapter_ref = adapters.save("one", 1)
     path = Path(adapter_ref.file)
+    identity = file_identity(path) if is_identified else UNKNOWN
+    adapter_ref = msgspec.structs.replace(adapter_ref, identity=identity)
     if fault == "deleted":
         path.unlink()
     elif fault == "replaced":
         adapters.save("one", 2)
     elif fault == "rows":
-        adapter_ref = AdapterRef(adapter_ref.digest, ROWS + 1, adapter_ref.file)
+        adapter_ref = msgspec.structs.replace(adapter_ref, row_count=ROWS + 1)
     elif fault == "kind":
-        adapter_ref = AdapterRef(adapter_ref.digest, ROWS, adapter_ref.file, "prefix")
+        adapter_ref = msgspec.structs.replace(adapter_ref, kind="prefix")
     else:
         path.write_bytes(path.read_bytes()[:-5])
     assert adapters.cache.pin(adapter_ref) == "reading"
@@ -141,6 +155,22 @@ def test_an_unusable_adapter_file_gives_a_reason(fault: str, reason: str, tmp_pa
     assert ";" in read_result.reason  # The reason, then the remedy.
     # The next request reads the file again, which may be repaired.
     assert adapters.cache.pin(adapter_ref) == "reading"
+    adapters.cache.close()
+
+
+def test_a_file_that_was_checked_before_is_read_without_its_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = CachedAdapters(tmp_path, 10 * BYTES)
+    adapter, adapter_ref = adapters.save("one", 1)
+    path = Path(adapter_ref.file)
+    assert file_identity(path) == UNKNOWN  # The file is new.
+    monkeypatch.setattr(file_identity_module, "TIME_RESOLUTION_NS", 0)
+    adapter_ref = msgspec.structs.replace(adapter_ref, identity=file_identity(path))
+    # This function computes the digest; here it would raise an error.
+    monkeypatch.setattr(adapter_cache_module, "open_adapter", None)
+    adapters.fetch(adapter_ref)
+    assert adapters.cache.pinned_rows(adapter.digest) == adapter.table.numpy().tobytes()
     adapters.cache.close()
 
 
