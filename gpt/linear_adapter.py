@@ -14,8 +14,9 @@ separately; the key of a part is the linear's name and the part's name: `....lin
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -135,6 +136,13 @@ class LinearTerm:
     output_scale: Tensor | None = None
     input_scale: Tensor | None = None
     input_dropout: InputDropout | None = None  # Of the low-rank product.
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "LinearTerm":
+        """Return the term with `function` applied to each tensor that is set."""
+        changes: dict[str, Any] = {
+            name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **changes)
 
 
 # By the name of a linear, without a part: the terms of its parts on this rank.

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from gpt.adapters.card import Adapter
 from gpt.errors import RequestError
 from gpt.generation.generate import SequenceAdapter
@@ -28,7 +30,8 @@ def sequence_adapters(
         [layer for chunk in chunks for layer in chunk.layers],
         rank=mesh.tp_rank,
         tp=mesh.tp,
-        dtype=first.dtype,
+        # The layout of the only chunk may have some tensors in fp32.
+        dtype=torch.float32 if len(chunks) == 1 else first.dtype,
         device=mesh.device,
     )
     prepared = first.prepare_adapter(terms) if len(chunks) == 1 else terms

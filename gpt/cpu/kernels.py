@@ -23,7 +23,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-ABI = 23  # Must equal ABI in gpt/cpu/src/vectors.h.
+ABI = 24  # Must equal ABI in gpt/cpu/src/vectors.h.
 DTYPES = (torch.bfloat16, torch.float32)
 HEAD_DIM_MAX = 512
 # The instruction sets (ISA levels). A level's index in this tuple is its number in the library.
@@ -78,6 +78,7 @@ _ARGUMENT_KINDS = {
     "preamble_prefill_scratch_bytes": "",
     "preamble_prefill_task_queries": "i",
     "preamble_gemm": "p pi p i p p i pp",
+    "preamble_pack_low_rank": "pii",
     "preamble_experts": "p p i ppi p i",
     "preamble_choose_experts": "pp i pp i",
     "preamble_argmax": "p iii p i",

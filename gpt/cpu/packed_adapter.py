@@ -6,9 +6,10 @@ own ranks. A row's result does not depend on the other rows and their adapters, 
 """
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +17,13 @@ import torch
 from torch import Tensor
 
 from gpt.cpu.huge_pages import huge_page_zeros
-from gpt.cpu.kernels import INT, POINTER
+from gpt.cpu.kernels import INT, POINTER, library
 from gpt.cpu.packed_linear import PANEL_COLUMNS, AdaptedLinear, PackedWeight
 from gpt.linear_adapter import LinearTerm, OutputColumns
 
 # Rows of A in a block. Must equal LANES in gpt/cpu/src/vectors.h.
 BLOCK_RANKS = 16
+BF16_BYTES, FP32_BYTES = 2, 4
 ALIGNMENT_BYTES = 64  # A cache line.
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -44,12 +46,9 @@ class PackedTerms(LinearTerm):
 
     args: AdaptedLinear = field(default_factory=AdaptedLinear)
     # The owners of the memory at the addresses in `args`.
-    arrays: tuple[Tensor, ...] = ()
+    memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     references: tuple[object, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
+    nbytes: int = 0  # Of the terms in `memory`.
 
 
 def adapter_of_each_row(rows: Sequence[Tensor | None], batch_rows: int) -> Tensor:
@@ -71,25 +70,21 @@ def pack_adapter(
     packed = {
         name: terms[0] for name, (terms, _) in linears.items() if isinstance(terms[0], PackedTerms)
     }
-    linears = {name: linear for name, linear in linears.items() if name not in packed}
-    shapes = {
-        name: _WeightShape(weight.columns, weight.channels, bool(weight.gated))
-        for name, (_, weight) in linears.items()
+    packers = {
+        name: _LinearPacker(
+            terms, _WeightShape(weight.columns, weight.channels, bool(weight.gated))
+        )
+        for name, (terms, weight) in linears.items()
+        if name not in packed
     }
-    arrays = {name: _TermArrays.build(terms, shapes[name]) for name, (terms, _) in linears.items()}
-    size = sum(map(_aligned_bytes, (x for of_linear in arrays.values() for x in of_linear.all)))
-    free_memory = _allocate(size)
-
-    def copy_array(array: Tensor) -> Tensor:
-        nonlocal free_memory
-        copied = free_memory[: array.nbytes].view(array.dtype).view(array.shape).copy_(array)
-        free_memory = free_memory[_aligned_bytes(array) :]
-        return copied
-
-    return packed | {
-        name: _make_packed_terms(terms, arrays[name].map(copy_array), shapes[name])
-        for name, (terms, _) in linears.items()
-    }
+    memory = _allocate(sum(packer.nbytes for packer in packers.values()))
+    copies = _MatrixCopies()
+    start = 0
+    for name, packer in packers.items():
+        packed[name] = packer.pack(memory, start, copies)
+        start += packer.nbytes
+    copies.run()
+    return packed
 
 
 class _WeightShape(NamedTuple):
@@ -112,93 +107,181 @@ class _PanelLayout(NamedTuple):
     # (all panels,) int32: the index of the panel in `panels`, or -1. None: `panels` has all panels.
     positions: Tensor | None
 
+    @property
+    def positions_address(self) -> int | None:
+        return None if self.positions is None else self.positions.data_ptr()
 
-@dataclass(frozen=True)
-class _TermArrays:
-    """The arrays of an adapter of one linear, in the layout of the library; None: not set."""
 
-    a: Tensor | None
-    b: list[Tensor]  # Of each low-rank term.
-    scales: Tensor | None
-    factors: Tensor | None
-    output_scales: Tensor | None
-    input_scales: Tensor | None
+class _LinearPacker:
+    """Packs the terms of an adapter for one linear."""
 
-    @classmethod
-    def build(cls, terms: Sequence[LinearTerm], shape: _WeightShape) -> "_TermArrays":
-        low_rank = _low_rank_terms(terms)
-        ranks = torch.tensor([_even_rank(term) for term in low_rank])
-        scales = torch.tensor([term.scale for term in low_rank])
-        return cls(
-            _pack_a(low_rank, shape.channels) if low_rank else None,
-            [_pack_b(term, shape) for term in low_rank],
-            scales.repeat_interleave(ranks) if low_rank else None,
+    def __init__(self, terms: Sequence[LinearTerm], shape: _WeightShape) -> None:
+        self._low_rank = [term for term in terms if term.lora_a is not None]
+        self._parts = tuple((term.columns, _even_rank(term)) for term in self._low_rank)
+        self._shape = shape
+        # The vectors of `AdaptedLinear`, in this order.
+        self._vectors = (
             _panel_vector([(term.columns, term.output_factor) for term in terms], shape),
             _panel_vector([(term.columns, term.output_scale) for term in terms], shape),
             _input_scales(terms),
         )
+        self._starts, self.nbytes = _matrix_starts(self._parts, shape)
+        # The first byte of each vector.
+        self._vector_starts = []
+        for vector in self._vectors:
+            self._vector_starts.append(self.nbytes)
+            self.nbytes += 0 if vector is None else _aligned_bytes(vector.nbytes)
 
-    @property
-    def all(self) -> list[Tensor]:
-        optional = (self.a, self.scales, self.factors, self.output_scales, self.input_scales)
-        return [*self.b, *(array for array in optional if array is not None)]
+    def pack(self, memory: Tensor, start: int, copies: "_MatrixCopies") -> PackedTerms:
+        """Return the terms in `memory`, from the byte `start` on.
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "_TermArrays":
-        def apply(array: Tensor | None) -> Tensor | None:
-            return None if array is None else function(array)
+        `copies` will copy their matrices into it.
+        """
+        base, total = memory.data_ptr() + start, sum(rank for _, rank in self._parts)
+        scales, a = base + self._starts.scales, base + self._starts.a
+        term_array = (LowRankTerm * len(self._low_rank))()
+        first = 0
+        for term, (columns, rank), b_start, args in zip(
+            self._low_rank, self._parts, self._starts.b, term_array, strict=True
+        ):
+            assert term.lora_a is not None and term.lora_b is not None
+            layout = _panel_layout(columns, self._shape)
+            args.first, args.pairs, args.b = first, rank // 2, base + b_start
+            args.positions = layout.positions_address
+            copies.add_a(term.lora_a, term.scale, first, total, a, scales)
+            copies.add_b(term.lora_b, layout, args.b)
+            first += rank
+        addresses: list[int | None] = []
+        for vector, vector_start in zip(self._vectors, self._vector_starts, strict=True):
+            addresses.append(None if vector is None else base + vector_start)
+            if vector is not None:
+                target = memory[start + vector_start :][: vector.nbytes].view(torch.float32)
+                target.copy_(vector)
+        linear = AdaptedLinear(
+            total,
+            a if total else None,
+            scales if total else None,
+            len(self._low_rank),
+            ctypes.addressof(term_array),
+            *addresses,
+        )
+        return PackedTerms(args=linear, nbytes=self.nbytes, memory=memory, references=(term_array,))
 
-        return _TermArrays(
-            apply(self.a),
-            list(map(function, self.b)),
-            apply(self.scales),
-            apply(self.factors),
-            apply(self.output_scales),
-            apply(self.input_scales),
+
+class _MatrixStarts(NamedTuple):
+    """The first bytes of the low-rank terms of a linear, among the bytes of the linear."""
+
+    a: int
+    scales: int
+    b: tuple[int, ...]  # Of each term.
+
+
+# Few combinations occur: those of the linears of a model, for each rank.
+@cache
+def _matrix_starts(
+    parts: tuple[tuple[OutputColumns | None, int], ...], shape: _WeightShape
+) -> tuple[_MatrixStarts, int]:
+    """Return the first bytes, and the end; `parts`: the columns and the even rank of each term."""
+    total = sum(rank for _, rank in parts)
+    sizes = [BF16_BYTES * total * shape.channels, FP32_BYTES * total]
+    for columns, rank in parts:
+        panels = _panel_layout(columns, shape).panels
+        sizes.append(BF16_BYTES * len(panels) * PANEL_COLUMNS * rank)
+    a, scales, *b, end = (0, *accumulate(map(_aligned_bytes, sizes)))
+    return _MatrixStarts(a, scales, tuple(b)), end
+
+
+class _LowRankMatrix(ctypes.Structure):
+    """The struct LowRankMatrix in gpt/cpu/src/pack_adapter.c."""
+
+    _fields_ = (
+        ("source", POINTER),
+        *((name, INT) for name in ("bf16", "stride", "rank", "width")),
+        *((name, POINTER) for name in ("slots", "positions")),
+        *((name, INT) for name in ("first", "total")),
+        ("target", POINTER),
+        ("scale", ctypes.c_float),
+        ("scales", POINTER),
+    )
+
+
+class _MatrixCopies:
+    """Copies the matrices of adapters into the layouts of the library, in one call."""
+
+    def __init__(self) -> None:
+        self._matrices: list[_LowRankMatrix] = []
+        self._sources: list[Tensor] = []  # Keeps the memory of the sources allocated.
+
+    def add_a(
+        self, lora_a: Tensor, scale: float, first: int, total: int, target: int, scales: int
+    ) -> None:
+        """`first`: the first of its rows among the `total` rows of all terms."""
+        source, is_bf16 = self._add_source(lora_a)
+        rank, channels = source.shape
+        self._matrices.append(
+            _LowRankMatrix(
+                source.data_ptr(),
+                is_bf16,
+                source.stride(0),
+                rank,
+                channels,
+                None,
+                None,
+                first,
+                total,
+                target,
+                scale,
+                scales,
+            )
         )
 
+    def add_b(self, lora_b: Tensor, layout: _PanelLayout, target: int) -> None:
+        source, is_bf16 = self._add_source(lora_b)
+        columns, rank = source.shape
+        self._matrices.append(
+            _LowRankMatrix(
+                source.data_ptr(),
+                is_bf16,
+                source.stride(0),
+                rank,
+                columns,
+                layout.slots.data_ptr(),
+                layout.positions_address,
+                0,
+                0,
+                target,
+            )
+        )
 
-def _make_packed_terms(
-    terms: Sequence[LinearTerm], arrays: _TermArrays, shape: _WeightShape
-) -> PackedTerms:
-    low_rank = _low_rank_terms(terms)
-    term_array = (LowRankTerm * len(low_rank))()
-    first = 0
-    for term, b, args in zip(low_rank, arrays.b, term_array, strict=True):
-        positions = _panel_layout(term.columns, shape).positions
-        rank = _even_rank(term)
-        args.first, args.pairs, args.b = first, rank // 2, b.data_ptr()
-        args.positions = None if positions is None else positions.data_ptr()
-        first += rank
-    linear = AdaptedLinear(
-        first,
-        _address(arrays.a),
-        _address(arrays.scales),
-        len(low_rank),
-        ctypes.addressof(term_array),
-        _address(arrays.factors),
-        _address(arrays.output_scales),
-        _address(arrays.input_scales),
-    )
-    return PackedTerms(args=linear, arrays=tuple(arrays.all), references=(term_array,))
+    def run(self) -> None:
+        lib = library()
+        assert lib is not None, "packed weights need the library"
+        array = (_LowRankMatrix * len(self._matrices))(*self._matrices)
+        lib.preamble_pack_low_rank(
+            ctypes.addressof(array), len(self._matrices), torch.get_num_threads()
+        )
+
+    def _add_source(self, matrix: Tensor) -> tuple[Tensor, bool]:
+        """Return the matrix with contiguous rows, in bf16 or fp32, and whether it is bf16."""
+        is_bf16 = matrix.dtype == torch.bfloat16
+        if not is_bf16 and matrix.dtype != torch.float32:
+            matrix = matrix.float()
+        source = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+        self._sources.append(source)
+        return source, is_bf16
 
 
-def _address(array: Tensor | None) -> int | None:
-    return None if array is None else array.data_ptr()
-
-
-def _aligned_bytes(array: Tensor) -> int:
-    return -(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def _aligned_bytes(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _allocate(size_bytes: int) -> Tensor:
+    """Return memory that contains zeros."""
     if size_bytes < HUGE_PAGE_BYTES:
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        # `torch.zeros` would wait for its threads, which may not run while a step does.
+        return torch.from_numpy(np.zeros(size_bytes, np.uint8))
     # Steps read the terms of many adapters in small pieces, so TLB misses would be frequent.
     return huge_page_zeros((size_bytes,), torch.uint8, torch.device("cpu"))
-
-
-def _low_rank_terms(terms: Sequence[LinearTerm]) -> list[LinearTerm]:
-    return [term for term in terms if term.lora_a is not None]
 
 
 # The layouts are kept for ever, because `LowRankTerm` has addresses of their tensors. There are a
@@ -225,26 +308,6 @@ def _even_rank(term: LinearTerm) -> int:
     """Return the rank of a low-rank term, rounded up: the library multiplies pairs of ranks."""
     assert term.lora_a is not None
     return len(term.lora_a) + len(term.lora_a) % 2
-
-
-def _pack_a(terms: Sequence[LinearTerm], channels: int) -> Tensor:
-    """Return the matrices A of all terms in blocks of rows, by pairs of channels."""
-    stacked = torch.zeros(sum(map(_even_rank, terms)), channels, dtype=torch.bfloat16)
-    for term, rows in zip(terms, stacked.split(list(map(_even_rank, terms))), strict=True):
-        assert term.lora_a is not None
-        rows[: len(term.lora_a)] = term.lora_a
-    blocks = stacked.view(len(stacked), -1, 2).split(BLOCK_RANKS)
-    return torch.cat([block.transpose(0, 1).flatten() for block in blocks])
-
-
-def _pack_b(term: LinearTerm, shape: _WeightShape) -> Tensor:
-    """Return the matrix B of a term in panels."""
-    assert term.lora_b is not None
-    rank, layout = _even_rank(term), _panel_layout(term.columns, shape)
-    panels = torch.zeros(shape.panels * PANEL_COLUMNS, rank, dtype=torch.bfloat16)
-    panels[layout.slots, : term.lora_b.shape[1]] = term.lora_b.bfloat16()
-    pairs = panels.view(shape.panels, PANEL_COLUMNS, rank // 2, 2)[layout.panels]
-    return pairs.transpose(1, 2).contiguous()
 
 
 def _panel_vector(

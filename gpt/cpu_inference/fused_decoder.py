@@ -223,8 +223,8 @@ class FusedDecoder:
         assert prefix is None, "with a KV pool, a prefix is in the pool, not in a PrefixKV"
         return self._run(x, batch, kv)
 
-    def prepare_adapter(self, adapter: ModelAdapter) -> ModelAdapter:
-        return self._fused_adapter(adapter)
+    def prepare_adapter(self, adapter: ModelAdapter, prepared: ModelAdapter) -> ModelAdapter:
+        return self._fused_adapter(dict(prepared) | dict(adapter))
 
     def _fused_adapter(self, adapter: ModelAdapter) -> _FusedAdapter:
         if isinstance(adapter, _FusedAdapter):

@@ -49,7 +49,9 @@ class CpuLinear(LinearBackend):
         )
         return self.packed(x, bias, activation, residual, norm=self.norm, adapters=adapters)
 
-    def prepare_terms(self, terms: Sequence[LinearTerm]) -> Sequence[LinearTerm]:
+    def prepare_terms(
+        self, terms: Sequence[LinearTerm], dtype: torch.dtype
+    ) -> Sequence[LinearTerm]:
         return [self.pack_terms(terms)]
 
     def pack_terms(self, terms: Sequence[LinearTerm]) -> PackedTerms:

@@ -43,8 +43,11 @@ class DecoderBackend(Protocol):
         - with a KV pool: all rows, but only the values of the rows in `logit_rows` are defined.
         """
 
-    def prepare_adapter(self, adapter: ModelAdapter) -> ModelAdapter:
-        """Return an adapter in the layout that `forward` reads fastest."""
+    def prepare_adapter(self, adapter: ModelAdapter, prepared: ModelAdapter) -> ModelAdapter:
+        """Return a copy of an adapter that `forward` reads fastest.
+
+        `prepared`: other linears of the adapter, which were prepared before; the result has them.
+        """
 
 
 class DecoderLayer(nn.Module):
@@ -143,14 +146,17 @@ class LayerwiseDecoder:
             x = x.index_copy(0, cast(Tensor, context.output_rows), y) if keeps_other_rows else y
         return x
 
-    def prepare_adapter(self, adapter: ModelAdapter) -> ModelAdapter:
+    def prepare_adapter(self, adapter: ModelAdapter, prepared: ModelAdapter) -> ModelAdapter:
         linears = {
             module.name: module
             for layer in self._layers
             for module in layer.modules()
             if isinstance(module, Linear)
         }
-        return {name: linears[name].backend.prepare_terms(terms) for name, terms in adapter.items()}
+        return dict(prepared) | {
+            name: linears[name].backend.prepare_terms(terms, self._dtype)
+            for name, terms in adapter.items()
+        }
 
     def _forward_context(
         self, batch: Batch, kv: KVPool | None, prefix: PrefixKV | None

@@ -7,6 +7,7 @@ compute the linears, the decoder and the LM head. A greedy head, which only some
 computes greedy tokens without logits.
 """
 
+from types import MappingProxyType
 from typing import Protocol, cast
 
 import torch
@@ -29,6 +30,8 @@ from gpt.parallel.collectives import gather_columns_on_first_rank
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.tensor_parallel import gather_columns, to_column_parallel
 from gpt.parallel.weight_sharding import check_split
+
+NO_LINEARS: ModelAdapter = MappingProxyType({})
 
 
 class GreedyHead(Protocol):
@@ -131,13 +134,16 @@ class GPT(nn.Module):
         """Compute greedy tokens with `greedy_head` for the rows that it supports."""
         self.greedy_head = greedy_head
 
-    def prepare_adapter(self, adapter: ModelAdapter) -> ModelAdapter:
-        """Return the adapter in the layout of this model's backends, for many steps.
+    def prepare_adapter(
+        self, adapter: ModelAdapter, prepared: ModelAdapter = NO_LINEARS
+    ) -> ModelAdapter:
+        """Return a copy of the adapter in the layout of this model's backends, for many steps.
 
-        A batch may have an adapter that is not prepared, but some backends then convert it in each
-        step. If a backend has a layout of its own, the result has copies of the tensors.
+        `prepared`: other linears of the adapter, which were prepared before; the result has them,
+        too. A batch may have an adapter that is not prepared, if its tensors have the model's
+        dtype, but some backends then convert it in each step.
         """
-        return self.decoder_backend.prepare_adapter(adapter)
+        return self.decoder_backend.prepare_adapter(adapter, prepared)
 
     def layerwise_decoder(self) -> LayerwiseDecoder:
         """Return a decoder backend that runs this stage's layers one after another."""

@@ -79,9 +79,17 @@ class LinearBackend(Protocol):
             y = self.activate(y, activation)
         return y if residual is None else self.add_residual(y, None, residual)
 
-    def prepare_terms(self, terms: Sequence[LinearTerm]) -> Sequence[LinearTerm]:
-        """Return the terms of an adapter in the layout that `forward_adapted` reads fastest."""
-        return terms
+    def prepare_terms(
+        self, terms: Sequence[LinearTerm], dtype: torch.dtype
+    ) -> Sequence[LinearTerm]:
+        """Return copies of the terms of an adapter that `forward_adapted` reads fastest.
+
+        `dtype`: the dtype of the computation.
+        """
+        return [
+            term.map_tensors(lambda tensor: tensor.to(dtype, copy=True).contiguous())
+            for term in terms
+        ]
 
     def input_rows(self, x: Tensor) -> Tensor:
         """Return the rows that the weight multiplies: `x` after the norm, if `includes_norm`."""

@@ -73,23 +73,37 @@ def shard_linear_adapter(
     rank: int,
     tp: int,
 ) -> LinearTerm:
-    """Return tensor rank `rank`'s shard of the adapter of one linear or part."""
-    shard = linear.shard(config, rank, tp)
-    if linear.is_row_parallel:
-        columns = _select_ranges(shard)
+    """Return tensor rank `rank`'s shard of the adapter of one linear or part.
+
+    The shard may share the adapter's memory.
+    """
+    columns = output_columns(linear, part, config, tp)
+    if tp == 1:
         return LinearTerm(
-            None,
-            None if adapter.lora_a is None else adapter.lora_a[:, columns],
+            columns,
+            adapter.lora_a,
             adapter.lora_b,
             adapter.scale,
             adapter.output_factor,
             adapter.output_scale,
-            None if adapter.input_scale is None else adapter.input_scale[columns],
+            adapter.input_scale,
+        )
+    shard = linear.shard(config, rank, tp)
+    if linear.is_row_parallel:
+        channels = _select_ranges(shard)
+        return LinearTerm(
+            None,
+            None if adapter.lora_a is None else adapter.lora_a[:, channels],
+            adapter.lora_b,
+            adapter.scale,
+            adapter.output_factor,
+            adapter.output_scale,
+            None if adapter.input_scale is None else adapter.input_scale[channels],
         )
     rows = local_part_rows(linear, part, config, rank=rank, tp=tp)
     factor = adapter.output_factor
     return LinearTerm(
-        output_columns(linear, part, config, tp),
+        columns,
         adapter.lora_a,
         None if adapter.lora_b is None else adapter.lora_b[rows],
         adapter.scale,
@@ -135,19 +149,7 @@ def output_columns(
 
 def term_to(term: LinearTerm, dtype: torch.dtype, device: torch.device | str) -> LinearTerm:
     """Return a copy of the term with contiguous tensors of `dtype` on `device`."""
-
-    def copy(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(device, dtype, copy=True).contiguous()
-
-    return LinearTerm(
-        term.columns,
-        copy(term.lora_a),
-        copy(term.lora_b),
-        term.scale,
-        copy(term.output_factor),
-        copy(term.output_scale),
-        copy(term.input_scale),
-    )
+    return term.map_tensors(lambda tensor: tensor.to(device, dtype, copy=True).contiguous())
 
 
 def largest_rank_bytes(

@@ -53,11 +53,11 @@ NONFINITE_MESSAGE = (
 # Maximum number of waiting sequences that one plan skips because their adapter rows, or the block
 # that they copy, are not available.
 SKIPPED_MAX = 32
-# Maximum number of bytes of adapters' weights that one step writes: beside running
-# sequences, which wait for the write, and without them. The messages of a few steps must fit into
-# the outbox of the socket to each rank, which sends changes in fp32.
-LINEAR_WRITE_BYTES_MAX = 1 << 20
-IDLE_WRITE_BYTES_MAX = 8 << 20
+# Maximum number of bytes of adapters' weights, in fp32, that one step writes: beside running
+# sequences, which wait for the write, and without them. On two cores of a CPU, 10 MiB take about
+# 3 ms. The messages of a few steps must fit into the outbox of the socket to each rank.
+LINEAR_WRITE_BYTES_MAX = 10 << 20
+IDLE_WRITE_BYTES_MAX = 16 << 20
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ and the terms of an adapter are views of it, one behind the other, so the kernel
 its linears; the ranges then only limit the sum.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from gpt.device_transfers import to_device
 from gpt.linear import low_rank
 from gpt.linear.low_rank import EncodedAdapter, PackedRows, TermTable
 from gpt.linear_adapter import AdaptedRows, LinearAdapter, LinearTerm, ModelAdapter, split_key
-from gpt.model.gpt_model import GPT
+from gpt.model.gpt_model import GPT, NO_LINEARS
 from gpt.parallel.adaptable_linears import adaptable_linears, aligned_bytes
 from gpt.parallel.adapter_sharding import shard_linear_adapter
 from gpt.parallel.weight_sharding import layer_number
@@ -32,9 +32,10 @@ class _ResidentAdapter:
     """The terms of an adapter that were written so far, by linear."""
 
     end: int  # First byte behind the terms.
+    # On a CPU, only the parts of the last linear, of which the next write may have more.
     terms: dict[str, list[LinearTerm]] = field(default_factory=dict)
-    # The terms in the layout of the model's backends, when a step has needed them.
-    prepared: ModelAdapter | None = None
+    # On a CPU, the other terms, in the layout of the model's backends.
+    prepared: ModelAdapter = field(default_factory=lambda: NO_LINEARS)
     encoded: EncodedAdapter | None = None  # The terms for kernels, when a step has needed them.
 
 
@@ -70,9 +71,18 @@ class AdapterMemory:
         for linear_write in linears_write.linears:
             name, part = split_key(linear_write.key)
             if layer_number(name) in self._model.layers:
-                term = self._local_term(linear_write, name, part)
-                adapter.terms.setdefault(name, []).append(self._store(term, adapter))
+                term = self._store(self._local_term(linear_write, name, part), adapter)
+                adapter.terms.setdefault(name, []).append(term)
+        if self._memory is None and linears_write.linears:
+            last, part = split_key(linears_write.linears[-1].key)
+            self._prepare(adapter, [name for name in adapter.terms if name != last or not part])
         self._remove_evicted(start)
+
+    def _prepare(self, adapter: _ResidentAdapter, names: Iterable[str]) -> None:
+        """Copy the terms of these linears into the layout of the model's backends."""
+        terms = {name: adapter.terms.pop(name) for name in names}
+        if terms:
+            adapter.prepared = self._model.prepare_adapter(terms, adapter.prepared)
 
     def _remove_evicted(self, start: int) -> None:
         """Remove the adapters whose ranges overlap that of the adapter at `start`."""
@@ -90,9 +100,7 @@ class AdapterMemory:
 
     def _local_term(self, linear_write: LinearWrite, name: str, part: str) -> LinearTerm:
         tensors = {
-            tensor_name: torch.frombuffer(bytearray(stored.data), dtype=torch.float32).view(
-                stored.shape
-            )
+            tensor_name: torch.frombuffer(stored.data, dtype=torch.float32).view(stored.shape)
             for tensor_name, stored in linear_write.tensors.items()
         }
         model, mesh = self._model, self._model.mesh
@@ -102,18 +110,28 @@ class AdapterMemory:
         )
 
     def _store(self, term: LinearTerm, adapter: _ResidentAdapter) -> LinearTerm:
-        """Copy the tensors of a term into the memory behind the adapter's other terms."""
-        stored = {term_field.name: getattr(term, term_field.name) for term_field in fields(term)}
-        for name, value in stored.items():
-            if isinstance(value, Tensor):
-                nbytes = value.numel() * self._model.dtype.itemsize
-                stored[name] = value.to(self._model.dtype).contiguous()
-                if self._memory is not None:
-                    view = self._memory[adapter.end : adapter.end + nbytes].view(self._model.dtype)
-                    device_value = to_device(stored[name], self._memory.device)
-                    stored[name] = view.view(value.shape).copy_(device_value)
-                adapter.end += aligned_bytes(nbytes)
-        return LinearTerm(**stored)
+        """Copy the tensors of a term into the memory behind the adapter's other terms.
+
+        On a CPU, reserve the space only.
+        """
+        memory, dtype = self._memory, self._model.dtype
+
+        def reserve(value: Tensor) -> slice:
+            start, nbytes = adapter.end, value.numel() * dtype.itemsize
+            adapter.end += aligned_bytes(nbytes)
+            return slice(start, start + nbytes)
+
+        if memory is None:
+            for value in vars(term).values():
+                if isinstance(value, Tensor):
+                    reserve(value)
+            return term
+
+        def copy(value: Tensor) -> Tensor:
+            view = memory[reserve(value)].view(dtype).view(value.shape)
+            return view.copy_(to_device(value.to(dtype).contiguous(), memory.device))
+
+        return term.map_tensors(copy)
 
     def add_adapters(self, batch: Batch, step: Step) -> Batch:
         """Return the batch of a step with the adapters that act on its rows."""
@@ -142,11 +160,10 @@ class AdapterMemory:
 
     def _terms(self, start: int) -> Mapping[str, Sequence[LinearTerm]]:
         adapter = self._adapters[start]
-        if adapter.prepared is None:
-            # All changes are written before the first step with the adapter.
-            adapter.prepared = self._model.prepare_adapter(adapter.terms)
-            if self._memory is None:
-                adapter.terms = {}  # `prepared` has these tensors, or copies of them.
+        if self._memory is not None:
+            return adapter.terms
+        # All changes are written before the first step with the adapter.
+        self._prepare(adapter, list(adapter.terms))
         return adapter.prepared
 
     def encoded(self, starts: NDArray[np.int64]) -> list[EncodedAdapter]:

@@ -33,7 +33,7 @@ def test_rows_are_independent_of_other_rows_and_their_adapters(int8: bool, has_n
 def test_prepared_terms_have_the_results_and_the_bytes_of_the_terms() -> None:
     case = draw_case(9, (96, 66), None)
     expected = case.output()
-    prepared = [list(case.linear.prepare_terms(terms)) for terms in case.adapters]
+    prepared = [list(case.linear.prepare_terms(terms, torch.bfloat16)) for terms in case.adapters]
     assert torch.equal(case._replace(adapters=prepared).output(), expected)
     for terms, (packed,) in zip(case.adapters, prepared, strict=True):
         assert isinstance(packed, PackedTerms)

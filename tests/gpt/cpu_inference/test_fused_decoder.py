@@ -1,6 +1,7 @@
 """The fused CPU decoder equals the layer modules, row for row."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def test_adapters_may_be_prepared_by_a_layerwise_decoder_or_not_at_all(
     want, _ = run_step(model, lengths, past, fused=True, adapted_rows=mixed_adapters(model, 9))
     adapters = mixed_adapters(model, 9, prepared=False)
     if prepares_by_layer:
-        prepare = model.layerwise_decoder().prepare_adapter
+        prepare = partial(model.layerwise_decoder().prepare_adapter, prepared={})
         adapters = tuple(AdaptedRows(prepare(x.adapter), x.rows) for x in adapters)
     got, _ = run_step(model, lengths, past, fused=True, adapted_rows=adapters)
     assert torch.equal(got, want)

@@ -44,13 +44,13 @@ def test_a_large_adapter_is_written_in_pieces_beside_running_sequences() -> None
     harness = make_harness()
     running = harness.submit(text_ids(4), new=60)
     next_step(harness)
-    large = adapter("a", 1024)  # 4 MiB.
+    large = adapter("a", 7680)  # 30 MiB.
     waiting = harness.submit(text_ids(4), adapter_ref=large)
     steps = []
     while waiting not in harness.first_token_steps:
         steps.append(next_step(harness))
     writing = [step for step in steps if step.linear_writes]
-    assert [write.first for step in writing for write in step.linear_writes] == [0, 12, 24, 36]
+    assert [write.first for step in writing for write in step.linear_writes] == [0, 16, 32]
     for step in writing:
         assert written_bytes(step, large) <= LINEAR_WRITE_BYTES_MAX
         assert running in harness.first_token_steps and step.token_ids
@@ -60,7 +60,7 @@ def test_a_large_adapter_is_written_in_pieces_beside_running_sequences() -> None
 
 def test_without_running_sequences_larger_pieces_are_written() -> None:
     harness = make_harness()
-    large = adapter("a", 4096)  # 16 MiB.
+    large = adapter("a", 7680)  # 30 MiB.
     harness.submit(text_ids(4), adapter_ref=large)
     first, second = next_step(harness), next_step(harness)
     assert LINEAR_WRITE_BYTES_MAX < written_bytes(first, large) <= IDLE_WRITE_BYTES_MAX
