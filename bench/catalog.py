@@ -131,7 +131,7 @@ def _plan_accuracy_suite(flags: argparse.Namespace) -> Iterator[SuiteOutput]:
 SUITES: Mapping[str, Suite] = {
     "planner": Suite(_plan_validation_suite),
     "start": Suite(_startup_suite),
-    "peers": Suite(_peers_suite, ("gpt2", "int8", "llama", "qwen3-moe")),
+    "peers": Suite(_peers_suite, ("gpt2", "int8", "llama", "qwen3-moe", "lora")),
     "convert": Suite(_conversion_suite),
     "front": Suite(
         _frontend_suite,

@@ -71,6 +71,22 @@ LLAMA = ModelShape(
         **NO_END_TOKENS,
     },
 )
+# For adapters, which vLLM does not support for GPT-2.
+SMALL_LLAMA = ModelShape(
+    "Llama-shaped 124M (12 x 768, 12 heads, feed-forward 2048, V 50304)",
+    "LlamaForCausalLM",
+    {
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "intermediate_size": 2048,
+        "vocab_size": 50304,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        **NO_END_TOKENS,
+    },
+)
 # A small Qwen3-MoE: every layer has experts.
 QWEN3_MOE = ModelShape(
     "Qwen3-MoE-shaped (12 x 1024, 16 heads, 4 KV heads, 64 experts of 384, top-8, V 32000)",

@@ -11,7 +11,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,18 +22,22 @@ import torch
 from bench.harness.model_shapes import GPT2
 from checkpoints_tools.conversion.convert import write_native
 from clients.load.percentiles import quantile
+from gpt.adapters.adapter_file import Adapter, open_adapter, save_adapter
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
+from gpt.formats.registry import open_checkpoint
+from gpt.linear_adapter import LinearAdapter
 from gpt.model.gpt_model import GPT
 from gpt.model.loading import parse_device
+from gpt.parallel.adapter_sharding import largest_rank_bytes
 from gpt.parallel.mesh import Mesh
 from gpt.sampling_params import SamplingParams
 from gpt.tokenizers.tokenizer import NullTokenizer
 from serving.config import ServerConfig
 from serving.engine.engine import Engine
 from serving.engine.transport import EngineTransport
-from serving.messages import ServiceClass
+from serving.messages import AdapterRef, ServiceClass
 from serving.ranks.in_process import InProcessTransport
 from serving.ranks.supervisor import LocalSupervisor
 from serving.request import AnswerSpec, Completion, Request
@@ -249,10 +253,44 @@ def random_requests(
 
 
 def greedy_request(
-    prompt: tuple[int, ...], new_tokens: int, service_class: ServiceClass = "latency"
+    prompt: tuple[int, ...],
+    new_tokens: int,
+    service_class: ServiceClass = "latency",
+    adapter_ref: AdapterRef | None = None,
 ) -> Request:
     """Build a greedy request that generates exactly `new_tokens` tokens (no end token)."""
-    return Request((AnswerSpec(prompt, SamplingParams(new_tokens)),), service=service_class)
+    answer = AnswerSpec(prompt, SamplingParams(new_tokens), adapter_ref=adapter_ref)
+    return Request((answer,), service=service_class)
+
+
+def import_adapters(adapters: Sequence[Path], model: str) -> list[AdapterRef]:
+    """Save adapters of other programs as files of ours beside them; return the references."""
+    base = open_checkpoint(model)
+    references = []
+    for path in adapters:
+        adapter = open_adapter(path, base=base)
+        file = path.with_suffix(".safetensors")
+        save_adapter(adapter, file)
+        references.append(linear_adapter_ref(adapter, file, base.config))
+    return references
+
+
+def linear_adapter_ref(adapter: Adapter, file: Path, config: GPTConfig) -> AdapterRef:
+    """Return the reference to an adapter without virtual tokens, for bf16 on one rank."""
+    return AdapterRef(
+        adapter.digest,
+        0,
+        str(file),
+        "linears",
+        len(adapter.linears),
+        adapter.nbytes,
+        bf16_bytes(adapter.linears, config),
+    )
+
+
+def bf16_bytes(linears: Mapping[str, LinearAdapter], config: GPTConfig) -> int:
+    """Return the bytes of an adapter in bf16 on one rank."""
+    return largest_rank_bytes(linears, config, [range(config.num_layers)], tp=1, itemsize=2)
 
 
 def random_ids(rng: random.Random, vocab_size: int, count: int) -> tuple[int, ...]:

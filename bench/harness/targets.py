@@ -131,6 +131,9 @@ _CPU_TARGETS = (
     _minimum_target("peers/int8/1/llama", 1.0, "x", "GPT-2 small int8, one request, vs Q8_0"),
     _minimum_target("peers/llama/8/vllm", 1.5, "x", "Llama 350M, 8 x (128 + 128), vs vLLM"),
     _minimum_target("peers/llama/32/vllm", 1.25, "x", "Llama 350M, 32 x (128 + 128), vs vLLM"),
+    _minimum_target("peers/lora/1/vllm", 4.0, "x", "Llama 124M, one request, LoRA r16, vs vLLM"),
+    _minimum_target("peers/lora/8/vllm", 2.8, "x", "Llama 124M, 8 requests, 8 LoRAs, vs vLLM"),
+    _minimum_target("peers/lora/960/vllm", 4.0, "x", "Llama 124M, 960-token prompt, LoRA, vs vLLM"),
     _minimum_target(
         "peers/qwen3-moe/1/llama", 1.0, "x", "Qwen3-MoE shape, one request, vs llama.cpp"
     ),

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.machine_limits import MachineLimits, measure_limits
-from bench.harness.model_shapes import GPT2, LLAMA, QWEN3_MOE, ModelShape
+from bench.harness.model_shapes import GPT2, LLAMA, QWEN3_MOE, SMALL_LLAMA, ModelShape
 from bench.harness.record import SuiteOutput
 from bench.harness.roofline import Peaks, RooflineModel
 from bench.harness.targets import TARGETS, Settings, measured_row, not_run_row
+from bench.peers.lora_adapters import save_random_adapters
 from gpt.child_processes import ChildProcess
 from gpt.cpu import int8_linear
 from gpt.cpu.exact_argmax import ROWS_MAX
@@ -36,6 +37,7 @@ PEERS_FOLDER = Path("build/peers")
 ENGINE_NAMES = ("vllm", "zentorch", "llama", "transformers", "ctranslate2")
 # Pause before each timing, because an engine's OpenMP threads can spin for a while after a request.
 COOLDOWN_SECONDS = 0.3
+ADAPTERS = "adapters"  # The folder of the adapters, beside the model.
 STOP_SECONDS = 30.0  # Time that an engine gets to end after SIGTERM.
 
 
@@ -76,6 +78,8 @@ BATCH_OF_8 = PeerWorkload(8, 128, 128)
 DECODE_OF_8 = PeerWorkload(8, 128, 128, True)
 BATCH_OF_32 = PeerWorkload(32, 128, 128)
 LONG_PREFILL = PeerWorkload(1, 960, 1)
+SHORT_ANSWER = PeerWorkload(1, 16, 24)
+SHORT_ANSWERS = PeerWorkload(8, 16, 24)
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class PeerTable:
     weights: str  # "bf16" or "int8".
     peers: Sequence[str]
     workloads: Sequence[PeerWorkload]
+    adapters: int = 0  # LoRA adapters; the prompts of a request use them in turn.
 
     def target_name(self, workload: PeerWorkload, peer: str) -> str | None:
         """Return the name of the target for this peer and workload, or None if there is none."""
@@ -105,6 +110,9 @@ TABLES = (
     PeerTable(
         "qwen3-moe", QWEN3_MOE, "bf16", ("llama", "transformers"), (SINGLE_DECODE, DECODE_OF_8)
     ),
+    PeerTable(
+        "lora", SMALL_LLAMA, "bf16", ("vllm",), (SHORT_ANSWER, SHORT_ANSWERS, LONG_PREFILL), 8
+    ),
 )
 PARTS = tuple(table.name for table in TABLES)
 
@@ -122,7 +130,15 @@ class PeerSelection:
 class EngineProcess:
     """A child process that runs one engine; see bench/peers/engine_process.py."""
 
-    def __init__(self, name: str, python: Path, model: Path, weights: str = "bf16") -> None:
+    def __init__(
+        self,
+        name: str,
+        python: Path,
+        model: Path,
+        weights: str = "bf16",
+        adapters: Path | None = None,
+    ) -> None:
+        """`adapters`: a folder of PEFT adapters, which the prompts of a request use in turn."""
         self.name = name
         self.failure = ""  # Completes the sentence "NAME failed ..."; empty: no failure.
         if not python.exists():
@@ -132,7 +148,10 @@ class EngineProcess:
             )
         self._log = (model.parent / f"{name}.log").open("w+")
         self._process = ChildProcess(
-            [python, Path(__file__).with_name("engine_process.py"), name, model, weights],
+            [
+                *(python, Path(__file__).with_name("engine_process.py"), name, model, weights),
+                *([] if adapters is None else [adapters]),
+            ],
             # The default environment would add modules of this checkout.
             environment=_engine_environment(name),
             stdin=subprocess.PIPE,
@@ -208,6 +227,8 @@ def run_suite(selection: PeerSelection = PeerSelection()) -> Iterator[SuiteOutpu
         with tempfile.TemporaryDirectory(prefix="bench-") as name:
             model = Path(name) / "model"
             table.shape.save_random(model)
+            if table.adapters:
+                save_random_adapters(model, model.parent / ADAPTERS, table.adapters)
             yield from _run_table(table, workloads, model, selection)
 
 
@@ -223,7 +244,8 @@ def _run_table(
                 python = Path(sys.executable)
             yield f"starting {peer}"  # Some engines compile for minutes at start.
             try:
-                engines.append(EngineProcess(peer, python, model, table.weights))
+                adapters = model.parent / ADAPTERS if table.adapters else None
+                engines.append(EngineProcess(peer, python, model, table.weights, adapters))
             except (RuntimeError, OSError) as error:
                 unavailable[peer] = str(error)
         sides = {engine.name: engine.description for engine in engines}

@@ -1,11 +1,12 @@
 """Engine process: runs one engine of the comparison; JSON requests in, timings out.
 
-The command is `python engine_process.py NAME MODEL WEIGHTS` with the Python of the engine's virtual
-environment. The process imports only the engine NAME; "ours" imports modules of this repository,
-and "llama" imports `bench/peers/llama_cpp_engine.py`. WEIGHTS is "bf16" or "int8"; the process
-exits with an error if the benchmark does not run the engine with these weights. A request is a line
-of JSON on standard input. Decoding is greedy, and all requested tokens are generated. The reply
-gives the number of generated tokens and the seconds.
+The command is `python engine_process.py NAME MODEL WEIGHTS [ADAPTERS]` with the Python of the
+engine's virtual environment. The process imports only the engine NAME; "ours" imports modules of
+this repository, and "llama" imports `bench/peers/llama_cpp_engine.py`. WEIGHTS is "bf16" or "int8";
+the process exits with an error if the benchmark does not run the engine with these weights.
+ADAPTERS is a folder of PEFT adapters; the prompts of a request use them in turn. A request is a
+line of JSON on standard input. Decoding is greedy, and all requested tokens are generated. The
+reply gives the number of generated tokens and the seconds.
 """
 
 import atexit
@@ -13,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from importlib.metadata import version
@@ -27,14 +28,16 @@ GenerateFunction = Callable[[Prompts, int], int]
 
 
 def main() -> None:
-    name, model, weights = sys.argv[1:]
+    name, model, weights, *folders = sys.argv[1:]
+    adapters = [path for folder in folders for path in sorted(Path(folder).iterdir())]
     # Remove this folder from the path: its module names could shadow modules of the engine.
     sys.path.pop(0)
     sys.path.append(str(Path(__file__).resolve().parents[2]))
     # Replies use a copy of standard output. The output of an engine goes to standard error.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    generate, description = ENGINES[name](model, weights)
+    engines = ADAPTER_ENGINES if adapters else ENGINES
+    generate, description = engines[name](model, weights, *([adapters] if adapters else []))
     replies.write(json.dumps({"about": description}) + "\n")
     for line in sys.stdin:
         request = json.loads(line)
@@ -44,7 +47,9 @@ def main() -> None:
         replies.write(json.dumps({"made": token_count, "seconds": seconds}) + "\n")
 
 
-def open_ours(model: str, weights: str) -> tuple[GenerateFunction, str]:
+def open_ours(
+    model: str, weights: str, adapters: Sequence[Path] = ()
+) -> tuple[GenerateFunction, str]:
     """Open our engine in this process, through `serving.engine.engine.Engine`."""
     import torch
 
@@ -52,6 +57,7 @@ def open_ours(model: str, weights: str) -> tuple[GenerateFunction, str]:
         KV_TOKENS,
         generate_all,
         greedy_request,
+        import_adapters,
         load_for_serving,
         running_engine,
     )
@@ -70,8 +76,13 @@ def open_ours(model: str, weights: str) -> tuple[GenerateFunction, str]:
         running_engine(load_for_serving(open_checkpoint(model), config), config)
     )
 
+    references = [None] if not adapters else import_adapters(adapters, model)
+
     def generate(prompts: Prompts, new_tokens: int) -> int:
-        requests = [greedy_request(tuple(ids), new_tokens, "throughput") for ids in prompts]
+        requests = [
+            greedy_request(tuple(ids), new_tokens, "throughput", references[i % len(references)])
+            for i, ids in enumerate(prompts)
+        ]
         completions = generate_all(engine, requests)
         return sum(len(completion.token_ids) for completion in completions)
 
@@ -109,7 +120,9 @@ def open_transformers(model: str, weights: str) -> tuple[GenerateFunction, str]:
     )
 
 
-def open_vllm(model: str, weights: str) -> tuple[GenerateFunction, str]:
+def open_vllm(
+    model: str, weights: str, adapters: Sequence[Path] = ()
+) -> tuple[GenerateFunction, str]:
     """Open vLLM, which loads the zentorch plugin if the plugin is installed."""
     _require_weights("bf16", weights)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
@@ -122,14 +135,27 @@ def open_vllm(model: str, weights: str) -> tuple[GenerateFunction, str]:
         max_model_len=1024,
         max_num_seqs=32,
         max_num_batched_tokens=4096,
+        **({"enable_lora": True, "max_loras": 8, "max_lora_rank": 16} if adapters else {}),
     )
+    lora_requests = [None]
+    if adapters:
+        lora: Any = import_module("vllm.lora.request")
+        lora_requests = [
+            lora.LoRARequest(path.name, number, str(path))
+            for number, path in enumerate(adapters, start=1)
+        ]
 
     def generate(prompts: Prompts, new_tokens: int) -> int:
         sampling_params = vllm_module.SamplingParams(
             temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
         )
         token_prompts = [vllm_module.TokensPrompt(prompt_token_ids=ids) for ids in prompts]
-        outputs = llm.generate(token_prompts, sampling_params, use_tqdm=False)
+        outputs = llm.generate(
+            token_prompts,
+            sampling_params,
+            use_tqdm=False,
+            lora_request=[lora_requests[i % len(lora_requests)] for i in range(len(prompts))],
+        )
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     core_binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
@@ -204,7 +230,7 @@ def _convert_model(model: str) -> str:
     return target
 
 
-ENGINES: dict[str, Callable[[str, str], tuple[GenerateFunction, str]]] = {
+ENGINES: dict[str, Callable[..., tuple[GenerateFunction, str]]] = {
     "ours": open_ours,
     "transformers": open_transformers,
     "vllm": open_vllm,
@@ -212,6 +238,8 @@ ENGINES: dict[str, Callable[[str, str], tuple[GenerateFunction, str]]] = {
     "ctranslate2": open_ctranslate2,
     "llama": open_llama,
 }
+# The engines that serve adapters in the comparison.
+ADAPTER_ENGINES = {"ours": open_ours, "vllm": open_vllm}
 
 if __name__ == "__main__":
     main()

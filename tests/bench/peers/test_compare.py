@@ -12,9 +12,18 @@ from bench.harness.roofline import MeasuredLimit, RooflineModel
 from bench.harness.targets import TARGETS, Row
 from bench.peers.compare import TABLES, EngineProcess, PeerWorkload, measure_table
 from bench.peers.llama_cpp_engine import _gguf_layout
+from bench.peers.lora_adapters import save_random_adapters
 from gpt.formats.registry import open_checkpoint
 
 TINY = {"vocab_size": 320, "n_positions": 256, "n_embd": 32, "n_layer": 1, "n_head": 2}
+TINY_LLAMA = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 LIMIT = MeasuredLimit("bandwidth", "B", {"a method": [1e9]})
 LIMITS = MachineLimits(LIMIT, LIMIT, LIMIT)
 
@@ -67,6 +76,19 @@ def test_saved_model_shapes_are_readable_checkpoints(tmp_path: Path) -> None:
         shape.save_random(tmp_path / shape.model_class)
         config = open_checkpoint(tmp_path / shape.model_class).config
         assert (config.num_layers, config.dtype) == (layers, "bfloat16")
+
+
+@pytest.mark.slow
+def test_our_engine_serves_the_adapters_of_the_comparison(tmp_path: Path) -> None:
+    LLAMA.save_random(tmp_path / "model", **TINY_LLAMA)
+    save_random_adapters(tmp_path / "model", tmp_path / "adapters", 2)
+    python, model = Path(sys.executable), tmp_path / "model"
+    engine = EngineProcess("ours", python, model, adapters=tmp_path / "adapters")
+    try:
+        seconds = engine.time_generation([[1, 2, 3], [4, 5], [6]], 3)
+        assert engine.failure == "" and seconds > 0
+    finally:
+        engine.close()
 
 
 @pytest.mark.slow
