@@ -29,7 +29,10 @@ GenerateFunction = Callable[[Prompts, int], int]
 
 def main() -> None:
     name, model, weights, *folders = sys.argv[1:]
-    adapters = [path for folder in folders for path in sorted(Path(folder).iterdir())]
+    # Our engine saves its files beside the directories of PEFT.
+    adapters = sorted(
+        path for folder in folders for path in Path(folder).iterdir() if path.is_dir()
+    )
     # Remove this folder from the path: its module names could shadow modules of the engine.
     sys.path.pop(0)
     sys.path.append(str(Path(__file__).resolve().parents[2]))
