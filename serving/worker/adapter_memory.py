@@ -148,7 +148,8 @@ class AdapterMemory:
 
     def _adapted_rows(self, starts: NDArray[np.int64]) -> tuple[AdaptedRows, ...]:
         """Return the rows on which each adapter acts."""
-        adapters = np.unique(starts).tolist()
+        # For the few rows of a decode step this is faster than numpy.
+        adapters = sorted(set(starts.tolist()))
         if len(adapters) == 1:
             return (AdaptedRows(self._terms(adapters[0]), None),)
         device = self._model.mesh.device
@@ -214,7 +215,11 @@ def row_adapters(step: Step) -> NDArray[np.int64] | None:
     """Return the start of the adapter that acts on each row of a step, or -1; None: none acts."""
     if not step.adapter_starts:
         return None
-    positions, sequences, *_ = token_indices(step.lengths, step.past, 1)
-    starts = np.array(step.adapter_starts)[sequences]
-    starts[positions < np.array(step.adapted_from)[sequences]] = -1
+    if len(step.token_ids) == len(step.slots):  # A decode step has a row for each sequence.
+        sequences = zip(step.adapter_starts, step.past, step.adapted_from, strict=True)
+        acting = [start if past >= first else -1 for start, past, first in sequences]
+        return np.array(acting) if max(acting) >= 0 else None
+    positions, indices, *_ = token_indices(step.lengths, step.past, 1)
+    starts = np.array(step.adapter_starts)[indices]
+    starts[positions < np.array(step.adapted_from)[indices]] = -1
     return starts if (starts >= 0).any() else None
