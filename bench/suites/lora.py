@@ -7,6 +7,7 @@ small for all of them.
 """
 
 import asyncio
+import os
 import random
 import statistics
 import tempfile
@@ -16,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import torch
 
 from bench.harness.offline_engine import (
@@ -33,13 +33,15 @@ from bench.harness.record import SuiteOutput
 from bench.harness.targets import measured_row
 from clients.load.percentiles import quantile
 from gpt.adapters.adapter_file import Card, build_adapter, open_adapter, save_adapter
+from gpt.adapters.linear_check import check_linears
 from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
-from gpt.files.file_identity import TIME_RESOLUTION_NS, file_identity
+from gpt.files.file_identity import TIME_RESOLUTION_NS
 from gpt.linear_adapter import LinearAdapter
 from gpt.model.gpt_model import GPT
 from gpt.parallel.adaptable_linears import adaptable_linears
 from gpt.sampling_params import SamplingParams
+from serving.adapters.directory_scan import AdapterDirectory
 from serving.config import ServerConfig
 from serving.engine.engine import Engine
 from serving.messages import AdapterRef
@@ -62,9 +64,12 @@ class LoraSizes:
     rounds: int = 7
     document_tokens: int = 960
     tasks: int = 8
-    registered: int = 1000  # Adapters that take turns in the memory.
+    registered: int = 10_000  # Adapters in the folder.
+    turns: int = 1000  # Those that take turns in the memory.
     resident: int = 32  # Adapters that the memory has space for.
     streams: int = 8  # Streams of the base model that run beside them.
+    stream_tokens: int = 400  # New tokens of each request of a stream.
+    alone_s: float = 10.0  # Seconds in which the streams are measured alone.
 
 
 @dataclass
@@ -77,16 +82,22 @@ class LoraFixture:
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     _adapter_count: int = 0
 
-    def new_adapter(self, invocation: tuple[int, ...] = ()) -> AdapterRef:
-        """Save a new random adapter of rank `RANK` on all linears; return its reference."""
+    def new_adapter(
+        self, invocation: tuple[int, ...] = (), rank: int = RANK, target: str = ""
+    ) -> AdapterRef:
+        """Save a new random adapter; return its reference.
+
+        `target`: the last part of the names of its linears; by default it has all linears.
+        """
         self._adapter_count += 1
         draws = torch.Generator().manual_seed(self._adapter_count)
         linears = {
             linear.name: LinearAdapter(
-                torch.randn(RANK, linear.in_features, generator=draws) / linear.in_features**0.5,
-                0.02 * torch.randn(linear.out_features, RANK, generator=draws),
+                torch.randn(rank, linear.in_features, generator=draws) / linear.in_features**0.5,
+                0.02 * torch.randn(linear.out_features, rank, generator=draws),
             )
             for linear in adaptable_linears(self.network).values()
+            if linear.name.endswith(target)
         }
         name = f"task{self._adapter_count}"
         adapter = build_adapter(Card(name, invocation=invocation), None, linears)
@@ -271,17 +282,21 @@ def turns(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
     reading an adapter's file. The streams' inter-token latencies are compared with those beside as
     many requests of a resident adapter: the difference is what loading adapters costs.
     """
-    references = [fixture.new_adapter() for _ in range(sizes.registered)]
-    # A server knows the identity of a file that it has checked.
-    time.sleep(TIME_RESOLUTION_NS / 1e9)
-    references = [
-        msgspec.structs.replace(ref, identity=file_identity(Path(ref.file))) for ref in references
-    ]
+    digests = {fixture.new_adapter().digest for _ in range(sizes.turns)}
+    for _ in range(sizes.registered - sizes.turns):
+        fixture.new_adapter(rank=1, target="linear_qkv")
+    time.sleep(TIME_RESOLUTION_NS / 1e9)  # The scan does not record identities of newer files.
+    registered, seconds, memory_bytes = _scan(fixture)
+    yield (
+        f"{len(registered)} adapters registered in {seconds:.1f} s, with "
+        f"{memory_bytes / len(registered) / 1000:.1f} kB of memory each"
+    )
+    references = [ref for ref in registered if ref.digest in digests]
     gaps_alone_s = asyncio.run(_stream_gaps(fixture, sizes, []))
     first_tokens_s: list[float] = []
     gaps_s = asyncio.run(_stream_gaps(fixture, sizes, references, first_tokens_s))
     resident_s: list[float] = []
-    resident = [references[0]] * (sizes.registered // 2)
+    resident = [references[0]] * (sizes.turns // 2)
     resident_gaps_s = asyncio.run(_stream_gaps(fixture, sizes, resident, resident_s))
     read_s = _read_s(references[: sizes.resident])
     limit_s = quantile(resident_s[10:], 0.95) + read_s
@@ -289,7 +304,7 @@ def turns(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
     yield measured_row(
         "lora/turns-first",
         p95_s / limit_s,
-        f"{sizes.registered} adapters in turn through memory for {sizes.resident}: first token "
+        f"{sizes.turns} adapters in turn through memory for {sizes.resident}: first token "
         f"p95 {1e3 * p95_s:.0f} ms; resident {1e3 * (limit_s - read_s):.0f} ms, reading "
         f"{1e3 * read_s:.0f} ms",
         samples={"ms": [1e3 * seconds for seconds in first_tokens_s]},
@@ -304,6 +319,31 @@ def turns(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
         f"{alone_ms:.1f} ms alone)",
         samples={"ms": [1e3 * gap for gap in gaps_s]},
     )
+
+
+def _resident_bytes() -> int:
+    """Return the bytes of memory that this process uses."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _scan(fixture: LoraFixture) -> tuple[list[AdapterRef], float, int]:
+    """Register the adapters of the folder; return their references, the seconds and the memory."""
+
+    def reserve(directory: AdapterDirectory, count: int) -> None:
+        directory.reserved = count
+
+    directory = AdapterDirectory(
+        fixture.folder,
+        lambda adapter: check_linears(adapter.card.name, adapter.linears, fixture.network),
+        reserve,
+        lambda adapter: bf16_bytes(adapter.linears, fixture.network),
+    )
+    memory_bytes, start = _resident_bytes(), time.perf_counter()
+    directory.scan()
+    seconds = time.perf_counter() - start
+    references = [adapter.adapter_ref for adapter, _ in directory.listing]
+    return references, seconds, _resident_bytes() - memory_bytes
 
 
 def _read_s(references: Sequence[AdapterRef]) -> float:
@@ -332,7 +372,7 @@ async def _stream_gaps(
 
     async def stream() -> None:
         while not has_ended.is_set():
-            answer = fixture.answer(fixture.new_text(8), 400, None)
+            answer = fixture.answer(fixture.new_text(8), sizes.stream_tokens, None)
             last = None
             async for _ in fixture.engine.submit(Request((answer,))):
                 now = time.perf_counter()
@@ -355,7 +395,7 @@ async def _stream_gaps(
         if first_tokens_s is not None:
             first_tokens_s.append(first)
     if not references:
-        await asyncio.sleep(10.0)
+        await asyncio.sleep(sizes.alone_s)
     has_ended.set()
     await asyncio.gather(*tasks)
     return gaps
