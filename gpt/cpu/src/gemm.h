@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <stdatomic.h>
+
 #include "packed_weight.h"
 
 #if defined(__x86_64__)
@@ -66,6 +68,8 @@ typedef struct {
     const RowAdapters *adapters; /* NULL: no adapter changes the linear. */
     uint16_t *u;                 /* For each row, scale * A x of its adapter (low_rank.c). */
     int64_t u_stride;            /* Elements from one row of u to the next. */
+    /* Not NULL: a thread stores u while others multiply panels. It is nonzero when u is stored. */
+    const _Atomic int32_t *is_projected;
 } Gemm;
 
 /* `gemm` (gemm_bf16.c) applies `norm`, if it is not NULL, to the rows of x, stages the rows, and

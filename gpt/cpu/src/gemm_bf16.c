@@ -39,8 +39,10 @@ TARGET_AVX512_BF16 INLINE void gemm_tile(const Gemm *p, const uint16_t *panel, P
         plan_tile_terms(p, column, first, rows, &terms);
     accumulate_prefetching(sum, x, interleaved ? 2 : p->x_stride, interleaved ? 2 * rows : 2, panel,
                            p->weight->channels / 2, rows, prefetch);
-    if (p->adapters)
+    if (p->adapters) {
+        await_projection(p);
         add_tile_terms(&terms, sum, rows);
+    }
     epilogue(p, sum, first, column, rows, terms.is_general);
 }
 
@@ -149,6 +151,7 @@ typedef struct {
     const Gemm *product;
     const uint16_t *x;
     const NormArgs *norm;
+    int projects;      /* Whether u is stored, too. */
     int scales_inputs; /* Whether an adapter scales its rows. */
     int64_t group_rows;
 } Staging;
@@ -166,7 +169,7 @@ static void stage_tile(const Staging *s, int64_t row)
         memcpy(tile, from, TILE * width * sizeof *tile);
     if (s->norm || s->scales_inputs)
         from = tile;
-    if (p->adapters)
+    if (s->projects)
         project_rows(p, from, width, row, TILE);
     for (int64_t i = 0; s->scales_inputs && i < TILE; i++)
         scale_input_row(p, row + i, tile + i * width);
@@ -185,7 +188,7 @@ static void stage_group(const Staging *s, int64_t first, int64_t end)
         else if (p->x + row * p->x_stride != from)
             memcpy(p->staged + row * p->x_stride, from, width * sizeof *from);
     }
-    if (p->adapters)
+    if (s->projects)
         project_rows(p, p->x + first * p->x_stride, p->x_stride, first, end - first);
     for (int64_t row = first; row < end; row++) {
         if (s->scales_inputs)
@@ -209,19 +212,29 @@ static void stage_range(void *context, int64_t first, int64_t end)
     }
 }
 
-static void stage_rows(const Gemm *p, const uint16_t *x, const NormArgs *norm, int64_t threads)
+/* Whether one thread stages all rows. */
+static int stages_serially(const Gemm *p)
 {
-    if (!p->interleaved_rows && p->x == x && !p->weight->scales && !p->adapters)
-        return; /* The GEMM reads x in place. */
     const int64_t groups = p->adapters ? adapter_groups(p->adapters, p->rows) : 1;
     const int64_t elements = p->rows * p->weight->channels * groups;
-    if (elements < PARALLEL_STAGING_ELEMENTS_MIN)
+    return p->rows == 1 || elements < PARALLEL_STAGING_ELEMENTS_MIN;
+}
+
+/* `projects`: whether u is stored, too, if there are adapters. */
+static void stage_rows(const Gemm *p, const uint16_t *x, const NormArgs *norm, int64_t threads,
+                       int projects)
+{
+    projects = projects && p->adapters;
+    if (!p->interleaved_rows && p->x == x && !p->weight->scales && !projects)
+        return; /* The GEMM reads x in place. */
+    if (stages_serially(p))
         threads = 1;
     /* With adapters, adjacent rows read A together. */
     const int64_t rest = p->rows - p->interleaved_rows, share = (rest + threads - 1) / threads;
     const int64_t group_rows = !p->adapters || share < 1 ? 1 : share < TILE ? share : TILE;
     const int64_t count = p->interleaved_rows / TILE + (rest + group_rows - 1) / group_rows;
-    Staging staging = {p, x, norm, p->adapters && adapters_scale_inputs(p->adapters), group_rows};
+    const int scales_inputs = p->adapters && adapters_scale_inputs(p->adapters);
+    Staging staging = {p, x, norm, projects, scales_inputs, group_rows};
     parallel_for(count, items_per_chunk(count, threads), threads, STEALING, stage_range, &staging);
 }
 
@@ -230,6 +243,9 @@ static void stage_rows(const Gemm *p, const uint16_t *x, const NormArgs *norm, i
 typedef struct {
     const Gemm *product;
     int64_t block_rows, panels;
+    /* 1: a first item stores u, for which the other items wait; then `is_projected` is set. */
+    int64_t projections;
+    _Atomic int32_t is_projected;
 } PanelLoop;
 
 void multiply_panel(const Gemm *p, int64_t panel, int64_t first, int64_t end)
@@ -249,9 +265,15 @@ void multiply_panel(const Gemm *p, int64_t panel, int64_t first, int64_t end)
 
 static void gemm_range(void *context, int64_t first, int64_t end)
 {
-    const PanelLoop *loop = context;
+    PanelLoop *loop = context;
     const Gemm *p = loop->product;
-    for (int64_t i = first; i < end; i++) {
+    if (first < loop->projections) {
+        project_rows(p, p->x, p->x_stride, 0, p->rows);
+        atomic_store_explicit(&loop->is_projected, 1, memory_order_release);
+        first++;
+    }
+    for (int64_t item = first; item < end; item++) {
+        const int64_t i = item - loop->projections;
         const int64_t panel = i % loop->panels, row = i / loop->panels * loop->block_rows;
         const int64_t end_row =
             row + loop->block_rows < p->rows ? row + loop->block_rows : p->rows;
@@ -266,15 +288,20 @@ void gemm(Gemm product, const uint16_t *x, const NormArgs *norm, int64_t threads
     const int64_t panels = ((weight->columns << weight->gated) + COLUMNS - 1) / COLUMNS;
     const int64_t block_rows = weight->scales ? rows : cache_block_rows(rows, weight->channels);
     const int64_t blocks = (rows + block_rows - 1) / block_rows;
-    PanelLoop loop = {&product, block_rows, panels};
+    PanelLoop loop = {&product, block_rows, panels, 0, 0};
     if (weight->fp32) {
         product.x = x, product.x_stride = 2 * weight->channels;
     } else {
         plan_staging(&product, x, norm, threads);
-        stage_rows(&product, x, norm, threads);
+        /* If one thread stages the rows, the others begin with the panels while it reads A. */
+        loop.projections = product.adapters && threads > 1 && stages_serially(&product) &&
+                           !product.interleaved_rows && !adapters_scale_inputs(product.adapters);
+        stage_rows(&product, x, norm, threads, !loop.projections);
+        if (loop.projections)
+            product.is_projected = &loop.is_projected;
     }
-    parallel_for(blocks * panels, items_per_chunk(panels, threads), threads, STEALING, gemm_range,
-                 &loop);
+    parallel_for(loop.projections + blocks * panels, items_per_chunk(panels, threads), threads,
+                 STEALING, gemm_range, &loop);
 }
 
 /* Stores activation(norm(x) @ weight.T + bias) + residual in `out`, for a weight (columns,
@@ -352,7 +379,7 @@ void preamble_gemm_unpacked(const uint16_t *weight, int64_t channels, int64_t co
     if (!rows)
         return;
     plan_staging(&product, x, NULL, threads);
-    stage_rows(&product, x, NULL, threads);
+    stage_rows(&product, x, NULL, threads, 1);
     UnpackedWeight unpacked = {&product, weight, transposed, memory};
     parallel_for(columns / COLUMNS, panels_per_chunk, threads, STEALING, gemm_unpacked_range,
                  &unpacked);

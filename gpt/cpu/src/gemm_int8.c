@@ -117,8 +117,10 @@ TARGET_AVX512_VNNI INLINE void gemm_int8_tile(const Gemm *p, const Panel *at, in
     for (int i = 0; i < rows; i++)
         for (int half = 0; half < 2; half++)
             sum[i][half] = _mm512_mul_ps(sum[i][half], _mm512_loadu_ps(at->scales + half * LANES));
-    if (p->adapters)
+    if (p->adapters) {
+        await_projection(p);
         add_tile_terms(&terms, sum, rows);
+    }
     epilogue(p, sum, first, at->column, rows, terms.is_general);
 }
 

@@ -12,9 +12,12 @@
 
 #if defined(__x86_64__)
 
+#include <sched.h>
+
 #define TARGET_AVX2 __attribute__((target("avx2,fma")))
 #define PROJECTED_ROWS_MAX 6 /* Rows whose sums fit into registers. */
 #define CHAINS 4             /* Sums of each number of u, which hide the latency of an addition. */
+#define SPINS_PER_YIELD 64
 
 int64_t adapters_rank_max(const RowAdapters *adapters)
 {
@@ -154,6 +157,17 @@ void project_rows(const Gemm *p, const uint16_t *x, int64_t stride, int64_t firs
                 linear, p->weight->channels, x + i * stride, stride,
                 p->u + (first + i) * p->u_stride, p->u_stride, count);
     }
+}
+
+void await_projection(const Gemm *p)
+{
+    if (!p->is_projected)
+        return;
+    for (int64_t spins = 1; !atomic_load_explicit(p->is_projected, memory_order_acquire); spins++)
+        if (spins % SPINS_PER_YIELD)
+            _mm_pause();
+        else
+            sched_yield(); /* The other thread may be waiting for this core. */
 }
 
 TARGET_AVX512_BF16 static void scale_row_avx512(uint16_t *x, const float *scales, int64_t width)
@@ -325,6 +339,7 @@ TARGET_AVX512_BF16 void add_terms(const Gemm *p, __m512 (*sum)[2], int64_t first
 TARGET_AVX2 void add_terms_avx2(const Gemm *p, float (*sum)[COLUMNS], int64_t first,
                                 int64_t column, int rows)
 {
+    await_projection(p);
     const int64_t panel = column / COLUMNS, columns = p->weight->columns;
     const int64_t width = COLUMNS >> p->weight->gated, begin = panel * width;
     const int64_t count = columns - begin < width ? columns - begin : width;

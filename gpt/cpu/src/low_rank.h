@@ -19,6 +19,8 @@ HIDDEN int64_t adapter_groups(const RowAdapters *adapters, int64_t rows);
    elements apart. */
 HIDDEN void project_rows(const Gemm *p, const uint16_t *x, int64_t stride, int64_t first,
                          int64_t rows);
+/* Waits until another thread has stored u, if `p->is_projected` is set. */
+HIDDEN void await_projection(const Gemm *p);
 /* Applies the input scale of a row's adapter, if any, to the row `x`. */
 HIDDEN void scale_input_row(const Gemm *p, int64_t row, uint16_t *x);
 
