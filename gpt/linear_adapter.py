@@ -145,6 +145,8 @@ class LinearTerm:
         return replace(self, **changes)
 
 
+# Returns memory on the host for a number of bytes, with any content; None: there is none.
+HostAllocator = Callable[[int], Tensor | None]
 # By the name of a linear, without a part: the terms of its parts on this rank.
 ModelAdapter = Mapping[str, Sequence[LinearTerm]]
 

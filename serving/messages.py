@@ -362,6 +362,7 @@ class AdapterLinearsWrite(_Part, frozen=True):
     """
 
     start: int  # First byte of the adapter in the adapter memory.
+    nbytes: int  # Of the adapter there.
     digest: str
     first: int
     count: int

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,11 +19,11 @@ from torch import Tensor
 from gpt.cpu.huge_pages import huge_page_zeros
 from gpt.cpu.kernels import INT, POINTER, library
 from gpt.cpu.packed_linear import PANEL_COLUMNS, AdaptedLinear, PackedWeight
-from gpt.linear_adapter import LinearTerm, OutputColumns
+from gpt.linear_adapter import HostAllocator, LinearTerm, OutputColumns
 
 # Rows of A in a block. Must equal LANES in gpt/cpu/src/vectors.h.
 BLOCK_RANKS = 16
-BF16_BYTES, FP32_BYTES = 2, 4
+BF16_BYTES = 2
 ALIGNMENT_BYTES = 64  # A cache line.
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -46,9 +46,12 @@ class PackedTerms(LinearTerm):
 
     args: AdaptedLinear = field(default_factory=AdaptedLinear)
     # The owners of the memory at the addresses in `args`.
-    memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    memory: tuple[Tensor, ...] = ()  # Of the matrices, then of the vectors.
     references: tuple[object, ...] = ()
-    nbytes: int = 0  # Of the terms in `memory`.
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.memory)
 
 
 def adapter_of_each_row(rows: Sequence[Tensor | None], batch_rows: int) -> Tensor:
@@ -62,6 +65,7 @@ def adapter_of_each_row(rows: Sequence[Tensor | None], batch_rows: int) -> Tenso
 
 def pack_adapter(
     linears: Mapping[str, tuple[Sequence[LinearTerm], PackedWeight]],
+    allocate: HostAllocator | None = None,
 ) -> dict[str, PackedTerms]:
     """Copy the terms of an adapter by linear, with the linears' weights, into one allocation.
 
@@ -77,12 +81,17 @@ def pack_adapter(
         for name, (terms, weight) in linears.items()
         if name not in packed
     }
-    memory = _allocate(sum(packer.nbytes for packer in packers.values()))
+    if not packers:
+        return packed
+    matrix_bytes = sum(packer.matrix_bytes for packer in packers.values())
+    memory = None if allocate is None else allocate(matrix_bytes)
+    if memory is None:
+        memory = _new_memory(matrix_bytes)
     copies = _MatrixCopies()
     start = 0
     for name, packer in packers.items():
-        packed[name] = packer.pack(memory, start, copies)
-        start += packer.nbytes
+        packed[name] = packer.pack(memory[start : start + packer.matrix_bytes], copies)
+        start += packer.matrix_bytes
     copies.run()
     return packed
 
@@ -108,6 +117,11 @@ class _PanelLayout(NamedTuple):
     positions: Tensor | None
 
     @property
+    def has_gaps(self) -> bool:
+        """Whether the panels have other columns, too."""
+        return len(self.slots) < len(self.panels) * PANEL_COLUMNS
+
+    @property
     def positions_address(self) -> int | None:
         return None if self.positions is None else self.positions.data_ptr()
 
@@ -116,79 +130,78 @@ class _LinearPacker:
     """Packs the terms of an adapter for one linear."""
 
     def __init__(self, terms: Sequence[LinearTerm], shape: _WeightShape) -> None:
+        self._terms = terms
         self._low_rank = [term for term in terms if term.lora_a is not None]
         self._parts = tuple((term.columns, _even_rank(term)) for term in self._low_rank)
         self._shape = shape
-        # The vectors of `AdaptedLinear`, in this order.
-        self._vectors = (
-            _panel_vector([(term.columns, term.output_factor) for term in terms], shape),
-            _panel_vector([(term.columns, term.output_scale) for term in terms], shape),
-            _input_scales(terms),
-        )
-        self._starts, self.nbytes = _matrix_starts(self._parts, shape)
-        # The first byte of each vector.
-        self._vector_starts = []
-        for vector in self._vectors:
-            self._vector_starts.append(self.nbytes)
-            self.nbytes += 0 if vector is None else _aligned_bytes(vector.nbytes)
+        self._starts = _matrix_starts(self._parts, shape)
 
-    def pack(self, memory: Tensor, start: int, copies: "_MatrixCopies") -> PackedTerms:
-        """Return the terms in `memory`, from the byte `start` on.
+    @property
+    def matrix_bytes(self) -> int:
+        return self._starts[-1]
 
-        `copies` will copy their matrices into it.
-        """
-        base, total = memory.data_ptr() + start, sum(rank for _, rank in self._parts)
-        scales, a = base + self._starts.scales, base + self._starts.a
+    def pack(self, memory: Tensor, copies: "_MatrixCopies") -> PackedTerms:
+        """Return the terms, with the matrices in `memory`; `copies` will copy the matrices."""
+        if self._has_padding():
+            memory.numpy().fill(0)
+        base, total = memory.data_ptr(), sum(rank for _, rank in self._parts)
+        scales = torch.from_numpy(np.empty(total, np.float32))
         term_array = (LowRankTerm * len(self._low_rank))()
         first = 0
-        for term, (columns, rank), b_start, args in zip(
-            self._low_rank, self._parts, self._starts.b, term_array, strict=True
+        for term, (columns, rank), start, args in zip(
+            self._low_rank, self._parts, self._starts[1:-1], term_array, strict=True
         ):
             assert term.lora_a is not None and term.lora_b is not None
             layout = _panel_layout(columns, self._shape)
-            args.first, args.pairs, args.b = first, rank // 2, base + b_start
+            args.first, args.pairs, args.b = first, rank // 2, base + start
             args.positions = layout.positions_address
-            copies.add_a(term.lora_a, term.scale, first, total, a, scales)
+            copies.add_a(term.lora_a, term.scale, first, total, base, scales.data_ptr())
             copies.add_b(term.lora_b, layout, args.b)
             first += rank
-        addresses: list[int | None] = []
-        for vector, vector_start in zip(self._vectors, self._vector_starts, strict=True):
-            addresses.append(None if vector is None else base + vector_start)
-            if vector is not None:
-                target = memory[start + vector_start :][: vector.nbytes].view(torch.float32)
-                target.copy_(vector)
+        vectors = self._vectors()
         linear = AdaptedLinear(
             total,
-            a if total else None,
-            scales if total else None,
+            base if total else None,
+            scales.data_ptr() if total else None,
             len(self._low_rank),
             ctypes.addressof(term_array),
-            *addresses,
+            *(None if vector is None else vector.data_ptr() for vector in vectors),
         )
-        return PackedTerms(args=linear, nbytes=self.nbytes, memory=memory, references=(term_array,))
+        owners = (scales, *(vector for vector in vectors if vector is not None))
+        return PackedTerms(args=linear, memory=(memory, *owners), references=(term_array,))
 
+    def _has_padding(self) -> bool:
+        """Whether some bytes of the matrices belong to no element of the terms."""
+        return any(
+            _panel_layout(columns, self._shape).has_gaps or rank != len(cast(Tensor, term.lora_a))
+            for term, (columns, rank) in zip(self._low_rank, self._parts, strict=True)
+        )
 
-class _MatrixStarts(NamedTuple):
-    """The first bytes of the low-rank terms of a linear, among the bytes of the linear."""
-
-    a: int
-    scales: int
-    b: tuple[int, ...]  # Of each term.
+    def _vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the factors, output scales and input scales; None: the terms have none."""
+        factors = [(term.columns, term.output_factor) for term in self._terms]
+        output_scales = [(term.columns, term.output_scale) for term in self._terms]
+        return (
+            _panel_vector(factors, self._shape),
+            _panel_vector(output_scales, self._shape),
+            _input_scales(self._terms),
+        )
 
 
 # Few combinations occur: those of the linears of a model, for each rank.
 @cache
 def _matrix_starts(
     parts: tuple[tuple[OutputColumns | None, int], ...], shape: _WeightShape
-) -> tuple[_MatrixStarts, int]:
-    """Return the first bytes, and the end; `parts`: the columns and the even rank of each term."""
-    total = sum(rank for _, rank in parts)
-    sizes = [BF16_BYTES * total * shape.channels, FP32_BYTES * total]
+) -> tuple[int, ...]:
+    """Return the first bytes of A, which has the rows of all terms, and of each B, and the end.
+
+    `parts`: the columns and the even rank of each term.
+    """
+    sizes = [BF16_BYTES * sum(rank for _, rank in parts) * shape.channels]
     for columns, rank in parts:
         panels = _panel_layout(columns, shape).panels
         sizes.append(BF16_BYTES * len(panels) * PANEL_COLUMNS * rank)
-    a, scales, *b, end = (0, *accumulate(map(_aligned_bytes, sizes)))
-    return _MatrixStarts(a, scales, tuple(b)), end
+    return (0, *accumulate(map(_aligned_bytes, sizes)))
 
 
 class _LowRankMatrix(ctypes.Structure):
@@ -275,11 +288,9 @@ def _aligned_bytes(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _allocate(size_bytes: int) -> Tensor:
-    """Return memory that contains zeros."""
+def _new_memory(size_bytes: int) -> Tensor:
     if size_bytes < HUGE_PAGE_BYTES:
-        # `torch.zeros` would wait for its threads, which may not run while a step does.
-        return torch.from_numpy(np.zeros(size_bytes, np.uint8))
+        return torch.empty(size_bytes, dtype=torch.uint8)
     # Steps read the terms of many adapters in small pieces, so TLB misses would be frequent.
     return huge_page_zeros((size_bytes,), torch.uint8, torch.device("cpu"))
 

@@ -37,7 +37,7 @@ from gpt.cpu.packed_linear import (
 )
 from gpt.linear import cpu_experts
 from gpt.linear.cpu_linear import CpuLinear, make_norm
-from gpt.linear_adapter import AdaptedRows, LinearTerm, ModelAdapter
+from gpt.linear_adapter import AdaptedRows, HostAllocator, LinearTerm, ModelAdapter
 from gpt.model.activation import packed_activation_name
 from gpt.model.attention_layer import PrefixKV
 from gpt.model.decoder import DecoderLayer
@@ -223,10 +223,14 @@ class FusedDecoder:
         assert prefix is None, "with a KV pool, a prefix is in the pool, not in a PrefixKV"
         return self._run(x, batch, kv)
 
-    def prepare_adapter(self, adapter: ModelAdapter, prepared: ModelAdapter) -> ModelAdapter:
-        return self._fused_adapter(dict(prepared) | dict(adapter))
+    def prepare_adapter(
+        self, adapter: ModelAdapter, prepared: ModelAdapter, allocate: HostAllocator | None
+    ) -> ModelAdapter:
+        return self._fused_adapter(dict(prepared) | dict(adapter), allocate)
 
-    def _fused_adapter(self, adapter: ModelAdapter) -> _FusedAdapter:
+    def _fused_adapter(
+        self, adapter: ModelAdapter, allocate: HostAllocator | None = None
+    ) -> _FusedAdapter:
         if isinstance(adapter, _FusedAdapter):
             return adapter
         linears = {
@@ -236,7 +240,7 @@ class FusedDecoder:
         }
         unsupported = adapter.keys() - linears.keys()
         assert not unsupported, f"the fused decoder does not support adapters of {unsupported}"
-        return _FusedAdapter(pack_adapter(linears), self._linears)
+        return _FusedAdapter(pack_adapter(linears, allocate), self._linears)
 
     def _supports_batch(self, batch: Batch) -> bool:
         """Return whether the library has the attention kernel for the batch's query lengths."""

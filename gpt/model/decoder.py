@@ -15,7 +15,7 @@ from gpt.attention.kv_cache import KVPool
 from gpt.attention.paged import KV
 from gpt.batch import Batch
 from gpt.config import GPTConfig, RopeConfig
-from gpt.linear_adapter import ModelAdapter
+from gpt.linear_adapter import HostAllocator, ModelAdapter
 from gpt.model.activation_checkpointing import RecomputePolicy, checkpointed
 from gpt.model.attention_layer import Attention, ForwardContext, PrefixKV
 from gpt.model.build_context import BuildContext
@@ -43,10 +43,13 @@ class DecoderBackend(Protocol):
         - with a KV pool: all rows, but only the values of the rows in `logit_rows` are defined.
         """
 
-    def prepare_adapter(self, adapter: ModelAdapter, prepared: ModelAdapter) -> ModelAdapter:
+    def prepare_adapter(
+        self, adapter: ModelAdapter, prepared: ModelAdapter, allocate: HostAllocator | None
+    ) -> ModelAdapter:
         """Return a copy of an adapter that `forward` reads fastest.
 
         `prepared`: other linears of the adapter, which were prepared before; the result has them.
+        `allocate` may be used for the copies, once.
         """
 
 
@@ -146,7 +149,9 @@ class LayerwiseDecoder:
             x = x.index_copy(0, cast(Tensor, context.output_rows), y) if keeps_other_rows else y
         return x
 
-    def prepare_adapter(self, adapter: ModelAdapter, prepared: ModelAdapter) -> ModelAdapter:
+    def prepare_adapter(
+        self, adapter: ModelAdapter, prepared: ModelAdapter, allocate: HostAllocator | None
+    ) -> ModelAdapter:
         linears = {
             module.name: module
             for layer in self._layers

@@ -17,7 +17,7 @@ from gpt.attention.backend import AttentionBackend, QKTransformBackend, TorchAtt
 from gpt.attention.kv_cache import KVPool
 from gpt.batch import Batch
 from gpt.config import GPTConfig, RopeConfig
-from gpt.linear_adapter import ModelAdapter
+from gpt.linear_adapter import HostAllocator, ModelAdapter
 from gpt.model.activation_checkpointing import NO_RECOMPUTE, RecomputePolicy
 from gpt.model.attention_layer import PrefixKV
 from gpt.model.build_context import BuildContext
@@ -135,15 +135,19 @@ class GPT(nn.Module):
         self.greedy_head = greedy_head
 
     def prepare_adapter(
-        self, adapter: ModelAdapter, prepared: ModelAdapter = NO_LINEARS
+        self,
+        adapter: ModelAdapter,
+        prepared: ModelAdapter = NO_LINEARS,
+        allocate: HostAllocator | None = None,
     ) -> ModelAdapter:
         """Return a copy of the adapter in the layout of this model's backends, for many steps.
 
         `prepared`: other linears of the adapter, which were prepared before; the result has them,
-        too. A batch may have an adapter that is not prepared, if its tensors have the model's
-        dtype, but some backends then convert it in each step.
+        too. `allocate`: memory for the copies, which some backends use once. A batch may have an
+        adapter that is not prepared, if its tensors have the model's dtype, but some backends then
+        convert it in each step.
         """
-        return self.decoder_backend.prepare_adapter(adapter, prepared)
+        return self.decoder_backend.prepare_adapter(adapter, prepared, allocate)
 
     def layerwise_decoder(self) -> LayerwiseDecoder:
         """Return a decoder backend that runs this stage's layers one after another."""

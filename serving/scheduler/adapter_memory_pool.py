@@ -109,8 +109,10 @@ class AdapterMemoryPool:
         write.written_count += count
         if write.written_count == adapter_ref.linear_count:
             del self._writes[digest]
-        start = write.page_start * ADAPTER_PAGE_BYTES
-        yield AdapterLinearsWrite(start, digest, first, count)
+        start, nbytes = (
+            pages * ADAPTER_PAGE_BYTES for pages in (write.page_start, pages_for(adapter_ref))
+        )
+        yield AdapterLinearsWrite(start, nbytes, digest, first, count)
 
     def check_running(self, users: int) -> None:
         """Assert that the pages are consistent; `users` running sequences have pinned adapters.

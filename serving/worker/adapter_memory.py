@@ -3,12 +3,15 @@
 The scheduler assigns a range of bytes to each adapter and says which changes a step writes. This
 rank writes only its shards of them, in the dtype of the model. On a GPU the memory is one tensor,
 and the terms of an adapter are views of it, one behind the other, so the kernels can read them
-(gpt/linear/low_rank.py). On a CPU each adapter has its own memory, in the layout of the backends of
-its linears; the ranges then only limit the sum.
+(gpt/linear/low_rank.py). On a CPU the terms are in the layout of the backends of their linears. The
+fused decoder's are in the range of the adapter, too, because new memory would cost page faults in a
+step. Terms of other backends, and terms that padding makes larger than the range, have memory of
+their own; the ranges then only limit the sum.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpt.batch import Batch, token_indices
+from gpt.cpu.huge_pages import huge_page_zeros
 from gpt.device_transfers import to_device
 from gpt.linear import low_rank
 from gpt.linear.low_rank import EncodedAdapter, PackedRows, TermTable
@@ -31,7 +35,8 @@ from serving.messages import AdapterLinearsWrite, LinearWrite, Step
 class _ResidentAdapter:
     """The terms of an adapter that were written so far, by linear."""
 
-    end: int  # First byte behind the terms.
+    end: int  # First byte behind the terms that were written so far.
+    limit: int  # First byte behind the range.
     # On a CPU, only the parts of the last linear, of which the next write may have more.
     terms: dict[str, list[LinearTerm]] = field(default_factory=dict)
     # On a CPU, the other terms, in the layout of the model's backends.
@@ -48,8 +53,8 @@ class AdapterMemory:
     def __init__(self, model: GPT, nbytes: int, adapters_max: int) -> None:
         self._model = model
         self._linears = adaptable_linears(model.config)
-        # None: each adapter has its own memory.
-        self._memory: Tensor | None = None
+        self._memory: Tensor | None = None  # On a GPU, or for kernels.
+        self._host_memory: Tensor | None = None  # On a CPU, for the fused decoder.
         self._adapters: dict[int, _ResidentAdapter] = {}
         # The terms for kernels; None: no kernels support this model.
         self.table: TermTable | None = None
@@ -60,12 +65,15 @@ class AdapterMemory:
             stage_linears = [name for name in self._linears if layer_number(name) in model.layers]
             memory = self._memory.view(model.dtype)
             self.table = TermTable(memory, stage_linears, adapters_max)
+        if nbytes and self._memory is None:
+            self._host_memory = huge_page_zeros((nbytes,), torch.uint8, model.mesh.device)
 
     def write(self, linears_write: AdapterLinearsWrite) -> None:
         """Write this rank's shards of some changes of an adapter."""
         start = linears_write.start
         if not linears_write.first:
-            self._adapters[start] = _ResidentAdapter(start)
+            self._adapters[start] = _ResidentAdapter(start, start + linears_write.nbytes)
+            self._remove_evicted(start)
         adapter = self._adapters[start]
         self._forget(start)
         for linear_write in linears_write.linears:
@@ -76,19 +84,28 @@ class AdapterMemory:
         if self._memory is None and linears_write.linears:
             last, part = split_key(linears_write.linears[-1].key)
             self._prepare(adapter, [name for name in adapter.terms if name != last or not part])
-        self._remove_evicted(start)
 
     def _prepare(self, adapter: _ResidentAdapter, names: Iterable[str]) -> None:
         """Copy the terms of these linears into the layout of the model's backends."""
         terms = {name: adapter.terms.pop(name) for name in names}
         if terms:
-            adapter.prepared = self._model.prepare_adapter(terms, adapter.prepared)
+            adapter.prepared = self._model.prepare_adapter(
+                terms, adapter.prepared, partial(self._allocate, adapter)
+            )
+
+    def _allocate(self, adapter: _ResidentAdapter, nbytes: int) -> Tensor | None:
+        """Return memory of the adapter's range; None if the range has too little."""
+        start, end = adapter.end, adapter.end + nbytes
+        if self._host_memory is None or end > adapter.limit:
+            return None
+        adapter.end = end
+        return self._host_memory[start:end]
 
     def _remove_evicted(self, start: int) -> None:
         """Remove the adapters whose ranges overlap that of the adapter at `start`."""
-        end = self._adapters[start].end
+        limit = self._adapters[start].limit
         for other, adapter in list(self._adapters.items()):
-            if other != start and other < end and start < adapter.end:
+            if other != start and other < limit and start < adapter.limit:
                 self._forget(other)
                 del self._adapters[other]
 
@@ -110,25 +127,15 @@ class AdapterMemory:
         )
 
     def _store(self, term: LinearTerm, adapter: _ResidentAdapter) -> LinearTerm:
-        """Copy the tensors of a term into the memory behind the adapter's other terms.
-
-        On a CPU, reserve the space only.
-        """
+        """Copy the tensors of a term into the device's memory, behind the adapter's other terms."""
         memory, dtype = self._memory, self._model.dtype
-
-        def reserve(value: Tensor) -> slice:
-            start, nbytes = adapter.end, value.numel() * dtype.itemsize
-            adapter.end += aligned_bytes(nbytes)
-            return slice(start, start + nbytes)
-
         if memory is None:
-            for value in vars(term).values():
-                if isinstance(value, Tensor):
-                    reserve(value)
             return term
 
         def copy(value: Tensor) -> Tensor:
-            view = memory[reserve(value)].view(dtype).view(value.shape)
+            start, nbytes = adapter.end, value.numel() * dtype.itemsize
+            adapter.end += aligned_bytes(nbytes)
+            view = memory[start : start + nbytes].view(dtype).view(value.shape)
             return view.copy_(to_device(value.to(dtype).contiguous(), memory.device))
 
         return term.map_tensors(copy)

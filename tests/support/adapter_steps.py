@@ -17,8 +17,10 @@ LORA, DORA, IA3, WIDE = range(4)
 RANGE_BYTES = 1 << 18
 
 
-def linears_write(start: int, linears: Mapping[str, LinearAdapter]) -> AdapterLinearsWrite:
-    """Return the write of a whole adapter."""
+def linears_write(
+    start: int, linears: Mapping[str, LinearAdapter], nbytes: int = RANGE_BYTES
+) -> AdapterLinearsWrite:
+    """Return the write of a whole adapter, which has a range of `nbytes`."""
     writes = [
         LinearWrite(
             key,
@@ -30,7 +32,7 @@ def linears_write(start: int, linears: Mapping[str, LinearAdapter]) -> AdapterLi
         )
         for key, linear in linears.items()
     ]
-    return AdapterLinearsWrite(start, f"digest {start}", 0, len(writes), writes)
+    return AdapterLinearsWrite(start, nbytes, f"digest {start}", 0, len(writes), writes)
 
 
 def with_adapters(
@@ -56,7 +58,7 @@ def run_adapter_steps(
         return random_linears(config, method, seed=seed, strength=0.5, **options)  # type: ignore[arg-type]
 
     def write(number: int, linears: Mapping[str, LinearAdapter]) -> AdapterLinearsWrite:
-        return linears_write(number * range_bytes, linears)
+        return linears_write(number * range_bytes, linears, range_bytes)
 
     def run(step: Step, numbers: Sequence[int], *writes: AdapterLinearsWrite) -> Outcome:
         starts = [number * range_bytes if number >= 0 else BASE for number in numbers]

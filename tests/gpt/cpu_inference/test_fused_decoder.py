@@ -87,7 +87,7 @@ def test_adapters_may_be_prepared_by_a_layerwise_decoder_or_not_at_all(
     want, _ = run_step(model, lengths, past, fused=True, adapted_rows=mixed_adapters(model, 9))
     adapters = mixed_adapters(model, 9, prepared=False)
     if prepares_by_layer:
-        prepare = partial(model.layerwise_decoder().prepare_adapter, prepared={})
+        prepare = partial(model.layerwise_decoder().prepare_adapter, prepared={}, allocate=None)
         adapters = tuple(AdaptedRows(prepare(x.adapter), x.rows) for x in adapters)
     got, _ = run_step(model, lengths, past, fused=True, adapted_rows=adapters)
     assert torch.equal(got, want)
