@@ -5,27 +5,20 @@ The module does not record which sequence owns a block. A batch does: its block 
 blocks that each sequence reads, and its slot mapping says where each new token's KV is written.
 """
 
-import ctypes
-import os
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
-from gpt.cpu.huge_pages import huge_page_zeros
+from gpt.cpu.huge_pages import huge_page_zeros, prefault
 from gpt.device_transfers import to_device
 from gpt.kv_groups import KVGroup
 from gpt.parallel.weight_sharding import first_kv_head, local_kv_heads
 
 BLOCK_TOKENS = 32
 FP8_DTYPE = torch.float8_e4m3fn
-_PREFAULT_CHUNK_BYTES = 1 << 23  # Bytes per madvise() call of the prefault thread.
-_MADV_POPULATE_WRITE = 23  # Linux 5.14 and later; Python's mmap module does not define it.
 # The pool's dtype for each value of the setting `kv_dtype`. The value "auto" is not in the table:
 # with it, the pool has the model's dtype.
 KV_DTYPES = {"fp8": FP8_DTYPE}
@@ -87,31 +80,13 @@ class KVPool:
         return self._memory.nbytes // self._memory.shape[1]
 
     def prefault(self, free_bytes: Callable[[], int]) -> None:
-        """Pre-fault the OS pages of a pool in CPU memory, in a low-priority background thread.
+        """Pre-fault the OS pages of a pool in CPU memory, in a background thread.
 
         Without the thread, the first prefill that writes to an OS page waits for a page fault;
-        these faults took 10 % of the prefill time or more.
-
-        Another server that starts at the same time may have counted the same free memory for its
-        own pool. To leave it enough memory, the thread stops when `free_bytes()` is less than the
-        size of this whole pool.
+        these faults took 10 % of the prefill time or more. `free_bytes`: as in `prefault`.
         """
         if self._memory.device.type == "cpu":
-            arguments = (weakref.ref(self), free_bytes)
-            thread = threading.Thread(target=_prefault, args=arguments, daemon=True)
-            thread.name = "pool"
-            thread.start()
-
-    def _prefault_chunk(self, start: int, free_bytes: Callable[[], int]) -> bool:
-        """Pre-fault the chunk at byte `start`, and return True.
-
-        Return False if `start` is not inside the pool, `free_bytes()` is less than the size of the
-        pool, or madvise() fails.
-        """
-        length = min(_PREFAULT_CHUNK_BYTES, self._memory.nbytes - start)
-        if length <= 0 or free_bytes() < self._memory.nbytes:
-            return False
-        return _madvise(self._memory.data_ptr() + start, length, _MADV_POPULATE_WRITE) == 0
+            prefault(self._memory, free_bytes, "pool")
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Zero the blocks in every layer, so that the next sequence in them reads no old NaN."""
@@ -148,32 +123,6 @@ class KVPool:
         device = self._memory.device
         contents = self._indexable.index_select(1, to_device(np.array(sources, np.int64), device))
         self._indexable.index_copy_(1, to_device(np.array(targets, np.int64), device), contents)
-
-
-def _prefault(pool_ref: "weakref.ref[KVPool]", free_bytes: Callable[[], int]) -> None:
-    """Call `_prefault_chunk` chunk by chunk, until it returns False or the pool is freed."""
-    with suppress(OSError):
-        # With a native thread id, Linux changes the priority of this thread only.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    start, has_more = 0, True
-    while has_more:
-        pool = pool_ref()
-        has_more = pool is not None and pool._prefault_chunk(start, free_bytes)
-        start += _PREFAULT_CHUNK_BYTES
-        # Drop the reference, so that the pool can be freed between two chunks.
-        del pool
-
-
-def _madvise(address: int, length: int, advice: int) -> int:
-    """Call libc's madvise(). Return 0 on success, -1 on failure or if libc has no madvise().
-
-    ctypes releases the GIL during the call; Python's mmap.madvise() would hold it.
-    """
-    madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    if madvise is None:
-        return -1
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return int(madvise(address, length, advice))
 
 
 def prefix_shard(

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpt.batch import Batch, token_indices
-from gpt.cpu.huge_pages import huge_page_zeros
+from gpt.cpu.huge_pages import huge_page_zeros, prefault
 from gpt.device_transfers import to_device
+from gpt.host_limits import available_memory_bytes
 from gpt.linear import low_rank
 from gpt.linear.low_rank import EncodedAdapter, PackedRows, TermTable
 from gpt.linear_adapter import AdaptedRows, LinearAdapter, LinearTerm, ModelAdapter, split_key
@@ -55,6 +56,7 @@ class AdapterMemory:
         self._linears = adaptable_linears(model.config)
         self._memory: Tensor | None = None  # On a GPU, or for kernels.
         self._host_memory: Tensor | None = None  # On a CPU, for the fused decoder.
+        self._is_prefaulted = False
         self._adapters: dict[int, _ResidentAdapter] = {}
         # The terms for kernels; None: no kernels support this model.
         self.table: TermTable | None = None
@@ -71,6 +73,10 @@ class AdapterMemory:
     def write(self, linears_write: AdapterLinearsWrite) -> None:
         """Write this rank's shards of some changes of an adapter."""
         start = linears_write.start
+        if self._host_memory is not None and not self._is_prefaulted:
+            # A server without such adapters needs no memory for them.
+            prefault(self._host_memory, available_memory_bytes, "adapters")
+            self._is_prefaulted = True
         if not linears_write.first:
             self._adapters[start] = _ResidentAdapter(start, start + linears_write.nbytes)
             self._remove_evicted(start)
