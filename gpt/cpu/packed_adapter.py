@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -115,11 +115,7 @@ class _PanelLayout(NamedTuple):
     panels: Tensor  # The panels with at least one of the columns, ascending.
     # (all panels,) int32: the index of the panel in `panels`, or -1. None: `panels` has all panels.
     positions: Tensor | None
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether the panels have other columns, too."""
-        return len(self.slots) < len(self.panels) * PANEL_COLUMNS
+    has_gaps: bool  # Whether the panels have other columns, too.
 
     @property
     def positions_address(self) -> int | None:
@@ -173,7 +169,7 @@ class _LinearPacker:
     def _has_padding(self) -> bool:
         """Whether some bytes of the matrices belong to no element of the terms."""
         return any(
-            _panel_layout(columns, self._shape).has_gaps or rank != len(cast(Tensor, term.lora_a))
+            _panel_layout(columns, self._shape).has_gaps or rank != _rank(term)
             for term, (columns, rank) in zip(self._low_rank, self._parts, strict=True)
         )
 
@@ -312,13 +308,18 @@ def _panel_layout(columns: OutputColumns | None, shape: _WeightShape) -> _PanelL
     if len(panels) < shape.panels:
         positions = torch.full((shape.panels,), -1, dtype=torch.int32)
         positions[panels] = torch.arange(len(panels), dtype=torch.int32)
-    return _PanelLayout(slots, panels, positions)
+    return _PanelLayout(slots, panels, positions, len(slots) < len(panels) * PANEL_COLUMNS)
 
 
 def _even_rank(term: LinearTerm) -> int:
     """Return the rank of a low-rank term, rounded up: the library multiplies pairs of ranks."""
+    rank = _rank(term)
+    return rank + rank % 2
+
+
+def _rank(term: LinearTerm) -> int:
     assert term.lora_a is not None
-    return len(term.lora_a) + len(term.lora_a) % 2
+    return term.lora_a.shape[0]  # Faster than `len`.
 
 
 def _panel_vector(
