@@ -231,6 +231,7 @@ _ON_REQUEST_TARGETS = (
     _maximum_target("adapters/mixed-32", 2, "%", "64 adapters of 32 rows in a batch, slowdown"),
     _maximum_target("adapters/first-32", 1, "ms", "warm adapter of 32 rows, added TTFT"),
     _maximum_target("adapters/cold", 20, "ms", "arrival of a cold adapter, added ITL p99"),
+    _minimum_target("lora/unused", 0.99, "x", "8 base requests, memory for LoRA vs none"),
     _minimum_target("lora/activated", 5, "x", "8 activated LoRAs on a document, vs LoRA"),
     _maximum_target("lora/turns-first", 1.5, "x", "1000 LoRAs in turn, TTFT vs resident + read"),
     _maximum_target("lora/turns-itl", 5, "ms", "1000 LoRAs in turn, added ITL p99 of others"),

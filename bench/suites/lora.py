@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -78,10 +78,14 @@ class LoraFixture:
     """A running engine, a folder of adapter files, and a source of new random texts."""
 
     engine: Engine
-    network: GPTConfig
+    model: GPT
     folder: Path
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     _adapter_count: int = 0
+
+    @property
+    def network(self) -> GPTConfig:
+        return self.model.config
 
     def new_adapter(
         self, invocation: tuple[int, ...] = (), rank: int = RANK, target: str = ""
@@ -123,7 +127,7 @@ def lora_fixture(model: GPT, config: ServerConfig) -> Iterator[LoraFixture]:
         tempfile.TemporaryDirectory(prefix="bench-") as folder,
         running_engine(model, config) as engine,
     ):
-        yield LoraFixture(engine, model.config, Path(folder))
+        yield LoraFixture(engine, model, Path(folder))
 
 
 def run_suite(
@@ -188,7 +192,11 @@ def _compare_batch(
 
 
 def _decode_s(
-    fixture: LoraFixture, sizes: LoraSizes, references: Sequence[AdapterRef], *, uses_adapters: bool
+    fixture: LoraFixture,
+    sizes: LoraSizes,
+    references: Sequence[AdapterRef | None],
+    *,
+    uses_adapters: bool,
 ) -> float:
     """Return the seconds from the last request's first token to the end of all requests."""
     answers = [
@@ -210,6 +218,31 @@ def _decode_s(
         return time.perf_counter() - start
 
     return asyncio.run(measure())
+
+
+def unused(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
+    """Compare the base model's decode speed with memory for adapters and without.
+
+    The engine with the memory has adapters in it, which no request uses.
+    """
+    _decode_s(fixture, sizes, [fixture.new_adapter() for _ in range(8)], uses_adapters=True)
+    config = ServerConfig("", kv_tokens_max=KV_TOKENS, adapter_memory_mb=0)
+    ratios = []
+    with running_engine(fixture.model, config) as engine:
+        other = replace(fixture, engine=engine)
+        for round_index in range(3 * sizes.rounds + 1):
+            seconds = {}
+            for side in (fixture, other) if round_index % 2 else (other, fixture):
+                seconds[side is fixture] = _decode_s(side, sizes, [None] * 8, uses_adapters=False)
+            if round_index:
+                ratios.append(seconds[False] / seconds[True])
+    yield measured_row(
+        "lora/unused",
+        statistics.median(ratios),
+        f"8 requests without adapters: {statistics.median(ratios):.3f} x the decode speed of an "
+        f"engine without memory for adapters ({min(ratios):.3f} to {max(ratios):.3f})",
+        samples={"x": ratios},
+    )
 
 
 def prefill(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
@@ -407,6 +440,7 @@ async def _stream_gaps(
 
 MEASUREMENTS: dict[str, Callable[[LoraFixture, LoraSizes], Iterator[SuiteOutput]]] = {
     "batches": batches,
+    "unused": unused,
     "prefill": prefill,
     "activated": activated,
     "turns": turns,
