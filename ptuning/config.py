@@ -35,9 +35,9 @@ METHOD_LEARNING_RATES = {
     "tpmlp": 3e-4,  # Prompt encoder: NeMo's two linear layers, sharded over the tensor ranks.
     "peft-mlp": 3e-4,  # Prompt encoder: PEFT's three linear layers.
     "prefix": 3e-2,  # Prefix tuning: trains keys and values of every layer.
-    "lora": 2e-4,  # Low-rank products beside the weights of linears.
-    "alora": 2e-4,  # Activated LoRA: acts from an invocation in the prompt on.
-    "dora": 2e-4,  # LoRA, and a magnitude of each row of the changed weights.
+    "lora": 1e-3,  # Low-rank products beside the weights of linears.
+    "alora": 1e-3,  # Activated LoRA: acts from an invocation in the prompt on.
+    "dora": 1e-3,  # LoRA, and a magnitude of each row of the changed weights.
     "ia3": 5e-3,  # Factors of the outputs or inputs of linears.
     "full": 1e-4,  # Trains all weights of the model, without virtual tokens.
 }
