@@ -23,7 +23,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-ABI = 24  # Must equal ABI in gpt/cpu/src/vectors.h.
+ABI = 25  # Must equal ABI in gpt/cpu/src/vectors.h.
 DTYPES = (torch.bfloat16, torch.float32)
 HEAD_DIM_MAX = 512
 # The instruction sets (ISA levels). A level's index in this tuple is its number in the library.

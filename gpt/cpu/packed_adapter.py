@@ -24,6 +24,7 @@ from gpt.linear_adapter import HostAllocator, LinearTerm, OutputColumns
 # Rows of A in a block. Must equal LANES in gpt/cpu/src/vectors.h.
 BLOCK_RANKS = 16
 BF16_BYTES = 2
+HALF_COLUMNS = PANEL_COLUMNS // 2
 ALIGNMENT_BYTES = 64  # A cache line.
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -32,7 +33,7 @@ class LowRankTerm(ctypes.Structure):
     """The struct LowRankTerm in gpt/cpu/src/packed_weight.h."""
 
     _fields_ = (
-        *((name, INT) for name in ("first", "pairs")),
+        *((name, INT) for name in ("first", "second", "pairs")),
         *((name, POINTER) for name in ("positions", "b")),
     )
 
@@ -116,6 +117,9 @@ class _PanelLayout(NamedTuple):
     # (all panels,) int32: the index of the panel in `panels`, or -1. None: `panels` has all panels.
     positions: Tensor | None
     has_gaps: bool  # Whether the panels have other columns, too.
+    # 0 or 1: the columns are exactly the first or the second halves of all panels, as those of the
+    # gate or of the other part of a gated linear.
+    half: int | None
 
     @property
     def positions_address(self) -> int | None:
@@ -130,36 +134,37 @@ class _LinearPacker:
         self._low_rank = [term for term in terms if term.lora_a is not None]
         self._parts = tuple((term.columns, _even_rank(term)) for term in self._low_rank)
         self._shape = shape
-        self._starts = _matrix_starts(self._parts, shape)
+        self._layout = _matrix_layout(self._parts, shape)
 
     @property
     def matrix_bytes(self) -> int:
-        return self._starts[-1]
+        return self._layout.nbytes
 
     def pack(self, memory: Tensor, copies: "_MatrixCopies") -> PackedTerms:
         """Return the terms, with the matrices in `memory`; `copies` will copy the matrices."""
         if self._has_padding():
             memory.numpy().fill(0)
-        base, total = memory.data_ptr(), sum(rank for _, rank in self._parts)
+        base, total = memory.data_ptr(), self._layout.total
         scales = torch.from_numpy(np.empty(total, np.float32))
-        term_array = (LowRankTerm * len(self._low_rank))()
-        first = 0
-        for term, (columns, rank), start, args in zip(
-            self._low_rank, self._parts, self._starts[1:-1], term_array, strict=True
-        ):
-            assert term.lora_a is not None and term.lora_b is not None
-            layout = _panel_layout(columns, self._shape)
-            args.first, args.pairs, args.b = first, rank // 2, base + start
-            args.positions = layout.positions_address
+        for term, first in zip(self._low_rank, self._layout.first, strict=True):
+            assert term.lora_a is not None
             copies.add_a(term.lora_a, term.scale, first, total, base, scales.data_ptr())
-            copies.add_b(term.lora_b, layout, args.b)
-            first += rank
+        term_array = (LowRankTerm * len(self._layout.b))()
+        for (start, indices), args in zip(self._layout.b, term_array, strict=True):
+            args.first, args.second = (self._layout.first[index] for index in indices)
+            args.pairs, args.b = self._parts[indices[0]][1] // 2, base + start
+            for index in dict.fromkeys(indices):
+                layout = _panel_layout(self._parts[index][0], self._shape)
+                lora_b = self._low_rank[index].lora_b
+                assert lora_b is not None
+                args.positions = layout.positions_address
+                copies.add_b(lora_b, layout, args.b)
         vectors = self._vectors()
         linear = AdaptedLinear(
             total,
             base if total else None,
             scales.data_ptr() if total else None,
-            len(self._low_rank),
+            len(term_array),
             ctypes.addressof(term_array),
             *(None if vector is None else vector.data_ptr() for vector in vectors),
         )
@@ -168,10 +173,7 @@ class _LinearPacker:
 
     def _has_padding(self) -> bool:
         """Whether some bytes of the matrices belong to no element of the terms."""
-        return any(
-            _panel_layout(columns, self._shape).has_gaps or rank != _rank(term)
-            for term, (columns, rank) in zip(self._low_rank, self._parts, strict=True)
-        )
+        return self._layout.has_gaps or any(_rank(term) % 2 for term in self._low_rank)
 
     def _vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the factors, output scales and input scales; None: the terms have none."""
@@ -184,20 +186,44 @@ class _LinearPacker:
         )
 
 
+class _MatrixLayout(NamedTuple):
+    """Where the matrices of the terms of a linear are, as bytes of its memory. A is at byte 0."""
+
+    first: tuple[int, ...]  # Of each term: the first of its rows among the rows of A.
+    total: int  # Rows of A.
+    # Of each B: its first byte, and the indices of the terms in the first and in the second halves
+    # of its panels.
+    b: tuple[tuple[int, tuple[int, int]], ...]
+    nbytes: int
+    has_gaps: bool  # Whether panels of B have columns of no term.
+
+
 # Few combinations occur: those of the linears of a model, for each rank.
 @cache
-def _matrix_starts(
+def _matrix_layout(
     parts: tuple[tuple[OutputColumns | None, int], ...], shape: _WeightShape
-) -> tuple[int, ...]:
-    """Return the first bytes of A, which has the rows of all terms, and of each B, and the end.
-
-    `parts`: the columns and the even rank of each term.
-    """
-    sizes = [BF16_BYTES * sum(rank for _, rank in parts) * shape.channels]
-    for columns, rank in parts:
-        panels = _panel_layout(columns, shape).panels
-        sizes.append(BF16_BYTES * len(panels) * PANEL_COLUMNS * rank)
-    return (0, *accumulate(map(_aligned_bytes, sizes)))
+) -> _MatrixLayout:
+    """Return the layout of terms; `parts`: the columns and the even rank of each term."""
+    layouts = [_panel_layout(columns, shape) for columns, _ in parts]
+    *first, total = (0, *accumulate(rank for _, rank in parts))
+    # A gate, and another part with the same rank, have their matrices B in the same panels.
+    second_halves = {
+        rank: index for index, (_, rank) in enumerate(parts) if layouts[index].half == 1
+    }
+    partners = {
+        index: second_halves.pop(rank)
+        for index, (_, rank) in enumerate(parts)
+        if layouts[index].half == 0 and rank in second_halves
+    }
+    b, start, has_gaps = [], _aligned_bytes(BF16_BYTES * total * shape.channels), False
+    for index, (layout, (_, rank)) in enumerate(zip(layouts, parts, strict=True)):
+        if index in partners.values():
+            continue
+        b.append((start, (index, partners.get(index, index))))
+        is_full = index in partners and shape.columns % HALF_COLUMNS == 0
+        has_gaps |= layout.has_gaps and not is_full
+        start += _aligned_bytes(BF16_BYTES * len(layout.panels) * PANEL_COLUMNS * rank)
+    return _MatrixLayout(tuple(first), total, tuple(b), start, has_gaps)
 
 
 class _LowRankMatrix(ctypes.Structure):
@@ -308,7 +334,10 @@ def _panel_layout(columns: OutputColumns | None, shape: _WeightShape) -> _PanelL
     if len(panels) < shape.panels:
         positions = torch.full((shape.panels,), -1, dtype=torch.int32)
         positions[panels] = torch.arange(len(panels), dtype=torch.int32)
-    return _PanelLayout(slots, panels, positions, len(slots) < len(panels) * PANEL_COLUMNS)
+    has_gaps = len(slots) < len(panels) * PANEL_COLUMNS
+    halves = (slots % PANEL_COLUMNS // HALF_COLUMNS).unique().tolist()
+    has_half = shape.gated and len(slots) == shape.columns and len(halves) == 1
+    return _PanelLayout(slots, panels, positions, has_gaps, halves[0] if has_half else None)
 
 
 def _even_rank(term: LinearTerm) -> int:

@@ -84,8 +84,15 @@ def draw_adapters(
         OutputColumns(0, columns // 2, columns, 1),
         OutputColumns(columns // 2, 1, columns, 1),
     ]
+    # Of a gated linear, the gate and the part that it multiplies.
+    gate, other = (
+        OutputColumns(offset, columns // 2, columns // 2, 1) for offset in (0, columns // 2)
+    )
     return [
         [low_rank(16)],
+        [low_rank(16, gate), low_rank(16, other)],
+        [low_rank(3, other, 0.2), replace(low_rank(3, gate), output_factor=factors(columns // 2))],
+        [low_rank(4, gate), low_rank(6, other)],
         [low_rank(1), replace(low_rank(4), lora_a=None, lora_b=None)],
         [low_rank(rank, part, 1 / rank) for rank, part in zip((3, 21), runs, strict=True)],
         [replace(low_rank(5), output_factor=factors(columns))],
@@ -168,21 +175,7 @@ def exact_output(case: Case) -> tuple[Tensor, Tensor]:
 def map_terms(
     terms: Sequence[LinearTerm], function: Callable[[Tensor], Tensor]
 ) -> list[LinearTerm]:
-    def apply(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else function(tensor)
-
-    return [
-        LinearTerm(
-            term.columns,
-            apply(term.lora_a),
-            apply(term.lora_b),
-            term.scale,
-            apply(term.output_factor),
-            apply(term.output_scale),
-            apply(term.input_scale),
-        )
-        for term in terms
-    ]
+    return [term.map_tensors(function) for term in terms]
 
 
 def low_rank_magnitudes(case: Case) -> Tensor:

@@ -38,10 +38,19 @@ typedef struct {
     int64_t u_stride;
     int64_t pairs[TILE];
     const uint16_t *u[TILE], *b[TILE];
+    int64_t second[TILE]; /* Elements from `u` to the numbers for the second half of the columns. */
 } TileTerms;
 
 /* Finds the terms of the rows from `first` on, and prefetches their panels of B. */
 HIDDEN void plan_tile_terms(const Gemm *p, int64_t column, int64_t first, int rows, TileTerms *to);
+
+/* A pair of numbers of u in each 32-bit word. */
+TARGET_AVX512_BF16 INLINE __m512bh load_pair(const uint16_t *u)
+{
+    int32_t bits;
+    memcpy(&bits, u, 4);
+    return (__m512bh)_mm512_set1_epi32(bits);
+}
 
 /* Continues the sums of a tile's rows with their low-rank terms, if these are not general. */
 TARGET_AVX512_BF16 INLINE void add_tile_terms(const TileTerms *terms, __m512 (*sum)[2], int rows)
@@ -54,11 +63,9 @@ TARGET_AVX512_BF16 INLINE void add_tile_terms(const TileTerms *terms, __m512 (*s
         const __m512bh second = (__m512bh)_mm512_loadu_si512(b + COLUMNS);
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++) {
-            int32_t bits;
-            memcpy(&bits, u + i * terms->u_stride, 4);
-            const __m512bh u_pair = (__m512bh)_mm512_set1_epi32(bits);
-            sum[i][0] = _mm512_dpbf16_ps(sum[i][0], u_pair, first);
-            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], u_pair, second);
+            const uint16_t *pair = u + i * terms->u_stride;
+            sum[i][0] = _mm512_dpbf16_ps(sum[i][0], load_pair(pair), first);
+            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], load_pair(pair + terms->second[0]), second);
         }
     }
     if (terms->is_uniform)
@@ -67,13 +74,10 @@ TARGET_AVX512_BF16 INLINE void add_tile_terms(const TileTerms *terms, __m512 (*s
     for (int i = 0; i < rows; i++) {
         const uint16_t *b = terms->b[i], *u = terms->u[i];
         for (int64_t k = 0; k < terms->pairs[i]; k++, b += 2 * COLUMNS, u += 2) {
-            int32_t bits;
-            memcpy(&bits, u, 4);
-            const __m512bh u_pair = (__m512bh)_mm512_set1_epi32(bits);
             sum[i][0] =
-                _mm512_dpbf16_ps(sum[i][0], u_pair, (__m512bh)_mm512_loadu_si512(b));
-            sum[i][1] =
-                _mm512_dpbf16_ps(sum[i][1], u_pair, (__m512bh)_mm512_loadu_si512(b + COLUMNS));
+                _mm512_dpbf16_ps(sum[i][0], load_pair(u), (__m512bh)_mm512_loadu_si512(b));
+            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], load_pair(u + terms->second[i]),
+                                         (__m512bh)_mm512_loadu_si512(b + COLUMNS));
         }
     }
 }
