@@ -144,7 +144,7 @@ SUITES: Mapping[str, Suite] = {
         ("mixed", "first", "registry"),
     ),
     "lora": Suite(
-        _lora_suite, ("batches", "prefill", "activated", "turns"), ("batches", "prefill")
+        _lora_suite, ("batches", "unused", "prefill", "activated", "turns"), ("batches", "prefill")
     ),
     "tuning": Suite(_prompt_tuning_suite, ("speed", "memory", "losses")),
     "linear-tuning": Suite(_linear_tuning_suite, ("gpt2", "llama"), on_request=True),
