@@ -14,7 +14,7 @@ from tests.support.linear_adapters import random_linears
 BASE = -1
 # The ranges of adapters in the adapter memory; each one is large enough for any of the adapters.
 LORA, DORA, IA3, WIDE = range(4)
-RANGE_BYTES = 1 << 18
+RANGE_BYTES = 60 * 4096
 
 
 def linears_write(

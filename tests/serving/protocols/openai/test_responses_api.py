@@ -112,7 +112,8 @@ def test_events_add_up_to_the_response(deployment: Deployment) -> None:
         "response.output_item.added",
         "response.content_part.added",
     ]
-    assert types[4:-4] == ["response.output_text.delta"] * len(deltas) and len(deltas) > 1
+    # On a busy machine an event may have the tokens of several steps.
+    assert types[4:-4] == ["response.output_text.delta"] * len(deltas) and deltas
     assert types[-4:] == [
         "response.output_text.done",
         "response.content_part.done",
