@@ -12,12 +12,9 @@
 
 #if defined(__x86_64__)
 
-#include <sched.h>
-
 #define TARGET_AVX2 __attribute__((target("avx2,fma")))
 #define PROJECTED_ROWS_MAX 6 /* Rows whose sums fit into registers. */
 #define CHAINS 4             /* Sums of each number of u, which hide the latency of an addition. */
-#define SPINS_PER_YIELD 64
 
 int64_t adapters_rank_max(const RowAdapters *adapters)
 {
@@ -157,17 +154,6 @@ void project_rows(const Gemm *p, const uint16_t *x, int64_t stride, int64_t firs
                 linear, p->weight->channels, x + i * stride, stride,
                 p->u + (first + i) * p->u_stride, p->u_stride, count);
     }
-}
-
-void await_projection(const Gemm *p)
-{
-    if (!p->is_projected)
-        return;
-    for (int64_t spins = 1; !atomic_load_explicit(p->is_projected, memory_order_acquire); spins++)
-        if (spins % SPINS_PER_YIELD)
-            _mm_pause();
-        else
-            sched_yield(); /* The other thread may be waiting for this core. */
 }
 
 TARGET_AVX512_BF16 static void scale_row_avx512(uint16_t *x, const float *scales, int64_t width)

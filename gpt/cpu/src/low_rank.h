@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <sys/syscall.h>
+
 #include "gemm.h"
 
 #if defined(__x86_64__)
@@ -19,8 +21,24 @@ HIDDEN int64_t adapter_groups(const RowAdapters *adapters, int64_t rows);
    elements apart. */
 HIDDEN void project_rows(const Gemm *p, const uint16_t *x, int64_t stride, int64_t first,
                          int64_t rows);
-/* Waits until another thread has stored u, if `p->is_projected` is set. */
-HIDDEN void await_projection(const Gemm *p);
+#define SPINS_PER_YIELD 64
+
+/* Waits until another thread has stored u, if `p->is_projected` is set. A function call here would
+   make the compiler keep the sums of the GEMM in memory, which takes twice as long. Therefore the
+   system call sched_yield, with which the other thread gets this core, is inline. */
+INLINE void await_projection(const Gemm *p)
+{
+    if (!p->is_projected)
+        return;
+    for (int64_t spins = 1; !atomic_load_explicit(p->is_projected, memory_order_acquire); spins++)
+        if (spins % SPINS_PER_YIELD) {
+            _mm_pause();
+        } else {
+            int64_t result = SYS_sched_yield;
+            __asm__ volatile("syscall" : "+a"(result) : : "rcx", "r11", "memory");
+        }
+}
+
 /* Applies the input scale of a row's adapter, if any, to the row `x`. */
 HIDDEN void scale_input_row(const Gemm *p, int64_t row, uint16_t *x);
 
