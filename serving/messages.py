@@ -343,7 +343,7 @@ class TensorBytes(_Part, frozen=True):
     """A tensor: its shape, and its fp32 elements, contiguous."""
 
     shape: list[int]
-    data: bytearray  # Nobody changes it; torch warns about tensors in `bytes`.
+    data: bytearray  # Read only. `torch.frombuffer` warns about immutable `bytes`.
 
 
 class LinearWrite(_Part, frozen=True):

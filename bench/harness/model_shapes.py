@@ -71,7 +71,7 @@ LLAMA = ModelShape(
         **NO_END_TOKENS,
     },
 )
-# For adapters, which vLLM does not support for GPT-2.
+# The size of GPT-2 small, with separate projections, gated MLP and RMSNorm.
 SMALL_LLAMA = ModelShape(
     "Llama-shaped 124M (12 x 768, 12 heads, feed-forward 2048, V 50304)",
     "LlamaForCausalLM",

@@ -131,6 +131,7 @@ def open_vllm(
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     vllm_module: Any = import_module("vllm")
+    lora_settings = {"enable_lora": True, "max_loras": 8, "max_lora_rank": 16}
     llm = vllm_module.LLM(
         model=model,
         skip_tokenizer_init=True,
@@ -138,7 +139,7 @@ def open_vllm(
         max_model_len=1024,
         max_num_seqs=32,
         max_num_batched_tokens=4096,
-        **({"enable_lora": True, "max_loras": 8, "max_lora_rank": 16} if adapters else {}),
+        **(lora_settings if adapters else {}),
     )
     lora_requests = [None]
     if adapters:

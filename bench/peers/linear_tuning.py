@@ -16,28 +16,12 @@ from pathlib import Path
 
 import torch
 
-from bench.harness.model_shapes import GPT2, NO_END_TOKENS, ModelShape
+from bench.harness.model_shapes import GPT2, SMALL_LLAMA
 from bench.harness.record import SuiteOutput
 from bench.harness.targets import Settings, measured_row
 from bench.peers.linear_tuning_process import INVOCATION, Batches
 from bench.peers.prompt_tuning import NO_DROPOUT, PeakMemory, TrainerProcess
 
-# The size of GPT-2 small, with separate projections, gated MLP and RMSNorm.
-SMALL_LLAMA = ModelShape(
-    "Llama-shaped 124M (12 x 768, feed-forward 2048, V 50304)",
-    "LlamaForCausalLM",
-    {
-        "num_hidden_layers": 12,
-        "hidden_size": 768,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 12,
-        "intermediate_size": 2048,
-        "vocab_size": 50304,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": False,
-        **NO_END_TOKENS,
-    },
-)
 MODELS = {"gpt2": GPT2, "llama": SMALL_LLAMA}
 PARTS = tuple(MODELS)
 METHODS = ("lora", "dora", "ia3", "alora")

@@ -56,7 +56,7 @@ __all__ = [
     "last_version",
     "latest_adapter",
     "open_adapter",
-    "open_checked_adapter",
+    "open_verified_adapter",
     "parse_name",
     "publish_adapter",
     "recording_upload",
@@ -277,8 +277,8 @@ def open_adapter(path: Path, *, task: str | None = None, base: Checkpoint | None
         ) from None
 
 
-def open_checked_adapter(path: Path) -> Adapter:
-    """Open a native file whose content `open_adapter` has checked before.
+def open_verified_adapter(path: Path) -> Adapter:
+    """Open a native file whose digest and values `open_adapter` has verified before.
 
     The digest is the recorded one. The tensors are in the mapped file: the caller must copy them at
     once, because another process may truncate the file.

@@ -33,7 +33,7 @@ class LowRankTerm(ctypes.Structure):
     """The struct LowRankTerm in gpt/cpu/src/packed_weight.h."""
 
     _fields_ = (
-        *((name, INT) for name in ("first", "second", "pairs")),
+        *((name, INT) for name in ("first", "first_of_second_half", "pairs")),
         *((name, POINTER) for name in ("positions", "b")),
     )
 
@@ -151,7 +151,7 @@ class _LinearPacker:
             copies.add_a(term.lora_a, term.scale, first, total, base, scales.data_ptr())
         term_array = (LowRankTerm * len(self._layout.b))()
         for (start, indices), args in zip(self._layout.b, term_array, strict=True):
-            args.first, args.second = (self._layout.first[index] for index in indices)
+            args.first, args.first_of_second_half = (self._layout.first[i] for i in indices)
             args.pairs, args.b = self._parts[indices[0]][1] // 2, base + start
             for index in dict.fromkeys(indices):
                 layout = _panel_layout(self._parts[index][0], self._shape)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gpt.adapters.adapter_file import Adapter, open_adapter, open_checked_adapter, table_width
+from gpt.adapters.adapter_file import Adapter, open_adapter, open_verified_adapter, table_width
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError, PreambleError
 from gpt.files.file_identity import file_identity
@@ -182,7 +182,7 @@ class AdapterCache:
         file = Path(adapter_ref.file)
         with suppress(OSError, PreambleError):
             if adapter_ref.identity and file_identity(file) == adapter_ref.identity:
-                adapter = open_checked_adapter(file)
+                adapter = open_verified_adapter(file)
                 self._check(adapter, adapter_ref)
                 read_result = _copy(adapter_ref, adapter)
                 # The file may have been replaced after the first comparison.

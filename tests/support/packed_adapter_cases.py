@@ -93,6 +93,7 @@ def draw_adapters(
         [low_rank(16, gate), low_rank(16, other)],
         [low_rank(3, other, 0.2), replace(low_rank(3, gate), output_factor=factors(columns // 2))],
         [low_rank(4, gate), low_rank(6, other)],
+        [low_rank(3, gate), low_rank(4, other)],
         [low_rank(1), replace(low_rank(4), lora_a=None, lora_b=None)],
         [low_rank(rank, part, 1 / rank) for rank, part in zip((3, 21), runs, strict=True)],
         [replace(low_rank(5), output_factor=factors(columns))],

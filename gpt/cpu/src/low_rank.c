@@ -238,14 +238,14 @@ TARGET_AVX512_BF16 void plan_tile_terms(const Gemm *p, int64_t column, int64_t f
         }
         to->pairs[i] = term ? term->pairs : 0;
         to->u[i] = p->u + row * p->u_stride + (term ? term->first : 0);
-        to->second[i] = term ? term->second - term->first : 0;
+        to->second_half[i] = term ? term->first_of_second_half - term->first : 0;
     }
     to->is_general = !is_simple;
 }
 
-/* Adds the products of a panel of B with the rows of u to the sums of `rows` rows. `second`: as in
-   TileTerms. */
-TARGET_AVX512_BF16 INLINE void add_products(__m512 (*sum)[2], const uint16_t *u, int64_t second,
+/* Adds the products of a panel of B with the rows of u to the sums of `rows` rows. `second_half`:
+   as in TileTerms. */
+TARGET_AVX512_BF16 INLINE void add_products(__m512 (*sum)[2], const uint16_t *u, int64_t second_half,
                                             int64_t u_stride, const uint16_t *b, int64_t pairs,
                                             int rows)
 {
@@ -260,7 +260,7 @@ TARGET_AVX512_BF16 INLINE void add_products(__m512 (*sum)[2], const uint16_t *u,
         for (int i = 0; i < rows; i++) {
             const uint16_t *pair = u + i * u_stride + 2 * k;
             y[i][0] = _mm512_dpbf16_ps(y[i][0], load_pair(pair), first_b);
-            y[i][1] = _mm512_dpbf16_ps(y[i][1], load_pair(pair + second), second_b);
+            y[i][1] = _mm512_dpbf16_ps(y[i][1], load_pair(pair + second_half), second_b);
         }
     }
 #pragma GCC unroll 12
@@ -275,16 +275,17 @@ TARGET_AVX512_BF16 static void adapt_rows(const Gemm *p, const AdaptedLinear *li
     for (int64_t t = 0; t < linear->terms; t++) {
         const LowRankTerm *term = linear->term_array + t;
         const uint16_t *b = term_panel(term, panel), *u = p->u + row * p->u_stride + term->first;
-        const int64_t second = term->second - term->first, stride = p->u_stride;
+        const int64_t second_half = term->first_of_second_half - term->first;
+        const int64_t stride = p->u_stride;
         int i = 0;
         if (!b)
             continue;
         for (; i + TILE <= rows; i += TILE)
-            add_products(sum + i, u + i * stride, second, stride, b, term->pairs, TILE);
+            add_products(sum + i, u + i * stride, second_half, stride, b, term->pairs, TILE);
         for (; i + 4 <= rows; i += 4)
-            add_products(sum + i, u + i * stride, second, stride, b, term->pairs, 4);
+            add_products(sum + i, u + i * stride, second_half, stride, b, term->pairs, 4);
         for (; i < rows; i++)
-            add_products(sum + i, u + i * stride, second, stride, b, term->pairs, 1);
+            add_products(sum + i, u + i * stride, second_half, stride, b, term->pairs, 1);
     }
     for (int half = 0; linear->factors && half < 2; half++) {
         const __m512 factors = _mm512_loadu_ps(linear->factors + panel * COLUMNS + half * LANES);
@@ -339,7 +340,7 @@ TARGET_AVX2 void add_terms_avx2(const Gemm *p, float (*sum)[COLUMNS], int64_t fi
             const uint16_t *u = p->u + (first + i) * p->u_stride;
             for (int64_t k = 0; b && k < term->pairs; k++, b += 2 * COLUMNS)
                 for (int64_t c = 0; c < COLUMNS; c++) {
-                    const uint16_t *pair = u + (c < LANES ? term->first : term->second) + 2 * k;
+                    const uint16_t *pair = u + (c < LANES ? term->first : term->first_of_second_half) + 2 * k;
                     sum[i][c] += bf16_to_fp32(b[2 * c]) * bf16_to_fp32(pair[0]) +
                                  bf16_to_fp32(b[2 * c + 1]) * bf16_to_fp32(pair[1]);
                 }

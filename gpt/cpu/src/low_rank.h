@@ -56,7 +56,8 @@ typedef struct {
     int64_t u_stride;
     int64_t pairs[TILE];
     const uint16_t *u[TILE], *b[TILE];
-    int64_t second[TILE]; /* Elements from `u` to the numbers for the second half of the columns. */
+    /* Elements from `u` to the numbers for the second half of the columns. */
+    int64_t second_half[TILE];
 } TileTerms;
 
 /* Finds the terms of the rows from `first` on, and prefetches their panels of B. */
@@ -83,7 +84,7 @@ TARGET_AVX512_BF16 INLINE void add_tile_terms(const TileTerms *terms, __m512 (*s
         for (int i = 0; i < rows; i++) {
             const uint16_t *pair = u + i * terms->u_stride;
             sum[i][0] = _mm512_dpbf16_ps(sum[i][0], load_pair(pair), first);
-            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], load_pair(pair + terms->second[0]), second);
+            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], load_pair(pair + terms->second_half[0]), second);
         }
     }
     if (terms->is_uniform)
@@ -94,7 +95,7 @@ TARGET_AVX512_BF16 INLINE void add_tile_terms(const TileTerms *terms, __m512 (*s
         for (int64_t k = 0; k < terms->pairs[i]; k++, b += 2 * COLUMNS, u += 2) {
             sum[i][0] =
                 _mm512_dpbf16_ps(sum[i][0], load_pair(u), (__m512bh)_mm512_loadu_si512(b));
-            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], load_pair(u + terms->second[i]),
+            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], load_pair(u + terms->second_half[i]),
                                          (__m512bh)_mm512_loadu_si512(b + COLUMNS));
         }
     }

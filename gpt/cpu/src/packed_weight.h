@@ -41,7 +41,7 @@ typedef struct {
     /* The first of the numbers of u that B multiplies, for the first half of a panel's columns and
        for the second half, and the pairs of numbers for each half. Of a gated weight, the term may
        have B of the gate in the first halves, and another B in the second halves. */
-    int64_t first, second, pairs;
+    int64_t first, first_of_second_half, pairs;
     const int32_t *positions; /* By panel of the weight: the panel of B, or -1; NULL: equal. */
     const uint16_t *b;
 } LowRankTerm;
