@@ -33,7 +33,7 @@ from gpt.adapters.import_bridge import find_bridge_adapter, open_bridge
 from gpt.adapters.import_nemo import is_nemo_prompt, open_nemo_prompt
 from gpt.adapters.import_peft import open_peft, open_tgis
 from gpt.adapters.linear_check import LINEARS_MAX, check_linears
-from gpt.checkpoint.files.safetensors_file import open_safetensors
+from gpt.checkpoint.files.safetensors_file import read_safetensors
 from gpt.checkpoint.logical_tensor import Checkpoint, ModelIdentity, StoredTensor
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPES
@@ -280,8 +280,7 @@ def open_adapter(path: Path, *, task: str | None = None, base: Checkpoint | None
 def open_verified_adapter(path: Path) -> Adapter:
     """Open a native file whose digest and values `open_adapter` has verified before.
 
-    The digest is the recorded one. The tensors are in the mapped file: the caller must copy them at
-    once, because another process may truncate the file.
+    The digest is the recorded one. All tensors share the memory into which the file was read.
     """
     content = _NativeContent.read(path)
     table = torch.empty(0, content.card.hidden_size) if content.table is None else content.table
@@ -290,7 +289,6 @@ def open_verified_adapter(path: Path) -> Adapter:
 
 def _open_native(path: Path) -> Adapter:
     content = _NativeContent.read(path)
-    # `build_adapter` copies the tensors, because another process may truncate the mapped file.
     adapter = build_adapter(content.card, content.table, content.linears)
     if adapter.digest != content.recorded_digest:
         raise AdapterError(
@@ -303,7 +301,7 @@ def _open_native(path: Path) -> Adapter:
 
 @dataclass(frozen=True)
 class _NativeContent:
-    """The content of a native file, not checked; the tensors are in the mapped file."""
+    """The content of a native file, not checked."""
 
     card: Card
     table: Tensor | None  # None: the adapter has no virtual tokens.
@@ -317,8 +315,8 @@ class _NativeContent:
                 f"{path} is not an adapter; give a {SUFFIX} file, a PEFT directory, a decoder.pt, "
                 "or a .nemo file of prompt learning"
             )
-        # `open_safetensors` is called first: it describes a broken header better than `safe_open`.
-        tensors = open_safetensors(path, header_bytes_max=HEADER_BYTES_MAX)
+        # `read_safetensors` is called first: it describes a broken header better than `safe_open`.
+        tensors = read_safetensors(path, header_bytes_max=HEADER_BYTES_MAX)
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 metadata: dict[str, str] = file.metadata() or {}

@@ -13,8 +13,9 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -81,6 +82,22 @@ class MappedFile:
                     mapped, dtype=torch.uint8, offset=self.payload_offset
                 )
             return self.payload
+
+    def read(self, size: int) -> None:
+        """Read the first `size` bytes of the payload into memory instead of mapping the file.
+
+        If another process truncates a mapped file, an access ends this process (SIGBUS).
+        """
+        payload = bytearray(size)
+        try:
+            with open_regular_file(self.path) as file:
+                file.seek(self.payload_offset)
+                length = cast(BufferedReader, file).readinto(payload)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from None
+        if length != size:
+            raise _broken_file_error(self.path, "was truncated while it was read")
+        self.payload = torch.frombuffer(payload, dtype=torch.uint8) if size else None
 
     def _map(self) -> mmap.mmap:
         # Each mapping keeps a file descriptor open, and a checkpoint can have more files than the
@@ -174,6 +191,15 @@ def open_safetensors(
         )
         for key, entry in entries.items()
     }
+
+
+def read_safetensors(path: Path, *, header_bytes_max: int) -> dict[str, SafetensorsTensor]:
+    """Return what `open_safetensors` returns, with the tensors in memory."""
+    tensors = open_safetensors(path, header_bytes_max=header_bytes_max)
+    if tensors:
+        stop = max(tensor.byte_range[1] for tensor in tensors.values())
+        next(iter(tensors.values())).file.read(stop)
+    return tensors
 
 
 def refuse_git_lfs_pointer(path: Path, magic: bytes) -> None:

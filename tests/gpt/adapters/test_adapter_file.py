@@ -24,6 +24,7 @@ from gpt.adapters.adapter_file import (
     check_publish_directory,
     instruction_adapter,
     open_adapter,
+    open_verified_adapter,
     parse_name,
     publish_adapter,
     save_adapter,
@@ -510,3 +511,15 @@ def test_invalid_name_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="is not an adapter name; a name has") as caught:
         parse_name(text)
     assert caught.value.field == "adapter"
+
+
+def test_a_truncation_after_the_file_was_read_ends_no_process(tmp_path: Path) -> None:
+    """An access to a mapped file beyond its end would be a SIGBUS."""
+    adapter = build_adapter(CARD, torch.randn(3, 2048, generator=torch.Generator().manual_seed(1)))
+    path = tmp_path / "golden.safetensors"
+    save_adapter(adapter, path)
+    opened = open_verified_adapter(path)
+    os.truncate(path, 0)
+    assert torch.equal(opened.table, adapter.table)
+    with pytest.raises(AdapterError, match="truncated"):
+        open_adapter(path)
