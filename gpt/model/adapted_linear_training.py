@@ -81,11 +81,10 @@ class _AdaptedLinear(torch.autograd.Function):
         hidden = _add_low_rank(y, x, _low_rank_terms(terms))
         unscaled = None
         if factor is not None:
-            unscaled, y = y, y * factor
+            unscaled = y
+            y = y * factor if residual is None else torch.addcmul(residual, y, factor)
             if bias is not None and not has_early_bias:
                 y += bias
-            if residual is not None:
-                y += residual
         ctx.layout = layout
         needs_x = hidden is not None or input_scale is not None
         ctx.save_for_backward(x if needs_x else None, weight, unscaled, hidden, *tensors)
