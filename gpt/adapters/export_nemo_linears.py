@@ -126,6 +126,8 @@ def refuse_unsupported(adapter: Adapter, format_name: str) -> None:
         problem = "virtual tokens and adapter weights"
     elif adapter.card.invocation:
         problem = "an invocation (activated LoRA)"
+    elif any(change.bottleneck is not None for change in changes):
+        problem = "bottlenecks (a Houlsby adapter)"
     elif any(change.magnitude is not None for change in changes):
         problem = "magnitudes (DoRA)"
     elif adapter.rank and any(
@@ -135,7 +137,7 @@ def refuse_unsupported(adapter: Adapter, format_name: str) -> None:
     if problem is not None:
         raise AdapterError(
             f"adapter {name!r} has {problem}, which {format_name} cannot express; export it with "
-            "--to peft, or train LoRA"
+            f"{'--to nemo' if 'Houlsby' in problem else '--to peft'}, or train LoRA"
         )
 
 
