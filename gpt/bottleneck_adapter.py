@@ -45,10 +45,10 @@ class Bottleneck:
 
     def apply(self, y: Tensor) -> Tensor:
         """Return `y`, the rows of the block's product, with the output of the network added."""
-        x = _layer_norm(y, self.pre_norm_weight, self.pre_norm_bias)
+        x = layer_norm(y, self.pre_norm_weight, self.pre_norm_bias)
         hidden = F.silu(x @ self.down.T.to(y.dtype))
         output = hidden @ self.up.T.to(y.dtype)
-        return y + _layer_norm(output, self.post_norm_weight, self.post_norm_bias)
+        return y + layer_norm(output, self.post_norm_weight, self.post_norm_bias)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "Bottleneck":
         """Return the bottleneck with `function` applied to each tensor that is set."""
@@ -58,7 +58,7 @@ class Bottleneck:
         return replace(self, **changes)
 
 
-def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return the LayerNorm of `x`, which torch computes in at least fp32; `x` without a weight."""
     if weight is None or bias is None:
         return x

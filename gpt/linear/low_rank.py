@@ -9,7 +9,7 @@ packed rows to the device. The reference of the kernels is gpt/model/adapted_lin
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from gpt.linear_adapter import (
     ModelAdapter,
     TermKernels,
 )
-from gpt.model.adapted_linear import select_adapted_rows
 from gpt.triton_runtime.availability import triton_unavailable_reason
 
 # A descriptor has one entry for each of these fields, in the order of the constants in
@@ -256,6 +255,7 @@ class LowRankKernels(AdapterKernels):
 
     def select_rows(self, rows: Tensor) -> AdapterKernels:
         """Make each of `rows` a group, which needs no sorting; the device computes it."""
+        assert not self.bottlenecks, "the number of their rows would need a wait for the device"
         slots = self.rows.slots.index_select(0, rows)
         order = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         # A group without rows has a valid slot, because the kernels read its descriptors.
@@ -264,8 +264,7 @@ class LowRankKernels(AdapterKernels):
         header = torch.full((GROUP_HEADER,), len(rows), dtype=torch.int32, device=rows.device)
         packed_groups = torch.cat([header, groups.flatten()])
         selected = PackedRows(packed_groups, order, slots, GROUP_ROWS, len(rows))
-        bottlenecks = select_adapted_rows(self.bottlenecks, rows)
-        return replace(self, rows=selected, bottlenecks=bottlenecks, _by_linear={})
+        return LowRankKernels(self.table, selected, self.linears, self.input_scaled, self.ranks)
 
 
 @dataclass(frozen=True, eq=False)

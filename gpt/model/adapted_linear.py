@@ -11,6 +11,7 @@ from gpt.linear_adapter import (
     AdapterKernels,
     BatchAdapters,
     LinearTerm,
+    ModelAdapter,
     OutputColumns,
     TermKernels,
 )
@@ -26,8 +27,14 @@ def row_terms(adapted_rows: Iterable[AdaptedRows], linear: str) -> RowTerms:
     return [
         (adapted.rows, adapted.adapter[linear])
         for adapted in adapted_rows
-        if linear in adapted.adapter and adapted.adapter[linear][0].bottleneck is None
+        if linear in adapted.adapter and not has_bottleneck(adapted.adapter, linear)
     ]
+
+
+def has_bottleneck(adapter: ModelAdapter, linear: str) -> bool:
+    """Whether the change of a linear is a bottleneck, which is then the only change."""
+    terms = adapter.get(linear, ())
+    return bool(terms) and terms[0].bottleneck is not None
 
 
 def row_bottlenecks(adapters: BatchAdapters, linear: str) -> RowBottlenecks:

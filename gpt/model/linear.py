@@ -351,19 +351,20 @@ class RowParallelLinear(Linear):
         all_rows = torch.cat(rows)
         all_products = self.partial_output(x.index_select(0, all_rows))
         products: Sequence[Tensor] = all_products.split(list(map(len, rows)))
-        if self.mesh.tp == 1:
-            y = self._backend_output(x, self.bias, None, residual, terms)
-        else:
+        y = all_products  # Without other rows, all of them are replaced below.
+        if len(all_rows) < len(x):
             bias = self.bias if self.mesh.tp_rank == 0 else None
-            partial = self._backend_output(x, bias, None, None, terms)
-            y = from_row_parallel(partial.index_copy(0, all_rows, all_products), self.mesh)
+            own_residual = residual if self.mesh.tp == 1 else None
+            y = self._backend_output(x, bias, None, own_residual, terms)
+        if self.mesh.tp > 1:
+            y = from_row_parallel(y.index_copy(0, all_rows, all_products), self.mesh)
             rows = [local_rows(own_rows, len(x), self.mesh) for own_rows in rows]
             products = [y.index_select(0, own_rows) for own_rows in rows]
             if residual is not None:
                 y = self.backend.add_residual(y, None, residual)
         for own_rows, product, (_, bottleneck) in zip(rows, products, bottlenecks, strict=True):
-            own_residual = None if residual is None else residual.index_select(0, own_rows)
-            output = self._add_bias(bottleneck.apply(product), own_residual)
+            row_residual = None if residual is None else residual.index_select(0, own_rows)
+            output = self._add_bias(bottleneck.apply(product), row_residual)
             y = y.index_copy(0, own_rows, output)
         return y
 
