@@ -9,9 +9,19 @@ import pytest
 import torch
 import yaml
 
-from gpt.adapters.adapter_file import Adapter, build_adapter, check_adapter, open_adapter
+from checkpoints_tools.conversion.convert import write_native
+from gpt.adapters.adapter_file import (
+    Adapter,
+    Card,
+    build_adapter,
+    check_adapter,
+    open_adapter,
+    save_adapter,
+)
+from gpt.adapters.export_nemo_linears import convert_linears_to_nemo
 from gpt.errors import AdapterError
 from gpt.linear_adapter import LinearAdapter
+from tests.support.adapter_exchange import run_adapters_command
 from tests.support.linear_adapters import BOTTLENECKS, GATED, random_linears
 from tests.support.models import EXPERTS, MODERN, lively
 from tests.support.nemo_linears import write_nemo_distributed, write_nemo_linears
@@ -102,6 +112,69 @@ def test_layers_without_an_effect_are_left_out(tmp_path: Path) -> None:
     )
     adapter = open_adapter(path, base=lively(GATED))
     assert list(adapter.linears) == [trained]
+
+
+def export(folder: Path, capsys: pytest.CaptureFixture[str], adapter: Adapter, tp: int) -> str:
+    """Export an adapter; return the error text, which is empty if the command succeeds."""
+    if not (folder / "base").exists():
+        write_native(lively(GATED), folder / "base")
+    save_adapter(adapter, folder / "a.safetensors")
+    flags = ("--to", "nemo", "--model", folder / "base", "--tp", str(tp))
+    code, _, err = run_adapters_command(
+        capsys, "export", folder / "a.safetensors", folder / "a.nemo", *flags
+    )
+    return err if code else ""
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("method", BOTTLENECKS)
+def test_exports_are_read_again_bit_for_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str, tp: int
+) -> None:
+    """One of two layers has an adapter behind the MLP only."""
+    linears = {
+        key: change
+        for key, change in bottlenecks(method).items()
+        if ".layers.1.mlp" in key or ".layers.3." in key
+    }
+    adapter = build_adapter(Card("a"), None, linears)
+    assert not export(tmp_path, capsys, adapter, tp)
+    copy = open_adapter(tmp_path / "a.nemo", base=lively(GATED))
+    assert len(copy.linears) == 3 and copy.digest == digest(copy, linears)
+
+
+def test_exported_sizes_are_multiples_of_the_tensor_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    linears = random_linears(GATED, "bottleneck", rank=3)
+    assert not export(tmp_path, capsys, build_adapter(Card("a"), None, linears), 2)
+    copy = open_adapter(tmp_path / "a.nemo", base=lively(GATED))
+    for key, change in linears.items():
+        bottleneck, padded = change.bottleneck, copy.linears[key].bottleneck
+        assert bottleneck is not None and padded is not None
+        assert padded.down.shape == (4, 32) and not padded.down[3:].any()
+        assert torch.equal(padded.down[:3], bottleneck.down)
+        assert torch.equal(padded.up[:, :3], bottleneck.up)
+
+
+def test_exports_that_nemo_cannot_express_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    linears, lora = bottlenecks(), random_linears(GATED, targets=("linear_qkv",))
+    first = next(iter(linears))
+    refused = {
+        "has bottlenecks and other changes": build_adapter(Card("a"), None, linears | lora),
+        "norms at different positions": build_adapter(
+            Card("a"), None, linears | {first: bottlenecks("bottleneck-post")[first]}
+        ),
+        "an invocation": build_adapter(Card("a", invocation=(1,)), None, linears),
+    }
+    for message, adapter in refused.items():
+        assert message in export(tmp_path, capsys, adapter, 1)
+    experts = EXPERTS.with_fields(num_layers=4)
+    attention = build_adapter(Card("a"), None, random_linears(experts, "bottleneck"))
+    with pytest.raises(AdapterError, match="one behind the experts too"):
+        convert_linears_to_nemo(attention, lively(experts), {}, None, 1)
 
 
 State = dict[str, Any]
