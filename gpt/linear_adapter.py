@@ -1,12 +1,14 @@
-"""Linear adapters: low-rank products (LoRA), magnitudes (DoRA) and scales (IA3).
+"""Linear adapters: low-rank products (LoRA), magnitudes (DoRA), scales (IA3) and bottlenecks.
 
 With an adapter, a linear computes
 
     y = output_scale * (c * (W (input_scale * x) + scale * B (A x)) + bias),
 
 where c = magnitude / weight_norm. LoRA and activated LoRA have A and B; DoRA also has a magnitude;
-IA3 has an output scale or an input scale. A `LinearAdapter` has whole tensors, as in an adapter
-file; a `LinearTerm` is one rank's shard of it, in the dtype of the computation.
+IA3 has an output scale or an input scale. A bottleneck changes the output of attention or of an MLP
+(gpt/bottleneck_adapter.py); it belongs to the last linear of the block, which it changes alone. A
+`LinearAdapter` has whole tensors, as in an adapter file; a `LinearTerm` is one rank's shard of it,
+in the dtype of the computation.
 
 A linear is identified by its canonical name, for example
 `decoder.layers.3.self_attention.linear_qkv`. An adapter may change the parts of a fused linear
@@ -20,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gpt.bottleneck_adapter import TENSOR_PREFIX, Bottleneck
 from gpt.dropout import Dropout
 from gpt.linear_parts import LINEAR_PARTS
 
@@ -41,6 +44,13 @@ class LinearAdapter:
     weight_norm: Tensor | None = None  # (output columns,)
     output_scale: Tensor | None = None  # (output columns,)
     input_scale: Tensor | None = None  # (input channels,)
+    # The tensors of a `Bottleneck`, without any of the others.
+    bottleneck_down: Tensor | None = None
+    bottleneck_up: Tensor | None = None
+    bottleneck_pre_norm_weight: Tensor | None = None
+    bottleneck_pre_norm_bias: Tensor | None = None
+    bottleneck_post_norm_weight: Tensor | None = None
+    bottleneck_post_norm_bias: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -54,6 +64,19 @@ class LinearAdapter:
             return None
         assert self.weight_norm is not None
         return self.magnitude / self.weight_norm
+
+    @property
+    def bottleneck(self) -> Bottleneck | None:
+        """The bottleneck of the linear's output."""
+        if self.bottleneck_down is None:
+            return None
+        return Bottleneck(
+            **{
+                name.removeprefix(TENSOR_PREFIX): tensor
+                for name, tensor in self.tensors()
+                if name.startswith(TENSOR_PREFIX)
+            }
+        )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the value of each tensor that is set, in the order of the fields."""
@@ -136,12 +159,23 @@ class LinearTerm:
     output_scale: Tensor | None = None
     input_scale: Tensor | None = None
     input_dropout: InputDropout | None = None  # Of the low-rank product.
+    # Without any of the other tensors. It is whole on each rank: it acts after the sum over ranks.
+    bottleneck: Bottleneck | None = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield each tensor that is set."""
+        values = list(vars(self).values())
+        if self.bottleneck is not None:
+            values += vars(self.bottleneck).values()
+        return (value for value in values if isinstance(value, Tensor))
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "LinearTerm":
         """Return the term with `function` applied to each tensor that is set."""
         changes: dict[str, Any] = {
             name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
+        if self.bottleneck is not None:
+            changes["bottleneck"] = self.bottleneck.map_tensors(function)
         return replace(self, **changes)
 
 
@@ -177,6 +211,8 @@ class TermKernels(ABC):
 
 class AdapterKernels(ABC):
     """The adapters of a batch, whose terms and rows kernels read from memory on the device."""
+
+    bottlenecks: Sequence[AdaptedRows] = ()  # Those with bottlenecks, which torch computes.
 
     @abstractmethod
     def for_linear(self, linear: str) -> TermKernels | None:

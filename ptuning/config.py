@@ -39,11 +39,12 @@ METHOD_LEARNING_RATES = {
     "alora": 1e-3,  # Activated LoRA: acts from an invocation in the prompt on.
     "dora": 1e-3,  # LoRA, and a magnitude of each row of the changed weights.
     "ia3": 5e-3,  # Factors of the outputs or inputs of linears.
+    "bottleneck": 1e-3,  # Houlsby adapters: networks behind attention and behind the MLP.
     "full": 1e-4,  # Trains all weights of the model, without virtual tokens.
 }
 # Methods that change linears of the model instead of adding virtual tokens.
 LOW_RANK_METHODS = ("lora", "alora", "dora")
-LINEAR_METHODS = (*LOW_RANK_METHODS, "ia3")
+LINEAR_METHODS = (*LOW_RANK_METHODS, "ia3", "bottleneck")
 # Methods without virtual tokens.
 PLAIN_PROMPT_METHODS = (*LINEAR_METHODS, "full")
 # Methods with a prompt encoder.
@@ -66,6 +67,8 @@ LINEAR_TARGETS = (
     "linear_fc1.up",
     "linear_fc2",
 )
+# The linears of a layer that can have a bottleneck.
+BOTTLENECK_TARGETS = ("linear_proj", "linear_fc2")
 # Initial rows of the virtual-token table:
 # - records: embeddings of random tokens of the training records;
 # - vocabulary: embeddings of random tokens of the vocabulary. Tokens that were rare in pre-training
@@ -236,13 +239,14 @@ class MethodConfig:
     encoder_dropout: float = 0.0  # Dropout rate between the layers of `lstm`.
     # Directory of an earlier run whose prompt encoder is the initial prompt encoder of this run.
     encoder_from: str | None = None
-    rank: int = 16  # Rank of the low-rank product of each linear, or of each part.
+    # Rank of the low-rank product of each linear, or of each part; or the size of a bottleneck.
+    rank: int = 16
     # The low-rank product is multiplied by alpha / rank; None: alpha is the rank.
     alpha: float | None = None
     rslora: bool = False  # Whether the factor is alpha / sqrt(rank).
     dropout: float = 0.0  # Dropout rate of the inputs of the low-rank products.
     # The linears that are changed, some of LINEAR_TARGETS; empty: all linears except those of
-    # experts.
+    # experts. For bottlenecks some of BOTTLENECK_TARGETS; empty: both.
     targets: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()  # The layers that are changed, numbered from 0; empty: all layers.
     # LoRA+: the learning rate of the matrices B is this multiple of the learning rate of A.
@@ -257,6 +261,11 @@ class MethodConfig:
             if target not in LINEAR_TARGETS:
                 raise ConfigError(
                     f"targets has {short_repr(target)}; {suggest_nearest(target, LINEAR_TARGETS)}"
+                )
+            if self.method == "bottleneck" and target not in BOTTLENECK_TARGETS:
+                raise ConfigError(
+                    f"targets has {target}, but a bottleneck is behind "
+                    f"{' or '.join(BOTTLENECK_TARGETS)}; set these, or remove targets"
                 )
             linear, _, part = target.partition(".")
             if part and linear in self.targets:
@@ -452,13 +461,17 @@ class TuneConfig(ComposedSettings):
                 f"method is one of: {', '.join(ENCODER_METHODS)}",
             ),
             "encoder_layers": (method in ("mlp", "lstm"), "method is mlp or lstm"),
+            "rank": (
+                method in (*LOW_RANK_METHODS, "bottleneck"),
+                "method is lora, alora, dora or bottleneck",
+            ),
             **dict.fromkeys(
-                ("rank", "alpha", "rslora", "dropout", "lora_plus_ratio"),
+                ("alpha", "rslora", "dropout", "lora_plus_ratio"),
                 (method in LOW_RANK_METHODS, "method is lora, alora or dora"),
             ),
             **dict.fromkeys(
                 ("targets", "layers"),
-                (method in LINEAR_METHODS, "method is lora, alora, dora or ia3"),
+                (method in LINEAR_METHODS, "method is lora, alora, dora, ia3 or bottleneck"),
             ),
             "minimum_rate": (self.training_config.schedule == "cosine", "schedule is cosine"),
             "beta1": (uses_adamw, "optimizer is adamw"),

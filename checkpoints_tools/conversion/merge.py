@@ -50,6 +50,11 @@ def open_merge_adapter(path: Path, source: Checkpoint) -> Adapter:
             f"{path} is an activated LoRA: it acts only from its invocation on, which weights "
             "cannot express; serve it as an adapter, or merge a LoRA"
         )
+    if any(linear.bottleneck is not None for linear in adapter.linears.values()):
+        raise AdapterError(
+            f"{path} has bottlenecks (a Houlsby adapter), networks that weights cannot express; "
+            "serve it as an adapter, or merge a LoRA"
+        )
     check_adapter(adapter, source.config, identify(source))
     return adapter
 

@@ -71,7 +71,8 @@ SUFFIX = ".safetensors"
 TABLE = "table"
 # The header contains a card as a JSON string, in which quotes are escaped, and the entries of the
 # tensors. A header with a million tensor names would take seconds and hundreds of MiB to parse.
-HEADER_BYTES_MAX = 3 * CARD_BYTES_MAX + LINEARS_MAX * len(TENSOR_NAMES) * 160
+TENSORS_PER_LINEAR_MAX = 7  # A bottleneck has six.
+HEADER_BYTES_MAX = 3 * CARD_BYTES_MAX + LINEARS_MAX * TENSORS_PER_LINEAR_MAX * 160
 
 
 def save_adapter(adapter: Adapter, path: Path, *, overwrite: bool = True) -> None:

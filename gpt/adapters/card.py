@@ -286,6 +286,8 @@ class Adapter:
             return self.card.method
         if self.card.invocation:
             return "alora"
+        if any(linear.bottleneck is not None for linear in self.linears.values()):
+            return "bottleneck"
         if any(linear.magnitude is not None for linear in self.linears.values()):
             return "dora"
         return "lora" if self.rank else "ia3"

@@ -1,4 +1,4 @@
-"""NeMo 1 export: LoRA and IA3 as the files of a .nemo archive, at any tensor-parallel size.
+"""NeMo 1 export: LoRA, IA3 and bottlenecks as the files of a .nemo archive, at any tensor split.
 
 NeMo has one rank and one alpha for all linears, and the same layers for each kind of linear.
 Smaller ranks and missing changes are filled with zeros, which have no effect. An adapter that
@@ -6,7 +6,7 @@ changes parts of fused projections becomes NeMo's variant "canonical", others it
 """
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,15 @@ import yaml
 from torch import Tensor
 
 from gpt.adapters.card import Adapter
+from gpt.adapters.export_nemo_bottlenecks import (
+    bottleneck_state,
+    bottleneck_tuning,
+    has_bottlenecks,
+    uniform_bottlenecks,
+)
 from gpt.adapters.export_peft import AdapterExport, lost_field_notes
 from gpt.adapters.fused_linears import join_parts, linear_groups, split_into_parts
-from gpt.adapters.import_nemo_linears import IA3, IA3_MODULES, LORA, LORA_MODULES
+from gpt.adapters.import_nemo_linears import BOTTLENECK, IA3, IA3_MODULES, LORA, LORA_MODULES
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError
@@ -68,7 +74,7 @@ def convert_linears_to_nemo(
     `model_config` has NeMo's config fields of the base model, and `base_name` is the path from
     which NeMo will load the base model.
     """
-    refuse_unsupported(adapter, "a .nemo file of NeMo 1")
+    refuse_unsupported(adapter, "a .nemo file of NeMo 1", supports_bottlenecks=True)
     if base is None:
         raise AdapterError(
             f"adapter {adapter.card.name!r} changes linears, and NeMo's file describes the base "
@@ -80,24 +86,20 @@ def convert_linears_to_nemo(
             f"NeMo cannot divide the model's {config.num_query_groups} KV heads among {tp} tensor "
             "ranks; choose a smaller --tp"
         )
-    is_ia3 = adapter.rank == 0
-    changes = _ia3_changes(adapter, config) if is_ia3 else uniform_changes(adapter, config, tp)
-    tuning: dict[str, Any] = {"layer_selection": _layer_selection(changes, config)}
-    if not is_ia3:
-        first = changes[0].change
-        tuning |= {
-            "variant": "canonical" if any(change.part for change in changes) else "nemo",
-            "target_modules": list(dict.fromkeys(TARGET_MODULES[c.kind] for c in changes)),
-            "adapter_dim": first.rank,
-            "alpha": _yaml_number(first.scale * first.rank),
-            "adapter_dropout": 0.0,
-            "dropout_position": "pre",
-            "column_init_method": "xavier",
-            "row_init_method": "zero",
-            "weight_tying": False,
-            "position_embedding_strategy": None,
-        }
-    scheme = IA3 if is_ia3 else LORA
+    if has_bottlenecks(adapter):
+        scheme = BOTTLENECK
+        bottlenecks = uniform_bottlenecks(adapter, config, tp)
+        layers = {layer for layer, _ in bottlenecks}
+        tuning = bottleneck_tuning(bottlenecks)
+        states = [dict(bottleneck_state(bottlenecks, rank, tp)) for rank in range(tp)]
+    else:
+        scheme = LORA if adapter.rank else IA3
+        is_lora = scheme == LORA
+        changes = uniform_changes(adapter, config, tp) if is_lora else _ia3_changes(adapter, config)
+        layers = {change.layer for change in changes}
+        tuning = _lora_tuning(changes) if is_lora else {}
+        states = [dict(_rank_state(changes, config, rank, tp)) for rank in range(tp)]
+    tuning["layer_selection"] = _layer_selection(layers, config)
     record = {
         **model_config,
         "tensor_model_parallel_size": tp,
@@ -106,9 +108,9 @@ def convert_linears_to_nemo(
         "peft": {"peft_scheme": scheme, "restore_from_path": None, f"{scheme}_tuning": tuning},
     }
     files = {CONFIG_FILE: yaml.safe_dump(record, sort_keys=False).encode()}
-    for rank in range(tp):
+    for rank, state in enumerate(states):
         content = io.BytesIO()
-        torch.save(dict(_rank_state(changes, config, rank, tp)), content)
+        torch.save(state, content)
         folder = f"mp_rank_{rank:02}/" if tp > 1 else ""
         files[f"{folder}{WEIGHTS_FILE}"] = content.getvalue()
     notes = [*lost_field_notes(adapter)]
@@ -118,14 +120,40 @@ def convert_linears_to_nemo(
     return AdapterExport(files, tuple(notes))
 
 
-def refuse_unsupported(adapter: Adapter, format_name: str) -> None:
-    """Refuse an adapter with more than low-rank products or scales of linears."""
+def _lora_tuning(changes: Sequence[LinearChange]) -> dict[str, Any]:
+    """Return the fields of NeMo's `lora_tuning`."""
+    first = changes[0].change
+    return {
+        "variant": "canonical" if any(change.part for change in changes) else "nemo",
+        "target_modules": list(dict.fromkeys(TARGET_MODULES[c.kind] for c in changes)),
+        "adapter_dim": first.rank,
+        "alpha": _yaml_number(first.scale * first.rank),
+        "adapter_dropout": 0.0,
+        "dropout_position": "pre",
+        "column_init_method": "xavier",
+        "row_init_method": "zero",
+        "weight_tying": False,
+        "position_embedding_strategy": None,
+    }
+
+
+def refuse_unsupported(
+    adapter: Adapter, format_name: str, *, supports_bottlenecks: bool = False
+) -> None:
+    """Refuse an adapter with more than low-rank products or scales of linears.
+
+    `supports_bottlenecks`: an adapter of bottlenecks is not refused.
+    """
     name, changes = adapter.card.name, adapter.linears.values()
     problem = None
     if len(adapter.table):
         problem = "virtual tokens and adapter weights"
     elif adapter.card.invocation:
         problem = "an invocation (activated LoRA)"
+    elif has_bottlenecks(adapter):
+        if supports_bottlenecks:
+            return
+        problem = "bottlenecks (a Houlsby adapter)"
     elif any(change.magnitude is not None for change in changes):
         problem = "magnitudes (DoRA)"
     elif adapter.rank and any(
@@ -135,7 +163,7 @@ def refuse_unsupported(adapter: Adapter, format_name: str) -> None:
     if problem is not None:
         raise AdapterError(
             f"adapter {name!r} has {problem}, which {format_name} cannot express; export it with "
-            "--to peft, or train LoRA"
+            f"{'--to nemo' if 'Houlsby' in problem else '--to peft'}, or train LoRA"
         )
 
 
@@ -143,10 +171,9 @@ def _yaml_number(number: float) -> float | int:
     return int(number) if number.is_integer() else number
 
 
-def _layer_selection(changes: list[LinearChange], config: GPTConfig) -> list[int] | None:
+def _layer_selection(layers: Set[int], config: GPTConfig) -> list[int] | None:
     """Return NeMo's numbers of the changed layers, which count from 1; None: all layers."""
-    layers = sorted({change.layer for change in changes})
-    return None if len(layers) == config.num_layers else [layer + 1 for layer in layers]
+    return None if len(layers) == config.num_layers else [layer + 1 for layer in sorted(layers)]
 
 
 def uniform_changes(adapter: Adapter, config: GPTConfig, tp: int) -> list[LinearChange]:

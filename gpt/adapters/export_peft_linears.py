@@ -46,6 +46,11 @@ def convert_linears_to_peft(
             f"adapter {name!r} has {len(adapter.table)} virtual tokens and adapter weights, and "
             "PEFT has no adapter with both; train one of the two, or serve it with Preamble"
         )
+    if any(linear.bottleneck is not None for linear in adapter.linears.values()):
+        raise AdapterError(
+            f"adapter {name!r} has bottlenecks (a Houlsby adapter), which PEFT does not have; "
+            "export it with --to nemo"
+        )
     if base is None or family is None:
         raise AdapterError(
             f"adapter {name!r} changes linears, whose names in PEFT depend on the base model; give "

@@ -1,10 +1,12 @@
-"""NeMo 1 import: LoRA and IA3 from .nemo files and their unpacked directories, at any split.
+"""NeMo 1 import: LoRA, IA3 and Houlsby adapters from .nemo files and directories, at any split.
 
 The tensors of each rank are the shards of NeMo's parallel linears. Those of all tensor ranks are
 joined here, and the layers of all pipeline stages get their global numbers. In a distributed
 checkpoint (`model_weights/`) the tensors are whole. Both variants of LoRA
 are read: one low-rank product of a fused projection ("nemo"), and one of each of its parts
-("canonical"). The rows of a fused projection are in Megatron's order already.
+("canonical"). The rows of a fused projection are in Megatron's order already. A Houlsby adapter
+(`peft_scheme: adapter`) is a bottleneck of the linear whose output it changes
+(gpt/bottleneck_adapter.py).
 """
 
 import re
@@ -37,7 +39,7 @@ from gpt.parallel.adapter_sharding import part_rows
 from gpt.parallel.weight_sharding import LAYERS_PREFIX
 from gpt.settings import short_repr
 
-LORA, IA3 = "lora", "ia3"
+LORA, IA3, BOTTLENECK = "lora", "ia3", "adapter"
 # NeMo's modules under `adapter_layer`, and the linear or part that they change.
 LORA_MODULES = {
     "self_attention.lora_kqv_adapter": ("self_attention.linear_qkv", ""),
@@ -55,12 +57,31 @@ IA3_MODULES = {
     "self_attention.value_infused_adapter": ("self_attention.linear_qkv", "value"),
     "mlp.mlp_infused_adapter": ("mlp.linear_fc2", ""),
 }
-LEAVES = {"linear_in.weight": "lora_a", "linear_out.weight": "lora_b"}
+BOTTLENECK_MODULES = {
+    "adapter_1": ("self_attention.linear_proj", ""),
+    "adapter_2": ("mlp.linear_fc2", ""),
+}
+MODULES = {LORA: LORA_MODULES, IA3: IA3_MODULES, BOTTLENECK: BOTTLENECK_MODULES}
+# The tensors of NeMo's modules, and their names in `LinearAdapter`. Of the norm's, the name depends
+# on its position.
+LEAVES = {
+    LORA: {"linear_in.weight": "lora_a", "linear_out.weight": "lora_b"},
+    IA3: {"scalers": "scalers"},
+    BOTTLENECK: {
+        "linear_in.weight": "bottleneck_down",
+        "linear_out.weight": "bottleneck_up",
+        "layer_norm.weight": "norm_weight",
+        "layer_norm.bias": "norm_bias",
+    },
+}
+VECTORS = ("scalers", "norm_weight", "norm_bias")
+NORM_POSITIONS = ("pre", "post")
+NORM_TYPES = ("mixedfusedlayernorm", "layernorm")  # Both are LayerNorms with one epsilon.
 # The layers of Megatron-Core, and of NeMo's models before it.
 KEY = re.compile(
     r"(?:model_?(?P<chunk>\d{1,4})\.)?(?:model\.)?(?:module\.)?"
     r"(?:decoder|language_model\.encoder)\.layers\.(?:(?P<layer>\d{1,5})\.)?"
-    r"(?P<block>self_attention|mlp)\.adapter_layer\.(?P<module>[\w.]+)"
+    r"(?:(?P<block>self_attention|mlp)\.)?adapter_layer\.(?P<module>[\w.]+)"
 )
 
 
@@ -82,13 +103,13 @@ def is_nemo_linears(fields: NemoConfig) -> bool:
 def open_nemo_linears(
     path: Path, tree: FileTree, fields: NemoConfig, base: Checkpoint | None
 ) -> Adapter:
-    """Open a LoRA or IA3 adapter."""
+    """Open a LoRA, IA3 or Houlsby adapter."""
     peft = fields.section("peft")
     scheme = peft.text("peft_scheme")
-    if scheme not in (LORA, IA3):
+    if scheme not in MODULES:
         raise AdapterError(
-            f"{fields.location} has peft_scheme {scheme[:40]!r}; only lora, ia3 and ptuning are "
-            "supported: train one of these"
+            f"{fields.location} has peft_scheme {scheme[:40]!r}; only lora, ia3, adapter and "
+            "ptuning are supported: train one of these"
         )
     if base is None:
         raise AdapterError(
@@ -105,12 +126,15 @@ def open_nemo_linears(
         shards = _join_stages(path, tree, fields, base.config, scheme)
         tp = len(next(iter(shards.values())))
     _check_layers(path, shards, tuning, base.config)
-    linears = _build_changes(path, shards, base.config, tp)
+    if scheme == BOTTLENECK:
+        linears = without_zeros(_build_bottlenecks(path, shards, tuning, base.config))
+    else:
+        linears = _build_changes(path, shards, base.config, tp)
     if scheme == LORA:
         linears = without_zeros(_with_scales(linears, tuning))
     card = Card(
         card_name(path.with_suffix("")),
-        method=scheme,
+        method="bottleneck" if scheme == BOTTLENECK else scheme,
         kind="linears",
         hidden_size=base.config.hidden_size,
         notes=(f"imported from NeMo's {scheme}",),
@@ -149,7 +173,7 @@ def _read_distributed(tree: FileTree, config: GPTConfig, scheme: str) -> dict[_S
     for key, entry in index.tensors.items():
         site, _ = _parse_key(key, scheme, str(tree.path))
         number = None if site.layer < 0 else str(site.layer)
-        dimensions = 1 if site.tensor_name == "scalers" else 2
+        dimensions = 1 if site.tensor_name in VECTORS else 2
         for layer, tensor in layer_tensors(entry, number, dimensions, config.num_layers):
             shards.setdefault(replace(site, layer=layer), []).append(tensor)
     return _complete_shards(tree.path, shards, 1)
@@ -216,25 +240,24 @@ def _parse_key(key: str, scheme: str, source: str) -> tuple[_Site, int]:
     """
     match = KEY.fullmatch(key)
     if match is not None:
-        module, _, leaf = f"{match['block']}.{match['module']}".rpartition(".")
-        if leaf == "weight":
+        block = f"{match['block']}." if match["block"] else ""
+        module, _, leaf = f"{block}{match['module']}".rpartition(".")
+        if leaf in ("weight", "bias"):
             module, _, inner = module.rpartition(".")
             leaf = f"{inner}.{leaf}"
-        modules, tensor_name = LORA_MODULES, LEAVES.get(leaf, "")
-        if scheme == IA3:
-            modules, tensor_name = IA3_MODULES, "scalers" if leaf == "scalers" else ""
-        if module in modules and tensor_name:
-            linear, part = modules[module]
+        tensor_name = LEAVES[scheme].get(leaf, "")
+        if module in MODULES[scheme] and tensor_name:
+            linear, part = MODULES[scheme][module]
             layer = int(match["layer"] or -1)
             return _Site(layer, linear, part, tensor_name), int(match["chunk"] or 0)
     raise AdapterError(f"{source} has {key[:200]!r}, {_unknown_key_reason(key)}")
 
 
 def _unknown_key_reason(key: str) -> str:
-    if re.search(r"adapter_layer\.(adapter_[12]|parallel)", key):
+    if re.search(r"adapter_layer\.adapter_[12]\.", key):
         return (
-            "a Houlsby adapter beside the linears, which is not supported; train LoRA or IA3 "
-            "instead"
+            "a tensor of a Houlsby adapter that is not supported here; train it as a "
+            "parallel_adapter with the peft_scheme adapter, without weight tying"
         )
     if "local_experts" in key or "moe" in key:
         return "a change of an expert's linear, which is not supported; train attention's linears"
@@ -311,6 +334,64 @@ def _check_layers(
                 f"selects {len(expected)} layers (layer {different} differs, in {tensor_name}); "
                 "copy the archive again, or give the model that it was trained on"
             )
+
+
+def _build_bottlenecks(
+    path: Path,
+    shards: Mapping[_Site, Sequence[Tensor]],
+    tuning: NemoConfig,
+    config: GPTConfig,
+) -> dict[str, LinearAdapter]:
+    """Return the bottlenecks, of which NeMo divides the inner channels among the tensor ranks."""
+    position, size = _norm_position(tuning), tuning.get("adapter_dim", 32)
+    values: dict[str, dict[str, Any]] = {}
+    for site, site_shards in shards.items():
+        name = f"{LAYERS_PREFIX}{site.layer}.{site.linear}"
+        if name not in adaptable_linears(config):
+            raise AdapterError(
+                f"{path} has an adapter behind the experts of layer {site.layer}, which is not "
+                "supported; train LoRA of the attention linears"
+            )
+        typed = [shard.float() for shard in site_shards]
+        tensor_name = site.tensor_name
+        if tensor_name in VECTORS:
+            if any(not torch.equal(shard, typed[0]) for shard in typed[1:]):
+                raise AdapterError(
+                    f"{path} has norms of {site.linear} in layer {site.layer} that differ between "
+                    "tensor ranks, so its ranks compute different networks; train it without "
+                    "sequence parallelism"
+                )
+            tensor, tensor_name = typed[0], f"bottleneck_{position}_{tensor_name}"
+        else:
+            tensor = _concat(path, site, typed, 1 if tensor_name == "bottleneck_up" else 0)
+        values.setdefault(name, {})[tensor_name] = tensor
+    expected = {"bottleneck_down", "bottleneck_up"}
+    if position is not None:
+        expected |= {f"bottleneck_{position}_norm_{leaf}" for leaf in ("weight", "bias")}
+    for name, tensors in values.items():
+        if tensors.keys() != expected or len(tensors["bottleneck_down"]) != size:
+            shapes = ", ".join(f"{leaf} {tuple(value.shape)}" for leaf, value in tensors.items())
+            raise AdapterError(
+                f"{tuning.location} has adapter_dim {short_repr(size)} and norm_position "
+                f"{short_repr(position)}, but {name} has {shapes}; copy the archive again"
+            )
+    return {key: LinearAdapter(**tensors) for key, tensors in values.items()}
+
+
+def _norm_position(tuning: NemoConfig) -> str | None:
+    """Return where the norm of each bottleneck is; None: it has none."""
+    if "norm_position" in tuning and tuning.get("norm_position") is None:
+        return None
+    position = tuning.get("norm_position", "pre")
+    norm_type = tuning.get("norm_type", NORM_TYPES[0])
+    if position not in NORM_POSITIONS or norm_type not in NORM_TYPES:
+        raise AdapterError(
+            f"{tuning.location} has norm_position {short_repr(position)} and norm_type "
+            f"{short_repr(norm_type)}, which NeMo does not have; they are one of "
+            f"{', '.join(NORM_POSITIONS)}, null and one of {', '.join(NORM_TYPES)}: copy the "
+            "archive again"
+        )
+    return str(position)
 
 
 def _build_changes(

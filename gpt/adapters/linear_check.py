@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt.bottleneck_adapter import TENSOR_PREFIX, Bottleneck
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import AdapterError
@@ -18,7 +19,8 @@ from gpt.linear_adapter import LinearAdapter, split_key
 from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears
 from gpt.parallel.adapter_sharding import part_rows
 
-RANK_MAX = 512
+RANK_MAX = 512  # Of a low-rank product; also the largest size of a bottleneck.
+BOTTLENECK_LINEARS = (".self_attention.linear_proj", ".mlp.linear_fc2")
 LINEARS_BYTES_MAX = 8 << 30  # Size of all tensors in fp32.
 # Number of linears and parts: more than the largest models have.
 LINEARS_MAX = 4096
@@ -49,6 +51,9 @@ def _check_shapes(name: str, key: str, linear: LinearAdapter) -> None:
     a, b = linear.lora_a, linear.lora_b
     if not shapes:
         raise AdapterError(f"adapter {name!r} has no tensor for {key}; export the adapter again")
+    if any(tensor_name.startswith(TENSOR_PREFIX) for tensor_name in shapes):
+        _check_bottleneck_shapes(name, key, shapes)
+        return
     if (a is None) != (b is None) or (linear.magnitude is None) != (linear.weight_norm is None):
         raise AdapterError(
             f"adapter {name!r} has only {', '.join(shapes)} of {key}; lora_a belongs to lora_b, "
@@ -86,6 +91,31 @@ def _check_shapes(name: str, key: str, linear: LinearAdapter) -> None:
     if not math.isfinite(linear.scale):
         raise AdapterError(
             f"adapter {name!r} has the scale {linear.scale} for {key}; it must be finite"
+        )
+
+
+def _check_bottleneck_shapes(name: str, key: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    if not key.endswith(BOTTLENECK_LINEARS):
+        raise AdapterError(
+            f"adapter {name!r} has a bottleneck of {key}; a bottleneck is behind attention "
+            "(linear_proj) or behind the MLP (linear_fc2)"
+        )
+    shapes = {field.removeprefix(TENSOR_PREFIX): shape for field, shape in shapes.items()}
+    size, hidden = (*shapes.get("down", ()), 0, 0)[:2]
+    if size > RANK_MAX:
+        raise AdapterError(
+            f"adapter {name!r} has a bottleneck of size {size} in {key}; the largest size is "
+            f"{RANK_MAX}"
+        )
+    expected: dict[str, tuple[int, ...]] = {"down": (size, hidden), "up": (hidden, size)}
+    for norm in ("pre_norm", "post_norm"):
+        if f"{norm}_weight" in shapes or f"{norm}_bias" in shapes:
+            expected |= {f"{norm}_weight": (hidden,), f"{norm}_bias": (hidden,)}
+    if shapes != expected or not size * hidden:
+        raise AdapterError(
+            f"adapter {name!r} has tensors of a bottleneck of {key} with the shapes {shapes}; it "
+            "must have down (size, hidden), up (hidden, size), and the weight and the bias of a "
+            "norm, and no other change of the linear"
         )
 
 
@@ -138,8 +168,8 @@ def check_linears(name: str, linears: Mapping[str, LinearAdapter], config: GPTCo
         _check_overflow(name, key, linear, config)
     if not any(map(has_effect, linears.values())):
         raise AdapterError(
-            f"adapter {name!r} has no effect: all its low-rank products are zero and all its "
-            "scales are one; it was probably saved before training: give a trained adapter"
+            f"adapter {name!r} has no effect: all its products are zero and all its scales are "
+            "one; it was probably saved before training: give a trained adapter"
         )
 
 
@@ -148,8 +178,18 @@ def has_effect(linear: LinearAdapter) -> bool:
     a, b = linear.lora_a, linear.lora_b
     if a is not None and b is not None and linear.scale and bool(a.any()) and bool(b.any()):
         return True
+    if linear.bottleneck is not None:
+        return _bottleneck_has_effect(linear.bottleneck)
     factors = (linear.output_factor, linear.output_scale, linear.input_scale)
     return any(factor is not None and bool((factor != 1).any()) for factor in factors)
+
+
+def _bottleneck_has_effect(bottleneck: Bottleneck) -> bool:
+    acts = bool(bottleneck.down.any()) and bool(bottleneck.up.any())
+    weight, bias = bottleneck.post_norm_weight, bottleneck.post_norm_bias
+    if weight is None or bias is None:
+        return acts
+    return (acts and bool(weight.any())) or bool(bias.any())
 
 
 def _missing_linear_text(name: str, key: str, config: GPTConfig) -> str:
@@ -173,6 +213,9 @@ def _check_fit(
             f"adapter {name!r} changes {key}, but {model_linear.name} of this model has no part "
             f"{part!r}; use it with the model that it was trained on"
         )
+    if linear.bottleneck is not None:
+        _check_bottleneck_fit(name, key, linear.bottleneck, config)
+        return
     outputs = len(part_rows(model_linear, part, config))
     for tensor_name, tensor in linear.tensors():
         dimension = 1 if tensor_name == "lora_a" else 0
@@ -185,6 +228,20 @@ def _check_fit(
                 f"{'inputs' if is_input else 'outputs'} there; use it with the model that it was "
                 "trained on"
             )
+
+
+def _check_bottleneck_fit(name: str, key: str, bottleneck: Bottleneck, config: GPTConfig) -> None:
+    hidden = len(bottleneck.up)
+    if hidden != config.hidden_size:
+        raise AdapterError(
+            f"adapter {name!r} has a bottleneck of {key} for the hidden size {hidden}, but the "
+            f"model has {config.hidden_size}; use it with the model that it was trained on"
+        )
+    if config.norm_placement != "pre":
+        raise AdapterError(
+            f"adapter {name!r} has bottlenecks, which are not supported in a model with a norm "
+            f"behind {key}; train LoRA instead"
+        )
 
 
 def _check_overflow(name: str, key: str, linear: LinearAdapter, config: GPTConfig) -> None:

@@ -1,4 +1,4 @@
-"""Costs of an adapter of linears (LoRA, aLoRA, DoRA, IA3): numbers, bytes, FLOPs, kept activations.
+"""Costs of adapters (LoRA, aLoRA, DoRA, IA3, bottlenecks): numbers, bytes, FLOPs, activations.
 
 All sizes are computed from the table of adaptable linears, by which adapters are also sharded
 (`gpt.parallel.adapter_sharding`), so they equal those of the tensors. The module does not import
@@ -23,9 +23,10 @@ from gpt.parallel.pipeline_stages import stage_layers
 from gpt.parallel.weight_sharding import layer_number
 from gpt.settings import suggest_nearest
 
-LinearMethod = Literal["lora", "alora", "dora", "ia3"]
-METHODS: tuple[LinearMethod, ...] = ("lora", "alora", "dora", "ia3")
+LinearMethod = Literal["lora", "alora", "dora", "ia3", "bottleneck"]
+METHODS: tuple[LinearMethod, ...] = ("lora", "alora", "dora", "ia3", "bottleneck")
 RANK_MAX = 512
+BOTTLENECK_LINEARS = ("linear_proj", "linear_fc2")
 # The dtype in which an adapter is trained and stored: fp32.
 VALUE_BYTES = 4
 
@@ -35,9 +36,11 @@ class LinearAdapterSpec:
     """The adapter weights that `preamble tune` trains with these settings."""
 
     method: LinearMethod = "lora"
-    rank: int = 16  # Of the low-rank product of each linear, or of each part. IA3 has none.
+    # Of the low-rank product of each linear, or of each part; or the size of a bottleneck. IA3 has
+    # none.
+    rank: int = 16
     # The linears, or parts of fused linears, such as linear_qkv.query; empty: all linears except
-    # those of experts.
+    # those of experts. Bottlenecks are of row-parallel linears only.
     targets: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()  # Numbered from 0; empty: all layers.
 
@@ -90,6 +93,13 @@ class _AdaptedPart:
         """Return the shapes of the tensors on a tensor rank, by the fields of LinearAdapter."""
         inputs = self.linear.local_inputs(config, tp)
         outputs = self.linear.local_outputs(self.part, config, tp)
+        if spec.method == "bottleneck":
+            return {
+                "bottleneck_down": (spec.rank, outputs),
+                "bottleneck_up": (outputs, spec.rank),
+                "bottleneck_pre_norm_weight": (outputs,),
+                "bottleneck_pre_norm_bias": (outputs,),
+            }
         if spec.method == "ia3":
             if self.linear.module == "linear_fc2":
                 return {"input_scale": (inputs,)}
@@ -104,6 +114,8 @@ class _AdaptedPart:
 
     def cost(self, spec: LinearAdapterSpec, config: GPTConfig, tp: int) -> LinearAdapterCost:
         shapes = self.shapes(spec, config, tp)
+        if spec.method == "bottleneck":
+            return self._bottleneck_cost(spec.rank, shapes, tp)
         inputs = self.linear.local_inputs(config, tp)
         outputs = self.linear.local_outputs(self.part, config, tp)
         numbers = {name: prod(shape) for name, shape in shapes.items()}
@@ -128,6 +140,29 @@ class _AdaptedPart:
             activations_per_token=rank,
         )
 
+    def _bottleneck_cost(
+        self, size: int, shapes: Mapping[str, tuple[int, ...]], tp: int
+    ) -> LinearAdapterCost:
+        """Return the cost of a network, which each tensor rank has whole.
+
+        Without sequence parallelism each rank computes all tokens, and no gradient is summed over
+        the ranks; with it, a rank computes its own tokens. The cost is that of either without the
+        other's saving.
+        """
+        numbers, hidden = sum(map(prod, shapes.values())), self.linear.out_features
+        # The forward pass reads y twice and the normed y, writes that, the output of `up` and the
+        # sum, and reads the output of `up`.
+        forward_bytes = 2 * (7 * hidden + 4 * size)
+        return LinearAdapterCost(
+            trained=numbers,
+            replicated=numbers if tp > 1 else 0,
+            stored=numbers,
+            flops_per_token=4 * size * hidden,
+            forward_bytes_per_token=forward_bytes,
+            backward_bytes_per_token=2 * forward_bytes,
+            activations_per_token=2 * (hidden + size),
+        )
+
 
 def _adapted_parts(config: GPTConfig, spec: LinearAdapterSpec) -> Iterator[_AdaptedPart]:
     layers = set(spec.layers or range(config.num_layers))
@@ -136,6 +171,8 @@ def _adapted_parts(config: GPTConfig, spec: LinearAdapterSpec) -> Iterator[_Adap
             continue
         for target in spec.targets or (linear.module,):
             module, _, part = target.partition(".")
+            if spec.method == "bottleneck" and not linear.is_row_parallel:
+                continue
             if module == linear.module:
                 yield _AdaptedPart(linear, part)
 
@@ -162,6 +199,11 @@ def check_spec(config: GPTConfig, spec: LinearAdapterSpec) -> None:
         if part and linear in spec.targets:
             raise ConfigError(
                 f"the adapter changes {linear} and its part {target}; remove one of them"
+            )
+        if spec.method == "bottleneck" and target not in BOTTLENECK_LINEARS:
+            raise ConfigError(
+                f"the adapter has a bottleneck of {target}; it must be one of "
+                f"{', '.join(BOTTLENECK_LINEARS)}"
             )
     if not any(_adapted_parts(config, spec)):
         raise ConfigError(
@@ -192,6 +234,8 @@ def _activation_cost(
     linear: AdaptableLinear, spec: LinearAdapterSpec, config: GPTConfig, tp: int
 ) -> LinearAdapterCost:
     """Return what training keeps once for a linear, however many of its parts are changed."""
+    if spec.method == "bottleneck":
+        return LinearAdapterCost()
     inputs, outputs = linear.local_inputs(config, tp), linear.local_outputs("", config, tp)
     has_input = spec.method != "ia3" or linear.module == "linear_fc2"
     has_output = spec.method == "dora" or not has_input
@@ -256,6 +300,10 @@ def served_bytes(
 
 def describe_spec(spec: LinearAdapterSpec) -> str:
     """Return the method, rank and targets as text, such as "LoRA of rank 16 on all linears"."""
+    if spec.method == "bottleneck":
+        blocks = " and ".join(spec.targets or BOTTLENECK_LINEARS)
+        layers = f" of {len(spec.layers)} layers" if spec.layers else ""
+        return f"bottlenecks of size {spec.rank} behind {blocks}{layers}"
     name = {"lora": "LoRA", "alora": "activated LoRA", "dora": "DoRA", "ia3": "IA3"}[spec.method]
     rank = "" if spec.method == "ia3" else f" of rank {spec.rank}"
     is_everything = not spec.targets or set(spec.targets) == set(ADAPTABLE_LINEARS)

@@ -2,13 +2,15 @@
 
 With few rows, the overhead of one call per GEMM would exceed the time of the GEMMs. The decoder
 supports models with packed weights on one tensor rank, with a bf16 KV pool. Layers may be mixtures
-of experts, and may differ in windows, rotary embeddings and KV groups. Tests compare it with the
-layers of gpt/model.
+of experts, and may differ in windows, rotary embeddings and KV groups. Sequences with bottleneck
+adapters are computed by the layers of gpt/model, apart from the others of the step. Tests compare
+the decoder with these layers.
 """
 
 import ctypes
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,10 +37,12 @@ from gpt.cpu.packed_linear import (
     PackedWeight,
     activation_code,
 )
+from gpt.cpu_inference.batch_split import select_sequences, sequences_of_rows
 from gpt.linear import cpu_experts
 from gpt.linear.cpu_linear import CpuLinear, make_norm
 from gpt.linear_adapter import AdaptedRows, HostAllocator, LinearTerm, ModelAdapter
 from gpt.model.activation import packed_activation_name
+from gpt.model.adapted_linear import has_bottleneck
 from gpt.model.attention_layer import PrefixKV
 from gpt.model.decoder import DecoderLayer
 from gpt.model.gpt_model import GPT
@@ -109,22 +113,40 @@ class _StepArgs(ctypes.Structure):
 class _FusedAdapter(Mapping[str, Sequence[LinearTerm]]):
     """An adapter with the C library's arguments for the linears of a layer range."""
 
-    def __init__(self, terms: Mapping[str, PackedTerms], linears: Sequence[Linear | None]) -> None:
-        """`linears`: the linears of the range, in the order of `_linears`."""
+    def __init__(
+        self,
+        terms: Mapping[str, PackedTerms],
+        bottlenecks: Mapping[str, Sequence[LinearTerm]],
+        linears: Sequence[Linear | None],
+    ) -> None:
+        """`linears`: the linears of the range, in the order of `_linears`.
+
+        `bottlenecks`: terms that the library does not compute.
+        """
         self._terms = terms
+        self._bottlenecks = bottlenecks
+        self.has_bottlenecks = bool(bottlenecks)
         self.args = (AdaptedLinear * len(linears))()
         for index, linear in enumerate(linears):
             if linear is not None and linear.name in terms:
                 self.args[index] = terms[linear.name].args
 
     def __getitem__(self, linear: str) -> Sequence[LinearTerm]:
-        return [self._terms[linear]]
+        bottlenecks = self._bottlenecks.get(linear)
+        return [self._terms[linear]] if bottlenecks is None else bottlenecks
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._terms)
+        yield from self._terms
+        yield from self._bottlenecks
 
     def __len__(self) -> int:
-        return len(self._terms)
+        return len(self._terms) + len(self._bottlenecks)
+
+
+def _has_bottlenecks(adapter: ModelAdapter) -> bool:
+    if isinstance(adapter, _FusedAdapter):
+        return adapter.has_bottlenecks
+    return any(has_bottleneck(adapter, linear) for linear in adapter)
 
 
 class _StepAdapters:
@@ -221,6 +243,9 @@ class FusedDecoder:
         if kv is None or not self._supports_batch(batch):
             return self._layerwise.forward(x, batch, kv, prefix)
         assert prefix is None, "with a KV pool, a prefix is in the pool, not in a PrefixKV"
+        bottlenecks = self._sequences_with_bottlenecks(batch) if batch.adapted_rows else set()
+        if bottlenecks:
+            return self._run_apart(x, batch, kv, bottlenecks)
         return self._run(x, batch, kv)
 
     def prepare_adapter(
@@ -240,7 +265,40 @@ class FusedDecoder:
         }
         unsupported = adapter.keys() - linears.keys()
         assert not unsupported, f"the fused decoder does not support adapters of {unsupported}"
-        return _FusedAdapter(pack_adapter(linears, allocate), self._linears)
+        bottlenecks = {
+            linear.name: _packed_linear(linear).prepare_terms(adapter[linear.name], torch.bfloat16)
+            for linear in self._linears
+            if linear is not None and has_bottleneck(adapter, linear.name)
+        }
+        products = {name: value for name, value in linears.items() if name not in bottlenecks}
+        return _FusedAdapter(pack_adapter(products, allocate), bottlenecks, self._linears)
+
+    def _sequences_with_bottlenecks(self, batch: Batch) -> set[int]:
+        return {
+            sequence
+            for adapted in batch.adapted_rows
+            if _has_bottlenecks(adapted.adapter)
+            for sequence in sequences_of_rows(batch, adapted.rows)
+        }
+
+    def _run_apart(self, x: Tensor, batch: Batch, kv: KVPool, bottlenecks: set[int]) -> Tensor:
+        """Run the layers of gpt/model for some sequences, and the library for the others.
+
+        The others then have the same values, bit for bit, as in a step of their own.
+        """
+        prepared = (
+            replace(adapted, adapter=self._fused_adapter(adapted.adapter))
+            for adapted in batch.adapted_rows
+        )
+        batch = replace(batch, adapted_rows=tuple(prepared))
+        others = [n for n in range(len(batch.query_lengths)) if n not in bottlenecks]
+        if not others:
+            return self._layerwise.forward(x, batch, kv, None)
+        own_batch, rows = select_sequences(batch, sorted(bottlenecks))
+        y = self._layerwise.forward(x[rows], own_batch, kv, None)
+        other_batch, other_rows = select_sequences(batch, others)
+        other_y = self._run(x[other_rows], other_batch, kv)
+        return x.index_copy(0, rows, y).index_copy_(0, other_rows, other_y)
 
     def _supports_batch(self, batch: Batch) -> bool:
         """Return whether the library has the attention kernel for the batch's query lengths."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gpt.cpu.packed_adapter import PackedTerms, adapter_of_each_row, pack_adapter
+from gpt.cpu.packed_bottleneck import pack_bottleneck
 from gpt.cpu.packed_linear import CpuNorm, PackedLinear, RowAdapters
 from gpt.linear.norm_activation import NormParameters
 from gpt.linear_adapter import LinearTerm
@@ -52,6 +53,9 @@ class CpuLinear(LinearBackend):
     def prepare_terms(
         self, terms: Sequence[LinearTerm], dtype: torch.dtype
     ) -> Sequence[LinearTerm]:
+        bottleneck = terms[0].bottleneck
+        if bottleneck is not None:
+            return [LinearTerm(bottleneck=pack_bottleneck(bottleneck))]
         return [self.pack_terms(terms)]
 
     def pack_terms(self, terms: Sequence[LinearTerm]) -> PackedTerms:

@@ -18,7 +18,13 @@ from torch import Tensor
 
 from gpt.device_transfers import to_device
 from gpt.linear.norm_activation import KERNEL_DTYPES
-from gpt.linear_adapter import AdapterKernels, LinearTerm, ModelAdapter, TermKernels
+from gpt.linear_adapter import (
+    AdaptedRows,
+    AdapterKernels,
+    LinearTerm,
+    ModelAdapter,
+    TermKernels,
+)
 from gpt.triton_runtime.availability import triton_unavailable_reason
 
 # A descriptor has one entry for each of these fields, in the order of the constants in
@@ -69,6 +75,8 @@ class EncodedAdapter:
     linears: frozenset[str]  # The linears that the adapter changes.
     input_scaled: frozenset[str]  # Of these, the linears with an input scale.
     ranks: int  # The largest sum of the ranks of a linear's parts.
+    # The terms of the linears with bottlenecks, which have no descriptors.
+    bottlenecks: ModelAdapter
 
 
 class TermTable:
@@ -92,6 +100,10 @@ class TermTable:
         descriptors = np.zeros(self.descriptors.shape[1:], np.int64)
         descriptors[..., -len(TENSOR_FIELDS) :] = -1
         ranks = 0
+        bottlenecks = {
+            name: terms for name, terms in adapter.items() if terms[0].bottleneck is not None
+        }
+        adapter = {name: terms for name, terms in adapter.items() if name not in bottlenecks}
         for name, terms in adapter.items():
             first_rank = 0
             for part, term in enumerate(terms):
@@ -103,7 +115,8 @@ class TermTable:
             for name, terms in adapter.items()
             if any(term.input_scale is not None for term in terms)
         )
-        return EncodedAdapter(descriptors, frozenset(adapter), input_scaled, ranks)
+        linears = frozenset(adapter)
+        return EncodedAdapter(descriptors, linears, input_scaled, ranks, bottlenecks)
 
     def assign_slots(self, adapters: Mapping[Hashable, EncodedAdapter]) -> list[int]:
         """Return the slots of the adapters of a batch, by key; missing descriptors are copied.
@@ -229,6 +242,7 @@ class LowRankKernels(AdapterKernels):
     linears: Collection[str]
     input_scaled: Collection[str]
     ranks: int
+    bottlenecks: Sequence[AdaptedRows] = ()
     _by_linear: dict[str, "LinearKernels"] = field(default_factory=dict, repr=False)
 
     def for_linear(self, linear: str) -> TermKernels | None:
@@ -241,6 +255,7 @@ class LowRankKernels(AdapterKernels):
 
     def select_rows(self, rows: Tensor) -> AdapterKernels:
         """Make each of `rows` a group, which needs no sorting; the device computes it."""
+        assert not self.bottlenecks, "the number of their rows would need a wait for the device"
         slots = self.rows.slots.index_select(0, rows)
         order = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         # A group without rows has a valid slot, because the kernels read its descriptors.
@@ -273,15 +288,19 @@ class LinearKernels(TermKernels):
 
 
 def batch_kernels(
-    table: TermTable, rows: PackedRows, adapters: Collection[EncodedAdapter]
+    table: TermTable,
+    rows: PackedRows,
+    adapters: Collection[EncodedAdapter],
+    bottlenecks: Sequence[AdaptedRows] = (),
 ) -> LowRankKernels:
-    """Return the kernels of a batch with these adapters."""
+    """Return the kernels of a batch with these adapters; `bottlenecks`: those that have some."""
     return LowRankKernels(
         table,
         rows,
         frozenset[str]().union(*(adapter.linears for adapter in adapters)),
         frozenset[str]().union(*(adapter.input_scaled for adapter in adapters)),
         max(adapter.ranks for adapter in adapters),
+        bottlenecks,
     )
 
 

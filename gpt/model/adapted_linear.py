@@ -5,25 +5,47 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from gpt.bottleneck_adapter import Bottleneck
 from gpt.linear_adapter import (
     AdaptedRows,
     AdapterKernels,
     BatchAdapters,
     LinearTerm,
+    ModelAdapter,
     OutputColumns,
     TermKernels,
 )
 
 # The terms that act on some rows of a linear's input; None: on all rows.
 RowTerms = Sequence[tuple[Tensor | None, Sequence[LinearTerm]]]
+# The bottlenecks that act on some rows of a linear's output; None: on all rows.
+RowBottlenecks = Sequence[tuple[Tensor | None, Bottleneck]]
 
 
 def row_terms(adapted_rows: Iterable[AdaptedRows], linear: str) -> RowTerms:
-    """Return the terms of the adapters that change the linear with this name."""
+    """Return the terms of the adapters that change the product of the linear with this name."""
     return [
         (adapted.rows, adapted.adapter[linear])
         for adapted in adapted_rows
-        if linear in adapted.adapter
+        if linear in adapted.adapter and not has_bottleneck(adapted.adapter, linear)
+    ]
+
+
+def has_bottleneck(adapter: ModelAdapter, linear: str) -> bool:
+    """Whether the change of a linear is a bottleneck, which is then the only change."""
+    terms = adapter.get(linear, ())
+    return bool(terms) and terms[0].bottleneck is not None
+
+
+def row_bottlenecks(adapters: BatchAdapters, linear: str) -> RowBottlenecks:
+    """Return the bottlenecks of the output of the linear with this name."""
+    if isinstance(adapters, AdapterKernels):
+        adapters = adapters.bottlenecks
+    return [
+        (adapted.rows, term.bottleneck)
+        for adapted in adapters
+        for term in adapted.adapter.get(linear, ())
+        if term.bottleneck is not None
     ]
 
 
@@ -63,6 +85,11 @@ def select_rows(adapters: BatchAdapters, rows: Tensor) -> BatchAdapters:
     """Return the adapters of a batch of which only `rows` are left, in this order."""
     if isinstance(adapters, AdapterKernels):
         return adapters.select_rows(rows)
+    return select_adapted_rows(adapters, rows)
+
+
+def select_adapted_rows(adapters: Sequence[AdaptedRows], rows: Tensor) -> tuple[AdaptedRows, ...]:
+    """Return the adapters of a batch of which only `rows` are left, in this order."""
     selected = []
     for adapted in adapters:
         if adapted.rows is None:

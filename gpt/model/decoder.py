@@ -199,5 +199,8 @@ class LayerwiseDecoder:
         # checks the output of every row for such an overflow, before other sequences can read the
         # row's KV block, so no row may be left out.
         may_overflow = kv is not None and self._dtype == torch.float16
+        # How many of the rows have a bottleneck is not known without a wait for the device.
+        kernels = batch.adapter_kernels
+        needs_all_rows |= kernels is not None and bool(kernels.bottlenecks)
         is_subset = batch.logit_rows is not None and len(batch.logit_rows) < batch.tokens
         return self._is_last_stage and is_subset and not needs_all_rows and not may_overflow

@@ -9,7 +9,7 @@ is loaded.
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +19,18 @@ from gpt.cpu import training_kernels
 from gpt.fp8_rows import Fp8Rows
 from gpt.linear_adapter import BatchAdapters, LinearTerm, TermKernels
 from gpt.model.activation import ACTIVATIONS
-from gpt.model.adapted_linear import RowTerms, adapted_product, terms_of
+from gpt.model.adapted_linear import (
+    RowBottlenecks,
+    RowTerms,
+    adapted_product,
+    row_bottlenecks,
+    terms_of,
+)
 from gpt.model.adapted_linear_training import adapted_linear, supports_terms
 from gpt.model.build_context import BuildContext
 from gpt.model.norm import Norm, normalize
 from gpt.model.residual_dropout import Residual
-from gpt.parallel.sequence_parallel import all_gather_linear
+from gpt.parallel.sequence_parallel import all_gather_linear, local_rows
 from gpt.parallel.tensor_parallel import from_row_parallel, to_column_parallel
 
 # Returns memory for (rows, columns, dtype); None if there is none.
@@ -285,7 +291,10 @@ class RowParallelLinear(Linear):
         is_plain = residual is not None and residual.is_plain_sum and self.post_layernorm is None
         if residual is not None and is_plain:
             fused_residual = residual.x
-        if self.mesh.tp == 1:
+        bottlenecks = row_bottlenecks(adapted_rows, self.name)
+        if bottlenecks:
+            y = self._output_with_bottlenecks(x, fused_residual, terms, bottlenecks)
+        elif self.mesh.tp == 1:
             y = self._backend_output(x, self.bias, None, fused_residual, terms)
         elif terms:
             y = self._summed_adapted_output(x, terms)
@@ -293,10 +302,7 @@ class RowParallelLinear(Linear):
                 y = self.backend.add_residual(y, None, fused_residual)
         else:
             y = self._summed_output(x, is_temporary=fused_residual is not None)
-            if fused_residual is not None:
-                y = self.backend.add_residual(y, self.bias, fused_residual)
-            elif self.bias is not None:
-                y = y + self.bias
+            y = self._add_bias(y, fused_residual)
         if self.post_layernorm is not None:
             y = self.post_layernorm(y)
         if residual is not None and not is_plain:
@@ -324,6 +330,49 @@ class RowParallelLinear(Linear):
         """
         bias = self.bias if self.mesh.tp_rank == 0 else None
         return from_row_parallel(self._backend_output(x, bias, None, None, terms), self.mesh)
+
+    def _output_with_bottlenecks(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        terms: RowTerms | TermKernels,
+        bottlenecks: RowBottlenecks,
+    ) -> Tensor:
+        """Return the output of a batch of which some rows have bottlenecks.
+
+        A bottleneck changes the sum over the tensor ranks, without the bias. The products of its
+        rows are therefore computed apart; the other rows have the same values as without them.
+        """
+        first_rows, first = bottlenecks[0]
+        if first_rows is None:
+            product = from_row_parallel(self.partial_output(x), self.mesh)
+            return self._add_bias(first.apply(product), residual)
+        rows = [cast(Tensor, own_rows) for own_rows, _ in bottlenecks]
+        all_rows = torch.cat(rows)
+        all_products = self.partial_output(x.index_select(0, all_rows))
+        products: Sequence[Tensor] = all_products.split(list(map(len, rows)))
+        y = all_products  # Without other rows, all of them are replaced below.
+        if len(all_rows) < len(x):
+            bias = self.bias if self.mesh.tp_rank == 0 else None
+            own_residual = residual if self.mesh.tp == 1 else None
+            y = self._backend_output(x, bias, None, own_residual, terms)
+        if self.mesh.tp > 1:
+            y = from_row_parallel(y.index_copy(0, all_rows, all_products), self.mesh)
+            rows = [local_rows(own_rows, len(x), self.mesh) for own_rows in rows]
+            products = [y.index_select(0, own_rows) for own_rows in rows]
+            if residual is not None:
+                y = self.backend.add_residual(y, None, residual)
+        for own_rows, product, (_, bottleneck) in zip(rows, products, bottlenecks, strict=True):
+            row_residual = None if residual is None else residual.index_select(0, own_rows)
+            output = self._add_bias(bottleneck.apply(product), row_residual)
+            y = y.index_copy(0, own_rows, output)
+        return y
+
+    def _add_bias(self, y: Tensor, residual: Tensor | None) -> Tensor:
+        """Return y + bias + residual."""
+        if residual is not None:
+            return self.backend.add_residual(y, self.bias, residual)
+        return y if self.bias is None else y + self.bias
 
     @property
     def _is_inference(self) -> bool:

@@ -3,7 +3,7 @@
 The low-rank term of a linear is sharded so that it needs no communication beside the linear's own.
 A column-parallel linear has A whole and B with the rows of the base weight. A row-parallel linear
 has A with the columns of the base weight and B whole: its term is added to the partial output,
-before the sum over tensor ranks.
+before the sum over tensor ranks. A bottleneck is whole on each rank, because it acts after the sum.
 """
 
 from collections.abc import Iterable, Mapping
@@ -77,6 +77,8 @@ def shard_linear_adapter(
 
     The shard may share the adapter's memory.
     """
+    if adapter.bottleneck is not None:
+        return LinearTerm(bottleneck=adapter.bottleneck)
     columns = output_columns(linear, part, config, tp)
     if tp == 1:
         return LinearTerm(
@@ -176,11 +178,7 @@ def largest_rank_bytes(
         }
         shape_adapter = LinearAdapter(**shapes)
         term = shard_linear_adapter(shape_adapter, linears[name], part, config, rank=0, tp=tp)
-        term_bytes = sum(
-            aligned_bytes(tensor.numel() * itemsize)
-            for tensor in vars(term).values()
-            if isinstance(tensor, Tensor)
-        )
+        term_bytes = sum(aligned_bytes(tensor.numel() * itemsize) for tensor in term.tensors())
         layer_bytes[layer] = layer_bytes.get(layer, 0) + term_bytes
     return max(sum(layer_bytes.get(layer, 0) for layer in layers) for layers in stages)
 

@@ -28,6 +28,18 @@ def scatter_to_sequence_parallel(x: Tensor, mesh: Mesh) -> Tensor:
     return cast(Tensor, _ScatterToSequenceParallel.apply(x, mesh))  # type: ignore[no-untyped-call]
 
 
+def local_rows(rows: Tensor, tokens: int, mesh: Mesh) -> Tensor:
+    """Return where this rank has those of `rows` that it has, of a batch of `tokens` rows.
+
+    `rows` are ascending flat indices. Without sequence parallelism, a rank has all rows.
+    """
+    if not mesh.sequence_parallel:
+        return rows
+    rank_tokens = -(-tokens // mesh.tp)
+    positions = rows - mesh.tp_rank * rank_tokens
+    return positions[(positions >= 0) & (positions < rank_tokens)]
+
+
 def gather_from_sequence_parallel(x: Tensor, mesh: Mesh, tokens: int) -> Tensor:
     """Return the rows of all ranks by an all-gather; the backward is a reduce-scatter.
 

@@ -1,1 +1,1 @@
-"""Adapter weights: LoRA, activated LoRA, DoRA and IA3, their layout and their parameters."""
+"""Adapter weights: LoRA, activated LoRA, DoRA, IA3 and bottlenecks: layout and parameters."""

@@ -18,7 +18,7 @@ from gpt.errors import ConfigError
 from gpt.linear_adapter import LinearAdapter, join_key, split_key
 from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears
 from gpt.parallel.adapter_sharding import part_rows
-from ptuning.config import LOW_RANK_METHODS, MethodConfig
+from ptuning.config import BOTTLENECK_TARGETS, LOW_RANK_METHODS, MethodConfig
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ class LinearsLayout:
         cls, method_config: MethodConfig, config: GPTConfig, task_count: int
     ) -> "LinearsLayout":
         """Return the layout; raise ConfigError if the model has no such linears or layers."""
+        if method_config.method == "bottleneck" and config.norm_placement != "pre":
+            raise ConfigError(
+                "method is bottleneck, which is not supported in a model with a norm behind its "
+                "blocks; set method: lora"
+            )
         linears = adaptable_linears(config)
         keys = _adapted_keys(method_config, config, linears)
         tensors = [
@@ -105,6 +110,8 @@ def _adapted_keys(
         module = linear.name.rpartition(".")[2]
         if int(linear.name.split(".")[2]) not in layers:
             continue
+        if method_config.method == "bottleneck" and module not in BOTTLENECK_TARGETS:
+            continue
         targets = method_config.targets or (module,)
         keys += [
             join_key(linear.name, target.partition(".")[2])
@@ -152,6 +159,14 @@ def _tensors_of(
         if method_config.method == "dora":
             tensors += [("magnitude", (outputs,), True), ("weight_norm", (outputs,), False)]
         return tensors
+    if method_config.method == "bottleneck":
+        size = method_config.rank
+        return [
+            ("bottleneck_down", (size, outputs), True),
+            ("bottleneck_up", (outputs, size), True),
+            ("bottleneck_pre_norm_weight", (outputs,), True),
+            ("bottleneck_pre_norm_bias", (outputs,), True),
+        ]
     # As PEFT's feedforward modules: the factors of fc2 are those of its inputs.
     if name.endswith("linear_fc2"):
         return [("input_scale", (inputs,), True)]

@@ -1,4 +1,4 @@
-"""Trainable adapter weights (LoRA, DoRA, IA3): the parameters of one rank, in at least fp32.
+"""Trainable adapter weights (LoRA, DoRA, IA3, bottlenecks) of one rank, in at least fp32.
 
 A rank has the shards of the linears of its layers (gpt/parallel/adapter_sharding.py). The initial
 values are drawn for whole tensors, by name, so they are the same at every split. The norms of the
@@ -133,6 +133,9 @@ class TrainableLinears:
                 norm = self._norm(linear)
                 factor = (tensors["magnitude"].detach() / norm).requires_grad_()
                 self._factors[index] = norm, factor
+            bottleneck = None
+            if "bottleneck_down" in tensors:
+                bottleneck = LinearAdapter(**tensors).bottleneck  # type: ignore[arg-type]
             columns = None
             if not linear.linear.is_row_parallel:
                 columns = output_columns(linear.linear, linear.part, self.config, self.mesh.tp)
@@ -144,6 +147,7 @@ class TrainableLinears:
                 factor,
                 tensors.get("output_scale"),
                 tensors.get("input_scale"),
+                bottleneck=bottleneck,
             )
             adapters[linear.task].setdefault(linear.linear.name, []).append(term)
         return tuple(adapters)
@@ -289,8 +293,9 @@ def build_trainable_linears(
 ) -> TrainableLinears:
     """Create the initial adapter weights, which have no effect yet.
 
-    A has Kaiming's uniform distribution with a = sqrt(5), as in PEFT, and B is zero. All ranks must
-    call this function.
+    A has Kaiming's uniform distribution with a = sqrt(5), as in PEFT, and B is zero. Of a
+    bottleneck, the first factor has Xavier's normal distribution, as in NeMo, and the second one is
+    zero. All ranks must call this function.
     """
     layout = LinearsLayout.create(method_config, chunks[0].config, len(tasks))
     own_layers = {layer for chunk in chunks for layer in chunk.layers}
@@ -306,9 +311,15 @@ def build_trainable_linears(
                 tensor.shape, generator=seeded_generator(seed, name), dtype=torch.float64
             )
             tensor_by_name[tensor.name] = (draws * 2 - 1) / math.sqrt(tensor.shape[1])
-        elif tensor.name == "lora_b":
+        elif tensor.name == "bottleneck_down":
+            name = f"{tensor.key}.bottleneck_down.{tasks[tensor.task].name}"
+            normal = torch.randn(
+                tensor.shape, generator=seeded_generator(seed, name), dtype=torch.float64
+            )
+            tensor_by_name[tensor.name] = normal * math.sqrt(2 / sum(tensor.shape))
+        elif tensor.name in ("lora_b", "bottleneck_up", "bottleneck_pre_norm_bias"):
             tensor_by_name[tensor.name] = torch.zeros(tensor.shape, dtype=torch.float64)
-        elif tensor.name in ("output_scale", "input_scale"):
+        elif tensor.name in ("output_scale", "input_scale", "bottleneck_pre_norm_weight"):
             tensor_by_name[tensor.name] = torch.ones(tensor.shape, dtype=torch.float64)
     for (task, key), tensors in tensors_by_key.items():
         initial[task][key] = LinearAdapter(**tensors, scale=layout.scale)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpt.bottleneck_adapter import TENSOR_PREFIX
 from gpt.config import GPTConfig
 from gpt.model.gpt_model import GPT
 from gpt.parallel.adaptable_linears import AdaptableLinear
@@ -131,8 +132,11 @@ def _linear_replication(
 
     A tensor of the side that the base weight does not split is whole on each rank. A rank's
     gradient of it covers only the rank's own output columns (A) or input channels (B and the
-    factors of the outputs of a row-parallel linear, which are applied before the sum).
+    factors of the outputs of a row-parallel linear, which are applied before the sum). A bottleneck
+    is applied after the sum, to all rows, or with sequence parallelism to the rank's own rows.
     """
+    if tensor_name.startswith(TENSOR_PREFIX):
+        return Replication.PARTIAL if mesh.sequence_parallel else Replication.REPLICATED
     is_input = tensor_name in ("lora_a", "input_scale")
     if linear.is_row_parallel != is_input:
         return Replication.PARTIAL

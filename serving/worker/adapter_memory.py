@@ -5,8 +5,8 @@ rank writes only its shards of them, in the dtype of the model. On a GPU the mem
 and the terms of an adapter are views of it, one behind the other, so the kernels can read them
 (gpt/linear/low_rank.py). On a CPU the terms are in the layout of the backends of their linears. The
 fused decoder's are in the range of the adapter, too, because new memory would cost page faults in a
-step. Terms of other backends, and terms that padding makes larger than the range, have memory of
-their own; the ranges then only limit the sum.
+step. Terms of other backends, bottlenecks, and terms that padding makes larger than the range, have
+memory of their own; the ranges then only limit the sum.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -156,8 +156,18 @@ class AdapterMemory:
         packed = low_rank.pack_rows(self.assign_slots(starts))
         device_rows = to_device(packed, self._model.mesh.device)
         rows = PackedRows.view(device_rows, len(starts), int(packed[0]))
-        kernels = low_rank.batch_kernels(self.table, rows, self.encoded(starts))
+        bottlenecks = self._bottlenecks(starts)
+        kernels = low_rank.batch_kernels(self.table, rows, self.encoded(starts), bottlenecks)
         return replace(batch, adapter_kernels=kernels)
+
+    def _bottlenecks(self, starts: NDArray[np.int64]) -> list[AdaptedRows]:
+        """Return the rows of the adapters with bottlenecks, which torch computes."""
+        device = self._model.mesh.device
+        return [
+            AdaptedRows(terms, to_device(np.flatnonzero(starts == start), device))
+            for start in np.unique(starts).tolist()
+            if start >= 0 and (terms := self._encode(start).bottlenecks)
+        ]
 
     def _adapted_rows(self, starts: NDArray[np.int64]) -> tuple[AdaptedRows, ...]:
         """Return the rows on which each adapter acts."""

@@ -64,7 +64,9 @@ def _pack(slots: NDArray[np.int64], rows: int) -> NDArray[np.int32]:
 
 
 def _is_supported(adapter: EncodedAdapter) -> bool:
-    return adapter.ranks <= GRAPH_RANKS_MAX and all(map(_scales_input, adapter.input_scaled))
+    # A graph has no bottlenecks, whose rows are those of the step.
+    has_products = adapter.ranks <= GRAPH_RANKS_MAX and not adapter.bottlenecks
+    return has_products and all(map(_scales_input, adapter.input_scaled))
 
 
 def _scales_input(linear: str) -> bool:

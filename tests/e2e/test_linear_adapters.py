@@ -32,6 +32,7 @@ from gpt.linear_adapter import LinearAdapter
 from gpt.tokenizers.tokenizer import open_tokenizer
 from protos.preamble.v1 import admin_pb2, admin_pb2_grpc
 from tests.support.linear_adapters import random_linears
+from tests.support.nemo_linears import write_nemo_linears
 from tests.support.peft_files import write_peft_lora
 from tests.support.servers import CONFIG, Server, eventually, serving, write_checkpoint
 from tests.support.tgis_calls import TgisServer
@@ -315,6 +316,18 @@ def test_an_adapter_is_loaded_listed_replaced_and_unloaded(deployment: Deploymen
         "param": "lora_name",
         "code": 404,
     }
+
+
+def test_a_houlsby_adapter_of_nemo_is_loaded_from_its_file(deployment: Deployment) -> None:
+    path = deployment.imports / "houlsby.nemo"
+    linears = random_linears(CONFIG, "bottleneck", rank=4, seed=21, strength=0.5)
+    tuning = {"adapter_dim": 4, "norm_position": "pre"}
+    write_nemo_linears(path, linears, CONFIG, tp=2, scheme="adapter", tuning=tuning)
+    status, text = deployment.load("houlsby", path.name)
+    assert (status, text) == (200, "Success: LoRA adapter 'houlsby' added successfully.")
+    expected = deployment.expected_of_import(path)
+    assert deployment.complete("houlsby") == expected != deployment.expected(None)
+    assert deployment.post(UNLOAD, {"lora_name": "houlsby"})[0] == 200
 
 
 def test_a_stream_goes_on_with_the_adapter_that_is_replaced(deployment: Deployment) -> None:

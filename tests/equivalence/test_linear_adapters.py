@@ -1,7 +1,8 @@
-"""LoRA, activated LoRA, DoRA and IA3, served with prompts and prefixes in one batch.
+"""LoRA, activated LoRA, DoRA, IA3 and bottlenecks, served with prompts and prefixes in one batch.
 
 Each answer of a mixed batch must equal, in fp64, the answer of the generation loop to the prompt
-alone; tests/gpt/model/test_adapted_linear.py compares the loop's model with merged weights.
+alone; tests/gpt/model/test_adapted_linear.py compares the loop's model with merged weights, and
+test_bottlenecks.py beside it with NeMo's networks.
 """
 
 from dataclasses import replace
@@ -48,6 +49,12 @@ def make_adapters(config: GPTConfig, folder: Path) -> dict[str, AdapterRef]:
         "other-alora": (Card("other-alora", invocation=INVOCATION), None, linears(5)),
         "dora": (Card("dora"), None, linears(6, "dora")),
         "ia3": (Card("ia3"), None, linears(7, "ia3", by_parts=True)),
+        "bottleneck": (Card("bottleneck"), None, linears(10, "bottleneck", rank=2)),
+        "alora-post": (
+            Card("alora-post", invocation=INVOCATION),
+            None,
+            linears(11, "bottleneck-post"),
+        ),
         "rows-lora": (Card("rows-lora"), table, linears(8)),
         "prefix-lora": (Card("prefix-lora", kind="prefix"), prefix, linears(9)),
     }

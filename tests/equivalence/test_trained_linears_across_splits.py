@@ -1,4 +1,4 @@
-"""LoRA, DoRA and IA3: gradients and 20 steps are equal at any split, in fp64.
+"""LoRA, DoRA, IA3 and bottlenecks: gradients and 20 steps are equal at any split, in fp64.
 
 The oracle is one rank. The splits compute the same examples in micro-batches, with and without
 sequence parallelism and activation checkpointing, also with fewer KV heads than tensor ranks.
@@ -36,6 +36,7 @@ MODELS = {
     # Two KV heads: fewer than four tensor ranks.
     "modern": MODERN.with_fields(num_layers=4, moe_layers=()),
     "layered": LAYERED,
+    "layered-pre": LAYERED.with_fields(norm_placement="pre"),
     "experts": EXPERTS,
 }
 
@@ -66,10 +67,19 @@ CASES = (
     Case("layered", "lora", layers=(3,), sequence_parallel=True),
     Case("layered", "ia3", layers=(1, 2), sequence_parallel=True, virtual_stages=2),
     Case("experts", "lora", recompute="selective", tasks=2),
+    # Two for the splits with even numbers, and two for those with odd numbers.
+    Case("classic", "bottleneck", sequence_parallel=True, tasks=2),
+    Case("modern", "bottleneck", recompute="full"),
+    Case("modern", "bottleneck", ("linear_fc2",), virtual_stages=2),
+    Case("layered-pre", "bottleneck", layers=(1, 2), sequence_parallel=True, tasks=2),
     Case("classic", "alora", sequence_parallel=True, recompute="full", tasks=2),
     Case("modern", "alora", virtual_stages=2),
     Case("layered", "alora", layers=(2,)),
 )
+
+
+LOW_RANK_SETTINGS = {"rank": 3, "alpha": 5.0, "lora_plus_ratio": 2.0}
+RANK_SETTINGS: dict[str, dict[str, float]] = {"ia3": {}, "bottleneck": {"rank": 3}}
 
 
 def settings_of(case: Case) -> TuneConfig:
@@ -86,7 +96,7 @@ def settings_of(case: Case) -> TuneConfig:
             "micro_batch_examples": 2,
             "gradient_norm_max": 0.5,
             "weight_decay": 0.01,
-            **({} if case.method == "ia3" else {"rank": 3, "alpha": 5.0, "lora_plus_ratio": 2.0}),
+            **RANK_SETTINGS.get(case.method, LOW_RANK_SETTINGS),
         },
         "here",
     )

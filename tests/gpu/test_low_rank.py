@@ -155,7 +155,7 @@ def build_runner(model: GPT, *, graphs: bool, kernels: bool = True) -> ModelRunn
 
 
 def without_failures(runner: ModelRunner, model: GPT) -> list[Outcome]:
-    outcomes = run_adapter_steps(runner, model.config, blocks=2)
+    outcomes = run_adapter_steps(runner, model.config, blocks=2, has_bottlenecks=True)
     assert runner.failed_captures == 0
     return outcomes
 
@@ -171,7 +171,8 @@ def test_replayed_steps_have_the_tokens_of_plain_steps_and_of_torch(name: str) -
     assert not any(outcome.replayed for outcome in plain)
     check_equal_outcomes(plain, reference, 1e-3)
     captured = without_failures(build_runner(model, graphs=True), model)
-    assert all(outcome.replayed for outcome in captured)
+    assert all(outcome.replayed for outcome in captured[:-1])
+    assert not captured[-1].replayed, "bottlenecks"
     check_equal_outcomes(captured, plain, 1e-3)
 
 

@@ -46,12 +46,18 @@ def with_adapters(
 
 
 def run_adapter_steps(
-    runner: ModelRunner, config: GPTConfig, blocks: int = 6, range_bytes: int = RANGE_BYTES
+    runner: ModelRunner,
+    config: GPTConfig,
+    blocks: int = 6,
+    range_bytes: int = RANGE_BYTES,
+    *,
+    has_bottlenecks: bool = False,
 ) -> list[Outcome]:
     """Run a prefill step and decode steps; return the outcomes of the decode steps.
 
     Each sequence has a number of `blocks`, and each adapter `range_bytes`. The inputs of the decode
-    steps are fixed, so that the steps of two runners are the same.
+    steps are fixed, so that the steps of two runners are the same. `has_bottlenecks`: there is one
+    more step, with bottlenecks.
     """
 
     def linears(method: str, seed: int, **options: object) -> dict[str, LinearAdapter]:
@@ -98,6 +104,9 @@ def run_adapter_steps(
     decode([WIDE, DORA, LORA, BASE, WIDE], write(WIDE, wide))
     # A new adapter is written over the range of one that no sequence uses.
     decode([DORA, WIDE, DORA, BASE, BASE], write(DORA, linears("ia3", 6)))
+    if has_bottlenecks:
+        post = write(IA3, linears("bottleneck-post", 8))
+        decode([LORA, WIDE, BASE, IA3, LORA], write(LORA, linears("bottleneck", 7)), post)
     return outcomes[1:]
 
 

@@ -14,6 +14,8 @@ from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears
 from gpt.parallel.adapter_sharding import linear_keys, part_rows
 
 METHODS = ("lora", "dora", "ia3")
+# Bottlenecks with a norm in front, behind, and without a norm.
+BOTTLENECKS = ("bottleneck", "bottleneck-post", "bottleneck-plain")
 # A Llama-like network, for adapters of NeMo and Megatron-Bridge.
 GATED = GPTConfig(
     num_layers=4,
@@ -46,12 +48,16 @@ def random_linears(
 ) -> dict[str, LinearAdapter]:
     """Changes of all linears with the names `targets`, about as large as the weights.
 
+    Bottlenecks, of the size `rank`, are of linear_proj and linear_fc2 alone.
+
     `by_parts`: the parts of fused linears are changed separately, the first with a larger rank, and
     the last not at all.
     """
     changes = {}
     for linear in adaptable_linears(config).values():
         if linear.name.rpartition(".")[2] not in targets:
+            continue
+        if method in BOTTLENECKS and not linear.is_row_parallel:
             continue
         keys: tuple[str, ...] = (linear.name,)
         if by_parts and linear.parts:
@@ -75,6 +81,16 @@ def _random_change(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw)
 
+    if method in BOTTLENECKS:
+        tensors = {
+            "bottleneck_down": normal(rank, outputs) / outputs**0.5,
+            "bottleneck_up": strength * normal(outputs, rank),
+        }
+        position = {"bottleneck": "pre", "bottleneck-post": "post"}.get(method)
+        if position is not None:
+            tensors[f"bottleneck_{position}_norm_weight"] = 1 + 0.3 * normal(outputs)
+            tensors[f"bottleneck_{position}_norm_bias"] = 0.3 * normal(outputs)
+        return LinearAdapter(**tensors)
     if method == "ia3":
         if linear.is_row_parallel and linear.name.endswith("linear_fc2"):
             return LinearAdapter(input_scale=1 + 0.3 * strength * normal(linear.in_features))

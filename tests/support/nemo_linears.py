@@ -1,4 +1,4 @@
-"""LoRA and IA3 as NeMo 1 saves them: each rank's shards, at any split."""
+"""LoRA, IA3 and Houlsby adapters as NeMo 1 saves them: each rank's shards, at any split."""
 
 import re
 import tarfile
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.linear_adapter import LinearAdapter, split_key
+from tests.support import houlsby_adapters
 from tests.support.checkpoints.distcp_writer import even_boxes, write_chunks
 
 MODULES = {
@@ -42,6 +43,10 @@ def rank_state(
     prefix: str = "model.decoder.",
 ) -> dict[str, Tensor]:
     """The state of one rank. `layers`: the name of each of its layers in the keys."""
+    if any(change.bottleneck is not None for change in linears.values()):
+        return houlsby_adapters.rank_state(
+            linears, tp=tp, tp_rank=tp_rank, layers=layers, prefix=prefix
+        )
     state = {}
     for key, change in linears.items():
         linear, part = split_key(key)
@@ -120,24 +125,30 @@ def write_nemo_distributed(
     *,
     tp: int = 1,
     stacked: bool = True,
+    scheme: str = "lora",
     tuning: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write an archive whose weights are a distributed checkpoint of `tp` tensor ranks."""
     names = {layer: str(layer) for layer in range(config.num_layers)}
     states = [rank_state(linears, config, tp=tp, tp_rank=rank, layers=names) for rank in range(tp)]
     by_key: dict[str, list[Tensor]] = {}
-    cuts: dict[str, int] = {}
+    cuts: dict[str, int | None] = {}
     for key in states[0]:
         is_row_input = "linear_in" in key and ("dense_attention" in key or "4htoh" in key)
-        tensor = torch.cat([state[key] for state in states], 1 if is_row_input else 0)
+        is_row_input |= "linear_out" in key and bool(re.search(r"\.adapter_[12]\.", key))
+        is_norm = "layer_norm" in key
+        shards = [state[key] for state in states]
+        tensor = shards[0] if is_norm else torch.cat(shards, 1 if is_row_input else 0)
         name = re.sub(r"layers\.\d+\.", "layers.", key) if stacked else key
         by_key.setdefault(name, []).append(tensor)
-        cuts[name] = -1 if is_row_input else -2
+        cuts[name] = None if is_norm else -1 if is_row_input else -2
     tensors = {key: torch.stack(v) if stacked else v[0] for key, v in by_key.items()}
 
     def boxes(key: str, value: Tensor) -> list[tuple[list[int], list[int]]]:
         counts = [1] * value.dim()
-        counts[cuts[key]] = tp
+        cut = cuts[key]
+        if cut is not None:
+            counts[cut] = tp
         return even_boxes(value, counts)
 
     folder = path.with_suffix("")
@@ -146,7 +157,7 @@ def write_nemo_distributed(
     record = {
         "num_layers": config.num_layers,
         "tensor_model_parallel_size": tp,
-        "peft": {"peft_scheme": "lora", "lora_tuning": dict(tuning or {})},
+        "peft": {"peft_scheme": scheme, f"{scheme}_tuning": dict(tuning or {})},
     }
     (folder / "model_config.yaml").write_text(yaml.safe_dump(record))
     with tarfile.open(path, "w") as archive:

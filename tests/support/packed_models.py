@@ -159,15 +159,21 @@ def check_fused_decoder(name: str, kind: str) -> None:
 ADAPTERS = (("lora", False), ("lora", True), ("dora", True), ("ia3", False))
 
 
-def mixed_adapters(model: GPT, rows: int, *, prepared: bool = True) -> tuple[AdaptedRows, ...]:
+def mixed_adapters(
+    model: GPT,
+    rows: int,
+    *,
+    prepared: bool = True,
+    methods: Sequence[tuple[str, bool]] = ADAPTERS,
+) -> tuple[AdaptedRows, ...]:
     """Adapters of several methods for rows of a batch; some rows have none.
 
     Adjacent rows have the same adapter in the second half of the batch only.
     """
     indices = torch.arange(rows)
-    owners = torch.where(indices < rows // 2, indices, indices // 15) % (len(ADAPTERS) + 1)
+    owners = torch.where(indices < rows // 2, indices, indices // 15) % (len(methods) + 1)
     adapted_rows = []
-    for owner, (method, by_parts) in enumerate(ADAPTERS):
+    for owner, (method, by_parts) in enumerate(methods):
         linears = random_linears(model.config, method, rank=3 + 4 * owner, by_parts=by_parts)
         adapter = shard_adapter(linears, model.config, model.layers, dtype=model.dtype)
         owned = (owners == owner).nonzero().flatten()

@@ -37,6 +37,8 @@ def random_trainable_linears(
 def _draw(tensor: LinearTensor) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(tensor.parameter_name.encode()))
     values = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-    if tensor.name in ("magnitude", "output_scale", "input_scale"):
+    if tensor.name in ("magnitude", "output_scale", "input_scale", "bottleneck_pre_norm_weight"):
         return 1 + 0.2 * values
+    if tensor.name == "bottleneck_pre_norm_bias":
+        return 0.2 * values
     return values / math.sqrt(tensor.shape[1])

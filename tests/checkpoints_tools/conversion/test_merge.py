@@ -123,6 +123,7 @@ def test_adapters_that_weights_cannot_express_are_refused(
     linears = random_linears(config)
     adapters = {
         "is an activated LoRA": build_adapter(Card("a", invocation=(3, 4)), None, linears),
+        "has bottlenecks": build_adapter(Card("a"), None, random_linears(config, "bottleneck")),
         "has 2 virtual tokens": build_adapter(
             Card("a"), torch.ones(2, config.hidden_size), linears
         ),

@@ -128,6 +128,7 @@ def test_an_adapter_that_peft_does_not_have_is_refused(tmp_path: Path) -> None:
         "has 2 virtual tokens and adapter weights": build_adapter(
             Card("a"), torch.ones(2, config.hidden_size), lora
         ),
+        "has bottlenecks": build_adapter(Card("a"), None, random_linears(config, "bottleneck")),
         "combines DoRA, LoRA": build_adapter(Card("a"), None, {**lora, first: dora[first]}),
         "combines IA3, LoRA": build_adapter(Card("a"), None, {**lora, first: ia3[first]}),
         "combines LoRA in": build_adapter(

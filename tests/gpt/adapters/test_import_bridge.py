@@ -220,6 +220,7 @@ def test_exports_are_read_again_bit_for_bit(
 def test_exports_that_bridge_cannot_express_are_refused(base: Checkpoint) -> None:
     refused = {
         "magnitudes": build_adapter(Card("a"), None, changes("dora")),
+        "bottlenecks": build_adapter(Card("a"), None, random_linears(CONFIG, "bottleneck")),
         "virtual tokens": build_adapter(Card("a"), torch.ones(2, 32), changes()),
         "IA3": build_adapter(Card("a"), None, random_linears(CONFIG, "ia3")),
         "an invocation": build_adapter(Card("a", invocation=(3,)), None, changes()),

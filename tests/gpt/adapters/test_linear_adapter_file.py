@@ -20,7 +20,7 @@ from gpt.adapters.prompt_template import PromptTemplate
 from gpt.checkpoint.logical_tensor import ModelIdentity
 from gpt.errors import AdapterError
 from gpt.linear_adapter import LinearAdapter, last_occurrence, split_key
-from tests.support.linear_adapters import METHODS, random_linears
+from tests.support.linear_adapters import BOTTLENECKS, METHODS, random_linears
 from tests.support.models import CLASSIC, EXPERTS, MODERN
 
 CARD = Card(
@@ -40,7 +40,7 @@ def make_adapter(method: str = "lora", card: Card = CARD) -> Adapter:
     return build_adapter(card, None, random_linears(MODERN, method, by_parts=True))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *BOTTLENECKS])
 def test_a_file_returns_the_same_adapter(method: str, tmp_path: Path) -> None:
     adapter, path = make_adapter(method), tmp_path / "task.safetensors"
     save_adapter(adapter, path)
@@ -98,6 +98,8 @@ def test_a_release_for_tables_only_refuses_the_file_by_its_version(tmp_path: Pat
 
 
 A, B = torch.ones(2, 32), torch.ones(60, 2)
+PROJ = "decoder.layers.1.self_attention.linear_proj"
+BOTTLENECK = LinearAdapter(bottleneck_down=A, bottleneck_up=A.T)
 INVALID_CHANGES: dict[str, tuple[Changes, str]] = {
     "nothing": ({QKV: LinearAdapter()}, "has no tensor for"),
     "half a product": ({QKV: LinearAdapter(A)}, "has only lora_a of"),
@@ -133,6 +135,21 @@ INVALID_CHANGES: dict[str, tuple[Changes, str]] = {
         {QKV: LinearAdapter(A, B, input_scale=torch.ones(32))},
         "cannot be combined",
     ),
+    "a bottleneck of qkv": ({QKV: BOTTLENECK}, "is behind attention"),
+    "half a bottleneck": ({PROJ: LinearAdapter(bottleneck_down=A)}, "it must have down"),
+    "a norm without a bias": (
+        {PROJ: replace(BOTTLENECK, bottleneck_pre_norm_weight=A[0])},
+        "and the weight and the bias of a norm",
+    ),
+    "two bottleneck sizes": ({PROJ: replace(BOTTLENECK, bottleneck_up=A)}, "it must have down"),
+    "a huge bottleneck": (
+        {PROJ: replace(BOTTLENECK, bottleneck_down=A[:1].expand(10**9, -1))},
+        "the largest size is 512",
+    ),
+    "a bottleneck and LoRA": (
+        {PROJ: replace(BOTTLENECK, lora_a=A, lora_b=A.T)},
+        "and no other change of the linear",
+    ),
     "a linear and its part": (
         {QKV: LinearAdapter(A, B), f"{QKV}.key": LinearAdapter(A, B[:12])},
         "changes both",
@@ -160,6 +177,14 @@ UNFIT_CHANGES: dict[str, tuple[Changes, str]] = {
     ),
     "another width": ({QKV: LinearAdapter(torch.ones(2, 31), B)}, "the model has 32 inputs"),
     "another height": ({QKV: LinearAdapter(A, torch.ones(61, 2))}, "the model has 96 outputs"),
+    "a zero bottleneck": (
+        {PROJ: replace(BOTTLENECK, bottleneck_up=torch.zeros(32, 2))},
+        "has no effect",
+    ),
+    "a wide bottleneck": (
+        {PROJ: LinearAdapter(bottleneck_down=torch.ones(2, 33), bottleneck_up=torch.ones(33, 2))},
+        "for the hidden size 33",
+    ),
     "a zero product": ({QKV: LinearAdapter(A, torch.zeros(96, 2))}, "has no effect"),
     "scales of one": ({QKV: LinearAdapter(output_scale=torch.ones(96))}, "has no effect"),
 }

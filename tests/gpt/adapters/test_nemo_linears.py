@@ -225,7 +225,6 @@ State = dict[str, Any]
 KQV = "model.decoder.layers.0.self_attention.adapter_layer.lora_kqv_adapter"
 EXPERT = "model.decoder.layers.0.mlp.experts.local_experts.0"
 FAULTS: dict[str, tuple[Callable[[State], State], Mapping[str, Any], str]] = {
-    "houlsby": (dict, {"peft_scheme": "adapter"}, "peft_scheme 'adapter'"),
     "selective": (dict, {"peft_scheme": "selective"}, "peft_scheme 'selective'"),
     "two schemes": (dict, {"peft_scheme": "lora,ptuning"}, "peft_scheme 'lora,ptuning'"),
     "tying": (dict, {"weight_tying": True}, "weight_tying True"),
@@ -291,7 +290,7 @@ FAULTS: dict[str, tuple[Callable[[State], State], Mapping[str, Any], str]] = {
             | {"model.decoder.layers.0.adapter_layer.adapter_1.linear_in.weight": torch.ones(1, 1)}
         ),
         {},
-        "Houlsby",
+        "a Houlsby adapter that is not supported here",
     ),
     "a norm": (
         lambda state: state | {f"{KQV}.layer_norm.weight": torch.ones(4)},

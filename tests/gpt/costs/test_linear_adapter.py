@@ -17,7 +17,7 @@ from gpt.costs.linear_adapter import (
     stage_costs,
 )
 from gpt.errors import ConfigError
-from gpt.linear_adapter import LinearAdapter, split_key
+from gpt.linear_adapter import LinearAdapter, LinearTerm, split_key
 from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears
 from gpt.parallel.adapter_sharding import largest_rank_bytes, part_rows, shard_adapter
 from gpt.parallel.pipeline_stages import stage_layers
@@ -65,7 +65,8 @@ def test_numbers_equal_those_of_an_adapters_tensors(name: str, method: LinearMet
     cost = linear_adapter_cost(config, spec)
     assert cost.stored == sum(tensor.numel() for _, tensor in tensors)
     assert cost.trained == sum(t.numel() for n, t in tensors if n != "weight_norm")
-    matrices = sum(t.numel() for n, t in tensors if n.startswith("lora"))
+    factors = ("lora", "bottleneck_down", "bottleneck_up")
+    matrices = sum(t.numel() for n, t in tensors if n.startswith(factors))
     assert cost.flops_per_token == 2 * matrices
 
 
@@ -92,6 +93,7 @@ def test_numbers_of_each_stage_equal_those_of_its_shards(
     config, spec = MODELS[name], LinearAdapterSpec(method, rank=3)
     adapter = adapter_of(config, spec)
     costs = stage_costs(config, spec, tp, pp)
+    no_tensors = LinearTerm()
     for (layers,), cost in zip(stage_layers(config.num_layers, pp), costs, strict=True):
         for rank in range(tp):
             terms = shard_adapter(adapter, config, layers, rank=rank, tp=tp)
@@ -99,7 +101,7 @@ def test_numbers_of_each_stage_equal_those_of_its_shards(
                 (linear, name, tensor.numel())
                 for linear, linear_terms in terms.items()
                 for term in linear_terms
-                for name, tensor in vars(term).items()
+                for name, tensor in {**vars(term.bottleneck or no_tensors), **vars(term)}.items()
                 if isinstance(tensor, Tensor)
             ]
             # A magnitude and a norm are one factor in a term.
@@ -108,6 +110,7 @@ def test_numbers_of_each_stage_equal_those_of_its_shards(
                 size
                 for linear, name, size in values
                 if name == ("lora_b" if linear.endswith(("proj", "fc2")) else "lora_a")
+                or method == "bottleneck"
             )
 
 

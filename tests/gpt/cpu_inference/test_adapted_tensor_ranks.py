@@ -18,6 +18,7 @@ from tests.support.models import CONFIGS, build
 from tests.support.ranks import ranks
 
 IDS = torch.arange(3, 27)
+METHODS = ("dora", "ia3", "bottleneck")
 
 
 def adapted_logits(model: GPT, method: str) -> Tensor:
@@ -35,7 +36,7 @@ def rank_logits(_: int, name: str) -> list[Tensor]:
     model = build(CONFIGS[name], Mesh.create(2, 1), dtype=torch.bfloat16)
     pack_weights(model)
     with torch.inference_mode():
-        return [adapted_logits(model, method) for method in ("dora", "ia3")]
+        return [adapted_logits(model, method) for method in METHODS]
 
 
 @pytest.mark.skipif(kernels.isa_level() not in kernels.ISA_LEVELS[1:], reason="no packed weights")
@@ -43,7 +44,7 @@ def rank_logits(_: int, name: str) -> list[Tensor]:
 def test_two_tensor_ranks_have_the_logits_of_the_reference(name: str) -> None:
     model = build(CONFIGS[name], dtype=torch.float64)
     with torch.inference_mode():
-        expected = [adapted_logits(model, method) for method in ("dora", "ia3")]
+        expected = [adapted_logits(model, method) for method in METHODS]
     for outputs in ranks(2, rank_logits, name):
         for logits, exact in zip(outputs, expected, strict=True):
             assert (logits - exact).std() < 0.03 * exact.std()

@@ -75,6 +75,7 @@ class TorchAdapterKernels(AdapterKernels):
 
     def __init__(self, adapted_rows: tuple[AdaptedRows, ...]) -> None:
         self._adapted_rows = adapted_rows
+        self.bottlenecks = adapted_rows
 
     def for_linear(self, linear: str) -> TermKernels | None:
         terms = row_terms(self._adapted_rows, linear)
@@ -97,12 +98,13 @@ def model_adapter(
 
 
 def mixed_rows(model: GPT) -> tuple[AdaptedRows, ...]:
-    """LoRA, DoRA and IA3 on a part of the rows each; the last rows have no adapter."""
+    """LoRA, DoRA, IA3 and bottlenecks on a part of the rows each; the last rows have no adapter."""
     rows = torch.arange(30).view(3, 10)
     return (
         AdaptedRows(model_adapter(model, seed=1, by_parts=True, rank=2), rows[0]),
         AdaptedRows(model_adapter(model, method="dora", seed=2), rows[1]),
         AdaptedRows(model_adapter(model, method="ia3", seed=3), rows[2]),
+        AdaptedRows(model_adapter(model, method="bottleneck", seed=4), torch.arange(30, 33)),
     )
 
 

@@ -28,6 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora": {"learning_rate": 1e-2, "rank": 4, "dropout": 0.1},
     "dora": {"learning_rate": 1e-2, "rank": 4, "rslora": True},
     "ia3": {"learning_rate": 1e-1},
+    "bottleneck": {"learning_rate": 1e-2, "rank": 8},
     "alora": {
         "learning_rate": 1e-2,
         "rank": 4,
@@ -51,7 +52,10 @@ def tune(folder: Path, checkpoint: Path, *flags: str, **changes: object) -> Path
     return file
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(m, marks=[pytest.mark.slow] if m == "bottleneck" else []) for m in METHODS],
+)
 def test_a_run_writes_an_adapter_with_the_effect_that_it_validated(
     checkpoint: Path, tmp_path: Path, method: str
 ) -> None:
@@ -73,7 +77,9 @@ def test_a_run_writes_an_adapter_with_the_effect_that_it_validated(
     model = gpt.load(checkpoint)
     replay = replay_golden_examples(model, open_tokenizer(checkpoint / "tokenizer"), adapter)
     assert replay.checked == 2 and replay.passed, replay.mismatch_lines
-    assert adapter.card.metrics["validation"]["adapter"]["exact_match"] > 0.8
+    # Of eight answers, bottlenecks make six, and the others at least seven.
+    least = 0.7 if method == "bottleneck" else 0.8
+    assert adapter.card.metrics["validation"]["adapter"]["exact_match"] > least
 
 
 def losses(file: Path, *, ends_after: int | None = None) -> list[float]:
@@ -158,7 +164,12 @@ def test_an_example_without_the_invocation_is_refused(
     [
         ({"method": "alora"}, "invocation is missing"),
         ({"method": "lora", "invocation": "x"}, "invocation is set, but has an effect only if"),
-        ({"rank": 4}, "rank is 4, but has an effect only if method is lora, alora or dora"),
+        ({"rank": 4}, "rank is 4, but has an effect only if method is lora, alora, dora or bott"),
+        ({"method": "bottleneck", "alpha": 2.0}, "alpha is 2.0, but has an effect only if"),
+        (
+            {"method": "bottleneck", "targets": ["linear_qkv"]},
+            "a bottleneck is behind linear_proj or linear_fc2",
+        ),
         ({"method": "ia3", "alpha": 2.0}, "alpha is 2.0, but has an effect only if"),
         ({"method": "dora", "dropout": 0.1}, "dropout is 0.1, but method dora"),
         ({"method": "lora", "targets": ["linear_q"]}, "targets has 'linear_q'; did you mean"),

@@ -172,7 +172,7 @@ def test_a_busy_server_captures_a_graph_after_many_steps_without_it(
     assert not graphs_of(runner)._captured_graphs, "graphs without adapters"
 
 
-@pytest.mark.parametrize("kind", ["rank", "input scale", "fits"])
+@pytest.mark.parametrize("kind", ["rank", "input scale", "bottleneck", "fits"])
 def test_adapters_beyond_the_limits_of_graphs_run_without_them(
     kind: str, runner: ModelRunner
 ) -> None:
@@ -181,6 +181,8 @@ def test_adapters_beyond_the_limits_of_graphs_run_without_them(
     if kind == "input scale":
         name = next(iter(adaptable_linears(config)))
         linears[name] = LinearAdapter(input_scale=torch.ones(config.hidden_size))
+    if kind == "bottleneck":
+        linears = random_linears(config, "bottleneck")
     step = with_adapters(prefill_step(RULES[:2], blocks=4), [LORA, BASE])
     step = msgspec.structs.replace(step, linear_writes=[linears_write(LORA, linears)])
     outcome = run(runner, step)
