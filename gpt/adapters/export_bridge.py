@@ -71,7 +71,7 @@ def convert_linears_to_bridge(adapter: Adapter, base: Checkpoint | None) -> Adap
         "common_backend_version": 1,
     }
     files = {
-        **_distributed_files(_stacked_tensors(changes)),
+        **_distributed_files(_stacked_tensors(changes, base.config.num_layers)),
         CONFIG_FILE: yaml.safe_dump({"peft": settings}, sort_keys=False).encode(),
         COMMON_FILE: common.getvalue(),
         BACKEND_FILE: json.dumps(backend).encode(),
@@ -106,7 +106,8 @@ def _split_notes(changes: list[LinearChange], config: GPTConfig) -> list[str]:
     ]
 
 
-def _stacked_tensors(changes: list[LinearChange]) -> dict[str, Tensor]:
+def _stacked_tensors(changes: list[LinearChange], num_layers: int) -> dict[str, object]:
+    """Return the tensors and, as Megatron-Core saves it and wants it, no state of each module."""
     part_names = {part: letter for letter, part in PARTS.items()}
     by_key: dict[str, list[Tensor]] = {}
     for change in changes:
@@ -117,10 +118,14 @@ def _stacked_tensors(changes: list[LinearChange]) -> dict[str, Tensor]:
         assert lora_a is not None and lora_b is not None
         by_key.setdefault(f"{module}linear_in.weight", []).append(lora_a)
         by_key.setdefault(f"{module}linear_out.weight", []).append(lora_b)
-    return {key: torch.stack(tensors) for key, tensors in by_key.items()}
+    values: dict[str, object] = {key: torch.stack(tensors) for key, tensors in by_key.items()}
+    for key in by_key:
+        state = key.removesuffix("weight") + "_extra_state"
+        values |= {f"{state}/shard_{layer}_{num_layers}": [None] for layer in range(num_layers)}
+    return values
 
 
-def _distributed_files(tensors: dict[str, Tensor]) -> dict[str, bytes]:
+def _distributed_files(values: dict[str, object]) -> dict[str, bytes]:
     """Return the weights and their index, as torch's distributed checkpoint writes them."""
     # Imported here because the import takes long, and only this export needs it.
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -128,5 +133,5 @@ def _distributed_files(tensors: dict[str, Tensor]) -> dict[str, bytes]:
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Torch warns that one process writes alone.
-        save(tensors, storage_writer=FileSystemWriter(folder), no_dist=True)
+        save(values, storage_writer=FileSystemWriter(folder), no_dist=True)
         return {name: (Path(folder) / name).read_bytes() for name in (METADATA_FILE, WEIGHTS_FILE)}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 
 from checkpoints_tools.conversion.convert import write_native
 from gpt.adapters.adapter_file import (
@@ -20,6 +21,8 @@ from gpt.adapters.adapter_file import (
 )
 from gpt.adapters.export_bridge import convert_linears_to_bridge
 from gpt.adapters.fused_linears import product_rows, with_weight_norms
+from gpt.checkpoint.files.file_tree import scan_folder
+from gpt.checkpoint.files.torch_dcp import read_index
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.errors import AdapterError
 from gpt.linear_adapter import LinearAdapter, split_key
@@ -322,9 +325,18 @@ def test_exports_are_read_again_bit_for_bit(
         capsys, "export", tmp_path / "a.safetensors", tmp_path / "a", *flags
     )
     assert code == 0, err
+    is_canonical = case in ("canonical", "parts missing")
+    assert ("must load the directory with tensor_model_parallel_size 1" in err) == is_canonical
     adapter = open_adapter(tmp_path / "a", base=base)
     check_adapter(adapter, CONFIG, None)
     assert adapter.digest == build_adapter(adapter.card, None, linears).digest
+    # Megatron-Core loads neither other keys nor a checkpoint without these.
+    index = read_index(scan_folder(tmp_path / "a"), lambda _key: True)
+    modules = {key.removesuffix(".weight") for key in index.tensors}
+    assert all(entry.shape[0] == CONFIG.num_layers for entry in index.tensors.values())
+    states = {f"{module}._extra_state/shard_{layer}_2" for module in modules for layer in range(2)}
+    keys = FileSystemReader(tmp_path / "a").read_metadata().state_dict_metadata
+    assert set(keys) == {*index.tensors, *states}
 
 
 def test_exports_that_bridge_cannot_express_are_refused(base: Checkpoint) -> None:
