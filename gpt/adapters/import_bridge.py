@@ -8,7 +8,7 @@ the context of the run. Each change acts as LoRA, with these exceptions:
   projections without biases.
 - The order of a B's rows in linear_fc1 depends on the tensor ranks that trained it (`_fc1_rows`).
 - NeMo 2 and Megatron-Bridge up to 0.2 add the separate changes of queries, keys and values to other
-  rows of linear_qkv (`_place_blocks`).
+  rows of linear_qkv (`_with_trained_rows`).
 
 The number of tensor ranks is known from the chunks: A of a column-parallel linear is cut by rank.
 """
@@ -85,7 +85,7 @@ class _Settings:
     alpha: float
     tp: int
     source: Path
-    has_blocks: bool  # Changes of queries, keys and values are added as `_place_blocks` says.
+    has_blocks: bool  # Changes of queries, keys and values are added as `_with_trained_rows` says.
 
     @property
     def scale(self) -> float:
@@ -117,7 +117,7 @@ def open_bridge(path: Path, folder: Path, base: Checkpoint | None) -> Adapter:
     if any(key.endswith(".query") for key in changes):
         _check_groups(settings, base.config, tp)
         if settings.has_blocks:
-            placed = _place_blocks(changes, base.config, tp)
+            placed = _with_trained_rows(changes, base.config, tp)
             notes += [] if placed.keys() == changes.keys() else [BLOCKS_NOTE]
             changes = placed
     linears = fold_linears(without_zeros(changes), base.config)
@@ -229,7 +229,7 @@ def _check_groups(settings: _Settings, config: GPTConfig, tp: int) -> None:
         )
 
 
-def _place_blocks(
+def _with_trained_rows(
     changes: Mapping[str, LinearAdapter], config: GPTConfig, tp: int
 ) -> dict[str, LinearAdapter]:
     """Return changes of whole linears instead of the changes of queries, keys and values.

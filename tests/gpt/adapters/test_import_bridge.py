@@ -75,6 +75,7 @@ def base() -> Checkpoint:
 def test_lora_of_any_form_is_joined(
     tmp_path: Path,
     base: Checkpoint,
+    *,
     tp: int,
     stacked: bool,
     canonical: bool,
