@@ -77,7 +77,7 @@ bench-peers: setup  ## compares the generation speed with the other engines
 	$(VENV)/bin/python -m bench --only peers
 tools: setup clients-tools  ## installs the dependencies of the slow tests and the third-party clients
 	@$(PIP) --no-deps megatron-core triton==3.6.0
-	@$(MAKE) --silent --no-print-directory build/triton/3.7.1/triton build/megatron-core/0.19.2/einops
+	@$(MAKE) --silent --no-print-directory build/triton/3.7.1/triton build/megatron-core/0.19.2/einops build/megatron-bridge/0.3.1/megatron
 	@tests/install_chromium.sh
 clients-tools: setup  ## installs the third-party clients
 	@deploy/prometheus/install.sh
@@ -112,6 +112,8 @@ build/triton/%/triton: | $(DEVELOPMENT)  # Another version of Triton, which test
 	@$(VENV)/bin/python -m pip --disable-pip-version-check install -q --no-deps --target build/triton/$* triton==$*
 build/megatron-core/%/einops: | $(DEVELOPMENT)  # The version whose HybridModel and FSDP the slow tests run.
 	@$(VENV)/bin/python -m pip --disable-pip-version-check install -q --no-deps --ignore-requires-python --target build/megatron-core/$* megatron-core==$* einops==0.8.2
+build/megatron-bridge/%/megatron: | $(DEVELOPMENT)  # The version whose adapters the slow tests run.
+	@$(VENV)/bin/python -m pip --disable-pip-version-check install -q --no-deps --ignore-requires-python --target build/megatron-bridge/$* megatron-bridge==$*
 build/clients/%/installed: $(REQUIREMENTS)/%.* tests/third_party_clients/install.sh constraints.txt
 	@tests/third_party_clients/install.sh $*
 $(DEMO_ADAPTER): examples/demo/tune.yaml $(wildcard examples/demo/checkpoint/*/*/*) | $(RUNTIME) $(STUBS)

@@ -1,4 +1,9 @@
-"""Tensors of an adapter in a distributed checkpoint (`torch_dist`), layer by layer."""
+"""Tensors of an adapter in a distributed checkpoint (`torch_dist`), layer by layer.
+
+A tensor rank of a gated linear_fc1 has the rows of its gates above those of its ups. Megatron-Core
+saves the halves of a rank's rows as two chunks: in the whole tensor, the first halves of all ranks
+are above the second halves. Adapters are saved with or without these halves (import_bridge.py).
+"""
 
 import math
 from collections.abc import Iterator
@@ -11,6 +16,24 @@ from gpt.checkpoint.files.torch_dcp import ChunkedTensor
 from gpt.errors import AdapterError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def count_cuts(entry: ChunkedTensor, dimension: int) -> int:
+    """Return the number of equal pieces into which the chunks cut a dimension; 0: not equal."""
+    offsets = sorted({chunk.offsets[dimension] for chunk in entry.chunks})
+    size, remainder = divmod(entry.shape[dimension], max(len(offsets), 1))
+    are_equal = not remainder and offsets == [size * number for number in range(len(offsets))]
+    return len(offsets) if are_equal else 0
+
+
+def ranks_to_halves(rows: Tensor, tp: int) -> Tensor:
+    """Place the first halves of all tensor ranks' rows above the second halves."""
+    return rows.view(tp, 2, -1, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+
+def halves_to_ranks(rows: Tensor, tp: int) -> Tensor:
+    """Undo `ranks_to_halves`: place the rows of each tensor rank side by side."""
+    return rows.view(2, tp, -1, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 
 def layer_tensors(

@@ -1,8 +1,10 @@
 """Megatron-Bridge export: LoRA as a distributed checkpoint (`torch_dist`) with its run_config.yaml.
 
-The tensors are whole, so Megatron loads them at any split. A key stacks the layers if all layers
-are changed. Megatron-Bridge has one rank and one alpha for all linears, and either LoRA of fused
-linears or CanonicalLoRA of their parts, as NeMo 1 has; smaller ranks are filled with zeros.
+The tensors are whole, so Megatron loads them at any split, except the rows of linear_fc1 that
+Megatron-Bridge takes for gates and ups of each tensor rank (`_split_notes`). A key stacks all
+layers, as in Megatron-Bridge's own checkpoints. Megatron-Bridge has one rank and one alpha for all
+linears, and either LoRA of fused linears or CanonicalLoRA of their parts, as NeMo 1 has; smaller
+ranks and missing layers are filled with zeros.
 """
 
 import io
@@ -49,12 +51,12 @@ def convert_linears_to_bridge(adapter: Adapter, base: Checkpoint | None) -> Adap
             f"adapter {adapter.card.name!r} changes linears, whose layers depend on the base "
             "model; give the base model with --model"
         )
-    changes = uniform_changes(adapter, base.config, 1)
+    changes = uniform_changes(adapter, base.config, 1, all_layers=True)
     is_canonical = any(change.part for change in changes)
     first = changes[0].change
     settings = {
         "_target_": CANONICAL_CLASS if is_canonical else LORA_CLASS,
-        "target_modules": _target_modules(changes, base.config, is_canonical=is_canonical),
+        "target_modules": _target_modules(changes, is_canonical=is_canonical),
         "dim": first.rank,
         "alpha": first.scale * first.rank,
         "dropout": 0.0,
@@ -69,52 +71,61 @@ def convert_linears_to_bridge(adapter: Adapter, base: Checkpoint | None) -> Adap
         "common_backend_version": 1,
     }
     files = {
-        **_distributed_files(_stacked_tensors(changes, base.config)),
+        **_distributed_files(_stacked_tensors(changes, base.config.num_layers)),
         CONFIG_FILE: yaml.safe_dump({"peft": settings}, sort_keys=False).encode(),
         COMMON_FILE: common.getvalue(),
         BACKEND_FILE: json.dumps(backend).encode(),
     }
     assert files.keys() == set(BRIDGE_FILES)
-    note = "the directory was tested only with Preamble's reader, not with Megatron-Bridge"
-    return AdapterExport(files, (*lost_field_notes(adapter), note))
+    notes = (*lost_field_notes(adapter), *_split_notes(changes, base.config))
+    return AdapterExport(files, notes)
 
 
-def _target_modules(
-    changes: list[LinearChange], config: GPTConfig, *, is_canonical: bool
-) -> list[str]:
-    """Return Megatron-Bridge's names of the targets; with the layers if some are not changed."""
+def _target_modules(changes: list[LinearChange], *, is_canonical: bool) -> list[str]:
+    """Return Megatron-Bridge's names of the targets."""
     part_names = {part: letter for letter, part in PARTS.items()}
     names = []
-    layers = {change.layer for change in changes}
     for change in changes:
         module = change.kind.rpartition(".")[2]
         if is_canonical and change.part:
             letter = part_names[change.part]
             module = f"linear_{letter}" if module == "linear_qkv" else f"{module}_{letter}"
-        all_layers = len(layers) == config.num_layers
-        names.append(module if all_layers else f"*.layers.{change.layer}.*.{module}")
+        names.append(module)
     return list(dict.fromkeys(names))
 
 
-def _stacked_tensors(changes: list[LinearChange], config: GPTConfig) -> dict[str, Tensor]:
+def _split_notes(changes: list[LinearChange], config: GPTConfig) -> list[str]:
+    """Return a note if Megatron-Bridge loads rows in another order at several tensor ranks."""
+    parts = {change.part for change in changes if change.kind == "mlp.linear_fc1"}
+    if not parts or (config.gated and parts == {""}):
+        return []
+    versions = "Megatron-Bridge" if config.gated else "Megatron-Bridge up to 0.5.0"
+    return [
+        f"{versions} must load the directory with tensor_model_parallel_size 1: with more, it "
+        "reorders the rows of linear_fc1"
+    ]
+
+
+def _stacked_tensors(changes: list[LinearChange], num_layers: int) -> dict[str, object]:
+    """Return the tensors and, as Megatron-Core saves it and wants it, no state of each module."""
     part_names = {part: letter for letter, part in PARTS.items()}
     by_key: dict[str, list[Tensor]] = {}
-    is_stacked = len({change.layer for change in changes}) == config.num_layers
     for change in changes:
-        layer = "" if is_stacked else f"{change.layer}."
-        module = f"{LAYERS_PREFIX}{layer}{change.kind}.adapter."
+        module = f"{LAYERS_PREFIX}{change.kind}.adapter."
         if change.part:
             module += f"adapter_{part_names[change.part]}."
         lora_a, lora_b = change.change.lora_a, change.change.lora_b
         assert lora_a is not None and lora_b is not None
         by_key.setdefault(f"{module}linear_in.weight", []).append(lora_a)
         by_key.setdefault(f"{module}linear_out.weight", []).append(lora_b)
-    return {
-        key: torch.stack(tensors) if is_stacked else tensors[0] for key, tensors in by_key.items()
-    }
+    values: dict[str, object] = {key: torch.stack(tensors) for key, tensors in by_key.items()}
+    for key in by_key:
+        state = key.removesuffix("weight") + "_extra_state"
+        values |= {f"{state}/shard_{layer}_{num_layers}": [None] for layer in range(num_layers)}
+    return values
 
 
-def _distributed_files(tensors: dict[str, Tensor]) -> dict[str, bytes]:
+def _distributed_files(values: dict[str, object]) -> dict[str, bytes]:
     """Return the weights and their index, as torch's distributed checkpoint writes them."""
     # Imported here because the import takes long, and only this export needs it.
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -122,5 +133,5 @@ def _distributed_files(tensors: dict[str, Tensor]) -> dict[str, bytes]:
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Torch warns that one process writes alone.
-        save(tensors, storage_writer=FileSystemWriter(folder), no_dist=True)
+        save(values, storage_writer=FileSystemWriter(folder), no_dist=True)
         return {name: (Path(folder) / name).read_bytes() for name in (METADATA_FILE, WEIGHTS_FILE)}

@@ -176,10 +176,12 @@ def _layer_selection(layers: Set[int], config: GPTConfig) -> list[int] | None:
     return None if len(layers) == config.num_layers else [layer + 1 for layer in sorted(layers)]
 
 
-def uniform_changes(adapter: Adapter, config: GPTConfig, tp: int) -> list[LinearChange]:
+def uniform_changes(
+    adapter: Adapter, config: GPTConfig, tp: int, *, all_layers: bool = False
+) -> list[LinearChange]:
     """Return the changes of all targets in all changed layers, with one rank and one scale.
 
-    The rank is a multiple of `tp`.
+    The rank is a multiple of `tp`. `all_layers`: in layers that are not changed, too.
     """
     groups = list(linear_groups(adapter.linears, config))
     is_canonical = any("" not in parts for _, parts in groups)
@@ -196,7 +198,9 @@ def uniform_changes(adapter: Adapter, config: GPTConfig, tp: int) -> list[Linear
     kinds = {_kind(name) for name in by_linear}
     changes = []
     for linear in adaptable_linears(config).values():
-        if layer_number(linear.name) not in layers or _kind(linear.name) not in kinds:
+        if not all_layers and layer_number(linear.name) not in layers:
+            continue
+        if _kind(linear.name) not in kinds:
             continue
         parts = by_linear.get(linear.name, {})
         for part in linear.parts if is_canonical and linear.parts else ("",):

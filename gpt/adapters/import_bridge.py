@@ -2,8 +2,15 @@
 
 A key names a linear of the model and one factor of its change; the tensor is whole, whatever the
 parallel sizes of the training were. The rank and alpha are in run_config.yaml, and for NeMo 2 in
-the context of the run. Each change acts as LoRA, except the magnitudes of DoRA: Megatron-Bridge
-computes them as PEFT does only for one tensor rank and projections without biases.
+the context of the run. Each change acts as LoRA, with these exceptions:
+
+- Megatron-Bridge computes the magnitudes of DoRA as PEFT does only for one tensor rank and
+  projections without biases.
+- The order of a B's rows in linear_fc1 depends on the tensor ranks that trained it (`_fc1_rows`).
+- NeMo 2 and Megatron-Bridge up to 0.2 add the separate changes of queries, keys and values to other
+  rows of linear_qkv (`_with_trained_rows`).
+
+The number of tensor ranks is known from the chunks: A of a column-parallel linear is cut by rank.
 """
 
 import math
@@ -13,11 +20,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gpt.adapters.card import Adapter, Card, build_adapter, card_name
-from gpt.adapters.distributed_tensors import layer_tensors
-from gpt.adapters.fused_linears import fold_linears, with_weight_norms
+from gpt.adapters.distributed_tensors import (
+    count_cuts,
+    halves_to_ranks,
+    layer_tensors,
+    ranks_to_halves,
+)
+from gpt.adapters.fused_linears import (
+    fold_linears,
+    join_parts,
+    linear_groups,
+    select_outputs,
+    with_weight_norms,
+)
 from gpt.adapters.import_nemo_linears import without_zeros
 from gpt.adapters.linear_check import RANK_MAX
 from gpt.checkpoint.files.file_tree import scan_folder, scan_folder_recursive
@@ -42,10 +61,12 @@ LEAVES = {
     "linear_out.weight": "lora_b",
     "weight_magnitude": "magnitude",
 }
-# Pull request 1818 of Megatron-Bridge.
-CANONICAL_NOTE = (
-    "its queries, keys and values have separate matrices; Megatron-Bridge up to 0.2 trained these "
-    "for the wrong heads on models with grouped queries: compare the answers with the training run"
+# A field of run_config.yaml since Megatron-Bridge 0.3, which has pull request 1818.
+FIELD_SINCE_0_3 = "optimizer_config_override_provider"
+CONFIG_CLASS = "megatron.bridge.training.config.ConfigContainer"
+BLOCKS_NOTE = (
+    "NeMo 2 and Megatron-Bridge up to 0.2 added its changes of queries, keys and values to rows of "
+    "other heads; they are added to the same rows here"
 )
 KEY = re.compile(
     r"(?:module\.)*decoder\.layers\.(?:(?P<layer>\d{1,5})\.)?"
@@ -64,6 +85,7 @@ class _Settings:
     alpha: float
     tp: int
     source: Path
+    has_blocks: bool  # Changes of queries, keys and values are added as `_with_trained_rows` says.
 
     @property
     def scale(self) -> float:
@@ -89,14 +111,19 @@ def open_bridge(path: Path, folder: Path, base: Checkpoint | None) -> Adapter:
             "give the base model with --model"
         )
     settings = _read_settings(folder)
-    changes = _read_changes(folder, index.tensors, settings, base.config)
+    tp = _tensor_ranks(folder, index.tensors)
+    changes = _read_changes(folder, index.tensors, settings, base.config, tp)
+    notes = ["imported from a distributed checkpoint of Megatron-Bridge or NeMo 2"]
+    if any(key.endswith(".query") for key in changes):
+        _check_groups(settings, base.config, tp)
+        if settings.has_blocks:
+            placed = _with_trained_rows(changes, base.config, tp)
+            notes += [] if placed.keys() == changes.keys() else [BLOCKS_NOTE]
+            changes = placed
     linears = fold_linears(without_zeros(changes), base.config)
     if settings.method == "dora":
         _check_dora(settings, base.config)
         linears = with_weight_norms(linears, base)
-    notes = ["imported from a distributed checkpoint of Megatron-Bridge or NeMo 2"]
-    if any(".adapter_q." in key for key in index.tensors):
-        notes.append(CANONICAL_NOTE)
     card = Card(
         card_name(path),
         method=settings.method,
@@ -119,7 +146,9 @@ def _read_settings(folder: Path) -> _Settings:
             tree = scan_folder(directory)
             fields = NemoConfig(read_config(tree.spans[RUN_CONFIG]), str(directory / RUN_CONFIG))
             tp = fields.section("model").get("tensor_model_parallel_size", 0)
-            return _check_settings(fields.section("peft").record, tp, directory / RUN_CONFIG)
+            is_old = fields.get("_target_") == CONFIG_CLASS and FIELD_SINCE_0_3 not in fields.record
+            record, source = fields.section("peft").record, directory / RUN_CONFIG
+            return _check_settings(record, tp, source, has_blocks=is_old)
         if (directory / CONTEXT_GRAPH).is_file():
             span = scan_folder_recursive(directory / "context").spans["io.json"]
             records = read_fiddle_graph(span)
@@ -127,7 +156,8 @@ def _read_settings(folder: Path) -> _Settings:
             sizes = [record.get("tensor_model_parallel_size") for record in records]
             tp = next((size for size in sizes if type(size) is int), 0)
             if len(peft_records) == 1:
-                return _check_settings(peft_records[0], tp, directory / CONTEXT_GRAPH)
+                source = directory / CONTEXT_GRAPH
+                return _check_settings(peft_records[0], tp, source, has_blocks=True)
     raise AdapterError(
         f"{folder} has no {RUN_CONFIG} with a peft section and no {CONTEXT_GRAPH} with a LoRA "
         "beside it, so the adapter's alpha is unknown; copy the file from the training run"
@@ -138,7 +168,9 @@ def _class_name(record: Mapping[str, Any]) -> str:
     return str(record.get("_target_", "")).rpartition(".")[2]
 
 
-def _check_settings(record: Mapping[str, Any], tp: object, source: Path) -> _Settings:
+def _check_settings(
+    record: Mapping[str, Any], tp: object, source: Path, *, has_blocks: bool
+) -> _Settings:
     name = _class_name(record)
     if name not in METHODS:
         raise AdapterError(
@@ -153,7 +185,8 @@ def _check_settings(record: Mapping[str, Any], tp: object, source: Path) -> _Set
             f"{source} has dim {short_repr(rank)} and alpha {short_repr(alpha)}; dim must be from "
             f"1 to {RANK_MAX}, and alpha a number: copy the file from the training run"
         )
-    return _Settings(METHODS[name], rank, alpha, tp if type(tp) is int else 0, source)
+    tp = tp if type(tp) is int else 0
+    return _Settings(METHODS[name], rank, alpha, tp, source, has_blocks)
 
 
 def _check_dora(settings: _Settings, config: GPTConfig) -> None:
@@ -171,8 +204,61 @@ def _check_dora(settings: _Settings, config: GPTConfig) -> None:
         )
 
 
+def _tensor_ranks(folder: Path, tensors: Mapping[str, ChunkedTensor]) -> int:
+    """Return the number of tensor ranks that saved the checkpoint; 1 if it makes no difference."""
+    cuts = {
+        count_cuts(entry, -2)
+        for key, entry in tensors.items()
+        if key.endswith("linear_in.weight") and re.search("linear_(qkv|fc1)", key)
+    }
+    if len(cuts - {0}) != len(cuts) or len(cuts) > 1:
+        raise AdapterError(
+            f"{folder} has chunks that are not of one number of tensor ranks; copy the checkpoint "
+            "again"
+        )
+    return next(iter(cuts), 1)
+
+
+def _check_groups(settings: _Settings, config: GPTConfig, tp: int) -> None:
+    """Refuse separate changes of queries, keys and values with a part of a KV head on each rank."""
+    if config.num_query_groups % tp:
+        raise AdapterError(
+            f"{settings.source} has a CanonicalLoRA that {tp} tensor ranks trained on a model with "
+            f"{config.num_query_groups} KV heads: Megatron-Bridge then adds changes of one token "
+            "to others; train it with fewer tensor ranks, or train LoRA"
+        )
+
+
+def _with_trained_rows(
+    changes: Mapping[str, LinearAdapter], config: GPTConfig, tp: int
+) -> dict[str, LinearAdapter]:
+    """Return changes of whole linears instead of the changes of queries, keys and values.
+
+    Each tensor rank's rows of linear_qkv are those of each KV head: its queries, its key and value.
+    The training run added the changes of all its queries to the rank's first rows, those of all
+    keys to the next, and those of all values to the last.
+    """
+    placed: dict[str, LinearAdapter] = {}
+    for linear, parts in linear_groups(changes, config):
+        if "query" not in parts:
+            placed.update((join_key(linear.name, part), parts[part]) for part in parts)
+            continue
+        blocks = [part_rows(linear, part, config).view(tp, -1) for part in linear.parts]
+        rows = torch.cat(blocks, 1).flatten()
+        if torch.equal(rows, torch.arange(len(rows))):
+            placed.update((join_key(linear.name, part), parts[part]) for part in parts)
+        else:
+            joined = join_parts("", parts, linear, config)
+            placed[linear.name] = select_outputs(joined, rows)
+    return placed
+
+
 def _read_changes(
-    folder: Path, tensors: Mapping[str, ChunkedTensor], settings: _Settings, config: GPTConfig
+    folder: Path,
+    tensors: Mapping[str, ChunkedTensor],
+    settings: _Settings,
+    config: GPTConfig,
+    tp: int,
 ) -> dict[str, LinearAdapter]:
     values: dict[str, dict[str, Tensor]] = {}
     for key, entry in tensors.items():
@@ -189,6 +275,8 @@ def _read_changes(
         for layer, tensor in layer_tensors(entry, match["layer"], dimensions, config.num_layers):
             name = join_key(f"{LAYERS_PREFIX}{layer}.{match['linear']}", part)
             _check_shape(folder, name, leaf, tensor, settings, config)
+            if leaf == "lora_b" and match["linear"] == "mlp.linear_fc1":
+                tensor = _fc1_rows(folder, entry, tensor, tp, is_gated=config.gated and not part)
             if leaf in values.setdefault(name, {}):
                 raise AdapterError(f"{folder} has {leaf} of {name} twice; copy it again")
             values[name][leaf] = tensor
@@ -205,6 +293,27 @@ def _read_changes(
     }
 
 
+def _fc1_rows(
+    folder: Path, entry: ChunkedTensor, rows: Tensor, tp: int, *, is_gated: bool
+) -> Tensor:
+    """Return the rows of a B of linear_fc1 in the model's order.
+
+    `is_gated`: these are gates and ups together. Megatron-Bridge up to 0.5.0 and NeMo 2.2 to 2.7
+    save halves of a tensor rank's rows also of an MLP without gates, and all versions also of
+    CanonicalLoRA's gates, and of its ups. NeMo 2.0 and 2.1 save no halves, also of gated MLPs.
+    """
+    cuts = count_cuts(entry, -2)
+    if cuts not in (tp, 2 * tp):
+        raise AdapterError(
+            f"{folder} has {entry.key[:200]!r} in chunks that do not belong to {tp} tensor ranks; "
+            "copy the checkpoint again"
+        )
+    has_halves = cuts == 2 * tp
+    if tp == 1 or has_halves == is_gated:
+        return rows
+    return halves_to_ranks(rows, tp) if has_halves else ranks_to_halves(rows, tp)
+
+
 def _check_shape(
     folder: Path, key: str, leaf: str, tensor: Tensor, settings: _Settings, config: GPTConfig
 ) -> None:
@@ -213,6 +322,11 @@ def _check_shape(
     if linear is None:
         name, _, part = key.rpartition(".")
         linear = adaptable_linears(config).get(name)
+    if linear is not None and part in ("gate", "up") and not config.gated:
+        raise AdapterError(
+            f"{folder} changes gates and ups, but this model has no gated MLPs; train LoRA, or "
+            "CanonicalLoRA without linear_fc1_up and linear_fc1_gate"
+        )
     if linear is None or (part and part not in linear.parts):
         raise AdapterError(
             f"{folder} changes {key}, which this model does not have; give the model that it was "

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from checkpoints_tools.conversion.convert import write_native
 from gpt.adapters.adapter_file import (
@@ -19,12 +20,21 @@ from gpt.adapters.adapter_file import (
     save_adapter,
 )
 from gpt.adapters.export_bridge import convert_linears_to_bridge
-from gpt.adapters.fused_linears import with_weight_norms
+from gpt.adapters.fused_linears import product_rows, with_weight_norms
+from gpt.checkpoint.files.file_tree import scan_folder
+from gpt.checkpoint.files.torch_dcp import read_index
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.errors import AdapterError
 from gpt.linear_adapter import LinearAdapter, split_key
 from tests.support.adapter_exchange import run_adapters_command
-from tests.support.bridge_adapters import bridge_tensors, write_bridge_adapter
+from tests.support.bridge_adapters import (
+    BRIDGE_0_3,
+    BRIDGE_0_6,
+    NEMO_2_1,
+    Halves,
+    bridge_tensors,
+    write_bridge_adapter,
+)
 from tests.support.linear_adapters import GATED, random_linears
 from tests.support.models import lively
 
@@ -33,12 +43,14 @@ CANONICAL = {"_target_": "megatron.bridge.peft.canonical_lora.CanonicalLoRA"}
 DORA = {"_target_": "megatron.bridge.peft.dora.DoRA"}
 
 
-def changes(method: str = "lora", *, canonical: bool = False) -> dict[str, LinearAdapter]:
-    linears = random_linears(CONFIG, method, rank=4, by_parts=canonical)
+def changes(
+    method: str = "lora", *, canonical: bool = False, rank: int = 4
+) -> dict[str, LinearAdapter]:
+    linears = random_linears(CONFIG, method, rank=rank, by_parts=canonical)
     for key, change in linears.items():
         assert change.lora_a is not None and change.lora_b is not None
         # With parts, the first of them has a larger rank.
-        a, b = change.lora_a[:4], change.lora_b[:, :4]
+        a, b = change.lora_a[:rank], change.lora_b[:, :rank]
         linears[key] = replace(change, lora_a=a, lora_b=b, scale=2.0)
     return linears
 
@@ -49,34 +61,136 @@ def base() -> Checkpoint:
 
 
 @pytest.mark.parametrize(
-    ("tp", "stacked", "canonical", "nemo2"),
+    ("tp", "stacked", "canonical", "nemo2", "halves"),
     [
-        (1, True, False, False),
-        (2, True, False, True),
-        (4, False, False, False),
-        (1, False, True, True),
-        (2, True, True, False),
-        (4, False, True, False),
+        (1, True, False, False, BRIDGE_0_3),
+        (2, True, False, True, BRIDGE_0_3),
+        (2, False, False, True, NEMO_2_1),
+        (4, False, False, False, BRIDGE_0_6),
+        (1, False, True, False, BRIDGE_0_6),
+        (2, True, True, False, BRIDGE_0_3),
+        (4, False, True, False, BRIDGE_0_3),
     ],
 )
 def test_lora_of_any_form_is_joined(
     tmp_path: Path,
     base: Checkpoint,
+    *,
     tp: int,
     stacked: bool,
     canonical: bool,
     nemo2: bool,
+    halves: Halves,
 ) -> None:
     prefix = "module." if tp == 4 else ""
     linears = changes(canonical=canonical)
     tensors = bridge_tensors(linears, stacked=stacked, prefix=prefix)
     peft = CANONICAL if canonical else None
-    root = write_bridge_adapter(tmp_path / "run", tensors, CONFIG, tp=tp, peft=peft, nemo2=nemo2)
+    root = write_bridge_adapter(
+        tmp_path / "run", tensors, CONFIG, tp=tp, peft=peft, nemo2=nemo2, halves=halves
+    )
     adapter = open_adapter(root, base=base)
     check_adapter(adapter, CONFIG, None)
     assert (adapter.card.name, adapter.card.method) == ("run", "lora")
     assert adapter.digest == build_adapter(adapter.card, None, linears).digest
-    assert canonical == any("separate matrices" in note for note in adapter.card.notes)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "count", "message"),
+    [
+        ("linear_in.weight", 4, "not of one number of tensor ranks"),
+        ("linear_out.weight", 8, "do not belong to 2 tensor ranks"),
+    ],
+)
+def test_chunks_of_other_tensor_ranks_are_refused(
+    tmp_path: Path, base: Checkpoint, leaf: str, count: int, message: str
+) -> None:
+    cuts = {f"decoder.layers.mlp.linear_fc1.adapter.{leaf}": count}
+    tensors = bridge_tensors(changes(), stacked=True)
+    root = write_bridge_adapter(tmp_path / "run", tensors, CONFIG, tp=2, cuts=cuts)
+    with pytest.raises(AdapterError, match=message):
+        open_adapter(root, base=base)
+
+
+@pytest.mark.parametrize("halves", [BRIDGE_0_3, BRIDGE_0_6, NEMO_2_1])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_rows_of_an_mlp_without_gates_have_the_order_of_the_model(
+    tmp_path: Path, tp: int, halves: Halves
+) -> None:
+    """Megatron-Bridge 0.3 saves halves of a tensor rank's rows as if they were gates and ups."""
+    plain = CONFIG.with_fields(gated=False)
+    linears = {
+        key: replace(change, scale=2.0)
+        for key, change in random_linears(plain, "lora", rank=4).items()
+    }
+    tensors = bridge_tensors(linears, stacked=True)
+    root = write_bridge_adapter(tmp_path / "run", tensors, plain, tp=tp, halves=halves)
+    adapter = open_adapter(root, base=lively(plain))
+    assert adapter.digest == build_adapter(adapter.card, None, linears).digest
+
+
+def test_gates_of_a_model_without_gates_are_refused(tmp_path: Path) -> None:
+    """CanonicalLoRA's default targets; Megatron-Bridge changes the halves of linear_fc1."""
+    tensors = bridge_tensors(changes(canonical=True), stacked=True)
+    root = write_bridge_adapter(tmp_path / "run", tensors, CONFIG, peft=CANONICAL)
+    plain = CONFIG.with_fields(gated=False, ffn_hidden_size=2 * CONFIG.ffn_hidden_size)
+    with pytest.raises(AdapterError, match="this model has no gated MLPs"):
+        open_adapter(root, base=lively(plain))
+
+
+CONTAINER = {"_target_": "megatron.bridge.training.config.ConfigContainer"}
+CANONICAL_RUNS: dict[str, tuple[int, bool, Mapping[str, Any], bool]] = {
+    "NeMo 2": (1, True, {}, True),
+    "NeMo 2, TP 2": (2, True, {}, True),
+    "NeMo 2, one KV head on a rank": (4, True, {}, False),
+    "Megatron-Bridge 0.2": (2, False, CONTAINER, True),
+    "Megatron-Bridge 0.3": (
+        2,
+        False,
+        {**CONTAINER, "optimizer_config_override_provider": None},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CANONICAL_RUNS)
+def test_changes_of_queries_act_on_the_rows_that_were_trained(
+    tmp_path: Path, base: Checkpoint, case: str
+) -> None:
+    """NeMo 2 and old versions of Megatron-Bridge add them to the first rows of a tensor rank."""
+    tp, nemo2, run, has_blocks = CANONICAL_RUNS[case]
+    linears = changes(canonical=True)
+    value = "self_attention.linear_qkv.value"
+    for layer in range(CONFIG.num_layers):
+        key = f"decoder.layers.{layer}.{value}"
+        other = linears[key.replace("value", "key")]
+        assert other.lora_b is not None
+        linears[key] = replace(other, lora_b=other.lora_b.flip(0))
+    tensors = bridge_tensors(linears, stacked=True)
+    root = write_bridge_adapter(
+        tmp_path / "run", tensors, CONFIG, tp=tp, peft=CANONICAL, nemo2=nemo2, run=run
+    )
+    adapter = open_adapter(root, base=base)
+    if not has_blocks:
+        assert adapter.digest == build_adapter(adapter.card, None, linears).digest
+        assert not any("rows of other heads" in note for note in adapter.card.notes)
+        return
+    assert any("rows of other heads" in note for note in adapter.card.notes)
+    for layer in range(CONFIG.num_layers):
+        name = f"decoder.layers.{layer}.self_attention.linear_qkv"
+        products = [product_rows(linears[f"{name}.{part}"]) for part in ("query", "key", "value")]
+        ranks = [[rows.chunk(tp)[rank] for rows in products] for rank in range(tp)]
+        expected = torch.cat([rows for blocks in ranks for rows in blocks])
+        torch.testing.assert_close(product_rows(adapter.linears[name]), expected)
+
+
+def test_a_part_of_a_kv_head_on_each_rank_is_refused(tmp_path: Path, base: Checkpoint) -> None:
+    """Megatron-Bridge then adds changes of one token to other tokens."""
+    tensors = bridge_tensors(changes(canonical=True, rank=8), stacked=True)
+    peft = {**CANONICAL, "dim": 8}
+    root = write_bridge_adapter(tmp_path / "run", tensors, CONFIG, tp=8, peft=peft)
+    with pytest.raises(AdapterError, match="8 tensor ranks trained on a model with 4 KV heads"):
+        open_adapter(root, base=base)
 
 
 def test_dora_of_one_tensor_rank_gets_the_norms_of_the_base(
@@ -212,9 +326,18 @@ def test_exports_are_read_again_bit_for_bit(
         capsys, "export", tmp_path / "a.safetensors", tmp_path / "a", *flags
     )
     assert code == 0, err
+    is_canonical = case in ("canonical", "parts missing")
+    assert ("must load the directory with tensor_model_parallel_size 1" in err) == is_canonical
     adapter = open_adapter(tmp_path / "a", base=base)
     check_adapter(adapter, CONFIG, None)
     assert adapter.digest == build_adapter(adapter.card, None, linears).digest
+    # Megatron-Core loads neither other keys nor a checkpoint without these.
+    index = read_index(scan_folder(tmp_path / "a"), lambda _key: True)
+    modules = {key.removesuffix(".weight") for key in index.tensors}
+    assert all(entry.shape[0] == CONFIG.num_layers for entry in index.tensors.values())
+    states = {f"{module}._extra_state/shard_{layer}_2" for module in modules for layer in range(2)}
+    keys = FileSystemReader(tmp_path / "a").read_metadata().state_dict_metadata
+    assert set(keys) == {*index.tensors, *states}
 
 
 def test_exports_that_bridge_cannot_express_are_refused(base: Checkpoint) -> None:
