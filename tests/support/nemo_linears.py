@@ -1,7 +1,7 @@
 """LoRA, IA3 and Houlsby adapters as NeMo 1 saves them: each rank's shards, at any split.
 
-The keys and shards of LoRA and IA3 are those that the adapters of NeMo 1 in NeMo 2.0.0 were seen to write with
-Megatron-Core 0.16.1, at TP x PP x VPP; their logits were equal to ours within 2e-6.
+The keys and shards of LoRA and IA3 are those that the adapters of NeMo 1 in NeMo 2.0.0 were seen to
+write with Megatron-Core 0.16.1, at TP x PP x VPP; their logits were equal to ours within 2e-6.
 """
 
 import re
