@@ -344,7 +344,7 @@ def test_methods_that_change_linears_plan_their_adapters(tuning_file: Path, tmp_
     job = tuning.training_job(64)
     assert job.linears == LinearAdapterSpec("dora", 4, ("linear_qkv.query",), (1,))
     assert (job.trainable, job.virtual_tokens, job.adapter_count) == ("adapter", 0, 1)
-    layout = LinearsLayout.create(tuning.config.method_config, tuning.model, 1)
+    layout = LinearsLayout.create([tuning.config.method_config], tuning.model)
     trained = [tensor for tensor in layout.tensors if tensor.is_trained]
     assert job.adapter_parameters == sum(prod(tensor.shape) for tensor in trained)
     plan = plan_training(job, Cluster(A100, 1), SearchSpace(), tuning=tuning)
