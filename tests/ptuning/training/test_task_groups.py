@@ -20,7 +20,7 @@ from ptuning.run_facts import GroupMetrics, StepMetrics
 from ptuning.training.trainer import Trainer
 from tests.support.models import CLASSIC, LAYERED, MODERN, build
 
-STEPS = 6
+STEPS = 4
 RUN: dict[str, Any] = {
     "model": "m",
     "method": "lora",
@@ -104,9 +104,11 @@ def check_same(actual: GroupMetrics, expected: GroupMetrics) -> None:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("classic", {}),
         ("modern", {"micro_batch_examples": 3}),
-        ("layered", {"micro_batch_tokens": 40, "optimizer": "adamw", "schedule": "constant"}),
+        pytest.param("classic", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "layered", {"micro_batch_tokens": 40, "schedule": "constant"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_each_task_has_the_losses_and_values_of_its_own_run(
@@ -123,3 +125,35 @@ def test_each_task_has_the_losses_and_values_of_its_own_run(
         for metrics, single_metrics in zip(steps, expected, strict=True):
             check_same(metrics.by_task[settings["name"]], group_metrics(single_metrics))
         torch.testing.assert_close(values_of(trainer, task), values, rtol=1e-10, atol=1e-12)
+
+
+def test_a_task_without_examples_in_a_step_does_not_change() -> None:
+    """Although weight decay would change a matrix without a gradient."""
+    config, _ = configs()
+    trainer = trainer_of(build(CLASSIC), config)
+    order = orders([records(task) for task in range(len(TASKS))], config)
+    trainer.step(order.batch(1))
+    before = [values_of(trainer, task).clone() for task in range(len(TASKS))]
+    metrics = trainer.step(order.batch(2, [0, 3]))
+    assert list(metrics.by_task) == ["a", "d"]
+    for task, values in enumerate(before):
+        assert torch.equal(values_of(trainer, task), values) == (task not in (0, 3))
+
+
+def test_only_the_task_whose_gradients_overflow_skips_a_step() -> None:
+    config, _ = configs()
+    model = build(CLASSIC, dtype=torch.float16)
+    trainer = trainer_of(model, config)
+    order = orders([records(task) for task in range(len(TASKS))], config)
+    trainer.step(order.batch(1))
+    before = [values_of(trainer, task).clone() for task in range(len(TASKS))]
+    scales = [scale.value for scale in trainer.loss_scales]
+    trainer.loss_scales[1].value = 2.0**40
+    metrics = trainer.step(order.batch(2))
+    assert [own.skipped for own in metrics.by_task.values()] == [
+        name == "b" for name in metrics.by_task
+    ]
+    for task, values in enumerate(before):
+        assert torch.equal(values_of(trainer, task), values) == (task == 1)
+    scales[1] = 2.0**39
+    assert [scale.value for scale in trainer.loss_scales] == scales
