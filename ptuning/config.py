@@ -4,7 +4,8 @@ The file is one flat mapping. In Python, the settings are grouped by subject int
 dataclasses, the parts, so that a module receives only the parts that it reads. The architecture of
 the model comes from its checkpoint; `true_vocab_size` and `config_json` supply what the checkpoint
 does not record. The settings of a single task are top-level keys; several tasks are entries of the
-list `tasks`. This module opens no file other than the YAML file and does not import torch.
+list `tasks`, and each is in a task group: the tasks that are trained together. This module opens no
+file other than the YAML file and does not import torch.
 """
 
 import math

@@ -174,9 +174,11 @@ def test_a_run_that_ends_in_a_step_resumes_to_the_same_adapters(
     saved_step = (step - 1) // RUN["save_every"] * RUN["save_every"]
     assert first[:saved_step] + losses(killed) == expected
     for name in TASKS:
-        whole, resumed = (adapter_of(tmp_path / folder, name) for folder in ("whole", "killed"))
-        assert whole.digest == resumed.digest
-        assert whole.card.metrics == resumed.card.metrics
+        uninterrupted, resumed = (
+            adapter_of(tmp_path / folder, name) for folder in ("whole", "killed")
+        )
+        assert uninterrupted.digest == resumed.digest
+        assert uninterrupted.card.metrics == resumed.card.metrics
 
 
 @pytest.mark.slow
