@@ -39,8 +39,7 @@ class Batch:
     query_lengths: tuple[int, ...]  # Number of new tokens of each sequence.
     # Number of earlier tokens of each sequence. In inference, their keys and values are in the KV
     # pool. In training, the earlier tokens of a child sequence are all tokens of its parent (see
-    # `parents`), those of a sequence with a frozen context are in this context, and other sequences
-    # have no earlier tokens.
+    # `parents`), those of other sequences are in the frozen context.
     past_lengths: tuple[int, ...]
     positions: Tensor  # (T,) position of each token in its sequence; virtual tokens count too.
     # Where each token's KV is written: (T,) block numbers, and (T,) offsets in the block. None
@@ -92,23 +91,11 @@ class Batch:
 
         `lengths`: the number of tokens of each sequence, without the tokens of its parent.
         """
-        assert not parents or dropout is None, "dropout does not support shared parent sequences"
-        past_lengths = (0,) * len(lengths)
+        past_lengths = [0] * len(lengths)
         if parents:
-            past_lengths = tuple(0 if parent is None else lengths[parent] for parent in parents)
-        positions = torch.cat(
-            [
-                torch.arange(past, past + length)
-                for past, length in zip(past_lengths, lengths, strict=True)
-            ]
-        ).to(device)
-        return cls(
-            tuple(lengths),
-            past_lengths,
-            positions,
-            logit_rows=logit_rows,
-            dropout=dropout,
-            parents=tuple(parents),
+            past_lengths = [0 if parent is None else lengths[parent] for parent in parents]
+        return cls.continued(
+            lengths, past_lengths, device, logit_rows=logit_rows, dropout=dropout, parents=parents
         )
 
     @classmethod
@@ -119,15 +106,28 @@ class Batch:
         device: torch.device | str = "cpu",
         *,
         logit_rows: Tensor | None = None,
+        dropout: Dropout | None = None,
+        parents: Sequence[int | None] = (),
     ) -> "Batch":
-        """Make a batch of sequences whose earlier tokens will be a `FrozenContext`."""
+        """Make a batch of sequences with earlier tokens, without a KV pool.
+
+        The earlier tokens of a sequence are those of its parent, or will be a `FrozenContext`.
+        """
+        assert not parents or dropout is None, "dropout does not support shared parent sequences"
         positions = torch.cat(
             [
                 torch.arange(past, past + length)
                 for past, length in zip(past_lengths, lengths, strict=True)
             ]
         ).to(device)
-        return cls(tuple(lengths), tuple(past_lengths), positions, logit_rows=logit_rows)
+        return cls(
+            tuple(lengths),
+            tuple(past_lengths),
+            positions,
+            logit_rows=logit_rows,
+            dropout=dropout,
+            parents=tuple(parents),
+        )
 
     @classmethod
     def paged(
@@ -187,11 +187,11 @@ class Batch:
         """
         if not self.past_lengths[sequence]:
             return 0
-        if self.context is not None:
-            return self.tokens + self.context.starts[sequence]
-        parent = self.parents[sequence]
-        assert parent is not None
-        return self.query_starts[parent]
+        parent = self.parents[sequence] if self.parents else None
+        if parent is not None:
+            return self.query_starts[parent]
+        assert self.context is not None
+        return self.tokens + self.context.starts[sequence]
 
     @cached_property
     def tokens(self) -> int:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gpt.bottleneck_adapter import TENSOR_PREFIX, Bottleneck
@@ -126,10 +127,21 @@ class OutputColumns:
 
 
 @dataclass(frozen=True)
+class ExampleRows:
+    """The examples of an adapter in a training batch, in the order of their rows."""
+
+    numbers: tuple[int, ...]  # A number of each example that no split of the batch changes.
+    rows: tuple[int, ...]  # The number of rows of each example.
+    # The rows of each example that have logits: in the last layer, some linears compute only these.
+    logit_rows: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
 class InputDropout:
     """Dropout of the inputs of a low-rank product, in training only.
 
-    The mask is drawn for all input channels, so it does not depend on the tensor ranks.
+    A mask is drawn for all rows and input channels of each example, so the mask of a token depends
+    neither on the other examples of the micro-batch nor on the ranks.
     """
 
     dropout: Dropout
@@ -137,10 +149,19 @@ class InputDropout:
     site: tuple[int, ...]
     in_features: int
     columns: slice  # The input channels of this rank.
+    examples: ExampleRows
 
     def __call__(self, x: Tensor) -> Tensor:
-        mask = self.dropout.keep_mask((len(x), self.in_features), self.p, self.site, x)
-        return x * mask[:, self.columns] / (1 - self.p)
+        examples = self.examples
+        masks = [
+            self.dropout.keep_mask((rows, self.in_features), self.p, (*self.site, number), x)
+            for number, rows in zip(examples.numbers, examples.rows, strict=True)
+        ]
+        if len(x) < sum(examples.rows):
+            masks = [
+                mask[list(rows)] for mask, rows in zip(masks, examples.logit_rows, strict=True)
+            ]
+        return x * torch.cat(masks)[:, self.columns] / (1 - self.p)
 
 
 @dataclass(frozen=True, eq=False)

@@ -177,7 +177,7 @@ def _check(config: TuneConfig, args: argparse.Namespace) -> int:
     prepared = prepare(config)
     tasks, tokenizer = prepared.tasks, prepared.tokenizer
     if args.json:
-        report = preflight_report(tasks, tokenizer, config.training_config, config.parallel_config)
+        report = preflight_report(tasks, tokenizer, config)
         print(json.dumps(asdict(report)))
     else:
         print("\n".join(preflight_lines(tasks, tokenizer, config, prepared.checkpoint.config)))

@@ -4,11 +4,12 @@ The file is one flat mapping. In Python, the settings are grouped by subject int
 dataclasses, the parts, so that a module receives only the parts that it reads. The architecture of
 the model comes from its checkpoint; `true_vocab_size` and `config_json` supply what the checkpoint
 does not record. The settings of a single task are top-level keys; several tasks are entries of the
-list `tasks`. This module opens no file other than the YAML file and does not import torch.
+list `tasks`, and each is in a task group: the tasks that are trained together. This module opens no
+file other than the YAML file and does not import torch.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +23,15 @@ from gpt.settings import (
     short_repr,
     suggest_nearest,
 )
-from ptuning.task import COUNT_MAX, DEFAULT_TEMPLATE, Range, Task, final_field, parse_nemo_tasks
+from ptuning.task import (
+    COUNT_MAX,
+    DEFAULT_TEMPLATE,
+    TASK_METHOD_SETTINGS,
+    Range,
+    Task,
+    final_field,
+    parse_nemo_tasks,
+)
 
 # Maps each tuning method to its default learning rate; see also ADAFACTOR_LEARNING_RATES. The
 # virtual-token table has one embedding row per virtual token. A method that trains the table
@@ -45,6 +54,12 @@ METHOD_LEARNING_RATES = {
 # Methods that change linears of the model instead of adding virtual tokens.
 LOW_RANK_METHODS = ("lora", "alora", "dora")
 LINEAR_METHODS = (*LOW_RANK_METHODS, "ia3", "bottleneck")
+# The methods for which each setting of linear adapters has an effect.
+LINEAR_SETTING_METHODS = {
+    "rank": (*LOW_RANK_METHODS, "bottleneck"),
+    **dict.fromkeys(("alpha", "rslora", "dropout", "lora_plus_ratio"), LOW_RANK_METHODS),
+    **dict.fromkeys(("targets", "layers"), LINEAR_METHODS),
+}
 # Methods without virtual tokens.
 PLAIN_PROMPT_METHODS = (*LINEAR_METHODS, "full")
 # Methods with a prompt encoder.
@@ -90,7 +105,7 @@ AUTOMATIC_VALIDATIONS = 8
 AUTOMATIC_PATIENCE_SHARE = 3 / 8
 
 # Task settings that are also allowed as top-level keys beside `tasks`, as defaults for all tasks.
-SHARED_TASK_SETTINGS = {"data", "validation", "answer_only_loss"}
+SHARED_TASK_SETTINGS = {"data", "validation", "answer_only_loss", *TASK_METHOD_SETTINGS}
 # The allowed values of the numeric settings.
 SETTING_RANGES = {
     "tokens_max": Range(1, COUNT_MAX),
@@ -223,7 +238,11 @@ class DataConfig:
                 )
                 for task in self.tasks
             )
-        task_settings = {setting.name: getattr(self, setting.name) for setting in fields(Task)}
+        task_settings = {
+            setting.name: getattr(self, setting.name)
+            for setting in fields(Task)
+            if setting.name not in TASK_METHOD_SETTINGS
+        }
         return (Task(**{**task_settings, "validation": self.validation or None}),)
 
 
@@ -278,7 +297,7 @@ class MethodConfig:
         if self.method == "dora" and self.dropout:
             raise ConfigError(
                 f"dropout is {self.dropout:g}, but method dora computes its magnitudes without "
-                "dropout; remove it, or set method: lora"
+                "dropout; set dropout: 0, or method: lora"
             )
 
     @property
@@ -446,7 +465,8 @@ class TuneConfig(ComposedSettings):
 
     def __init__(self, model: str, **settings: Any) -> None:
         """Check all settings. `settings` has the keys of the settings file except `model`."""
-        super().__init__(model=model, **rename_monitor(settings))
+        super().__init__(model=model, **_with_run_method(rename_monitor(settings)))
+        self._check_task_methods()
         self._check_unused_settings()
         self._check_optimizer()
         self._check_tasks()
@@ -461,18 +481,10 @@ class TuneConfig(ComposedSettings):
                 f"method is one of: {', '.join(ENCODER_METHODS)}",
             ),
             "encoder_layers": (method in ("mlp", "lstm"), "method is mlp or lstm"),
-            "rank": (
-                method in (*LOW_RANK_METHODS, "bottleneck"),
-                "method is lora, alora, dora or bottleneck",
-            ),
-            **dict.fromkeys(
-                ("alpha", "rslora", "dropout", "lora_plus_ratio"),
-                (method in LOW_RANK_METHODS, "method is lora, alora or dora"),
-            ),
-            **dict.fromkeys(
-                ("targets", "layers"),
-                (method in LINEAR_METHODS, "method is lora, alora, dora, ia3 or bottleneck"),
-            ),
+            **{
+                name: (self._is_inherited(name, methods), f"method is {_join_or(methods)}")
+                for name, methods in LINEAR_SETTING_METHODS.items()
+            },
             "minimum_rate": (self.training_config.schedule == "cosine", "schedule is cosine"),
             "beta1": (uses_adamw, "optimizer is adamw"),
             "beta2": (uses_adamw, "optimizer is adamw"),
@@ -496,6 +508,39 @@ class TuneConfig(ComposedSettings):
                     f"{name} is {values[name]}, but has an effect only if {condition}; remove it"
                 )
 
+    def _is_inherited(self, name: str, methods: Sequence[str]) -> bool:
+        """Return whether a task has no value of its own for a setting that affects its method."""
+        tasks = zip(self.data_config.resolved_tasks, self.task_method_configs, strict=True)
+        return any(getattr(task, name) is None and own.method in methods for task, own in tasks)
+
+    def _check_task_methods(self) -> None:
+        """Raise ConfigError if a task has method settings that it cannot have."""
+        tasks = self.data_config.resolved_tasks
+        methods = [own.method for own in self.task_method_configs]
+        plain_method = next((name for name in methods if name not in LINEAR_METHODS), None)
+        for task, method in zip(tasks, methods, strict=True):
+            for name in task.method_settings:
+                if plain_method is not None:
+                    raise ConfigError(
+                        f"task {task.name!r} sets {name}, but a task of the run has the method "
+                        f"{plain_method}; only tasks whose methods change linears "
+                        f"({', '.join(LINEAR_METHODS)}) can have method settings of their own: "
+                        "tune the tasks with other methods in another run"
+                    )
+                used_by = LINEAR_SETTING_METHODS.get(name, LINEAR_METHODS)
+                if method not in used_by:
+                    raise ConfigError(
+                        f"task {task.name!r} sets {name}, which has an effect only if its method "
+                        f"is {_join_or(used_by)}; remove it"
+                    )
+            if task.learning_rate is not None:
+                SETTING_RANGES["learning_rate"].check("learning_rate", task.learning_rate)
+        for name in TASK_METHOD_SETTINGS:
+            value, default = self.to_dict()[name], setting_fields(type(self))[name].default
+            has_effect = value in (default, methods[0]) if name == "method" else value == default
+            if not has_effect and all(name in task.method_settings for task in tasks):
+                raise ConfigError(f"{name} is {value}, but each task sets its own; remove it")
+
     def _check_optimizer(self) -> None:
         method = self.method_config.method
         tp = self.parallel_config.tp
@@ -506,7 +551,10 @@ class TuneConfig(ComposedSettings):
                 f"shards them over {tp} tensor ranks; set tp: 1, or optimizer: adamw"
             )
         weight_decay = self.training_config.weight_decay
-        rate = self.peak_learning_rate * max(1.0, self.method_config.lora_plus_ratio)
+        rate = max(
+            rate * max(1.0, own.lora_plus_ratio)
+            for rate, own in zip(self.task_learning_rates, self.task_method_configs, strict=True)
+        )
         if rate * weight_decay >= 1:
             raise ConfigError(
                 f"learning_rate x weight_decay is {rate * weight_decay:g}; it must be less than 1, "
@@ -514,12 +562,13 @@ class TuneConfig(ComposedSettings):
             )
 
     def _check_tasks(self) -> None:
-        for task in self.data_config.resolved_tasks:
+        tasks = self.data_config.resolved_tasks
+        for task, method_config in zip(tasks, self.task_method_configs, strict=True):
             task.check_answer_field()
-            if not task.name and self.method_config.method != "full":
+            if not task.name and method_config.method != "full":
                 raise ConfigError("name is missing; set it to the name of the adapter")
             _check_path("data", task.data or "")
-            task.check_invocation(self.method_config.method)
+            task.check_invocation(method_config.method)
 
     def with_fields(self, **settings: Any) -> Self:
         """Return a copy with changed settings; the constructors check all values again."""
@@ -527,15 +576,45 @@ class TuneConfig(ComposedSettings):
         return super().with_fields(**rename_monitor(settings))
 
     @property
-    def peak_learning_rate(self) -> float:
-        if self.training_config.learning_rate is not None:
-            return self.training_config.learning_rate
+    def task_method_configs(self) -> tuple[MethodConfig, ...]:
+        """The method settings of each task: its own, and those of the run for its method."""
+        run = self.method_config
+        return tuple(
+            run if not task.method_settings else _task_method_config(run, task)
+            for task in self.data_config.resolved_tasks
+        )
+
+    @property
+    def task_learning_rates(self) -> tuple[float, ...]:
+        """The peak learning rate of each task."""
         method_rates = (
             METHOD_LEARNING_RATES | ADAFACTOR_LEARNING_RATES
             if self.training_config.optimizer == "adafactor"
             else METHOD_LEARNING_RATES
         )
-        return method_rates[self.method_config.method]
+        return tuple(
+            task.learning_rate or self.training_config.learning_rate or method_rates[own.method]
+            for task, own in zip(
+                self.data_config.resolved_tasks, self.task_method_configs, strict=True
+            )
+        )
+
+    @property
+    def task_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The indices of the tasks that are trained together, one tuple for each group.
+
+        The tasks of a group share batches, the loss, the gradient norm, the learning rate and early
+        stopping. Tasks whose methods change linears share no parameters, so each is a group.
+        """
+        tasks = range(len(self.data_config.resolved_tasks))
+        if self.method_config.changes_linears:
+            return tuple((task,) for task in tasks)
+        return (tuple(tasks),)
+
+    @property
+    def group_learning_rates(self) -> tuple[float, ...]:
+        """The peak learning rate of each task group."""
+        return tuple(self.task_learning_rates[group[0]] for group in self.task_groups)
 
     def to_record(self) -> dict[str, Any]:
         """Return all settings by key; each task is a dict."""
@@ -563,9 +642,7 @@ class TuneConfig(ComposedSettings):
                     "`key: value`"
                 )
             settings["tasks"] = [
-                task
-                if isinstance(task, Task)
-                else parse_settings(Task, task, f"{source}: task {number}")
+                task if isinstance(task, Task) else _parse_task(task, f"{source}: task {number}")
                 for number, task in enumerate(tasks, 1)
             ]
             task_settings = {setting.name for setting in fields(Task)} - SHARED_TASK_SETTINGS
@@ -575,6 +652,50 @@ class TuneConfig(ComposedSettings):
                     f"{source}: {misplaced_settings[0]} is set beside tasks; move it into each task"
                 )
         return parse_settings(cls, settings, source)
+
+
+def _parse_task(values: dict[str, Any], source: str) -> Task:
+    """Parse the mapping of a task; `source` names it in error messages."""
+    task_settings = {setting.name for setting in fields(Task)}
+    for key in values:
+        if key in setting_fields(TuneConfig) and key not in task_settings:
+            raise ConfigError(
+                f"{source}: {key} is the same for all tasks of a run; move it to the top level of "
+                "the file, or tune this task in another run"
+            )
+    return parse_settings(Task, values, source)
+
+
+def _task_method_config(run: MethodConfig, task: Task) -> MethodConfig:
+    """Return the method settings of a task.
+
+    Settings of the run that do not affect the method of the task have their defaults.
+    """
+    own = {name: value for name, value in task.method_settings.items() if hasattr(run, name)}
+    method = own.get("method", run.method)
+    defaults = setting_fields(MethodConfig)
+    unused = {
+        name: defaults[name].default
+        for name, methods in LINEAR_SETTING_METHODS.items()
+        if method not in methods
+    }
+    try:
+        return replace(run, **{**unused, **own})
+    except ConfigError as error:
+        raise ConfigError(f"task {task.name!r}: {error}") from None
+
+
+def _join_or(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _with_run_method(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with the method of the first task, if all tasks set their own."""
+    default = setting_fields(MethodConfig)["method"].default
+    methods = [task.method for task in settings.get("tasks") or () if isinstance(task, Task)]
+    if methods and all(methods) and settings.get("method", default) == default:
+        return {**settings, "method": methods[0]}
+    return settings
 
 
 def rename_monitor(settings: Mapping[str, Any]) -> dict[str, Any]:

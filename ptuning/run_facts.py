@@ -6,7 +6,7 @@ facts and need no model. This module does not import torch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 # Evaluated variants: the rows of the report's comparison table.
@@ -20,6 +20,16 @@ State = Literal["running", "finished", "stopped early", "interrupted"]
 
 
 @dataclass(frozen=True)
+class GroupMetrics:
+    """Metrics of one training step for a task that is trained independently of the others."""
+
+    loss: float  # As in StepMetrics, for the tokens and parameters of the task.
+    rate: float
+    gradient_norm: float
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """Metrics of one training step."""
 
@@ -29,10 +39,14 @@ class StepMetrics:
     tokens: int  # Number of text and virtual tokens in the batch.
     text_tokens: int  # Number of text tokens in the batch.
     seconds: float  # Duration of this step.
-    rate: float  # Learning rate of this step; 0 if the step was skipped.
+    # Learning rate of this step, the largest one of the tasks; 0 if the step was skipped.
+    rate: float
     gradient_norm: float  # Norm of all gradients before clipping.
-    # Whether the gradients overflowed, so that the parameters were not updated.
+    # Whether gradients overflowed, so that the parameters of a task were not updated.
     skipped: bool = False
+    # The metrics of each task that was trained, keyed by name; empty: the run has one task, or its
+    # tasks are trained together.
+    by_task: Mapping[str, GroupMetrics] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,6 +95,8 @@ class TaskFacts:
     # Answer metrics of each evaluated variant, keyed by the names in VARIANTS.
     metrics_by_variant: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     samples: Sequence[Sample] = ()
+    # Step of the written values, if the task is trained independently; None: the last step.
+    best_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,8 +110,45 @@ class RunFacts:
     config: Mapping[str, Any] = field(default_factory=dict)  # The settings, keyed by name.
     progress: Sequence[StepMetrics] = ()
     validations: Sequence[Validation] = ()
-    best_step: int | None = None  # Step after which the adapter was best; None: the last step.
+    # Step after which the adapters were best; None: the last step, or not the same for all tasks.
+    best_step: int | None = None
     notes: Sequence[str] = ()  # Warnings of the run, such as a state that could not be saved.
+
+    @property
+    def trains_separately(self) -> bool:
+        """Whether the tasks are several and trained independently of each other."""
+        return any(step.by_task for step in self.progress)
+
+    def of_task(self, task: TaskFacts) -> "RunFacts":
+        """Return the facts of a task that is trained independently, as if it were the only one.
+
+        If the tasks are trained together, return all facts.
+        """
+        if not self.trains_separately:
+            return self
+        return replace(
+            self,
+            tasks=(task,),
+            progress=tuple(
+                replace(step, **vars(step.by_task[task.name]), by_task={})
+                for step in self.progress
+                if task.name in step.by_task
+            ),
+            validations=tuple(
+                Validation(
+                    validation.step,
+                    validation.by_task[task.name].get("loss"),
+                    {
+                        name: value
+                        for name, value in validation.by_task[task.name].items()
+                        if name != "loss"
+                    },
+                )
+                for validation in self.validations
+                if task.name in validation.by_task
+            ),
+            best_step=task.best_step,
+        )
 
 
 def describe_selection(count: int, total: int, measure: str) -> str:

@@ -2,12 +2,14 @@
 
 A run trains one task or several. The settings of a single task are top-level keys of the YAML file.
 Several tasks are entries of the list `tasks`; if the method has a prompt encoder, all tasks share
-the network of the encoder. NeMo's `task_templates` are accepted in place of `tasks`. This module
-uses neither the tokenizer nor the model.
+the network of the encoder. If the methods change linears, the tasks are trained independently, and
+a task may have method settings of its own. NeMo's `task_templates` are accepted in place of
+`tasks`. This module uses neither the tokenizer nor the model.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from gpt.errors import ConfigError
 from gpt.settings import parse_settings, short_repr
@@ -39,6 +41,18 @@ class Range:
             )
 
 
+# The settings of a run that a task may replace, if the methods of all tasks change linears.
+TASK_METHOD_SETTINGS = (
+    "method",
+    "rank",
+    "alpha",
+    "rslora",
+    "dropout",
+    "targets",
+    "layers",
+    "lora_plus_ratio",
+    "learning_rate",
+)
 VIRTUAL_TOKENS_RANGE = Range(1, COUNT_MAX)
 NEW_TOKENS_RANGE = Range(1, COUNT_MAX)
 
@@ -47,7 +61,8 @@ NEW_TOKENS_RANGE = Range(1, COUNT_MAX)
 class Task:
     """Settings of one adapter.
 
-    If `data`, `validation` or `answer_only_loss` is None, the run's top-level setting applies.
+    If `data`, `validation`, `answer_only_loss` or one of TASK_METHOD_SETTINGS is None, the run's
+    top-level setting applies.
     """
 
     name: str  # Name of the adapter, and the value of `taskname` in the task's records.
@@ -79,6 +94,17 @@ class Task:
     # setting `initial` selects the initial rows.
     initial_text: str = ""
 
+    # TASK_METHOD_SETTINGS, which MethodConfig and TrainingConfig describe.
+    method: str | None = None
+    rank: int | None = None
+    alpha: float | None = None
+    rslora: bool | None = None
+    dropout: float | None = None
+    targets: tuple[str, ...] | None = None
+    layers: tuple[int, ...] | None = None
+    lora_plus_ratio: float | None = None
+    learning_rate: float | None = None
+
     def __post_init__(self) -> None:
         VIRTUAL_TOKENS_RANGE.check("virtual_tokens", self.virtual_tokens)
         if self.max_new_tokens is not None:
@@ -90,6 +116,12 @@ class Task:
                 f"splits are {list(self.splits)}, with the sum {sum(self.splits)}; "
                 f"they must sum to virtual_tokens, {self.virtual_tokens}"
             )
+
+    @property
+    def method_settings(self) -> dict[str, Any]:
+        """The settings of TASK_METHOD_SETTINGS that this task has of its own."""
+        values = {name: getattr(self, name) for name in TASK_METHOD_SETTINGS}
+        return {name: value for name, value in values.items() if value is not None}
 
     def check_answer_field(self) -> None:
         """Raise ConfigError if neither the settings nor the template name the answer's field."""

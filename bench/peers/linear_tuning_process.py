@@ -92,7 +92,7 @@ class PreambleLinearTrainer:
             **settings,
         )
         tasks = config.data_config.resolved_tasks
-        linears = build_trainable_linears(config.method_config, tasks, [self._model], seed=0)
+        linears = build_trainable_linears(config.task_method_configs, tasks, [self._model], seed=0)
         self._trainer = Trainer([self._model], config, linears=linears)
 
     def train_step(self, examples: list[list[int]], answer_tokens: int) -> float:

@@ -4,7 +4,9 @@ The reference (`gpt.model.adapted_linear`) lets torch derive the backward pass. 
 keep several copies of each output, and would add the gradients of the input in a separate pass.
 This function saves the input, which the gradient of A needs, and the low-rank activations A x; with
 a magnitude or an output scale it also saves the output before the factor. The gradient of the
-weight is never computed, nor that of the input if no earlier linear is trained.
+weight is never computed, nor that of the input if no earlier linear is trained. The rows of a batch
+may have different adapters: the products of the weight are those of all rows, and the low-rank
+products are computed for the rows of each adapter.
 """
 
 from collections.abc import Sequence
@@ -25,10 +27,13 @@ TERM_TENSORS = ("lora_a", "lora_b", "output_factor", "output_scale", "input_scal
 
 def supports_terms(weight: Tensor, terms: RowTerms) -> bool:
     """Return whether `adapted_linear` computes these terms and their gradients."""
-    if not torch.is_grad_enabled() or weight.requires_grad or len(terms) != 1:
+    if not torch.is_grad_enabled() or weight.requires_grad:
         return False
-    rows, row_group = terms[0]
-    if rows is not None or any(term.input_dropout is not None for term in row_group):
+    return all(_supports_group(row_group) for _, row_group in terms)
+
+
+def _supports_group(row_group: Sequence[LinearTerm]) -> bool:
+    if any(term.input_dropout is not None for term in row_group):
         return False
     # One of both factors at most, so that one saved output gives the gradients.
     has_factor = any(term.output_factor is not None for term in row_group)
@@ -38,17 +43,27 @@ def supports_terms(weight: Tensor, terms: RowTerms) -> bool:
 
 
 def adapted_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    row_group: Sequence[LinearTerm],
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, terms: RowTerms
 ) -> Tensor:
-    """Return the output of a linear with the terms of one adapter on all rows, plus `residual`."""
-    layout = tuple(TermLayout(term.columns, term.scale) for term in row_group)
-    tensors = [getattr(term, name) for term in row_group for name in TERM_TENSORS]
+    """Return the output of a linear with the terms of adapters, plus `residual`.
+
+    The product of the weight is computed once for the rows of all adapters.
+    """
+    layout = tuple(
+        GroupLayout(
+            _row_index(rows), tuple(TermLayout(term.columns, term.scale) for term in row_group)
+        )
+        for rows, row_group in terms
+    )
+    tensors = [
+        getattr(term, name) for _, row_group in terms for term in row_group for name in TERM_TENSORS
+    ]
     y = _AdaptedLinear.apply(layout, x, weight, bias, residual, *tensors)  # type: ignore[no-untyped-call]
     return cast(Tensor, y)
+
+
+# The rows of an adapter; a slice has views, which need no copies. None: all rows.
+RowIndex = Tensor | slice | None
 
 
 @dataclass(frozen=True)
@@ -59,74 +74,202 @@ class TermLayout:
     scale: float
 
 
+@dataclass(frozen=True, eq=False)
+class GroupLayout:
+    """The rows and terms of an adapter."""
+
+    rows: RowIndex
+    terms: tuple[TermLayout, ...]
+
+
+def _row_index(rows: Tensor | None) -> RowIndex:
+    """Return consecutive rows as a slice, if that does not wait for a device."""
+    if rows is None or rows.device.type != "cpu" or not len(rows):
+        return rows
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
+
+
+def _take(x: Tensor, rows: RowIndex) -> Tensor:
+    """Return some rows of `x`: a view, or a copy if they are indices."""
+    if rows is None:
+        return x
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+def _put(x: Tensor, rows: RowIndex, part: Tensor) -> None:
+    """Write rows that `_take` has returned, and that have changed, into `x`."""
+    if isinstance(rows, Tensor):
+        x.index_copy_(0, rows, part)
+    else:
+        view = _take(x, rows)
+        if view.data_ptr() != part.data_ptr():
+            view.copy_(part)
+
+
 class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        layout: Sequence[TermLayout],
+        layout: Sequence[GroupLayout],
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         residual: Tensor | None,
         *tensors: Tensor | None,
     ) -> Tensor:
-        terms = _terms(layout, tensors)
-        input_scale = _input_scale(terms)
-        scaled_x = x if input_scale is None else x * input_scale.to(x.dtype)
-        factor = _column_factor(terms, len(weight), x)
+        groups = _groups(layout, tensors)
+        has_input_scale = any(_input_scale(terms) is not None for _, terms in groups)
+        factors = [_column_factor(terms, len(weight), x) for _, terms in groups]
+        has_factor = any(factor is not None for factor in factors)
         # With a factor c of the product, the bias is added behind it; an output scale includes it.
-        has_early_bias = all(term.output_factor is None for term in terms)
-        early_bias = bias if has_early_bias else None
-        y = _matmul(scaled_x, weight, early_bias, residual if factor is None else None)
-        hidden = _add_low_rank(y, x, _low_rank_terms(terms))
-        unscaled = None
-        if factor is not None:
-            unscaled = y
-            y = y * factor if residual is None else torch.addcmul(residual, y, factor)
-            if bias is not None and not has_early_bias:
-                y += bias
+        has_late_bias = bias is not None and any(_has_output_factor(terms) for _, terms in groups)
+        y = _matmul(
+            _scale_inputs(x, groups) if has_input_scale else x,
+            weight,
+            None if has_late_bias else bias,
+            None if has_factor else residual,
+        )
+        hidden: list[Tensor | None] = []
+        unscaled: list[Tensor | None] = []
+        for (rows, terms), factor in zip(groups, factors, strict=True):
+            part = _take(y, rows)
+            late_bias = bias if has_late_bias else None
+            if late_bias is not None and factor is not None and not _has_output_factor(terms):
+                part += late_bias
+                late_bias = None
+            hidden.append(_add_low_rank(part, _take(x, rows), _low_rank_terms(terms)))
+            if factor is None:
+                unscaled.append(None)
+            elif rows is None:  # The adapter of all rows: no copy of its output is needed.
+                unscaled.append(part)
+                y = part * factor if residual is None else torch.addcmul(residual, part, factor)
+                part, residual = y, None
+            else:
+                unscaled.append(part.clone())
+                part *= factor
+            if late_bias is not None:
+                part += late_bias
+            _put(y, rows, part)
+        if has_late_bias and bias is not None:
+            _add_to_other_rows(y, groups, bias)
+        if residual is not None and has_factor:
+            y += residual
         ctx.layout = layout
-        needs_x = hidden is not None or input_scale is not None
-        ctx.save_for_backward(x if needs_x else None, weight, unscaled, hidden, *tensors)
+        needs_x = has_input_scale or any(part is not None for part in hidden)
+        ctx.save_for_backward(x if needs_x else None, weight, *unscaled, *hidden, *tensors)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, unscaled, hidden, *tensors = ctx.saved_tensors
-        terms, dy = _terms(ctx.layout, tensors), grads[0].contiguous()
+        count = len(ctx.layout)
+        x, weight, *saved = ctx.saved_tensors
+        unscaled, hidden, tensors = saved[:count], saved[count : 2 * count], saved[2 * count :]
+        groups, dy = _groups(ctx.layout, tensors), grads[0].contiguous()
         dresidual = dy if ctx.needs_input_grad[4] else None
-        term_grads: list[dict[str, Tensor]] = [{} for _ in terms]
-        factor = _column_factor(terms, len(weight), dy)
-        if factor is not None:
-            dy, sums = _scale_backward(dy, unscaled, factor)
-            _store_factor_grads(terms, sums, term_grads)
         needs_dx = ctx.needs_input_grad[1]
+        term_grads: list[list[dict[str, Tensor]]] = [[{} for _ in terms] for _, terms in groups]
+        is_single = count == 1 and groups[0][0] is None
+        if not is_single and any(part is not None for part in unscaled):
+            dy = dy.clone()  # The rows of adapters with factors are replaced.
         low_rank_dx: Tensor | None = None
-        if hidden is not None:
-            low_rank_dx = _low_rank_backward(dy, x, hidden, terms, term_grads, needs_dx=needs_dx)
-        input_scale = _input_scale(terms)
+        for index, (rows, terms) in enumerate(groups):
+            part = _take(dy, rows)
+            factor = _column_factor(terms, len(weight), dy)
+            if factor is not None:
+                part, sums = _scale_backward(part, unscaled[index], factor)
+                _store_factor_grads(terms, sums, term_grads[index])
+                if is_single:
+                    dy = part
+                else:
+                    _put(dy, rows, part)
+            if hidden[index] is None:
+                continue
+            dx_part = _low_rank_backward(
+                part, _take(x, rows), hidden[index], terms, term_grads[index], needs_dx=needs_dx
+            )
+            if dx_part is not None and is_single:
+                low_rank_dx = dx_part
+            elif dx_part is not None:
+                low_rank_dx = torch.zeros_like(x) if low_rank_dx is None else low_rank_dx
+                _put(low_rank_dx, rows, dx_part)
         dx: Tensor | None = None
-        if needs_dx or input_scale is not None:
+        if needs_dx or any(_input_scale(terms) is not None for _, terms in groups):
             dx = _matmul_transposed(dy, weight, low_rank_dx)
-        if input_scale is not None:
-            assert dx is not None
-            dx, sums = _scale_backward(dx, x, input_scale.to(dx.dtype))
-            for term, named_grads in zip(terms, term_grads, strict=True):
-                if term.input_scale is not None:
-                    named_grads["input_scale"] = sums.to(term.input_scale.dtype)
-        flat = [named_grads.get(name) for named_grads in term_grads for name in TERM_TENSORS]
+            dx = _input_scales_backward(dx, x, groups, term_grads)
+        flat = [
+            named_grads.get(name)
+            for group_grads in term_grads
+            for named_grads in group_grads
+            for name in TERM_TENSORS
+        ]
         return None, dx if needs_dx else None, None, None, dresidual, *flat
 
 
-def _terms(layout: Sequence[TermLayout], tensors: Sequence[Tensor | None]) -> list[LinearTerm]:
-    size = len(TERM_TENSORS)
-    terms = []
-    for index, term in enumerate(layout):
-        a, b, output_factor, output_scale, input_scale = tensors[size * index : size * (index + 1)]
-        terms.append(
-            LinearTerm(term.columns, a, b, term.scale, output_factor, output_scale, input_scale)
-        )
-    return terms
+def _groups(
+    layout: Sequence[GroupLayout], tensors: Sequence[Tensor | None]
+) -> list[tuple[RowIndex, list[LinearTerm]]]:
+    """Return the rows and the terms of each adapter."""
+    groups, size, first = [], len(TERM_TENSORS), 0
+    for group in layout:
+        terms = []
+        for term in group.terms:
+            a, b, output_factor, output_scale, input_scale = tensors[first : first + size]
+            first += size
+            terms.append(
+                LinearTerm(term.columns, a, b, term.scale, output_factor, output_scale, input_scale)
+            )
+        groups.append((group.rows, terms))
+    return groups
+
+
+def _has_output_factor(terms: Sequence[LinearTerm]) -> bool:
+    return any(term.output_factor is not None for term in terms)
+
+
+def _scale_inputs(x: Tensor, groups: Sequence[tuple[RowIndex, Sequence[LinearTerm]]]) -> Tensor:
+    """Return a copy of `x` with the rows of adapters multiplied by their input scales."""
+    first_scale = _input_scale(groups[0][1])
+    if groups[0][0] is None and first_scale is not None:  # The adapter of all rows.
+        return x * first_scale.to(x.dtype)
+    scaled_x = x.clone()
+    for rows, terms in groups:
+        input_scale = _input_scale(terms)
+        if input_scale is not None:
+            _put(scaled_x, rows, _take(x, rows) * input_scale.to(x.dtype))
+    return scaled_x
+
+
+def _input_scales_backward(
+    dx: Tensor,
+    x: Tensor,
+    groups: Sequence[tuple[RowIndex, Sequence[LinearTerm]]],
+    term_grads: Sequence[Sequence[dict[str, Tensor]]],
+) -> Tensor:
+    """Store the gradients of the input scales; return the gradient of `x` from that of scaled x."""
+    for (rows, terms), group_grads in zip(groups, term_grads, strict=True):
+        input_scale = _input_scale(terms)
+        if input_scale is None:
+            continue
+        part, sums = _scale_backward(_take(dx, rows), _take(x, rows), input_scale.to(dx.dtype))
+        if rows is None:
+            dx = part
+        else:
+            _put(dx, rows, part)
+        for term, named_grads in zip(terms, group_grads, strict=True):
+            if term.input_scale is not None:
+                named_grads["input_scale"] = sums.to(term.input_scale.dtype)
+    return dx
+
+
+def _add_to_other_rows(
+    y: Tensor, groups: Sequence[tuple[RowIndex, Sequence[LinearTerm]]], bias: Tensor
+) -> None:
+    """Add the bias to the rows of `y` that belong to no adapter."""
+    is_other = torch.ones(len(y), 1, dtype=y.dtype, device=y.device)
+    for rows, _ in groups:
+        is_other[slice(None) if rows is None else rows] = 0
+    y.addcmul_(is_other, bias)
 
 
 def _input_scale(terms: Sequence[LinearTerm]) -> Tensor | None:

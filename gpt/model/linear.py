@@ -167,10 +167,9 @@ class TrainingLinear(TorchLinear):
     ) -> Tensor:
         if not supports_terms(self.weight, terms):
             return super().forward_adapted(x, bias, activation, residual, terms)
-        ((_, row_group),) = terms
         if activation is None:
-            return adapted_linear(x, self.weight, bias, residual, row_group)
-        y = adapted_linear(x, self.weight, bias, None, row_group)
+            return adapted_linear(x, self.weight, bias, residual, terms)
+        y = adapted_linear(x, self.weight, bias, None, terms)
         if training_kernels.supports_activation(y, activation):
             y = training_kernels.apply_activation(y, activation)
         else:

@@ -180,7 +180,7 @@ def _tuning_task(
     Only the GPUs, the sequence length and the dtype come from the specification.
     """
     section, config = specification.training, tuning.config
-    batch_examples = config.training_config.batch_examples
+    batch_examples = tuning.batch_examples
     if specification.model.path is not None or specification.model.layers is not None:
         raise ConfigError(
             f"the command names a model, and {tuning.path} names one too; remove the model from "

@@ -45,13 +45,24 @@ class TuningSettings:
         return self.config.parallel_config.ranks
 
     @property
+    def batch_examples(self) -> int:
+        """The number of examples of a step, of all tasks together."""
+        return self.config.training_config.batch_examples * len(self.config.task_groups)
+
+    @property
     def trainable(self) -> str:
         return "all" if self.config.method_config.method == "full" else "adapter"
 
     @property
     def linears(self) -> LinearAdapterSpec | None:
         """The adapter weights that each task trains; None: another method."""
-        method_config = self.config.method_config
+        method_config, *others = set(self.config.task_method_configs)
+        if others:
+            raise ConfigError(
+                f"{self.path}: the tasks have different method settings, and a plan has one method "
+                "and rank; plan the largest task alone, with batch_examples times the number of "
+                "tasks"
+            )
         for method in METHODS:
             if method == method_config.method:
                 return LinearAdapterSpec(
@@ -75,7 +86,7 @@ class TuningSettings:
         return TrainingJob(
             self.model,
             sequence or sequence_max,
-            self.config.training_config.batch_examples,
+            self.batch_examples,
             "all" if self.trainable == "all" else "adapter",
             virtual_tokens,
             # Other dtypes, such as float32 for a CPU, are planned as if they were bfloat16.

@@ -53,6 +53,8 @@ class Example:
     loss_positions: Sequence[int] = ()
     # Position of the first token on which an activated LoRA acts.
     invocation_start: int = 0
+    # Number of the example among those of its task in a step; dropout masks depend on it.
+    number: int = 0
 
     def __post_init__(self) -> None:
         if not self.loss_positions:

@@ -12,7 +12,8 @@ tasks. The micro-batch itself has the tokens from the invocation on. This module
 a model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -21,27 +22,41 @@ from torch import Tensor
 
 from gpt.batch import Batch, FrozenContext
 from gpt.dropout import Dropout
-from gpt.linear_adapter import AdaptedRows, ModelAdapter
+from gpt.linear_adapter import AdaptedRows, ExampleRows, ModelAdapter
 from ptuning.data.dataset import Example
 
 
 @dataclass(frozen=True)
 class ContextBatch:
-    """The tokens before the invocations of a micro-batch's examples; equal ones occur once."""
+    """The tokens before the invocations of a micro-batch's sequences; equal ones occur once."""
 
     ids: Tensor
     batch: Batch  # It has no logit rows.
-    # The row in `ids` of each example's tokens before the invocation, example after example.
+    # The row in `ids` of each sequence's tokens before the invocation, sequence after sequence.
     rows: Tensor
-    starts: tuple[int, ...]  # The index in `rows` of each example's first token.
+    starts: tuple[int, ...]  # The index in `rows` of each sequence's first token.
 
     def frozen(self, recorded_kv: Mapping[int, tuple[Tensor, Tensor]]) -> FrozenContext:
-        """Return the context of the examples, from the keys and values of the context batch."""
+        """Return the context of the sequences, from the keys and values of the context batch."""
         kv_by_layer = {
             layer: (k.index_select(0, self.rows), v.index_select(0, self.rows))
             for layer, (k, v) in recorded_kv.items()
         }
         return FrozenContext(self.starts, kv_by_layer)
+
+
+@dataclass(frozen=True)
+class TaskSlice:
+    """The tokens and examples of a task in a micro-batch, which are consecutive."""
+
+    task: int  # Index among the tasks of the run.
+    rows: Tensor | None  # The rows of its tokens, with those of its common prefix; None: all rows.
+    examples: ExampleRows
+
+    @property
+    def logits(self) -> int:
+        """The number of logit rows."""
+        return sum(map(len, self.examples.logit_rows))
 
 
 @dataclass(frozen=True)
@@ -51,8 +66,7 @@ class MicroBatch:
     ids: Tensor  # (tokens,) token ids; virtual tokens have ids at or above vocab_size.
     batch: Batch  # Has one logit row for each token whose next token has a loss.
     labels: Tensor  # (logit rows,) the token id that each logit row must predict.
-    # For each task in the micro-batch: its index, and the rows of its tokens (None: all rows).
-    task_rows: tuple[tuple[int, Tensor | None], ...] = ()
+    tasks: tuple[TaskSlice, ...] = ()  # The tasks, in the order of their rows.
     context: ContextBatch | None = None  # Only for activated LoRA.
 
     @property
@@ -63,87 +77,115 @@ class MicroBatch:
 
     def with_adapters(self, adapters: Sequence[ModelAdapter]) -> "MicroBatch":
         """Return the micro-batch with the adapter of each task on the rows of the task."""
-        adapted_rows = tuple(AdaptedRows(adapters[task], rows) for task, rows in self.task_rows)
+        adapted_rows = tuple(AdaptedRows(adapters[own.task], own.rows) for own in self.tasks)
         return replace(self, batch=replace(self.batch, adapted_rows=adapted_rows))
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """A sequence of a micro-batch: an example, or the common prefix of a task's examples."""
+
+    task: int
+    ids: Sequence[int]  # The tokens that are computed.
+    positions: Sequence[int] = ()  # Positions in `ids` of the tokens that have logits.
+    labels: Sequence[int] = ()  # The token that each of them must predict.
+    context: tuple[int, ...] = ()  # The tokens before the invocation of an activated LoRA.
+    has_parent: bool = False  # Whether it continues the common prefix of its task.
+    number: int | None = None  # `Example.number`; None: a common prefix.
 
 
 def build_micro_batch(
     examples: Sequence[Example],
     device: torch.device | str = "cpu",
     *,
-    share_prefix: bool = True,
+    share_prefix: bool | Container[int] = True,
+    activated_tasks: Container[int] = (),
     dropout: Dropout | None = None,
 ) -> MicroBatch:
-    """Pack examples into one flat batch.
+    """Pack examples into one flat batch, task after task.
 
-    `share_prefix` computes the common prefix of a task's examples once. It has no effect with
-    `dropout`, because examples must not share the dropout masks of their prefixes.
+    `share_prefix` computes the common prefix of a task's examples once; it may name the tasks. It
+    has no effect with `dropout`, because examples must not share the dropout masks of their
+    prefixes. The examples of `activated_tasks`, which train an activated LoRA, have only the tokens
+    from their invocation on; those before it are the context.
     """
-    examples = sorted(examples, key=lambda example: example.task_index)
-    prefix_lengths = _common_prefix_lengths(examples) if share_prefix and dropout is None else {}
-    lengths = list(prefix_lengths.values())
-    parents: list[int | None] = [None] * len(prefix_lengths)
-    ids: list[int] = []
-    for task, length in prefix_lengths.items():
-        ids += next(example.ids[:length] for example in examples if example.task_index == task)
-    logit_rows: list[int] = []
-    prefix_tasks = list(prefix_lengths)
-    for example in examples:
-        prefix_length = prefix_lengths.get(example.task_index, 0)
-        # The last token predicts no token, so it is not computed.
-        suffix = example.ids[prefix_length:-1]
-        # The token before a position predicts the token at the position.
-        suffix_positions = [position - 1 - prefix_length for position in example.loss_positions]
-        logit_rows += [len(ids) + position for position in suffix_positions]
-        parents.append(prefix_tasks.index(example.task_index) if prefix_length else None)
-        lengths.append(len(suffix))
-        ids += suffix
-    batch = Batch.unpaged(
+    sequences: list[_Sequence] = []
+    parents: list[int | None] = []
+    for task in sorted({example.task_index for example in examples}):
+        task_examples = [example for example in examples if example.task_index == task]
+        shares = share_prefix if isinstance(share_prefix, bool) else task in share_prefix
+        prefix_length = 0
+        if task not in activated_tasks and shares and dropout is None:
+            prefix_length = _common_prefix_length(task_examples)
+        parent = None
+        if prefix_length:
+            parent = len(sequences)
+            sequences.append(_Sequence(task, task_examples[0].ids[:prefix_length]))
+            parents.append(None)
+        for example in task_examples:
+            start = example.invocation_start if task in activated_tasks else prefix_length
+            sequences.append(_example_sequence(example, start, has_parent=parent is not None))
+            parents.append(parent)
+    lengths = [len(sequence.ids) for sequence in sequences]
+    past_lengths = [
+        len(sequence.context) if parent is None else lengths[parent]
+        for sequence, parent in zip(sequences, parents, strict=True)
+    ]
+    starts = [0, *accumulate(lengths)][:-1]
+    logit_rows = [
+        start + position
+        for start, sequence in zip(starts, sequences, strict=True)
+        for position in sequence.positions
+    ]
+    batch = Batch.continued(
         lengths,
+        past_lengths,
         device,
         logit_rows=torch.tensor(logit_rows, device=device),
         dropout=dropout,
-        parents=parents if prefix_lengths else (),
+        parents=parents if any(parent is not None for parent in parents) else (),
     )
-    labels = [example.ids[position] for example in examples for position in example.loss_positions]
-    tasks = [*prefix_tasks, *(example.task_index for example in examples)]
     return MicroBatch(
-        torch.tensor(ids, device=device),
+        torch.tensor([token for sequence in sequences for token in sequence.ids], device=device),
         batch,
-        torch.tensor(labels, device=device),
-        _task_rows(tasks, lengths, device),
+        torch.tensor([label for sequence in sequences for label in sequence.labels], device=device),
+        tuple(_task_slices(sequences, device)),
+        _context_batch([sequence.context for sequence in sequences], device),
     )
 
 
-def build_activated_micro_batch(
-    examples: Sequence[Example], device: torch.device | str = "cpu"
-) -> MicroBatch:
-    """Pack the tokens of examples from the invocation on, and the context before it."""
-    contexts = [tuple(example.ids[: example.invocation_start]) for example in examples]
-    ids: list[int] = []
-    lengths: list[int] = []
-    logit_rows: list[int] = []
-    for example in examples:
-        start = example.invocation_start
+def _example_sequence(example: Example, start: int, *, has_parent: bool) -> _Sequence:
+    """Return the tokens of an example from `start` on, which has earlier tokens."""
+    return _Sequence(
+        example.task_index,
+        example.ids[start:-1],  # The last token predicts no token, so it is not computed.
         # The token before a position predicts the token at the position.
-        logit_rows += [len(ids) + position - 1 - start for position in example.loss_positions]
-        suffix = example.ids[start:-1]  # The last token predicts no token.
-        lengths.append(len(suffix))
-        ids += suffix
-    batch = Batch.continued(
-        lengths,
-        list(map(len, contexts)),
-        device,
-        logit_rows=torch.tensor(logit_rows, device=device),
+        [position - 1 - start for position in example.loss_positions],
+        [example.ids[position] for position in example.loss_positions],
+        () if has_parent else tuple(example.ids[:start]),
+        has_parent,
+        example.number,
     )
-    labels = [example.ids[position] for example in examples for position in example.loss_positions]
-    return MicroBatch(
-        torch.tensor(ids, device=device),
-        batch,
-        torch.tensor(labels, device=device),
-        _task_rows([example.task_index for example in examples], lengths, device),
-        _context_batch(contexts, device),
-    )
+
+
+def _task_slices(sequences: Sequence[_Sequence], device: torch.device | str) -> Iterator[TaskSlice]:
+    """Yield the rows of each task; its sequences are consecutive."""
+    tasks = list(dict.fromkeys(sequence.task for sequence in sequences))
+    start = 0
+    for task in tasks:
+        own = [sequence for sequence in sequences if sequence.task == task]
+        stop = start + sum(len(sequence.ids) for sequence in own)
+        examples = [sequence for sequence in own if sequence.number is not None]
+        yield TaskSlice(
+            task,
+            torch.arange(start, stop, device=device) if len(tasks) > 1 else None,
+            ExampleRows(
+                tuple(example.number or 0 for example in examples),
+                tuple(len(example.ids) for example in examples),
+                tuple(tuple(example.positions) for example in examples),
+            ),
+        )
+        start = stop
 
 
 def _context_batch(
@@ -197,38 +239,30 @@ def _common_length(first: Sequence[int], last: Sequence[int]) -> int:
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(last)))
 
 
-def _task_rows(
-    tasks: Sequence[int], lengths: Sequence[int], device: torch.device | str
-) -> tuple[tuple[int, Tensor | None], ...]:
-    """Return the rows of each task, from the task and the number of tokens of each sequence."""
-    if len(set(tasks)) == 1:
-        return ((tasks[0], None),)
-    task_of_row = torch.tensor(tasks, device=device).repeat_interleave(
-        torch.tensor(lengths, device=device)
-    )
-    return tuple((task, (task_of_row == task).nonzero().flatten()) for task in dict.fromkeys(tasks))
+def _common_prefix_length(examples: Sequence[Example]) -> int:
+    """Return the length of the common prefix of a task's examples; 0 for a single example."""
+    if len(examples) == 1:
+        return 0
+    # The common prefix is computed once for all examples. It must end before the first token that
+    # predicts a label, because each example has its own label and needs its own logits.
+    limit = min(example.loss_positions[0] - 1 for example in examples)
+    first_example, *other_examples = examples
+    length = 0
+    while length < limit and all(
+        example.ids[length] == first_example.ids[length] for example in other_examples
+    ):
+        length += 1
+    return length
 
 
-def _common_prefix_lengths(examples: Sequence[Example]) -> dict[int, int]:
-    """Return the length of each task's common prefix, keyed by task index.
-
-    A task is omitted if it has a single example, or if its examples have no common prefix.
-    """
-    prefix_lengths: dict[int, int] = {}
-    for task in dict.fromkeys(example.task_index for example in examples):
-        task_examples = [example for example in examples if example.task_index == task]
-        # The common prefix is computed once for all examples. It must end before the first token
-        # that predicts a label, because each example has its own label and needs its own logits.
-        limit = min(example.loss_positions[0] - 1 for example in task_examples)
-        first_example, *other_examples = task_examples
-        length = 0
-        while length < limit and all(
-            example.ids[length] == first_example.ids[length] for example in other_examples
-        ):
-            length += 1
-        if other_examples and length > 0:
-            prefix_lengths[task] = length
-    return prefix_lengths
+def number_examples(examples: Sequence[Example]) -> list[Example]:
+    """Return the examples of a step with their numbers, counted for each task."""
+    counts: Counter[int] = Counter()
+    numbered = []
+    for example in examples:
+        numbered.append(replace(example, number=counts[example.task_index]))
+        counts[example.task_index] += 1
+    return numbered
 
 
 def split_into_micro_batches(

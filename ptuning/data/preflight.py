@@ -19,8 +19,8 @@ from gpt.costs.training import (
     state_bytes,
 )
 from gpt.tokenizers.tokenizer import Tokenizer
-from ptuning.config import ParallelConfig, TrainingConfig, TuneConfig
-from ptuning.data.batch_order import BatchOrder
+from ptuning.config import TuneConfig
+from ptuning.data.batch_order import BatchOrders
 from ptuning.data.dataset import Example, ExampleSet, TaskData
 from ptuning.data.micro_batch import MicroBatch, build_micro_batch, split_into_micro_batches
 
@@ -91,7 +91,7 @@ class StepStats:
     tokens_of_pass_max: int  # Number of tokens of the largest micro-batch of the sampled steps.
     shared_tokens: float  # Mean number of tokens that prefix sharing saves.
     learned_tokens: float  # Mean number of tokens with a loss.
-    rounds: float  # Number of epochs of the whole run.
+    rounds: float  # Number of epochs of the whole run; the least of independent tasks.
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,11 @@ class PreflightReport:
 
 
 def preflight_report(
-    tasks: Sequence[TaskData],
-    tokenizer: Tokenizer,
-    training_config: TrainingConfig,
-    parallel_config: ParallelConfig,
+    tasks: Sequence[TaskData], tokenizer: Tokenizer, config: TuneConfig
 ) -> PreflightReport:
+    training_config = config.training_config
     task_stats = tuple(_task_stats(task) for task in tasks)
-    step_stats = _step_stats(tasks, training_config, parallel_config)
+    step_stats = _step_stats(tasks, config)
     warnings = []
     for task, stats in zip(tasks, task_stats, strict=True):
         task_prefix = f"{stats.name}: " if len(task_stats) > 1 else ""
@@ -137,7 +135,7 @@ def preflight_lines(
     tasks: Sequence[TaskData], tokenizer: Tokenizer, config: TuneConfig, gpt_config: GPTConfig
 ) -> list[str]:
     """Return the lines that `--check` prints without `--json`."""
-    report = preflight_report(tasks, tokenizer, config.training_config, config.parallel_config)
+    report = preflight_report(tasks, tokenizer, config)
     lines = []
     for task, task_stats in zip(tasks, report.tasks, strict=True):
         if task_stats.name:
@@ -266,11 +264,13 @@ def _prompt_hash(example: Example) -> int:
     return hash(tuple(example.ids[: example.answer_start]))
 
 
-def _step_stats(
-    tasks: Sequence[TaskData], training_config: TrainingConfig, parallel_config: ParallelConfig
-) -> StepStats:
-    examples = [example for task in tasks for example in task.examples.examples]
-    order = BatchOrder(examples, training_config.batch_examples, training_config.seed)
+def _step_stats(tasks: Sequence[TaskData], config: TuneConfig) -> StepStats:
+    training_config, parallel_config = config.training_config, config.parallel_config
+    group_examples = [
+        [example for task in group for example in tasks[task].examples.examples]
+        for group in config.task_groups
+    ]
+    order = BatchOrders(group_examples, training_config.batch_examples, training_config.seed)
     micro_batches: list[MicroBatch] = []
     unshared_tokens = 0
     steps = min(STEPS_SAMPLED, training_config.steps)
@@ -296,7 +296,7 @@ def _step_stats(
         tokens_of_pass_max=max(micro_batch.batch.tokens for micro_batch in micro_batches),
         shared_tokens=(unshared_tokens - tokens) / steps,
         learned_tokens=sum(len(micro_batch.labels) for micro_batch in micro_batches) / steps,
-        rounds=training_config.steps * order.batch_size / len(examples),
+        rounds=order.epochs(training_config.steps),
     )
 
 

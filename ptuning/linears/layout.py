@@ -42,36 +42,47 @@ class LinearsLayout:
 
     tensors: tuple[LinearTensor, ...]
     linears: Mapping[str, AdaptableLinear]  # The linears of the model, by name.
-    scale: float  # The factor of the low-rank products.
+    scales: tuple[float, ...]  # For each task, the factor of its low-rank products.
 
     @classmethod
-    def create(
-        cls, method_config: MethodConfig, config: GPTConfig, task_count: int
-    ) -> "LinearsLayout":
-        """Return the layout; raise ConfigError if the model has no such linears or layers."""
-        if method_config.method == "bottleneck" and config.norm_placement != "pre":
+    def create(cls, method_configs: Sequence[MethodConfig], config: GPTConfig) -> "LinearsLayout":
+        """Return the layout of tasks with these settings.
+
+        Raise ConfigError if the model has no such linears or layers.
+        """
+        if config.norm_placement != "pre" and any(
+            method_config.method == "bottleneck" for method_config in method_configs
+        ):
             raise ConfigError(
                 "method is bottleneck, which is not supported in a model with a norm behind its "
                 "blocks; set method: lora"
             )
         linears = adaptable_linears(config)
-        keys = _adapted_keys(method_config, config, linears)
         tensors = [
             LinearTensor(task, key, *described)
-            for task in range(task_count)
-            for key in keys
+            for task, method_config in enumerate(method_configs)
+            for key in _adapted_keys(method_config, config, linears)
             for described in _tensors_of(key, linears, method_config, config)
         ]
-        return cls(tuple(tensors), linears, method_config.low_rank_scale)
+        scales = tuple(method_config.low_rank_scale for method_config in method_configs)
+        return cls(tuple(tensors), linears, scales)
 
     @property
     def task_count(self) -> int:
-        return max(tensor.task for tensor in self.tensors) + 1
+        return len(self.scales)
 
     @property
     def size(self) -> int:
         """The number of values of all tasks."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
+
+    def task_values(self, task: int) -> slice:
+        """Return where the values of a task are in the vector."""
+        sizes = [0] * self.task_count
+        for tensor in self.tensors:
+            sizes[tensor.task] += math.prod(tensor.shape)
+        start = sum(sizes[:task])
+        return slice(start, start + sizes[task])
 
     def pack(self, tasks: Sequence[Mapping[str, LinearAdapter]]) -> Tensor:
         """Return the vector of the adapters of all tasks."""
@@ -86,8 +97,8 @@ class LinearsLayout:
             linear = fields[tensor.task].setdefault(tensor.key, {})
             linear[tensor.name] = values.view(tensor.shape)
         return tuple(
-            {key: LinearAdapter(**tensors, scale=self.scale) for key, tensors in task.items()}
-            for task in fields
+            {key: LinearAdapter(**tensors, scale=scale) for key, tensors in task.items()}
+            for task, scale in zip(fields, self.scales, strict=True)
         )
 
 

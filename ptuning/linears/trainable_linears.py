@@ -7,7 +7,7 @@ module does not use the training loop.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gpt.dropout import Dropout
 from gpt.linear_adapter import (
+    ExampleRows,
     InputDropout,
     LinearAdapter,
     LinearTerm,
@@ -61,17 +62,17 @@ class TrainableLinears:
         initial: Sequence[Mapping[str, LinearAdapter]],
         chunks: Sequence[GPT],
         *,
-        dropout: float = 0.0,
+        dropout_rates: Sequence[float] = (),
     ) -> None:
         """Shard whole tensors, one mapping per task.
 
-        Without a magnitude in `initial`, it starts as the norm of the weight. All tensor-parallel
-        ranks must call this.
+        Without a magnitude in `initial`, it starts as the norm of the weight. `dropout_rates` has
+        the rate of each task; empty: no dropout. All tensor-parallel ranks must call this.
         """
         self.layout = layout
         self.config = chunks[0].config
         self.mesh = chunks[0].mesh
-        self.dropout = dropout
+        self.dropout_rates = tuple(dropout_rates) or (0.0,) * layout.task_count
         self._dtype = torch.promote_types(chunks[0].dtype, torch.float32)
         self._chunks = {layer: chunk for chunk in chunks for layer in chunk.layers}
         self.linears = list(self._create(initial))
@@ -117,16 +118,22 @@ class TrainableLinears:
             for name, tensor in linear.tensors.items():
                 yield f"tasks.{linear.task}.{linear.key}.{name}", linear, name, tensor
 
-    @property
-    def first_layer(self) -> int:
-        """The lowest layer of the model that an adapter changes; the same on all ranks."""
-        return min(layer_number(tensor.key) or 0 for tensor in self.layout.tensors)
+    def first_layer(self, tasks: Container[int]) -> int:
+        """Return the lowest layer of the model that an adapter changes; the same on all ranks."""
+        return min(
+            layer_number(tensor.key) or 0 for tensor in self.layout.tensors if tensor.task in tasks
+        )
 
-    def begin_step(self) -> tuple[ModelAdapter, ...]:
-        """Return the adapter of each task for the micro-batches of a step."""
+    def begin_step(self, tasks: Container[int] | None = None) -> tuple[ModelAdapter, ...]:
+        """Return the adapter of each task for the micro-batches of a step.
+
+        The adapters of other tasks than `tasks` (None: all tasks) are empty.
+        """
         adapters: list[dict[str, list[LinearTerm]]] = [{} for _ in range(self.layout.task_count)]
         self._factors = {}
         for index, linear in enumerate(self.linears):
+            if tasks is not None and linear.task not in tasks:
+                continue
             tensors = linear.tensors
             factor = None
             if "magnitude" in tensors:
@@ -143,7 +150,7 @@ class TrainableLinears:
                 columns,
                 tensors.get("lora_a"),
                 tensors.get("lora_b"),
-                self.layout.scale,
+                self.layout.scales[linear.task],
                 factor,
                 tensors.get("output_scale"),
                 tensors.get("input_scale"),
@@ -159,19 +166,26 @@ class TrainableLinears:
                 self.linears[index].tensors["magnitude"].grad = factor.grad / norm
         self._factors = {}
 
-    def with_dropout(self, adapter: ModelAdapter, dropout: Dropout) -> ModelAdapter:
-        """Return the adapter with dropout masks for one micro-batch."""
-        if not self.dropout:
+    def with_dropout(
+        self, adapter: ModelAdapter, task: int, dropout: Dropout, examples: ExampleRows
+    ) -> ModelAdapter:
+        """Return the adapter of a task with dropout masks for its examples in a micro-batch."""
+        rate = self.dropout_rates[task]
+        if not rate:
             return adapter
         return {
             name: [
-                replace(term, input_dropout=self._input_dropout(name, part, dropout))
+                replace(
+                    term, input_dropout=self._input_dropout(name, part, dropout, rate, examples)
+                )
                 for part, term in enumerate(terms)
             ]
             for name, terms in adapter.items()
         }
 
-    def _input_dropout(self, name: str, part: int, dropout: Dropout) -> InputDropout:
+    def _input_dropout(
+        self, name: str, part: int, dropout: Dropout, rate: float, examples: ExampleRows
+    ) -> InputDropout:
         linear = self.layout.linears[name]
         module = ADAPTABLE_LINEARS.index(name.rpartition(".")[2])
         # The sites of the model's own dropout have other numbers after the layer.
@@ -181,7 +195,7 @@ class TrainableLinears:
             shard = linear.shard(self.config, self.mesh.tp_rank, self.mesh.tp)
             ((start, stop),) = shard.ranges
             columns = slice(start, stop)
-        return InputDropout(dropout, self.dropout, site, linear.in_features, columns)
+        return InputDropout(dropout, rate, site, linear.in_features, columns, examples)
 
     @torch.no_grad()
     def gather(self) -> Tensor:
@@ -277,7 +291,8 @@ class TrainableLinears:
         ||w + s b A||^2 = ||w||^2 + 2 s (W A^T) . b + s^2 (b (A A^T)) . b for a row w of W and the
         row b of B.
         """
-        a, b, scale = linear.tensors["lora_a"], linear.tensors["lora_b"], self.layout.scale
+        a, b = linear.tensors["lora_a"], linear.tensors["lora_b"]
+        scale = self.layout.scales[linear.task]
         assert linear.squared_norm is not None
         products = torch.cat([block @ a.T for block in self._blocks(linear.weight, linear.rows)])
         changes = ((2 * scale * products + scale**2 * (b @ (a @ a.T))) * b).sum(1)
@@ -285,19 +300,19 @@ class TrainableLinears:
 
 
 def build_trainable_linears(
-    method_config: MethodConfig,
+    method_configs: Sequence[MethodConfig],
     tasks: Sequence[Task],
     chunks: Sequence[GPT],
     *,
     seed: int,
 ) -> TrainableLinears:
-    """Create the initial adapter weights, which have no effect yet.
+    """Create the initial adapter weights of tasks with these settings; they have no effect yet.
 
     A has Kaiming's uniform distribution with a = sqrt(5), as in PEFT, and B is zero. Of a
     bottleneck, the first factor has Xavier's normal distribution, as in NeMo, and the second one is
     zero. All ranks must call this function.
     """
-    layout = LinearsLayout.create(method_config, chunks[0].config, len(tasks))
+    layout = LinearsLayout.create(method_configs, chunks[0].config)
     own_layers = {layer for chunk in chunks for layer in chunk.layers}
     initial: list[dict[str, LinearAdapter]] = [{} for _ in tasks]
     tensors_by_key: dict[tuple[int, str], dict[str, Tensor]] = {}
@@ -322,5 +337,6 @@ def build_trainable_linears(
         elif tensor.name in ("output_scale", "input_scale", "bottleneck_pre_norm_weight"):
             tensor_by_name[tensor.name] = torch.ones(tensor.shape, dtype=torch.float64)
     for (task, key), tensors in tensors_by_key.items():
-        initial[task][key] = LinearAdapter(**tensors, scale=layout.scale)
-    return TrainableLinears(layout, initial, chunks, dropout=method_config.dropout)
+        initial[task][key] = LinearAdapter(**tensors, scale=layout.scales[task])
+    dropout_rates = [method_config.dropout for method_config in method_configs]
+    return TrainableLinears(layout, initial, chunks, dropout_rates=dropout_rates)

@@ -45,7 +45,13 @@ class Curve:
 
 def select_curves(run: RunFacts) -> list[Curve]:
     """Return the curves for which the run has values."""
-    curves = [_loss_curve(run), _measures_curve(run), _learning_rate_curve(run), _speed_curve(run)]
+    curves = [
+        _loss_curve(run),
+        _task_losses_curve(run),
+        _measures_curve(run),
+        _learning_rate_curve(run),
+        _speed_curve(run),
+    ]
     return [curve for curve in curves if curve is not None]
 
 
@@ -87,6 +93,30 @@ def _loss_curve(run: RunFacts) -> Curve | None:
         description=description,
     )
     return Curve(chart, f"{last_loss:.4f}")
+
+
+def _task_losses_curve(run: RunFacts) -> Curve | None:
+    """Return the smoothed losses of tasks that are trained independently, if there are a few."""
+    if not run.trains_separately or len(run.tasks) > COLOR_COUNT:
+        return None
+    lines = []
+    for number, task in enumerate(run.tasks):
+        raw = [Point(step.step, step.loss) for step in run.of_task(task).progress]
+        points = [point for point in raw if abs(point.y) < float("inf")]
+        if points:
+            mean = smooth_points(points, _smoothing_window(points))
+            lines.append(Line(task.name[:NAME_CHARACTERS_MAX], mean, number))
+    if not lines:
+        return None
+    description = ", ".join(f"{line.name} {line.points[-1].y:.4f}" for line in lines)
+    chart = Chart(
+        "Loss of each task",
+        lines,
+        _last_step(run),
+        lambda value: f"{value:.3g}",
+        description=description,
+    )
+    return Curve(chart, "")
 
 
 def _smoothing_window(points: Sequence[Point]) -> int:

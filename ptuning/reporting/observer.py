@@ -99,9 +99,9 @@ class RunObserver:
         self, validation: Validation, validator: Validator, best_step: int | None
     ) -> None:
         assert self._logs is not None and self._display is not None
-        self._validations = [
-            earlier for earlier in self._validations if earlier.step != validation.step
-        ] + [validation]
+        earlier = [other for other in self._validations if other.step != validation.step]
+        repeated = [other for other in self._validations if other.step == validation.step]
+        self._validations = [*earlier, _merge([*repeated, validation])]
         self._logs.log_validation(validation)
         self._display.on_validation(validation)
         self._write_report(self._run_facts("running", validator, best_step, None))
@@ -171,6 +171,22 @@ class RunObserver:
 REASONS_SHOWN = 3  # Number of printed reasons for dropped records per task.
 
 
+def _merge(validations: Sequence[Validation]) -> Validation:
+    """Return the results of validations of one step; those of later ones replace earlier ones."""
+    merged = validations[0]
+    for validation in validations[1:]:
+        by_task = {name: dict(results) for name, results in merged.by_task.items()}
+        for name, results in validation.by_task.items():
+            by_task[name] = {**by_task.get(name, {}), **results}
+        merged = Validation(
+            validation.step,
+            merged.loss if validation.loss is None else validation.loss,
+            {**merged.measures, **validation.measures},
+            by_task,
+        )
+    return merged
+
+
 def dropped_lines(dropped: Sequence[str]) -> list[str]:
     """Return lines with the first REASONS_SHOWN drop reasons, and the number of further reasons."""
     lines = [f"dropped: {reason}" for reason in dropped[:REASONS_SHOWN]]
@@ -212,6 +228,8 @@ def _with_results(
     """Add the files of the outcome, and the metrics and answers of the validation, to a task."""
     if outcome and outcome.paths:
         facts = replace(facts, path=str(outcome.paths[task_index]))
+    if outcome:
+        facts = replace(facts, best_step=outcome.task_best_steps.get(facts.name))
     if outcome and outcome.cards:
         facts = replace(facts, card=outcome.cards[task_index].to_dict())
     if task_validation is None:

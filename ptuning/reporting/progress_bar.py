@@ -157,7 +157,8 @@ class ProgressDisplay:
         if validation.loss is not None:
             measures = {"loss": validation.loss, **measures}
         parts = [f"{label(name)} {format_measure(name, value)}" for name, value in measures.items()]
-        self.print_line(f"validation at step {validation.step}: {', '.join(parts).lower()}")
+        if parts:  # A validation may have only results of single tasks.
+            self.print_line(f"validation at step {validation.step}: {', '.join(parts).lower()}")
 
     @property
     def loss(self) -> str:

@@ -20,7 +20,7 @@ from typing import Self
 
 from gpt.files.atomic_files import write_atomic
 from ptuning.reporting import tensorboard_events
-from ptuning.run_facts import StepMetrics, Validation
+from ptuning.run_facts import GroupMetrics, StepMetrics, Validation
 
 METRICS_FILE = "metrics.csv"
 VALIDATIONS_FILE = "validations.csv"
@@ -37,6 +37,10 @@ METRIC_COLUMNS = (
     "seconds",
     "skipped",
 )
+# One row per step and task that is trained independently of others; the file is written only if a
+# run has several such tasks.
+TASK_METRICS_FILE = "task_metrics.csv"
+TASK_METRIC_COLUMNS = ("step", "task", "loss", "rate", "gradient_norm", "skipped")
 # One row per validation, task and measure: the columns do not depend on which measures exist.
 VALIDATION_COLUMNS = ("step", "task", "measure", "value")
 ALL_TASKS = ""  # Value of the column `task` for a measure over all tasks.
@@ -72,6 +76,8 @@ class RunLogs:
         self._warn: Callable[[str], None] | None = warn
         self._clock = clock
         self._metrics = self._open_table(folder / METRICS_FILE, METRIC_COLUMNS, start_step)
+        self._start_step = start_step
+        self._task_metrics: _AppendFile | None = None  # Opened with the first row.
         self._validations = self._open_table(
             folder / VALIDATIONS_FILE, VALIDATION_COLUMNS, start_step
         )
@@ -94,7 +100,24 @@ class RunLogs:
             "train/gradient_norm": metrics.gradient_norm,
             "train/text_tokens_per_second": tokens_per_s,
         }
+        if metrics.by_task:
+            self._log_task_metrics(metrics)
+            scalars |= {f"train/{task}/loss": own.loss for task, own in metrics.by_task.items()}
         self._append_scalars(metrics.step, scalars)
+
+    def _log_task_metrics(self, metrics: StepMetrics) -> None:
+        if self._task_metrics is None:
+            path = self._folder / TASK_METRICS_FILE
+            self._task_metrics = self._open_table(path, TASK_METRIC_COLUMNS, self._start_step)
+        rows = [
+            (
+                str(metrics.step),
+                task,
+                *(_format_cell(getattr(own, name)) for name in TASK_METRIC_COLUMNS[2:]),
+            )
+            for task, own in metrics.by_task.items()
+        ]
+        self._append(self._task_metrics, b"".join(map(_csv_line, rows)))
 
     def log_validation(self, validation: Validation) -> None:
         measures_by_task = {ALL_TASKS: dict(validation.measures), **validation.by_task}
@@ -121,7 +144,7 @@ class RunLogs:
             self._warn_once(error)
 
     def close(self) -> None:
-        for file in (self._metrics, self._validations, self._events):
+        for file in (self._metrics, self._task_metrics, self._validations, self._events):
             if file is not None:
                 self._append(file, b"")
                 file.close()
@@ -197,6 +220,14 @@ def read_logs(folder: Path, steps: int, *, last_step: int | None = None) -> Logg
     `steps` is the planned number of steps of the run.
     """
     progress, validations = list[StepMetrics](), dict[int, dict[str, dict[str, float]]]()
+    task_metrics: dict[int, dict[str, GroupMetrics]] = {}
+    for step, task, *cells in _read_rows(
+        folder / TASK_METRICS_FILE, TASK_METRIC_COLUMNS, last_step
+    ):
+        with suppress(ValueError):
+            loss, rate, norm, skipped = map(float, cells)
+            own_metrics = GroupMetrics(loss, rate, norm, bool(skipped))
+            task_metrics.setdefault(int(step), {})[task] = own_metrics
     for row in _read_rows(folder / METRICS_FILE, METRIC_COLUMNS, last_step):
         with suppress(ValueError):  # Skip a row with an invalid number.
             progress.append(
@@ -210,6 +241,7 @@ def read_logs(folder: Path, steps: int, *, last_step: int | None = None) -> Logg
                     text_tokens=int(row[5]),
                     seconds=float(row[6]),
                     skipped=bool(int(row[7])),
+                    by_task=task_metrics.get(int(row[0]), {}),
                 )
             )
     for step, task, measure, value in _read_rows(

@@ -172,7 +172,7 @@ def task_verdict(task: TaskFacts, run: RunFacts) -> Verdict:
     measures = task_measures(task, run)
     measure = headline_measure(measures, str(run.config.get("monitor", "")))
     if measure is None:
-        return _loss_verdict(run)
+        return _loss_verdict(run.of_task(task))
     value = measures[measure]
     text = f"{label(measure)} is {format_measure(measure, value)}"
     if run.state == "running":
@@ -230,17 +230,24 @@ def _loss_verdict(run: RunFacts) -> Verdict:
 
 def run_warnings(run: RunFacts) -> list[str]:
     """Return warnings: first about the whole run, then about each task."""
-    messages = [*_step_warnings(run.progress, run.state), *_validation_warnings(run)]
+    messages = [] if run.trains_separately else [*_training_warnings(run)]
     has_several_tasks = len(run.tasks) > 1
     for task in run.tasks:
+        task_messages = [*_task_warnings(task, run)]
+        if run.trains_separately:
+            task_messages = [*_training_warnings(run.of_task(task)), *task_messages]
         messages += [
-            f"{task.name}: {message}" if has_several_tasks else message
-            for message in _task_warnings(task, run)
+            f"{task.name}: {message}" if has_several_tasks else message for message in task_messages
         ]
     return [
         message[0].upper() + message[1:] if not has_several_tasks else message
         for message in messages
     ]
+
+
+def _training_warnings(run: RunFacts) -> Iterator[str]:
+    yield from _step_warnings(run.progress, run.state)
+    yield from _validation_warnings(run)
 
 
 def _step_warnings(progress: Sequence[StepMetrics], state: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from gpt.formats.native import TOKENIZER_FOLDER
 from gpt.formats.registry import open_checkpoint
 from gpt.model.gpt_model import GPT
 from gpt.parallel.weight_sharding import ParameterSpec, parameter_dtype, parameter_specs, shard_spec
+from ptuning.config import MethodConfig
 from ptuning.data.dataset import TaskData
 from ptuning.prompt.prompt_encoder import ENCODER_FILE
 from ptuning.run.preparation import PreparedRun
@@ -67,14 +68,17 @@ class RunOutcome:
     step: int  # Number of completed steps.
     first_loss: float
     last_loss: float  # Mean loss over the last steps; see LAST_LOSS_STEPS in training_loop.py.
-    best_step: int | None  # Step of the written table; None: the last step.
+    # Step of the written table; None: the last step, or not the same for all tasks.
+    best_step: int | None
+    # The best step of each task that is trained independently of others, keyed by name.
+    task_best_steps: Mapping[str, int | None] = field(default_factory=dict)
 
 
 def write_adapters(
     prepared: PreparedRun,
     trainer: Trainer,
     table: Tensor,
-    metrics: Mapping[str, Any],
+    task_metrics: Sequence[Mapping[str, Any]],
     validator: Validator,
     run_folder: Path,
     *,
@@ -82,14 +86,15 @@ def write_adapters(
 ) -> list[tuple[Path, Card]]:
     """Write the adapter of each task on rank 0; return the paths and cards (empty on other ranks).
 
-    All ranks must call this function. If `is_resumed` is set, the run may have written some
-    adapters before it was killed; these are not written again.
+    All ranks must call this function. `task_metrics` has the metrics of each task for its card. If
+    `is_resumed` is set, the run may have written some adapters before it was killed; these are not
+    written again.
     """
     paths_and_cards = []
     for task, (data, card) in enumerate(zip(prepared.tasks, prepared.cards, strict=True)):
-        card = _complete_card(
-            prepared, data, card, {**metrics, **_validation_metrics(data, validator)}
-        )
+        metrics = {**task_metrics[task], **_validation_metrics(data, validator)}
+        method_config = prepared.config.task_method_configs[task]
+        card = _complete_card(prepared, data, card, metrics, method_config)
         adapter = _build_task_adapter(trainer, task, data, card, table)
         golden = _golden_examples(prepared, trainer, data, adapter)
         if golden:
@@ -254,11 +259,14 @@ def gather_model(chunks: Sequence[GPT]) -> dict[str, Tensor]:
 
 
 def _complete_card(
-    prepared: PreparedRun, data: TaskData, card: Card, metrics: Mapping[str, Any]
+    prepared: PreparedRun,
+    data: TaskData,
+    card: Card,
+    metrics: Mapping[str, Any],
+    method_config: MethodConfig,
 ) -> Card:
     """Return the card with the base model, template, method and metrics."""
     identity = identify(prepared.checkpoint)
-    method_config = prepared.config.method_config
     return replace(
         card,
         template=data.template,

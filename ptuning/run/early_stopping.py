@@ -1,4 +1,4 @@
-"""Early stopping of a training run, and the virtual-token table of the best validation.
+"""Early stopping of a task group: keeps the virtual-token table of the best validation.
 
 The score of a validation is the metric that the setting `monitor` names; for the loss, the score is
 the negative validation loss. With `patience: 0` a run does not stop early, but the best table is
@@ -8,7 +8,7 @@ still kept. Rank 0's score and loss decide on all ranks.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,11 +35,21 @@ class BestValidation:
 
 
 class EarlyStopping:
-    """Keeps the table of the best validation, and decides when a run must stop early."""
+    """Keeps the table of the best validation, and decides when a task group must stop early."""
 
     def __init__(
-        self, validation_config: ValidationConfig, method_config: MethodConfig, trainer: Trainer
+        self,
+        validation_config: ValidationConfig,
+        method_config: MethodConfig,
+        trainer: Trainer,
+        *,
+        task: int | None = None,
     ) -> None:
+        """`task`: the task that is trained alone, of several; None: all tasks of the run.
+
+        The table of such a task is its part of the vector of `Trainer.current_table`.
+        """
+        self._task = task
         self._validation_config = validation_config
         self._method_config = method_config
         self._trainer = trainer
@@ -74,18 +84,20 @@ class EarlyStopping:
     def update(self, validation: Validation, table: Tensor | None) -> None:
         """Compare a new validation with the best one; if the new one is better, keep `table`.
 
-        `table` is the table with which the new validation was computed; None for method `full`.
+        `table` is that of all tasks with which the new validation was computed; None for method
+        `full`.
 
         All ranks must call this function together.
         """
         best = self._best
         mesh = self._trainer.mesh
-        score = _broadcast_from_rank_zero(self._score(validation), mesh)
+        validation_loss, measures = self._own_results(validation)
+        score = self._score(validation_loss, measures)
+        score = _broadcast_from_rank_zero(score, mesh)
         # If the scores are equal, the table with the lower loss is kept. Only a better score resets
         # `waited`.
-        loss = (
-            math.inf if validation.loss is None or math.isnan(validation.loss) else validation.loss
-        )
+        has_loss = validation_loss is not None and not math.isnan(validation_loss)
+        loss = cast(float, validation_loss) if has_loss else math.inf
         loss = _broadcast_from_rank_zero(loss, mesh)
         is_better = best.best is None or score > best.best
         if is_better or (score == best.best and loss < best.best_loss):
@@ -94,6 +106,8 @@ class EarlyStopping:
             best.best_step = validation.step
             best.waited = 0 if is_better else best.waited + 1
             self._table = table
+            if self._values is not None and table is not None:
+                self._table = table[self._values].clone()
             if self._trainer.encoder is not None:
                 tensors = encoder_tensors(self._trainer.encoder)
                 self._encoder = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -118,16 +132,40 @@ class EarlyStopping:
         """Restore `state_facts` and `state_tensors`. All ranks must call this function together."""
         self._best = BestValidation(**facts)
         if self._best.best_step is not None and self._method_config.method != "full":
-            self._table = self._trainer.broadcast_table(tensors.get(TABLE_KEY))
+            table = tensors.get(TABLE_KEY)
+            self._table = self._trainer.broadcast_table(table, values=self._values)
             self._encoder = {name: tensor for name, tensor in tensors.items() if name != TABLE_KEY}
 
-    def _score(self, validation: Validation) -> float:
+    @property
+    def _values(self) -> slice | None:
+        """Where the values of the task are in the vector of all tasks; None: there is one group."""
+        if self._task is None:
+            return None
+        assert self._trainer.linears is not None
+        return self._trainer.linears.layout.task_values(self._task)
+
+    def put_best(self, table: Tensor | None) -> Tensor | None:
+        """Return the table of all tasks with the best values of this group, if there are any."""
+        if self._table is None or self._values is None or table is None:
+            return table if self._table is None else self._table
+        table = table.clone()
+        table[self._values] = self._table
+        return table
+
+    def _own_results(self, validation: Validation) -> tuple[float | None, Mapping[str, float]]:
+        """Return the loss and the answer metrics of this group."""
+        if self._task is None:
+            return validation.loss, validation.measures
+        tasks = self._trainer.config.data_config.resolved_tasks
+        results = dict(validation.by_task[tasks[self._task].name])
+        return results.pop("loss"), results
+
+    def _score(self, loss: float | None, measures: Mapping[str, float]) -> float:
         """Return the score; higher is better. NaN becomes -infinity, the worst score."""
         monitor = self._validation_config.monitor
+        score = 0.0 if loss is None else -loss
         if monitor != "loss":
-            score = validation.measures[monitor]
-        else:
-            score = 0.0 if validation.loss is None else -validation.loss
+            score = measures[monitor]
         return -math.inf if math.isnan(score) else score
 
 

@@ -43,9 +43,12 @@ class PreparedRun:
     cards: Sequence[Card]
 
     @property
-    def examples(self) -> list[Example]:
-        """Training examples of all tasks, task after task."""
-        return [example for task in self.tasks for example in task.examples.examples]
+    def group_examples(self) -> list[list[Example]]:
+        """Training examples of each task group, task after task."""
+        return [
+            [example for task in group for example in self.tasks[task].examples.examples]
+            for group in self.config.task_groups
+        ]
 
     def fingerprint(self) -> RunFingerprint:
         """Return the fingerprint that is stored in the states of this run.
@@ -83,7 +86,7 @@ def prepare(config: TuneConfig, progress: ProgressCallback | None = None) -> Pre
         check_tokenizer(tokenizer, gpt_config.vocab_size, checkpoint.tokenizer)
     _check_split(config, gpt_config)
     if method_config.changes_linears:
-        LinearsLayout.create(method_config, gpt_config, len(resolved_tasks))
+        LinearsLayout.create(config.task_method_configs, gpt_config)
     if method_config.has_virtual_tokens:
         tp = config.parallel_config.tp
         check_encoder(method_config, resolved_tasks, gpt_config.hidden_size, tp=tp)

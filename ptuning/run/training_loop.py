@@ -3,12 +3,14 @@
 Every rank runs the loop with the same data and makes the same decisions. The loop calls its
 callback on every rank; only the callback of rank 0 reports the run. A run that was interrupted or
 killed resumes from its last complete state, with the same losses as without the interruption. A run
-that stopped early (`patience`) is complete and does not resume. The loop is independent of the
+that stopped early (`patience`) is complete and does not resume. Tasks that are trained
+independently stop early one by one: a task that has stopped has no more examples in the batches,
+and its best values are kept. The loop is independent of the
 terminal, the logs and the report.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -26,7 +28,7 @@ from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_stages import stage_layers
 from ptuning.activity import ActivityCallback, ignore_activity, loading_progress
 from ptuning.config import DataConfig, OutputConfig
-from ptuning.data.batch_order import BatchOrder
+from ptuning.data.batch_order import BatchOrders
 from ptuning.linears.trainable_linears import build_trainable_linears
 from ptuning.prompt.prefix_tuning import build_prefix
 from ptuning.prompt.prompt_encoder import build_encoder, encoder_tensors
@@ -43,6 +45,7 @@ from ptuning.run.training_state import (
 )
 from ptuning.run.validation import Validator
 from ptuning.run_facts import StepMetrics, Validation
+from ptuning.training.loss_scale import LossScale
 from ptuning.training.trainer import Trainer
 
 # The reported last loss is the mean over this number of steps, because one batch's loss is noisy.
@@ -83,6 +86,29 @@ class RunProgress:
     @property
     def last_loss(self) -> float:
         return sum(self.last_losses) / max(1, len(self.last_losses))
+
+    def record(self, loss: float) -> None:
+        """Add the loss of a step."""
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.last_losses = (*self.last_losses, loss)[-LAST_LOSS_STEPS:]
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> "RunProgress":
+        """Return the progress that a state has, which are the fields with other facts."""
+        return cls(facts["first_loss"], tuple(facts["last_losses"]))
+
+
+@dataclass
+class GroupProgress:
+    """The progress of a task group."""
+
+    names: Sequence[str]  # Names of its tasks.
+    losses: RunProgress
+    early_stopping: EarlyStopping
+
+    def facts(self) -> dict[str, Any]:
+        """Return the losses and the best validation, to be saved in a state."""
+        return asdict(self.losses) | self.early_stopping.state_facts()
 
 
 def run_folder(output_config: OutputConfig, data_config: DataConfig) -> Path:
@@ -129,7 +155,7 @@ def load_trainer(
     tasks, ids = config.data_config.resolved_tasks, prepared.initial_token_ids
     chunks = load_chunks(prepared, mesh, report_activity)
     if method_config.changes_linears:
-        linears = build_trainable_linears(method_config, tasks, chunks, seed=seed)
+        linears = build_trainable_linears(config.task_method_configs, tasks, chunks, seed=seed)
         return Trainer(chunks, config, linears=linears)
     if method_config.method == "prefix":
         prefix = build_prefix(method_config, tasks, chunks, ids, seed=seed)
@@ -169,9 +195,7 @@ class TrainingLoop:
         self._keeps_final_state = keeps_final_state
         self._fingerprint = self._agree_on_fingerprint()
         self._progress = RunProgress()
-        self._early_stopping = EarlyStopping(
-            self._config.validation_config, self._config.method_config, trainer
-        )
+        self._groups = [self._new_group(group) for group in self._config.task_groups]
         self._saved_step: int | None = None
         # Whether a failed save was reported and no later save has succeeded.
         self._save_warned = False
@@ -183,7 +207,7 @@ class TrainingLoop:
     def run(self) -> RunOutcome:
         """Train until the last step, early stopping or a stop request; return the outcome."""
         training, trainer = self._config.training_config, self.trainer
-        order = BatchOrder(self._prepared.examples, training.batch_examples, training.seed)
+        orders = BatchOrders(self._prepared.group_examples, training.batch_examples, training.seed)
         self._callback.on_start(self._folder, trainer.step_number, self._resumed)
         if self._validator.tasks:
             for line in self._validator.describe_records():
@@ -192,13 +216,11 @@ class TrainingLoop:
                 self._validator.measure_baselines()
             if trainer.step_number == 0:
                 self._validate(0, answers=False)
-        stops_early = self._early_stopping.should_stop
-        while trainer.step_number < training.steps and not stops_early:
-            metrics = trainer.step(order.batch(trainer.step_number + 1))
+        while trainer.step_number < training.steps and self._active_groups:
+            metrics = trainer.step(orders.batch(trainer.step_number + 1, self._active_groups))
             self._record_step(metrics)
-            stops_early = self._is_validation_due(metrics.step) and self._validate(
-                metrics.step, answers=self._validates_answers
-            )
+            if self._is_validation_due(metrics.step):
+                self._validate(metrics.step, answers=self._validates_answers)
             if trainer.should_stop and metrics.step < training.steps:
                 self._save_state()
                 outcome = self._outcome([], "interrupted")
@@ -206,7 +228,30 @@ class TrainingLoop:
                 return outcome
             if metrics.step % self._config.output_config.save_every == 0:
                 self._save_state()
-        return self._finish("stopped early" if stops_early else "finished")
+        return self._finish("finished" if self._active_groups else "stopped early")
+
+    def _new_group(self, tasks: Sequence[int]) -> GroupProgress:
+        config = self._config
+        is_only_group = len(config.task_groups) == 1
+        early_stopping = EarlyStopping(
+            config.validation_config,
+            config.method_config,
+            self.trainer,
+            task=None if is_only_group else tasks[0],
+        )
+        all_tasks = config.data_config.resolved_tasks
+        return GroupProgress(
+            [all_tasks[task].name for task in tasks], RunProgress(), early_stopping
+        )
+
+    @property
+    def _active_groups(self) -> list[int]:
+        """The task groups that have not stopped early."""
+        return [
+            index
+            for index, group in enumerate(self._groups)
+            if not group.early_stopping.should_stop
+        ]
 
     @property
     def _validates_answers(self) -> bool:
@@ -217,24 +262,50 @@ class TrainingLoop:
         """Return whether `validate_every` requires a validation after the step."""
         steps = self._config.training_config.steps
         interval = self._config.validation_config.interval(steps)
-        if not self._validator.tasks or not interval:
+        if not interval or not any(self._validated_groups):
             return False
         return step % interval == 0 or step == steps
 
+    @property
+    def _validated_groups(self) -> list[GroupProgress]:
+        """The task groups that have not stopped early and have validation records."""
+        groups = [self._groups[index] for index in self._active_groups]
+        return [
+            group for group in groups if any(name in self._validator.tasks for name in group.names)
+        ]
+
     def _record_step(self, metrics: StepMetrics) -> None:
-        progress = self._progress
-        progress.first_loss = metrics.loss if progress.first_loss is None else progress.first_loss
-        progress.last_losses = (*progress.last_losses, metrics.loss)[-LAST_LOSS_STEPS:]
+        self._progress.record(metrics.loss)
+        for group in self._groups:
+            if len(self._groups) == 1:
+                group.losses.record(metrics.loss)
+            elif group.names[0] in metrics.by_task:
+                group.losses.record(metrics.by_task[group.names[0]].loss)
         self._callback.on_step(metrics)
 
-    def _validate(self, step: int, *, answers: bool) -> bool:
-        """Validate and keep the best table; return whether the run must stop early."""
+    def _validate(self, step: int, *, answers: bool) -> None:
+        """Validate, and keep the best values of each task group."""
         table = self.trainer.current_table()
-        validation = self._validator.validate(step, table, answers=answers)
+        groups = self._validated_groups
+        names = {name for group in groups for name in group.names}
+        validation = self._validator.validate(step, table, answers=answers, names=names)
         if step > 0:
-            self._early_stopping.update(validation, table)
-        self._callback.on_validation(validation, self._validator, self._early_stopping.best_step)
-        return self._early_stopping.should_stop
+            for group in groups:
+                group.early_stopping.update(validation, table)
+        self._callback.on_validation(validation, self._validator, self._best_step)
+        if len(self._groups) > 1 and step < self._config.training_config.steps:
+            for group in groups:
+                if group.early_stopping.should_stop:
+                    self._callback.on_status(
+                        f"{group.names[0]} stops early at step {step}; its best step is "
+                        f"{group.early_stopping.best_step}"
+                    )
+
+    @property
+    def _best_step(self) -> int | None:
+        """The best step, if it is the same for all task groups."""
+        best_steps = {group.early_stopping.best_step for group in self._groups}
+        return best_steps.pop() if len(best_steps) == 1 else None
 
     def _finish(self, run_state: str) -> RunOutcome:
         """Write the artifacts and return the outcome.
@@ -242,19 +313,21 @@ class TrainingLoop:
         A training state is saved first, so that the run can resume if writing an artifact fails.
         """
         self._save_state()
-        best_step = self._early_stopping.best_step
-        table = self._early_stopping.best_table
-        if table is None:
-            table = self.trainer.current_table()
+        table = self.trainer.current_table()
+        for group in self._groups:
+            table = group.early_stopping.put_best(table)
         if self._validator.tasks:
-            step = best_step or self.trainer.step_number
+            best_steps = {
+                name: group.early_stopping.best_step or self.trainer.step_number
+                for group in self._groups
+                for name in group.names
+            }
             # The final metrics are computed with the table that is written, and include answers.
-            validation = self._validator.validate(
-                step, table, answers=self._validator.generates_answers, repeats_step=True
-            )
-            self._callback.on_validation(validation, self._validator, best_step)
-            self._check_finite(validation)
-        metrics = self._card_metrics()
+            for validation in self._validator.validate_best(
+                best_steps, table, answers=self._validator.generates_answers
+            ):
+                self._callback.on_validation(validation, self._validator, self._best_step)
+                self._check_finite(validation)
         cards: Sequence[Card] = ()
         if table is None:
             paths = write_model(self._prepared, self.trainer.chunks, is_resumed=self._resumed)
@@ -263,14 +336,15 @@ class TrainingLoop:
                 self._prepared,
                 self.trainer,
                 table,
-                metrics,
+                self._card_metrics(),
                 self._validator,
                 self._folder,
                 is_resumed=self._resumed,
             )
             paths, cards = [path for path, _ in adapters], [card for _, card in adapters]
             if self.trainer.encoder is not None:
-                tensors = self._early_stopping.best_encoder or encoder_tensors(self.trainer.encoder)
+                best_encoder = self._groups[0].early_stopping.best_encoder
+                tensors = best_encoder or encoder_tensors(self.trainer.encoder)
                 if self._mesh.rank == 0:
                     write_encoder(self._folder, tensors)
         outcome = self._outcome(paths, run_state, cards)
@@ -281,22 +355,35 @@ class TrainingLoop:
 
     def _check_finite(self, validation: Validation) -> None:
         """Raise ConfigError if the weights to be written give a loss that is not finite."""
-        if validation.loss is not None and not math.isfinite(validation.loss):
-            raise ConfigError(
-                f"the held-out loss is {validation.loss} at step {validation.step}, so nothing was "
-                "written; set a smaller learning_rate than "
-                f"{self._config.peak_learning_rate:g}, or dtype: float32, and start again with "
-                "--restart"
-            )
+        losses = {name: results["loss"] for name, results in validation.by_task.items()}
+        if validation.loss is not None and not losses:
+            losses = {"": validation.loss}
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                of_task = f" of {name!r}" if name else ""
+                raise ConfigError(
+                    f"the held-out loss{of_task} is {loss} at step {validation.step}, so nothing "
+                    "was written; set a smaller learning_rate than "
+                    f"{max(self._config.group_learning_rates):g}, or dtype: float32, and start "
+                    "again with --restart"
+                )
 
-    def _card_metrics(self) -> dict[str, Any]:
-        progress = self._progress
-        return {
-            "loss": progress.last_loss,
-            "first_loss": progress.first_loss,
-            "steps": self._early_stopping.best_step or self.trainer.step_number,
-            "method": self._config.method_config.method,
+    def _card_metrics(self) -> list[dict[str, Any]]:
+        """Return the metrics of training for the card of each task."""
+        group_of_task = {
+            task: group
+            for tasks, group in zip(self._config.task_groups, self._groups, strict=True)
+            for task in tasks
         }
+        return [
+            {
+                "loss": group_of_task[task].losses.last_loss,
+                "first_loss": group_of_task[task].losses.first_loss,
+                "steps": group_of_task[task].early_stopping.best_step or self.trainer.step_number,
+                "method": method_config.method,
+            }
+            for task, method_config in enumerate(self._config.task_method_configs)
+        ]
 
     def _outcome(
         self, paths: Sequence[Path], run_state: str, cards: Sequence[Card] = ()
@@ -310,7 +397,12 @@ class TrainingLoop:
             step=self.trainer.step_number,
             first_loss=progress.first_loss or 0.0,
             last_loss=progress.last_loss,
-            best_step=self._early_stopping.best_step,
+            best_step=self._best_step,
+            task_best_steps={
+                group.names[0]: group.early_stopping.best_step
+                for group in self._groups
+                if len(self._groups) > 1
+            },
         )
 
     def _agree_on_fingerprint(self) -> RunFingerprint:
@@ -331,13 +423,18 @@ class TrainingLoop:
         if trainer.step_number == self._saved_step:
             return
         tensors = trainer.optimizer.state_dict()
-        best_tensors = self._early_stopping.state_tensors()
-        tensors |= {BEST_PREFIX + name: tensor for name, tensor in best_tensors.items()}
-        facts = {
-            "origin": asdict(self._fingerprint),
-            "course": asdict(self._progress) | self._early_stopping.state_facts(),
-            "scale": asdict(trainer.loss_scale),
-        }
+        for prefix, group in zip(self._best_prefixes, self._groups, strict=True):
+            best_tensors = group.early_stopping.state_tensors()
+            tensors |= {prefix + name: tensor for name, tensor in best_tensors.items()}
+        group_facts = [
+            {"course": group.facts(), "scale": asdict(scale)}
+            for group, scale in zip(self._groups, trainer.loss_scales, strict=True)
+        ]
+        facts: dict[str, Any] = {"origin": asdict(self._fingerprint)}
+        if len(group_facts) == 1:
+            facts |= group_facts[0]
+        else:
+            facts |= {"course": asdict(self._progress), "groups": group_facts}
         error = save_state(self._folder, self._mesh, trainer.step_number, tensors, facts)
         if error is None:
             self._saved_step = trainer.step_number
@@ -352,19 +449,36 @@ class TrainingLoop:
     def _resume(self, saved_state: SavedState) -> None:
         self._fingerprint.check_matches(saved_state.facts["origin"], saved_state.path)
         trainer = self.trainer
-        # The losses of RunProgress and the facts of EarlyStopping, under their field names.
-        progress_facts = dict(saved_state.facts["course"])
         tensors = saved_state.load_tensors(self._mesh)
-        names = [name for name in tensors if name.startswith(BEST_PREFIX)]
-        best_tensors = {name.removeprefix(BEST_PREFIX): tensors.pop(name) for name in names}
+        best_tensors = {
+            name: tensors.pop(name) for name in list(tensors) if name.startswith(BEST_PREFIX)
+        }
         trainer.optimizer.load_state_dict(tensors)
         trainer.step_number = self._saved_step = saved_state.facts["step"]
-        trainer.loss_scale.value = saved_state.facts["scale"]["value"]
-        trainer.loss_scale.good = saved_state.facts["scale"]["good"]
-        self._progress = RunProgress(
-            progress_facts.pop("first_loss"), tuple(progress_facts.pop("last_losses"))
-        )
-        self._early_stopping.load_state(progress_facts, best_tensors)
+        self._progress = RunProgress.from_facts(saved_state.facts["course"])
+        group_facts = saved_state.facts.get("groups", [saved_state.facts])
+        for index, facts in enumerate(group_facts):
+            group, prefix = self._groups[index], self._best_prefixes[index]
+            trainer.loss_scales[index] = LossScale(**facts["scale"])
+            group.losses = RunProgress.from_facts(facts["course"])
+            stopping_facts = {
+                name: value
+                for name, value in facts["course"].items()
+                if name not in asdict(group.losses)
+            }
+            own_tensors = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in best_tensors.items()
+                if name.startswith(prefix)
+            }
+            group.early_stopping.load_state(stopping_facts, own_tensors)
+
+    @property
+    def _best_prefixes(self) -> list[str]:
+        """For each task group, the beginning of the names of its best tensors in a state."""
+        if len(self._groups) == 1:
+            return [BEST_PREFIX]
+        return [f"{BEST_PREFIX}{index}/" for index in range(len(self._groups))]
 
 
 def _agree_on_folder(base: Path, mesh: Mesh, *, restart: bool) -> Path:

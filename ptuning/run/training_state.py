@@ -34,6 +34,7 @@ from gpt.parallel.mesh import Mesh
 from gpt.settings import setting_fields
 from ptuning.config import TuneConfig, rename_monitor
 from ptuning.data.dataset import Example
+from ptuning.task import Task
 
 FORMAT, VERSION = "preamble.run", 1
 FACTS_FILE = "facts.json"
@@ -134,7 +135,10 @@ def read_settings(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
             settings["validate_every"] = 0
         elif settings.get("patience") is None:
             settings["patience"] = 0
-    return {**defaults, **settings}
+    task_defaults = json.loads(json.dumps(asdict(Task(""))))
+    # An earlier release has saved tasks without the task settings that were added later.
+    tasks = [{**task_defaults, **task} for task in settings.get("tasks") or ()]
+    return {**defaults, **settings, "tasks": tasks}
 
 
 @dataclass(frozen=True)

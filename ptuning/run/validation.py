@@ -9,8 +9,9 @@ sharded over the ranks. This module needs a run; ptuning/evaluation/adapter_eval
 adapter file for `tune --evaluate`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from torch import Tensor
@@ -104,7 +105,8 @@ class Validator:
             if task.validation is not None
         }
         self._task_data = {task.task.name: task for task in prepared.tasks}
-        self._losses_by_step: dict[int, dict[str, float]] = {}  # The inner keys are task names.
+        # The inner keys are task names.
+        self._losses_by_step: dict[int, dict[str, float]] = defaultdict(dict)
 
     @property
     def generates_answers(self) -> bool:
@@ -146,37 +148,75 @@ class Validator:
                 )
 
     def validate(
-        self, step: int, table: Tensor | None, *, answers: bool, repeats_step: bool = False
+        self,
+        step: int,
+        table: Tensor | None,
+        *,
+        answers: bool,
+        names: Collection[str] | None = None,
     ) -> Validation:
         """Return the loss with `table`; if `answers` is set, also generate and score answers.
 
         The loss is the mean over all tokens with a loss, so a task with more of them has more
-        weight. Each answer metric is the unweighted mean over the tasks. `repeats_step`: if this
-        step was validated before, it was with the same table, so its losses are not computed again.
+        weight. Each answer metric is the unweighted mean over the tasks. `names`: the tasks that
+        are evaluated; None: all that have records.
+        """
+        by_task = {}
+        for name in self.tasks:
+            if names is None or name in names:
+                self._losses_by_step[step][name] = self._mean_loss(name, table)
+                by_task[name] = self._measure_task(name, step, table, answers=answers)
+        return self._combine(step, by_task)
+
+    def validate_best(
+        self, best_steps: Mapping[str, int], table: Tensor | None, *, answers: bool
+    ) -> list[Validation]:
+        """Validate the values that are written; return a validation for each of their steps.
+
+        `best_steps`: the step of each task's values. If this step was validated before, it was with
+        the same values, so the loss is not computed again. The last validation has the loss and
+        the metrics over all tasks, the others only those of their own tasks.
         """
         by_task: dict[str, dict[str, float]] = {}
+        for name in self.tasks:
+            step = best_steps[name]
+            if name not in self._losses_by_step[step]:
+                self._losses_by_step[step][name] = self._mean_loss(name, table)
+            by_task[name] = self._measure_task(name, step, table, answers=answers)
+        *earlier_steps, last_step = sorted({best_steps[name] for name in self.tasks})
+        validations = [
+            Validation(step, by_task=_of_step(step, by_task, best_steps)) for step in earlier_steps
+        ]
+        overall = self._combine(last_step, by_task)
+        own_tasks = _of_step(last_step, overall.by_task, best_steps)
+        return [*validations, replace(overall, by_task=own_tasks)]
+
+    def _measure_task(
+        self, name: str, step: int, table: Tensor | None, *, answers: bool
+    ) -> dict[str, float]:
+        """Return the loss of a task, which is known, and the metrics of its answers."""
+        loss = self.tasks[name].loss = self._losses_by_step[step][name]
+        if not answers:
+            return {"loss": loss}
+        data = self._task_data[name]
+        return {"loss": loss, **self._measure_answers(name, ADAPTER, data.template, table)}
+
+    def _combine(self, step: int, by_task: Mapping[str, Mapping[str, float]]) -> Validation:
+        """Return the validation of some tasks, with the loss and the metrics over all of them."""
         loss_sum, loss_tokens = 0.0, 0
-        losses = self._losses_by_step.get(step) if repeats_step else None
-        if losses is None:
-            losses = {name: self._mean_loss(name, table) for name in self.tasks}
-            self._losses_by_step[step] = losses
-        for name, task_validation in self.tasks.items():
-            examples = task_validation.examples.examples
-            loss = task_validation.loss = losses[name]
+        for name, results in by_task.items():
+            examples = self.tasks[name].examples.examples
             tokens = sum(len(example.loss_positions) for example in examples)
-            loss_sum, loss_tokens = loss_sum + loss * tokens, loss_tokens + tokens
-            by_task[name] = {"loss": loss}
-            if answers:
-                data = self._task_data[name]
-                by_task[name] |= self._measure_answers(name, ADAPTER, data.template, table)
+            loss_sum, loss_tokens = loss_sum + results["loss"] * tokens, loss_tokens + tokens
         macro_measures = macro_average(
             [
-                {key: value for key, value in task_measures.items() if key != "loss"}
-                for task_measures in by_task.values()
+                {key: value for key, value in results.items() if key != "loss"}
+                for results in by_task.values()
             ]
         )
+        has_several_tasks = len(self._task_data) > 1
         return Validation(
-            step, loss_sum / loss_tokens, macro_measures, by_task if len(by_task) > 1 else {}
+            step, loss_sum / loss_tokens, macro_measures, by_task if has_several_tasks else {}
         )
 
     def _mean_loss(self, name: str, table: Tensor | None) -> float:
@@ -305,6 +345,13 @@ class Validator:
             bos=base_template.bos,
             eos=base_template.eos,
         )
+
+
+def _of_step(
+    step: int, by_task: Mapping[str, Mapping[str, float]], best_steps: Mapping[str, int]
+) -> dict[str, Mapping[str, float]]:
+    """Return the results of the tasks with this best step."""
+    return {name: results for name, results in by_task.items() if best_steps[name] == step}
 
 
 def _select_records(

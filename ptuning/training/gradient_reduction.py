@@ -80,7 +80,10 @@ class TrainableTensor:
     # Whether this is the last pipeline stage's copy of the tied embedding. The gradient norm counts
     # only the first stage's copy.
     is_tied_copy: bool = False
-    rate_factor: float = 1.0  # The learning rate of the tensor is this multiple of the run's.
+    rate_factor: float = 1.0  # The learning rate of the tensor is this multiple of its group's.
+    # Index of the task group that trains the tensor (`TuneConfig.task_groups`). The gradients of a
+    # group have a norm of their own.
+    group: int = 0
 
 
 def trainable_encoder_tensors(
@@ -108,18 +111,20 @@ def trainable_prefix_tensors(
 
 
 def trainable_linear_tensors(
-    linears: TrainableLinears, config: GPTConfig, mesh: Mesh, *, lora_plus_ratio: float = 1.0
+    linears: TrainableLinears, config: GPTConfig, mesh: Mesh, lora_plus_ratios: Sequence[float]
 ) -> list[TrainableTensor]:
-    """Return the adapter weights of this rank as trainable tensors.
+    """Return the adapter weights of this rank as trainable tensors; each task is a group.
 
-    `lora_plus_ratio`: the learning rate of the matrices B, as a multiple of the others'.
+    `lora_plus_ratios`: for each task, the learning rate of the matrices B, as a multiple of the
+    others'.
     """
     return [
         TrainableTensor(
             parameter_name,
             value,
             _linear_replication(linear.linear, linear.part, name, config, mesh),
-            rate_factor=lora_plus_ratio if name == "lora_b" else 1.0,
+            rate_factor=lora_plus_ratios[linear.task] if name == "lora_b" else 1.0,
+            group=linear.task,
         )
         for parameter_name, linear, name, value in linears.named_tensors()
     ]

@@ -5,7 +5,7 @@ has a separate fp32 master copy, and its gradients are summed over the micro-bat
 missing gradient counts as zero.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,54 +41,67 @@ class Optimizer:
         training_config: TrainingConfig,
         mesh: Mesh,
         *,
-        peak_learning_rate: float,
+        peak_learning_rates: Sequence[float],
     ) -> None:
+        """`peak_learning_rates` has the rate of each group of trainable tensors."""
         self._trainables = list(trainables)
         self._training_config = training_config
         self._mesh = mesh
-        self._peak_learning_rate = peak_learning_rate
+        self._peak_learning_rates = tuple(peak_learning_rates)
         self._masters = [_master_copy(trainable.value) for trainable in self._trainables]
-        rate_factors = [trainable.rate_factor for trainable in self._trainables]
-        self._optimizer = _create_optimizer(
-            self._masters, rate_factors, training_config, peak_learning_rate
-        )
+        peak_rates = [
+            self._peak_learning_rates[trainable.group] * trainable.rate_factor
+            for trainable in self._trainables
+        ]
+        self._optimizer = _create_optimizer(self._masters, peak_rates, training_config)
 
-    def reduce_gradients(self, model_config: GPTConfig) -> float:
-        """Reduce the gradients over ranks; return this rank's share of the squared gradient norm.
+    def reduce_gradients(
+        self, model_config: GPTConfig, groups: Container[int] | None = None
+    ) -> list[float]:
+        """Reduce the gradients over ranks; return this rank's share of each squared gradient norm.
 
-        The shares of all ranks sum to the squared norm of all gradients.
+        There is a norm for each group of trainable tensors; the shares of all ranks sum to its
+        square. The tensors of other groups than `groups` (None: all groups) have no gradients, and
+        their share is 0.
         """
-        total = 0.0
+        totals = [0.0 for _ in self._peak_learning_rates]
         for trainable, master in zip(self._trainables, self._masters, strict=True):
+            if groups is not None and trainable.group not in groups:
+                continue
             if master is not trainable.value and trainable.value.grad is not None:
                 _accumulate_gradient(master, trainable.value)
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
             reduce_gradient(trainable, master.grad, model_config, self._mesh)
-            total += squared_norm_share(trainable, master.grad, model_config, self._mesh)
-        return total
+            totals[trainable.group] += squared_norm_share(
+                trainable, master.grad, model_config, self._mesh
+            )
+        return totals
 
-    def step(self, step_number: int, factor: float) -> float:
-        """Multiply the gradients by `factor`, update the parameters, and return the learning rate.
+    def step(self, step_number: int, factors: Mapping[int, float]) -> list[float]:
+        """Update the parameters of some groups; return the learning rate of each group.
 
-        `step_number` counts from 1 and selects the learning rate.
+        `factors` has the groups; the gradients of a group are multiplied by its factor first. The
+        parameters of other groups do not change. `step_number` counts from 1 and selects the
+        learning rate.
         """
         peak_share = learning_rate_factor(step_number, self._training_config)
-        rate = self._peak_learning_rate * peak_share
-        if self._optimizer is None:
-            return rate
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate * group["rate_factor"] / group["rate_divisor"]
-        for master in self._masters:
-            assert master.grad is not None
-            master.grad.mul_(factor)
-        self._optimizer.step()
-        with torch.no_grad():
+        if self._optimizer is not None:
+            for settings in self._optimizer.param_groups:
+                settings["lr"] = settings["peak_rate"] * peak_share / settings["rate_divisor"]
             for trainable, master in zip(self._trainables, self._masters, strict=True):
-                if master is not trainable.value:
-                    trainable.value.copy_(master)
-        self.zero_grad()
-        return rate
+                if trainable.group in factors:
+                    assert master.grad is not None
+                    master.grad.mul_(factors[trainable.group])
+                else:
+                    master.grad = None  # torch does not update a tensor without a gradient.
+            self._optimizer.step()
+            with torch.no_grad():
+                for trainable, master in zip(self._trainables, self._masters, strict=True):
+                    if master is not trainable.value:
+                        trainable.value.copy_(master)
+            self.zero_grad()
+        return [peak_rate * peak_share for peak_rate in self._peak_learning_rates]
 
     def zero_grad(self) -> None:
         """Set all gradients to None."""
@@ -127,11 +140,9 @@ class Optimizer:
 
 
 def _create_optimizer(
-    values: Sequence[Tensor],
-    rate_factors: Sequence[float],
-    training_config: TrainingConfig,
-    peak_learning_rate: float,
+    values: Sequence[Tensor], peak_rates: Sequence[float], training_config: TrainingConfig
 ) -> torch.optim.Optimizer | None:
+    """`peak_rates` has the peak learning rate of each value."""
     if not values:
         return None
     rate_divisor = ADAFACTOR_RMS_MIN if training_config.optimizer == "adafactor" else 1.0
@@ -140,25 +151,23 @@ def _create_optimizer(
     # rate_divisor here.
     matrix_decay = training_config.weight_decay * rate_divisor
     tensors_by_group: dict[tuple[bool, float], list[Tensor]] = {}
-    for value, factor in zip(values, rate_factors, strict=True):
-        tensors_by_group.setdefault((value.ndim <= 1, factor), []).append(value)
+    for value, peak_rate in zip(values, peak_rates, strict=True):
+        tensors_by_group.setdefault((value.ndim <= 1, peak_rate), []).append(value)
     groups: list[dict[str, Any]] = [
         {
             "params": tensors,
             "weight_decay": 0.0 if is_vector else matrix_decay,
             "rate_divisor": rate_divisor,
-            "rate_factor": factor,
+            "peak_rate": peak_rate,
         }
-        for (is_vector, factor), tensors in sorted(
+        for (is_vector, peak_rate), tensors in sorted(
             tensors_by_group.items(), key=lambda entry: entry[0]
         )
     ]
     match training_config.optimizer:
         case "adamw":
             betas = (training_config.beta1, training_config.beta2)
-            return torch.optim.AdamW(
-                groups, lr=peak_learning_rate, betas=betas, eps=training_config.epsilon
-            )
+            return torch.optim.AdamW(groups, betas=betas, eps=training_config.epsilon)
         case "adafactor":
             return torch.optim.Adafactor(groups, eps=(ADAFACTOR_GRADIENT_MIN, ADAFACTOR_RMS_MIN))
     raise ConfigError(f"optimizer {training_config.optimizer!r} is unknown; set adamw or adafactor")

@@ -170,12 +170,13 @@ def run_passes(
     *,
     table: Tensor | None,
     prefix: Mapping[int, Tensor] | None = None,
-    loss_scale: float,
+    loss_scales: Sequence[float],
     lowest_layer: int = -1,
 ) -> Tensor:
-    """Run this stage's passes; return the summed loss in fp64 on the last stage, else zero.
+    """Run this stage's passes; return the summed loss of each task in fp64 on the last stage.
 
-    The backward passes add the gradients of (summed loss * `loss_scale`) to:
+    On other stages the sums are zero. `loss_scales` has a number for each task. The backward passes
+    add the gradients of the sum of (summed loss * loss scale) over the tasks to:
 
     - `table`, which only the first stage reads;
     - `prefix`, this rank's keys and values by layer;
@@ -189,7 +190,7 @@ def run_passes(
     """
     with torch.set_grad_enabled(not all(scheduled_pass.forward for scheduled_pass in passes)):
         stage_run = _StageRun(
-            chunks, micro_batches, channels, table, loss_scale, lowest_layer, prefix=prefix
+            chunks, micro_batches, channels, table, loss_scales, lowest_layer, prefix=prefix
         )
         receive = stage_run.post_receive(passes[0]) if passes else None
         for scheduled_pass, next_pass in zip(passes, [*passes[1:], None], strict=True):
@@ -200,11 +201,11 @@ def run_passes(
                 stage_run.backward(scheduled_pass, receive)
             receive = next_receive
     channels.wait_for_sends()
-    return stage_run.loss_sum
+    return stage_run.loss_sums
 
 
 class _StageRun:
-    """State of one stage while it runs a schedule: saved activations and the loss sum."""
+    """State of one stage while it runs a schedule: saved activations and the loss sums."""
 
     def __init__(
         self,
@@ -212,7 +213,7 @@ class _StageRun:
         micro_batches: Sequence[MicroBatch],
         channels: PipelineChannels,
         table: Tensor | None,
-        loss_scale: float,
+        loss_scales: Sequence[float],
         lowest_layer: int,
         *,
         prefix: Mapping[int, Tensor] | None,
@@ -221,7 +222,7 @@ class _StageRun:
         self._micro_batches = micro_batches
         self._channels = channels
         self._table = table
-        self._loss_scale = loss_scale
+        self._loss_scales = loss_scales
         self._lowest_layer = lowest_layer
         self._has_backward_passes = torch.is_grad_enabled()
         self._prefixes: list[PrefixKV | None] = [
@@ -231,7 +232,9 @@ class _StageRun:
             for micro_batch in micro_batches
         ]
         self._saved_activations: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=channels.mesh.device)
+        self.loss_sums = torch.zeros(
+            len(loss_scales), dtype=torch.float64, device=channels.mesh.device
+        )
 
     def post_receive(self, scheduled_pass: Pass) -> _PassInput | None:
         """Post the receive of a pass's input and return it.
@@ -284,8 +287,7 @@ class _StageRun:
         if chunk.is_last_stage:
             logits = chunk.compute_logits_shard(y, batch)
             losses = token_losses(logits, micro_batch.labels, chunk.mesh, chunk.config.vocab_size)
-            y = losses.sum()
-            self.loss_sum += losses.detach().double().sum()
+            y = self._scaled_loss(losses, micro_batch)
         else:
             self._channels.send(y, forward=True)
         if needs_grad:
@@ -297,6 +299,15 @@ class _StageRun:
             # Without gradients, this is the micro-batch's last pass on this stage: free its
             # attention masks.
             micro_batch.batch.attention_metadata.clear()
+
+    def _scaled_loss(self, losses: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Add the losses to the sums of their tasks; return the scaled sum over the tasks."""
+        scaled_sums = []
+        task_losses = losses.split([own.logits for own in micro_batch.tasks])
+        for own, own_losses in zip(micro_batch.tasks, task_losses, strict=True):
+            self.loss_sums[own.task] += own_losses.detach().double().sum()
+            scaled_sums.append(own_losses.sum() * self._loss_scales[own.task])
+        return torch.stack(scaled_sums).sum()
 
     @torch.no_grad()
     def _with_context(
@@ -329,7 +340,7 @@ class _StageRun:
         x, edge = self._saved_activations.pop((scheduled_pass.chunk, scheduled_pass.micro_batch))
         if receive is None:
             wide_dtype = torch.promote_types(chunk.dtype, torch.float32)
-            grad = self.loss_sum.new_full((), self._loss_scale, dtype=wide_dtype)
+            grad = self.loss_sums.new_ones((), dtype=wide_dtype)
         else:
             grad = receive.rows.wait()
         torch.autograd.backward((edge,), (grad,))

@@ -9,7 +9,7 @@ the same decisions. This module writes no files.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,14 +28,14 @@ from ptuning.config import TuneConfig
 from ptuning.data.dataset import Example
 from ptuning.data.micro_batch import (
     MicroBatch,
-    build_activated_micro_batch,
     build_micro_batch,
+    number_examples,
     split_into_micro_batches,
 )
 from ptuning.linears.trainable_linears import TrainableLinears
 from ptuning.prompt.prefix_tuning import PrefixEncoder, shard_prefix_table
 from ptuning.prompt.prompt_encoder import PromptEncoder
-from ptuning.run_facts import StepMetrics
+from ptuning.run_facts import GroupMetrics, StepMetrics
 from ptuning.training.gradient_reduction import (
     TrainableTensor,
     trainable_encoder_tensors,
@@ -62,8 +62,9 @@ SKIPPED_MAX = 50
 class _StepTotals:
     """Totals of a step over all ranks."""
 
-    loss: float  # Sum of the losses of all tokens.
-    squared_norm: float  # Squared norm of all gradients of the scaled loss.
+    losses: Sequence[float]  # For each task, the sum of the losses of its tokens.
+    # For each task group, the squared norm of its gradients of the scaled loss.
+    squared_norms: Sequence[float]
     stop_requested: bool  # Whether a stop is requested on at least one rank.
 
 
@@ -97,28 +98,37 @@ class Trainer:
         self.stop_requested = False  # A signal handler may set it at any time, on any rank.
         # Whether a stop was requested on any rank; becomes true after the same step on all ranks.
         self.should_stop = False
-        self.loss_scale = LossScale.for_dtype(chunks[0].dtype)
         tasks = config.data_config.resolved_tasks
         has_table = config.method_config.has_virtual_tokens
         self._table_rows = sum(task.virtual_tokens for task in tasks) if has_table else 0
-        self._consecutive_skips = 0
+        # The index of the task group of each task.
+        self._group_of_task = [
+            next(group for group, members in enumerate(config.task_groups) if task in members)
+            for task in range(len(tasks))
+        ]
+        # The loss scale of each task group.
+        self.loss_scales = [LossScale.for_dtype(chunks[0].dtype) for _ in config.task_groups]
+        self._consecutive_skips = [0 for _ in config.task_groups]
         self._channels = channels or PipelineChannels(self.mesh)
         self.optimizer = Optimizer(
             self._trainable_tensors(),
             config.training_config,
             self.mesh,
-            peak_learning_rate=config.peak_learning_rate,
+            peak_learning_rates=config.group_learning_rates,
         )
 
     def step(self, examples: Sequence[Example]) -> StepMetrics:
-        """Train on one batch and return its metrics; each data-parallel rank computes its share."""
+        """Train on one batch and return its metrics; each data-parallel rank computes its share.
+
+        Only the task groups that have examples in the batch are trained.
+        """
         started = time.monotonic()
-        training = self.config.training_config
         self.step_number += 1
-        micro_batches = self._micro_batches(examples, train=True)
-        loss_tokens = sum(len(example.loss_positions) for example in examples)
+        tasks = {example.task_index for example in examples}
+        groups = sorted({self._group_of_task[task] for task in tasks})
+        loss_tokens = self._count_loss_tokens(examples)
         encoder_output, table = self._encode_table()
-        micro_batches = self._with_adapters(micro_batches)
+        micro_batches = self._with_adapters(self._micro_batches(examples, train=True), tasks)
         losses = run_passes(
             self.chunks,
             self._schedule(len(micro_batches), train=True),
@@ -126,34 +136,24 @@ class Trainer:
             self._channels,
             table=table,
             prefix=None if self.prefix is None else self.prefix.key_values,
-            loss_scale=self.loss_scale.value / loss_tokens,
-            lowest_layer=-1 if self.linears is None else self.linears.first_layer,
+            loss_scales=[
+                self.loss_scales[group].value / max(1, loss_tokens[group])
+                for group in self._group_of_task
+            ],
+            lowest_layer=-1 if self.linears is None else self.linears.first_layer(tasks),
         )
         if encoder_output is not None and table is not None:
             encoder_output.backward(torch.zeros_like(table) if table.grad is None else table.grad)
         if self.linears is not None:
             self.linears.end_step()
-        totals = self._reduce_totals(losses, self.optimizer.reduce_gradients(self.model_config))
+        squared_norms = self.optimizer.reduce_gradients(self.model_config, groups)
+        totals = self._reduce_totals(losses, squared_norms)
         self.should_stop = totals.stop_requested
-        loss = totals.loss / loss_tokens
-        gradient_norm = (
-            math.sqrt(totals.squared_norm) / self.loss_scale.value
-            if totals.squared_norm >= 0
-            else math.nan
-        )
-        has_finite_gradients = math.isfinite(gradient_norm)
-        self._check_finite(loss, has_finite_gradients)
-        rate = 0.0
-        if has_finite_gradients:
-            clip = min(1.0, training.gradient_norm_max / (gradient_norm + 1e-6))
-            rate = self.optimizer.step(self.step_number, clip / self.loss_scale.value)
-        else:
-            self.optimizer.zero_grad()
-        self.loss_scale.update(finite=has_finite_gradients)
+        by_group = self._update_groups(groups, totals, loss_tokens)
         return StepMetrics(
             step=self.step_number,
-            steps=training.steps,
-            loss=loss,
+            steps=self.config.training_config.steps,
+            loss=sum(totals.losses) / sum(loss_tokens),
             tokens=sum(len(example.ids) for example in examples),
             text_tokens=sum(
                 token < self.model_config.vocab_size
@@ -161,10 +161,59 @@ class Trainer:
                 for token in example.ids
             ),
             seconds=time.monotonic() - started,
-            rate=rate,
-            gradient_norm=gradient_norm,
-            skipped=not has_finite_gradients,
+            rate=max(metrics.rate for metrics in by_group.values()),
+            gradient_norm=math.hypot(*(metrics.gradient_norm for metrics in by_group.values())),
+            skipped=any(metrics.skipped for metrics in by_group.values()),
+            by_task=self._name_groups(by_group),
         )
+
+    def _count_loss_tokens(self, examples: Sequence[Example]) -> list[int]:
+        """Return the number of tokens with a loss of each task group."""
+        counts = [0 for _ in self.loss_scales]
+        for example in examples:
+            counts[self._group_of_task[example.task_index]] += len(example.loss_positions)
+        return counts
+
+    def _update_groups(
+        self, groups: Sequence[int], totals: _StepTotals, loss_tokens: Sequence[int]
+    ) -> dict[int, GroupMetrics]:
+        """Update the parameters of task groups; return the metrics of each group.
+
+        A group whose gradients have overflowed is not updated; the other groups are.
+        """
+        losses = [0.0 for _ in self.loss_scales]
+        for group, loss in zip(self._group_of_task, totals.losses, strict=True):
+            losses[group] += loss
+        norms: dict[int, float] = {}
+        clip_factors: dict[int, float] = {}
+        for group in groups:
+            scale = self.loss_scales[group]
+            squared_norm = totals.squared_norms[group]
+            norm = math.sqrt(squared_norm) / scale.value if squared_norm >= 0 else math.nan
+            self._check_finite(group, losses[group] / loss_tokens[group], math.isfinite(norm))
+            norms[group] = norm
+            if math.isfinite(norm):
+                clip = min(1.0, self.config.training_config.gradient_norm_max / (norm + 1e-6))
+                clip_factors[group] = clip / scale.value
+        rates = self.optimizer.step(self.step_number, clip_factors)
+        for group in groups:
+            self.loss_scales[group].update(finite=group in clip_factors)
+        return {
+            group: GroupMetrics(
+                losses[group] / loss_tokens[group],
+                rates[group] if group in clip_factors else 0.0,
+                norms[group],
+                group not in clip_factors,
+            )
+            for group in groups
+        }
+
+    def _name_groups(self, by_group: Mapping[int, GroupMetrics]) -> dict[str, GroupMetrics]:
+        """Return the metrics by the name of the task; empty if the run has one task group."""
+        if len(self.loss_scales) == 1:
+            return {}
+        tasks, task_groups = self.config.data_config.resolved_tasks, self.config.task_groups
+        return {tasks[task_groups[group][0]].name: metrics for group, metrics in by_group.items()}
 
     @torch.no_grad()
     def mean_loss(
@@ -187,7 +236,11 @@ class Trainer:
             prefix = shard_prefix_table(table, self.chunks)
             table = None
         if table is not None and self.linears is not None:
-            adapters = [self.shard_adapter(task, table) for task in self._tasks]
+            own_tasks = {example.task_index for example in examples}
+            adapters = [
+                self.shard_adapter(task, table) if task in own_tasks else {}
+                for task in range(len(self._group_of_task))
+            ]
             table = None
         for start in range(0, len(examples), batch_size):
             micro_batches = self._micro_batches(examples[start : start + batch_size], train=False)
@@ -202,9 +255,9 @@ class Trainer:
                 self._channels,
                 table=table,
                 prefix=prefix,
-                loss_scale=0.0,
+                loss_scales=[0.0 for _ in self._group_of_task],
             )
-            total += self._reduce_totals(losses, 0.0).loss
+            total += sum(self._reduce_totals(losses, ()).losses)
             report_progress(min(start + batch_size, len(examples)))
         return total / sum(len(example.loss_positions) for example in examples)
 
@@ -225,10 +278,14 @@ class Trainer:
             None if self.encoder is None else self.encoder().detach().clone()
         )
 
-    def broadcast_table(self, table: Tensor | None) -> Tensor:
-        """Return the first stage's table on every rank; `table` may be None on other stages."""
+    def broadcast_table(self, table: Tensor | None, *, values: slice | None = None) -> Tensor:
+        """Return the first stage's table on every rank; `table` may be None on other stages.
+
+        `values`: the part of the vector of adapter weights that the table is; None: all of it.
+        """
         if table is None and self.linears is not None:
-            table = torch.zeros(self.linears.layout.size, dtype=self._dtype)
+            size = self.linears.layout.size if values is None else values.stop - values.start
+            table = torch.zeros(size, dtype=self._dtype)
         elif table is None:
             width = table_width(self.config.method_config.adapter_kind, self.model_config)
             table = torch.zeros((self._table_rows, width), dtype=self._dtype)
@@ -278,7 +335,7 @@ class Trainer:
                 self.linears,
                 self.model_config,
                 self.mesh,
-                lora_plus_ratio=self.config.method_config.lora_plus_ratio,
+                [own.lora_plus_ratio for own in self.config.task_method_configs],
             )
         if self.encoder is None:
             return []
@@ -297,29 +354,29 @@ class Trainer:
         encoder_output: Tensor = self.encoder(self._dropout(0))
         return encoder_output, encoder_output.detach().clone().requires_grad_()
 
-    @property
-    def _tasks(self) -> range:
-        return range(len(self.config.data_config.resolved_tasks))
-
-    def _with_adapters(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def _with_adapters(
+        self, micro_batches: Sequence[MicroBatch], tasks: Container[int]
+    ) -> list[MicroBatch]:
         """Return the micro-batches of a step with the trained adapter weights, if any."""
         linears = self.linears
         if linears is None:
             return list(micro_batches)
-        adapters = linears.begin_step()
-        return [
-            micro_batch.with_adapters(
-                [
-                    linears.with_dropout(adapter, self._dropout(1 + self.mesh.dp_rank, number))
-                    for adapter in adapters
-                ]
-            )
-            for number, micro_batch in enumerate(micro_batches)
-        ]
+        adapters = linears.begin_step(tasks)
+        adapted = []
+        for micro_batch in micro_batches:
+            own_adapters = list(adapters)
+            for own in micro_batch.tasks:
+                own_adapters[own.task] = linears.with_dropout(
+                    adapters[own.task], own.task, self._dropout(1), own.examples
+                )
+            adapted.append(micro_batch.with_adapters(own_adapters))
+        return adapted
 
     def _micro_batches(self, examples: Sequence[Example], *, train: bool) -> list[MicroBatch]:
         """Return the micro-batches of this data-parallel rank's share of a batch."""
         training, mesh = self.config.training_config, self.mesh
+        if train and self.linears is not None and any(self.linears.dropout_rates):
+            examples = number_examples(examples)
         rank_examples = examples[mesh.dp_rank :: mesh.dp]
         # A frozen model runs without dropout, even if its checkpoint sets dropout rates.
         uses_dropout = (
@@ -327,28 +384,30 @@ class Trainer:
             and self._trains_model
             and (self.model_config.hidden_dropout or self.model_config.attention_dropout)
         )
-        micro_batches = []
-        for number, group in enumerate(
-            split_into_micro_batches(
-                rank_examples, training.micro_batch_examples, training.micro_batch_tokens
+        methods = list(enumerate(self.config.task_method_configs))
+        activated_tasks = {task for task, own in methods if own.method == "alora"}
+        # Examples must not share the masks of their common prefix.
+        shared_tasks = {task for task, own in methods if not (train and own.dropout)}
+        return [
+            build_micro_batch(
+                group,
+                mesh.device,
+                share_prefix=shared_tasks,
+                activated_tasks=activated_tasks,
+                dropout=self._dropout(1 + mesh.dp_rank, number) if uses_dropout else None,
             )
-        ):
-            dropout = self._dropout(1 + mesh.dp_rank, number) if uses_dropout else None
-            if self.config.method_config.method == "alora":
-                micro_batches.append(build_activated_micro_batch(group, mesh.device))
-                continue
-            # Examples must not share the masks of their common prefix.
-            shares_prefix = not (train and self.config.method_config.dropout)
-            micro_batches.append(
-                build_micro_batch(group, mesh.device, share_prefix=shares_prefix, dropout=dropout)
+            for number, group in enumerate(
+                split_into_micro_batches(
+                    rank_examples, training.micro_batch_examples, training.micro_batch_tokens
+                )
             )
-        return micro_batches
+        ]
 
     def _dropout(self, *site: int) -> Dropout:
         """Return dropout masks that are seeded by the run's seed, the step and `site`.
 
-        `site` is (0,) for the prompt encoder, and (1 + data-parallel rank, number of the
-        micro-batch) for the model. A resumed run draws the same masks.
+        `site` is (0,) for the prompt encoder, (1,) for linear adapters, and (1 + data-parallel
+        rank, number of the micro-batch) for the model. A resumed run draws the same masks.
         """
         seed = 0
         for component in (self.config.training_config.seed, self.step_number, *site):
@@ -363,36 +422,38 @@ class Trainer:
             return schedule_1f1b(mesh.pp_rank, mesh.pp, micro_batches)
         return schedule_interleaved_1f1b(mesh.pp_rank, mesh.pp, micro_batches, chunks)
 
-    def _reduce_totals(self, losses: Tensor, squared_norm_share: float) -> _StepTotals:
-        """Sum this rank's loss, share of the squared norm and stop request over all ranks."""
+    def _reduce_totals(self, losses: Tensor, squared_norms: Sequence[float]) -> _StepTotals:
+        """Sum this rank's losses, shares of squared norms and stop request over all ranks."""
         mesh = self.mesh
-        # All tensor ranks of the last stage have the same loss, so only the first of them adds it.
-        adds_loss = mesh.pp_rank == mesh.pp - 1 and mesh.tp_rank == 0
-        numbers = [
-            float(losses) if adds_loss else 0.0,
-            squared_norm_share,
-            float(self.stop_requested),
-        ]
+        # All tensor ranks of the last stage have the same losses, so only the first of them adds
+        # its losses.
+        adds_losses = mesh.pp_rank == mesh.pp - 1 and mesh.tp_rank == 0
+        own_losses = losses.tolist() if adds_losses else [0.0] * len(losses)
+        numbers = [*own_losses, *squared_norms, float(self.stop_requested)]
         if mesh.tp * mesh.dp * mesh.pp > 1:
             reduced = torch.tensor(numbers, dtype=torch.float64, device=mesh.device)
             dist.all_reduce(reduced)
             numbers = reduced.tolist()
-        return _StepTotals(numbers[0], numbers[1], numbers[2] > 0)
+        count = len(losses)
+        return _StepTotals(numbers[:count], numbers[count:-1], numbers[-1] > 0)
 
-    def _check_finite(self, loss: float, has_finite_gradients: bool) -> None:
-        """Raise ConfigError if the loss or the gradients are not finite.
+    def _check_finite(self, group: int, loss: float, has_finite_gradients: bool) -> None:
+        """Raise ConfigError if the loss or the gradients of a task group are not finite.
 
         With loss scaling, at most SKIPPED_MAX consecutive steps may have gradient overflow.
         """
-        has_loss_scale = self.loss_scale.value != 1.0
-        self._consecutive_skips = 0 if has_finite_gradients else self._consecutive_skips + 1
-        may_skip = has_loss_scale and self._consecutive_skips <= SKIPPED_MAX
+        skips = self._consecutive_skips
+        skips[group] = 0 if has_finite_gradients else skips[group] + 1
+        may_skip = self.loss_scales[group].value != 1.0 and skips[group] <= SKIPPED_MAX
         if math.isfinite(loss) and (has_finite_gradients or may_skip):
             return
         problem = (
             f"the loss is {loss}" if not math.isfinite(loss) else "the gradients are not finite"
         )
+        tasks, task_groups = self.config.data_config.resolved_tasks, self.config.task_groups
+        of_task = f" of task {tasks[task_groups[group][0]].name!r}" if len(task_groups) > 1 else ""
         raise ConfigError(
-            f"{problem} at step {self.step_number}; try a smaller learning_rate than "
-            f"{self.config.peak_learning_rate:g}, or dtype: float32; the last saved state is intact"
+            f"{problem} at step {self.step_number}{of_task}; try a smaller learning_rate than "
+            f"{self.config.group_learning_rates[group]:g}, or dtype: float32; the last saved state "
+            "is intact"
         )

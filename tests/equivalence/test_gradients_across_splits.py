@@ -248,9 +248,10 @@ def run(case: Case, mesh: Mesh, channels: PipelineChannels) -> RankResult:
         passes = schedule_1f1b(mesh.pp_rank, mesh.pp, len(micros))
     else:
         passes = schedule_interleaved_1f1b(mesh.pp_rank, mesh.pp, len(micros), case.virtual_stages)
-    loss = run_passes(chunks, passes, micros, channels, table=table, loss_scale=1 / total)
+    loss = run_passes(chunks, passes, micros, channels, table=table, loss_scales=[1 / total])
     if trained:
-        Optimizer(trained, TrainingConfig(), mesh, peak_learning_rate=1e-4).reduce_gradients(config)
+        optimizer = Optimizer(trained, TrainingConfig(), mesh, peak_learning_rates=[1e-4])
+        optimizer.reduce_gradients(config)
     grads = {f"{n}/{trainable.name}": trainable.value.grad for n, trainable in enumerate(trained)}
     return RankResult(
         float(loss) / total, table.grad, {k: v for k, v in grads.items() if v is not None}
@@ -391,10 +392,10 @@ def run_prefix(_: int, case: Case, name: str) -> PrefixResult:
         PipelineChannels(mesh),
         table=None,
         prefix=prefix.key_values,
-        loss_scale=1 / total,
+        loss_scales=[1 / total],
     )
-    optimizer = Optimizer(trained, TrainingConfig(), mesh, peak_learning_rate=3e-2)
-    squares = optimizer.reduce_gradients(config)
+    optimizer = Optimizer(trained, TrainingConfig(), mesh, peak_learning_rates=[3e-2])
+    (squares,) = optimizer.reduce_gradients(config)
     layer_grads = {
         layer: trained[position].value.grad for position, layer in enumerate(prefix.key_values)
     }

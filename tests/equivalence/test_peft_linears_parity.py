@@ -175,7 +175,7 @@ def trainer_of(folder: Path, case: str, method: str, peft_model: Any) -> Trainer
     checkpoint = open_checkpoint(folder)
     sizes = checkpoint.config.with_fields(hidden_dropout=0.0, attention_dropout=0.0)
     model = load_model(replace(checkpoint, config=sizes), Mesh.single())
-    layout = LinearsLayout.create(settings.method_config, sizes, 1)
+    layout = LinearsLayout.create([settings.method_config], sizes)
     initial = initial_linears(peft_model, case, sizes)
     return Trainer([model], settings, linears=TrainableLinears(layout, [initial], [model]))
 

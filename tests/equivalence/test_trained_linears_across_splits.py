@@ -4,7 +4,7 @@ The oracle is one rank. The splits compute the same examples in micro-batches, w
 sequence parallelism and activation checkpointing, also with fewer KV heads than tensor ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -51,8 +51,16 @@ class Case:
     recompute: str = "none"
     virtual_stages: int = 1
     tasks: int = 1
+    # Whether the first tasks have the settings of OWN_SETTINGS.
+    has_own_settings: bool = False
 
 
+OWN_SETTINGS: tuple[dict[str, object], ...] = (
+    {"dropout": 0.2},
+    {"method": "dora", "rank": 2, "learning_rate": 2e-3},
+    {"method": "ia3", "learning_rate": 2e-2},
+    {"method": "alora", "rank": 1, "targets": ["linear_qkv.value", "linear_fc1"], "layers": [1, 2]},
+)
 PARTS = ("linear_qkv.query", "linear_qkv.key", "linear_qkv.value", "linear_fc2")
 CASES = (
     Case("classic", "lora"),
@@ -75,6 +83,9 @@ CASES = (
     Case("classic", "alora", sequence_parallel=True, recompute="full", tasks=2),
     Case("modern", "alora", virtual_stages=2),
     Case("layered", "alora", layers=(2,)),
+    # An odd number of cases before them, so that each split has one of both.
+    Case("modern", "lora", sequence_parallel=True, tasks=5, has_own_settings=True),
+    Case("layered", "lora", recompute="full", virtual_stages=2, tasks=4, has_own_settings=True),
 )
 
 
@@ -84,7 +95,12 @@ RANK_SETTINGS: dict[str, dict[str, float]] = {"ia3": {}, "bottleneck": {"rank": 
 
 def settings_of(case: Case) -> TuneConfig:
     invocation = {"invocation_ids": [5]} if case.method == "alora" else {}
-    tasks = [{"name": f"t{number}", "data": "d", **invocation} for number in range(case.tasks)]
+    tasks: list[dict[str, object]] = [
+        {"name": f"t{number}", "data": "d", **invocation} for number in range(case.tasks)
+    ]
+    if case.has_own_settings:
+        for task, own in zip(tasks, OWN_SETTINGS, strict=False):
+            task |= own | ({"invocation_ids": [5]} if own.get("method") == "alora" else {})
     return TuneConfig.from_dict(
         {
             "model": "m",
@@ -118,6 +134,7 @@ def examples_of(config: GPTConfig, tasks: int) -> list[Example]:
 @dataclass(frozen=True)
 class Result:
     losses: list[float]
+    task_losses: list[float]  # Of each task that is trained alone, step after step.
     gradients: Tensor  # As a vector of whole adapters; norms of weights have no meaning.
     values: Tensor  # After all steps.
 
@@ -126,10 +143,11 @@ def train(case: Case, mesh: Mesh) -> Result:
     config = MODELS[case.model]
     trainer = trainer_of(case, mesh)
     gradients = gradients_of(trainer_of(case, mesh), examples_of(config, case.tasks))
-    steps = [trainer.step(examples_of(config, case.tasks)).loss for _ in range(STEPS)]
+    steps = [trainer.step(examples_of(config, case.tasks)) for _ in range(STEPS)]
     values = trainer.current_table()
     assert values is not None
-    return Result(steps, gradients, values)
+    task_losses = [own.loss for step in steps for own in step.by_task.values()]
+    return Result([step.loss for step in steps], task_losses, gradients, values)
 
 
 def trainer_of(case: Case, mesh: Mesh) -> Trainer:
@@ -142,7 +160,7 @@ def trainer_of(case: Case, mesh: Mesh) -> Trainer:
         load_model(checkpoint, mesh, layers=chunk_layers, recompute=recompute)
         for chunk_layers in layers
     ]
-    linears = random_trainable_linears(settings.method_config, chunks, case.tasks)
+    linears = random_trainable_linears(settings.task_method_configs, chunks)
     return Trainer(chunks, settings, linears=linears)
 
 
@@ -153,8 +171,10 @@ def gradients_of(trainer: Trainer, examples: Sequence[Example]) -> Tensor:
     assert linears is not None
     reduce_gradients = optimizer.reduce_gradients
 
-    def keep_gradients(model_config: GPTConfig) -> float:
-        share = reduce_gradients(model_config)
+    def keep_gradients(
+        model_config: GPTConfig, groups: Container[int] | None = None
+    ) -> list[float]:
+        share = reduce_gradients(model_config, groups)
         for _, _, _, value in linears.named_tensors():
             assert value.grad is not None
             gradients.append(value.grad.clone())
@@ -200,6 +220,7 @@ def check(case: Case, results: Sequence[Result]) -> None:
     assert want.losses[-1] < want.losses[0] - 0.2, case
     for result in results:
         assert result.losses == pytest.approx(want.losses, abs=TOLERANCE * want.losses[0]), case
+        assert result.task_losses == pytest.approx(want.task_losses, abs=1e-9), case
         check_adapters(case, result.values, want.values, with_norms=True)
         check_adapters(case, result.gradients, want.gradients, with_norms=False)
 

@@ -29,7 +29,8 @@ from ptuning.config import (
     TuneConfig,
 )
 from ptuning.evaluation.answer_metrics import compute_metrics
-from ptuning.task import NemoTask, Task
+from ptuning.launch import config_to_dict
+from ptuning.task import TASK_METHOD_SETTINGS, NemoTask, Task
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "tuning.md").read_text("utf-8")
@@ -127,6 +128,102 @@ def test_the_field_that_ends_the_template_is_the_answer() -> None:
             TuneConfig.from_dict({**settings, "template": template}, "here")
 
 
+def several(tasks: list[dict[str, Any]], **changes: object) -> TuneConfig:
+    settings = {"model": "m", "data": "d", "tasks": tasks, **changes}
+    return TuneConfig.from_dict(settings, "here")
+
+
+def test_settings_of_the_run_are_the_defaults_of_the_tasks() -> None:
+    tasks: list[dict[str, Any]] = [
+        {"name": "a"},
+        {"name": "b", "rank": 2, "targets": ["linear_fc1"], "learning_rate": 1e-2},
+        {"name": "c", "method": "ia3", "layers": [1]},
+        {"name": "d", "method": "dora", "dropout": 0.0},
+    ]
+    config = several(tasks, method="lora", rank=4, dropout=0.1)
+    own = config.task_method_configs
+    assert [settings.method for settings in own] == ["lora", "lora", "ia3", "dora"]
+    # The rank and the dropout of the run have no effect on IA3.
+    assert [settings.rank for settings in own] == [4, 2, 16, 4]
+    assert [settings.dropout for settings in own] == [0.1, 0.1, 0.0, 0.0]
+    assert [settings.targets for settings in own] == [(), ("linear_fc1",), (), ()]
+    assert [settings.layers for settings in own] == [(), (), (1,), ()]
+    assert config.task_learning_rates == (1e-3, 1e-2, 5e-3, 1e-3)
+    assert config.with_fields(learning_rate=2e-3).task_learning_rates == (2e-3, 1e-2, 2e-3, 2e-3)
+    assert config.task_groups == ((0,), (1,), (2,), (3,))
+    assert TuneConfig.from_dict(config_to_dict(config), "rank") == config
+
+
+def test_tasks_share_batches_unless_their_methods_change_linears() -> None:
+    tasks: list[dict[str, Any]] = [{"name": "a"}, {"name": "b"}]
+    assert several(tasks).task_groups == ((0, 1),)
+    assert several(tasks, method="prefix").task_groups == ((0, 1),)
+    assert several(tasks, method="ia3").task_groups == ((0,), (1,))
+    own_methods = [{"name": "a", "method": "ia3"}, {"name": "b", "method": "lora"}]
+    assert several(own_methods).method_config.method == "ia3"
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        ({"rank": 2}, {}, "task 'b' sets rank, but a task of the run has the method prompt-tuning"),
+        (
+            {"method": "lora"},
+            {},
+            "a task of the run has the method prompt-tuning; only tasks whose",
+        ),
+        ({"method": "mlp"}, {"method": "lora"}, "a task of the run has the method mlp; only tasks"),
+        ({"steps": 9}, {"method": "lora"}, "task 2: steps is the same for all tasks of a run; mov"),
+        ({"rank": 0}, {"method": "lora"}, "task 'b': rank is 0; it must be at least 1"),
+        (
+            {"learning_rate": 11.0},
+            {"method": "lora"},
+            "learning_rate is 11; it must be more than 0",
+        ),
+        (
+            {"method": "ia3", "rank": 2},
+            {"method": "lora"},
+            "task 'b' sets rank, which has an effect only if its method is lora, alora or dora",
+        ),
+        ({"method": "alora"}, {"method": "lora"}, "invocation is missing"),
+        (
+            {"method": "dora"},
+            {"method": "lora", "dropout": 0.1},
+            "task 'b': dropout is 0.1, but method dora computes .*; set dropout: 0",
+        ),
+        (
+            {"learning_rate": 2.0},
+            {"method": "lora", "weight_decay": 0.6},
+            "learning_rate x weight_decay is 1.2",
+        ),
+    ],
+)
+def test_method_settings_that_a_task_cannot_have_are_refused(
+    task: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        several([{"name": "a"}, {"name": "b", **task}], **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": 3}, "rank is 3, but has an effect only if method is lora, alora or dora"),
+        ({"learning_rate": 0.1}, "learning_rate is 0.1, but each task sets its own; remove it"),
+        ({"method": "full"}, "method is full, but each task sets its own; remove it"),
+    ],
+)
+def test_a_setting_of_the_run_that_each_task_replaces_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    tasks = [
+        {"name": "a", "method": "lora", "rank": 2, "learning_rate": 1e-3},
+        {"name": "b", "method": "ia3", "learning_rate": 1e-2},
+    ]
+    with pytest.raises(ConfigError, match=message):
+        several(tasks, **changes)
+
+
 @pytest.mark.parametrize("name", SETTING_RANGES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, 2**62, 1e308])
 def test_a_number_outside_the_range_of_its_setting_is_refused(name: str, value: float) -> None:
@@ -175,7 +272,9 @@ def test_document_lists_exactly_the_settings_and_defaults() -> None:
 
 def test_document_lists_task_settings_under_one_heading() -> None:
     documented = {name.strip("`") for name, *_ in rows("### Task settings")}
-    assert documented == {field.name for field in fields(Task)}
+    assert documented == {field.name for field in fields(Task)} - set(TASK_METHOD_SETTINGS)
+    (paragraph,) = re.findall(r"^A task may also have .*?\n\n", TEXT, re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", paragraph)) == set(TASK_METHOD_SETTINGS)
 
 
 def test_document_lists_every_choice_and_learning_rate() -> None:

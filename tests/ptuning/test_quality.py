@@ -332,14 +332,16 @@ def peft_tables(trained_adapters: TrainedAdapters, config: TuneConfig) -> dict[i
     peft_model: Any = peft.get_peft_model(model, shape).train()
     values = [value for value in peft_model.parameters() if value.requires_grad]
     betas = (training.beta1, training.beta2)
-    optimizer = torch.optim.AdamW(values, config.peak_learning_rate, betas=betas, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        values, config.group_learning_rates[0], betas=betas, weight_decay=0.0
+    )
     tables = {}
     for step, batch in enumerate(toy_tasks.batches(trained_adapters.model, config), 1):
         ids = torch.tensor([list(example.ids)[VIRTUAL:] for example in batch])
         labels = ids.clone()
         labels[:, : batch[0].answer_start - VIRTUAL] = -100
         for group in optimizer.param_groups:
-            group["lr"] = config.peak_learning_rate * learning_rate_factor(step, training)
+            group["lr"] = config.group_learning_rates[0] * learning_rate_factor(step, training)
         peft_model(input_ids=ids, labels=labels).loss.backward()
         torch.nn.utils.clip_grad_norm_(values, training.gradient_norm_max)
         optimizer.step()

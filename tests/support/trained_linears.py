@@ -15,23 +15,24 @@ from ptuning.linears.trainable_linears import TrainableLinears
 
 
 def random_trainable_linears(
-    method_config: MethodConfig, chunks: Sequence[GPT], task_count: int = 1
+    method_configs: Sequence[MethodConfig], chunks: Sequence[GPT]
 ) -> TrainableLinears:
     """The whole tensors are drawn by name, so that every split has the same values."""
-    layout = LinearsLayout.create(method_config, chunks[0].config, task_count)
-    drawn: list[dict[str, dict[str, Tensor]]] = [{} for _ in range(task_count)]
+    layout = LinearsLayout.create(method_configs, chunks[0].config)
+    drawn: list[dict[str, dict[str, Tensor]]] = [{} for _ in method_configs]
     for tensor in layout.tensors:
         if tensor.is_trained:
             drawn[tensor.task].setdefault(tensor.key, {})[tensor.name] = _draw(tensor)
     initial = [
         {
             # The norm is only there because a magnitude belongs to one; training computes it.
-            key: LinearAdapter(**tensors, scale=layout.scale, weight_norm=tensors.get("magnitude"))
+            key: LinearAdapter(**tensors, scale=scale, weight_norm=tensors.get("magnitude"))
             for key, tensors in task.items()
         }
-        for task in drawn
+        for task, scale in zip(drawn, layout.scales, strict=True)
     ]
-    return TrainableLinears(layout, initial, chunks, dropout=method_config.dropout)
+    dropout_rates = [method_config.dropout for method_config in method_configs]
+    return TrainableLinears(layout, initial, chunks, dropout_rates=dropout_rates)
 
 
 def _draw(tensor: LinearTensor) -> Tensor:

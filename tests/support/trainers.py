@@ -33,7 +33,7 @@ def trainer(model: GPT, **changes: object) -> Trainer:
     tasks = config.data_config.resolved_tasks
     encoder = None
     if method_config.changes_linears:
-        linears = build_trainable_linears(method_config, tasks, [model], seed=seed)
+        linears = build_trainable_linears(config.task_method_configs, tasks, [model], seed=seed)
         return Trainer([model], config, linears=linears)
     if method_config.method == "prefix":
         prefix = build_prefix(method_config, tasks, [model], [[]], seed=seed)

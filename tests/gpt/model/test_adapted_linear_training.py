@@ -76,7 +76,50 @@ def test_outputs_and_gradients_equal_the_reference(
     expected = gradients(reference, x, residual, terms)
 
     assert supports_terms(weight, [(None, terms)])
-    actual = gradients(adapted_linear(x, weight, bias, residual, terms), x, residual, terms)
+    actual = gradients(
+        adapted_linear(x, weight, bias, residual, [(None, terms)]), x, residual, terms
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+ROWS_OF_METHODS = {
+    "consecutive": ([0, 1], [2, 3, 4], [5], [6, 7, 8]),
+    "with rows of the base": ([0, 1], [3, 4], [5], [7, 8]),
+    "in any order": ([0, 8], [1, 4, 7], [2], [3, 5, 6]),
+}
+
+
+@pytest.mark.parametrize("placement", ROWS_OF_METHODS)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("linear", ["self_attention.linear_qkv", "mlp.linear_fc2"])
+def test_rows_with_different_adapters_equal_the_reference(
+    linear: str, has_bias: bool, placement: str
+) -> None:
+    name = LAYER + linear
+    groups: list[tuple[Tensor | None, list[LinearTerm]]] = []
+    for number, (method, rows) in enumerate(
+        zip(("lora", "dora", "ia3", "lora"), ROWS_OF_METHODS[placement], strict=True)
+    ):
+        changes = random_linears(MODERN, method, by_parts=number == 3)
+        terms = [trainable(term, torch.float64) for term in terms_of(MODERN, changes, name)]
+        groups.append((torch.tensor(rows), terms))
+    adaptable = adaptable_linears(MODERN)[name]
+    draw = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    weight = normal(adaptable.out_features, adaptable.in_features)
+    bias = normal(adaptable.out_features) if has_bias else None
+    x = normal(ROWS, adaptable.in_features).requires_grad_()
+    residual = normal(ROWS, adaptable.out_features).requires_grad_()
+    all_terms = [term for _, terms in groups for term in terms]
+    reference = residual + adapted_product(x, groups, lambda rows: rows @ weight.T, bias)
+    expected = gradients(reference, x, residual, all_terms)
+
+    assert supports_terms(weight, groups)
+    output = adapted_linear(x, weight, bias, residual, groups)
+    actual = gradients(output, x, residual, all_terms)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -99,7 +142,9 @@ def test_the_tensors_of_a_term_get_gradients_in_their_own_dtype(method: str) -> 
         wide_x, [(None, terms)], lambda rows: rows @ weight.float().T, None
     )
     expected = gradients(wide, wide_x, wide_residual, terms)
-    actual = gradients(adapted_linear(x, weight, None, residual, terms), x, residual, terms)
+    actual = gradients(
+        adapted_linear(x, weight, None, residual, [(None, terms)]), x, residual, terms
+    )
     assert {y.dtype for y in actual[:3]} == {torch.bfloat16}
     assert {grad.dtype for grad in actual[3:]} == {torch.float32}
     for value, reference in zip(actual, expected, strict=True):
@@ -113,6 +158,8 @@ def test_the_gradient_of_an_input_that_needs_none_is_not_computed() -> None:
         trainable(term, torch.float64) for term in terms_of(MODERN, random_linears(MODERN), name)
     ]
     weight = torch.randn(MODERN.ffn_hidden_size * 2, 32, dtype=torch.float64)
-    y = adapted_linear(torch.randn(ROWS, 32, dtype=torch.float64), weight, None, None, terms)
+    y = adapted_linear(
+        torch.randn(ROWS, 32, dtype=torch.float64), weight, None, None, [(None, terms)]
+    )
     y.sum().backward()
     assert all(term.lora_a is not None and term.lora_a.grad is not None for term in terms)

@@ -134,7 +134,7 @@ def saved_bytes(config: GPTConfig, method: LinearMethod | None, tokens: int) -> 
         ids = torch.arange(tokens) + config.vocab_size
         table = torch.zeros(tokens, config.hidden_size, requires_grad=True)
     else:
-        linears = random_trainable_linears(MethodConfig(method=method), [model])
+        linears = random_trainable_linears([MethodConfig(method=method)], [model])
         (adapter,) = linears.begin_step()
         batch = replace(batch, adapted_rows=(AdaptedRows(adapter, None),))
         parameters += [

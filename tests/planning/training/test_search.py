@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gpt.config import GPTConfig
 from gpt.costs.linear_adapter import LinearAdapterSpec
+from gpt.errors import ConfigError
 from planning.hardware import Cluster, divisors, find_device
 from planning.model_presets import find_preset
 from planning.plan import Plan
@@ -344,11 +345,29 @@ def test_methods_that_change_linears_plan_their_adapters(tuning_file: Path, tmp_
     job = tuning.training_job(64)
     assert job.linears == LinearAdapterSpec("dora", 4, ("linear_qkv.query",), (1,))
     assert (job.trainable, job.virtual_tokens, job.adapter_count) == ("adapter", 0, 1)
-    layout = LinearsLayout.create(tuning.config.method_config, tuning.model, 1)
+    layout = LinearsLayout.create([tuning.config.method_config], tuning.model)
     trained = [tensor for tensor in layout.tensors if tensor.is_trained]
     assert job.adapter_parameters == sum(prod(tensor.shape) for tensor in trained)
     plan = plan_training(job, Cluster(A100, 1), SearchSpace(), tuning=tuning)
     assert plan.best is not None and yaml.safe_load(plan.settings_yaml)["rank"] == 4
+
+
+def test_a_step_of_several_adapters_has_the_examples_of_each(
+    tuning_file: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "tune.yaml"
+    record = yaml.safe_load(tuning_file.read_text())
+    for name in ("name", "virtual_tokens", "splits", "learning_rate", "max_new_tokens", "template"):
+        record.pop(name, None)
+    tasks: list[dict[str, object]] = [{"name": "one"}, {"name": "another"}]
+    record |= {"method": "lora", "rank": 4, "batch_examples": 6, "tasks": tasks}
+    path.write_text(yaml.safe_dump(record))
+    job = TuningSettings.read(str(path)).training_job(64)
+    assert (job.global_batch, job.adapter_count) == (12, 2)
+    tasks[1]["rank"] = 2
+    path.write_text(yaml.safe_dump(record))
+    with pytest.raises(ConfigError, match="the tasks have different method settings, and a plan"):
+        TuningSettings.read(str(path)).training_job(64)
 
 
 def test_method_full_plans_all_parameters(tuning_file: Path, tmp_path: Path) -> None:

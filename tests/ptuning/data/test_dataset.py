@@ -486,9 +486,7 @@ def test_check_reports_examples_counts_and_warnings(tmp_path: Path) -> None:
     )
     tasks = numbers(tmp_path, records, **changes)
 
-    report = preflight_report(
-        tasks, NullTokenizer(V), config.training_config, config.parallel_config
-    )
+    report = preflight_report(tasks, NullTokenizer(V), config)
     lines = preflight_lines(tasks, NullTokenizer(V), config, SIZES)
 
     (task,) = report.tasks

@@ -36,6 +36,7 @@ from ptuning.run_facts import (
     ADAPTER,
     NO_PROMPT,
     ORACLE,
+    GroupMetrics,
     RunFacts,
     Sample,
     StepMetrics,
@@ -297,6 +298,38 @@ def test_report_of_several_tasks_has_a_table_and_sections() -> None:
         "refundsExact match5.0 % ± 2.288.0 % ± 3.292.0 % ± 2.7",
         "toneAccuracy50.0 % ± 4.9–75.0 % ± 4.2",
     ]
+
+
+def test_tasks_that_are_trained_independently_have_their_own_curves_and_warnings() -> None:
+    losses = falling_losses()
+    steps = [
+        replace(
+            step,
+            by_task={"refunds": GroupMetrics(step.loss, step.rate, 1.0)}
+            # It stops early, after 40 steps; its loss was still falling.
+            | ({"tone": GroupMetrics(2 * step.loss, step.rate, 1.0)} if step.step <= 40 else {}),
+        )
+        for step in progress(losses)
+    ]
+    validations = [
+        Validation(step, 1.0, {}, {"refunds": {"loss": 1.0}, "tone": {"loss": tone_loss}})
+        for step, tone_loss in ((10, 1.0), (20, 1.2), (30, 1.4))
+    ]
+    tasks = task(best_step=30), task("tone", best_step=10)
+    facts = run(*tasks, progress=tuple(steps), validations=tuple(validations), best_step=None)
+    assert [step.loss for step in facts.of_task(tasks[1]).progress] == [
+        2 * loss for loss in losses[:40]
+    ]
+    warnings = run_warnings(facts)
+    assert [line.split(":")[0] for line in warnings] == ["tone", "tone"]
+    assert "the loss was still falling at the end" in warnings[0]
+    assert "rising since step 10 (1.0000 to 1.4000)" in warnings[1]
+    assert warnings[1].endswith("the adapter of step 10 was kept")
+    page = render_report(facts)
+    assert "Loss of each task" in page
+    # Tasks that are trained together have one loss.
+    together = replace(facts, progress=tuple(progress(losses)))
+    assert "Loss of each task" not in render_report(together)
 
 
 def test_report_of_a_full_run_names_and_serves_the_tuned_model() -> None:

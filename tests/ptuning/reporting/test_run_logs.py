@@ -23,11 +23,12 @@ from ptuning.reporting.run_logs import (
     EVENTS_FOLDER,
     METRICS_FILE,
     REPORT_FILE,
+    TASK_METRICS_FILE,
     VALIDATIONS_FILE,
     RunLogs,
     read_logs,
 )
-from ptuning.run_facts import StepMetrics, Validation
+from ptuning.run_facts import GroupMetrics, StepMetrics, Validation
 from tests.support.full_disk import full_disk
 
 # Written by TensorBoard's own writer.
@@ -171,6 +172,33 @@ def test_resumed_run_marks_repeated_steps_for_tensorboard(tmp_path: Path) -> Non
     assert struct.pack("<f", 3 / 5) in first_records[-2] and b"train/loss" in first_records[-2]
     assert second_records[1] == records(tensorboard_events.session_start_event(TIME_S, 4))[0]
     assert len(second_records) == 3
+
+
+def test_metrics_of_independent_tasks_have_a_row_for_each_step_and_task(tmp_path: Path) -> None:
+    def by_task(step: int) -> dict[str, GroupMetrics]:
+        own = {
+            "a": GroupMetrics(1 / step, 1e-3, 0.5),
+            "b, c": GroupMetrics(2 / step, 0.0, 3.0, True),
+        }
+        return own if step < 4 else {"a": own["a"]}  # The other task has stopped.
+
+    with RunLogs(tmp_path) as logs:
+        for step in range(1, 6):
+            logs.log_step(replace(step_metrics(step), by_task=by_task(step)))
+    expected = [by_task(step) for step in range(1, 6)]
+    assert [metrics.by_task for metrics in read_logs(tmp_path, STEPS).progress] == expected
+    with RunLogs(tmp_path, start_step=2) as logs:
+        logs.log_step(replace(step_metrics(3), by_task=by_task(1)))
+    assert [metrics.by_task for metrics in read_logs(tmp_path, STEPS).progress] == [
+        *expected[:2],
+        by_task(1),
+    ]
+
+
+def test_a_run_without_independent_tasks_has_no_file_of_them(tmp_path: Path) -> None:
+    with RunLogs(tmp_path) as logs:
+        write_steps(logs, 1, 3)
+    assert not (tmp_path / TASK_METRICS_FILE).exists()
 
 
 def event_bytes(folder: Path) -> bytes:

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from ptuning.config import TuneConfig
+from ptuning.linears.trainable_linears import build_trainable_linears
 from ptuning.prompt.prompt_encoder import encoder_tensors
 from ptuning.run.early_stopping import EarlyStopping
 from ptuning.run_facts import Validation
@@ -108,3 +110,37 @@ def test_restored_state_is_equal(method: str) -> None:
     assert restored.best_encoder.keys() == best_encoder.keys()
     for name, tensor in best_encoder.items():
         assert torch.equal(restored.best_encoder[name], tensor), name
+
+
+def test_each_task_of_linear_adapters_keeps_its_own_values() -> None:
+    model = build(CLASSIC)
+    tasks = [{"name": "a", "rank": 2}, {"name": "b", "rank": 1, "layers": [0]}]
+    config = {"method": "lora", "monitor": "loss", "patience": 2, "validate_every": 1}
+    settings = TuneConfig.from_dict({"model": "m", "data": "d", "tasks": tasks, **config}, "here")
+    linears = build_trainable_linears(
+        settings.task_method_configs, settings.data_config.resolved_tasks, [model], seed=0
+    )
+    trainer_ = Trainer([model], settings, linears=linears)
+    stoppings = [
+        EarlyStopping(
+            trainer_.config.validation_config, trainer_.config.method_config, trainer_, task=task
+        )
+        for task in range(2)
+    ]
+    layout = linears.layout
+    parts = [layout.task_values(task) for task in range(2)]
+    assert (parts[0].start, parts[0].stop, parts[1].stop) == (0, parts[1].start, layout.size)
+    for step, losses in enumerate([(3.0, 1.0), (2.0, 2.0), (1.0, 3.0)], 1):
+        by_task = {name: {"loss": loss} for name, loss in zip("ab", losses, strict=True)}
+        table = torch.full((layout.size,), float(step))
+        for stopping in stoppings:
+            stopping.update(Validation(step, 9.0, {}, by_task), table)
+    assert [stopping.best_step for stopping in stoppings] == [3, 1]
+    assert [stopping.should_stop for stopping in stoppings] == [False, True]
+    table = torch.zeros(layout.size)
+    for stopping in stoppings:
+        best = stopping.put_best(table)
+        assert best is not None
+        table = best
+    assert torch.equal(table[parts[0]], torch.full_like(table[parts[0]], 3.0))
+    assert torch.equal(table[parts[1]], torch.full_like(table[parts[1]], 1.0))

@@ -13,7 +13,7 @@ from ptuning.run.resumed_settings import (
     describe_settings,
     resumed_settings,
 )
-from ptuning.run.training_state import FACTS_FILE, FORMAT, VERSION
+from ptuning.run.training_state import FACTS_FILE, FORMAT, VERSION, RunFingerprint
 
 
 def settings_of_run(folder: Path, file: dict[str, Any], **saved: Any) -> dict[str, Any]:
@@ -100,6 +100,20 @@ def test_tasks_keep_the_values_that_their_mappings_do_not_set(tmp_path: Path) ->
         (5, (".",)),
     ]
     config.with_fields(**settings)
+
+
+def test_tasks_of_an_earlier_release_lack_the_settings_that_were_added_later() -> None:
+    tasks = [{"name": "a"}, {"name": "b", "virtual_tokens": 5}]
+    config = TuneConfig.from_dict({"model": "m", "data": "d", "tasks": tasks}, "file")
+    fingerprint = RunFingerprint.compute(config, [], "base")
+    saved = json.loads(json.dumps(asdict(fingerprint)))
+    for task in saved["settings"]["tasks"]:
+        for name in ("rank", "method", "invocation", "learning_rate"):
+            del task[name]
+    assert fingerprint.matches(saved)
+    fingerprint.check_matches(saved, Path("state"))
+    saved["settings"]["tasks"][1]["virtual_tokens"] = 6
+    assert not fingerprint.matches(saved)
 
 
 def test_without_an_unfinished_run_nothing_is_replaced(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_interrupted_sweep_runs_the_missing_combinations(checkpoint: Path, tmp_p
         if rates_run == [1e-6]:
             rates_run.append(0.0)
             raise KeyboardInterrupt
-        rates_run.append(prepared.config.peak_learning_rate)
+        rates_run.append(prepared.config.group_learning_rates[0])
         return _run_on_rank_zero(prepared, restart)
 
     with pytest.raises(KeyboardInterrupt):

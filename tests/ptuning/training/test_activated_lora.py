@@ -9,12 +9,12 @@ from torch import Tensor
 
 from gpt.batch import Batch
 from gpt.config import GPTConfig
-from gpt.linear_adapter import AdaptedRows
+from gpt.linear_adapter import AdaptedRows, ExampleRows
 from gpt.model.gpt_model import GPT
 from gpt.parallel.mesh import Mesh
 from ptuning.config import MethodConfig
 from ptuning.data.dataset import Example
-from ptuning.data.micro_batch import MicroBatch, build_activated_micro_batch
+from ptuning.data.micro_batch import MicroBatch, TaskSlice, build_micro_batch
 from ptuning.linears.trainable_linears import TrainableLinears
 from ptuning.training.pipeline import PipelineChannels, run_passes
 from ptuning.training.pipeline_schedule import schedule_1f1b
@@ -34,8 +34,11 @@ EXAMPLES = [
 ]
 
 
+TASKS = (0, 1)
+
+
 def trained(model: GPT) -> TrainableLinears:
-    return random_trainable_linears(MethodConfig(method="alora", rank=3), [model], 2)
+    return random_trainable_linears([MethodConfig(method="alora", rank=3)] * 2, [model])
 
 
 def loss_and_gradients(
@@ -43,9 +46,11 @@ def loss_and_gradients(
 ) -> list[Tensor]:
     passes = schedule_1f1b(0, 1, 1)
     channels = PipelineChannels(Mesh.single())
-    loss = run_passes([model], passes, [micro_batch], channels, table=None, loss_scale=1.0)
+    losses = run_passes(
+        [model], passes, [micro_batch], channels, table=None, loss_scales=[1.0, 1.0]
+    )
     return [
-        loss,
+        losses,
         *(value.grad for _, _, _, value in linears.named_tensors() if value.grad is not None),
     ]
 
@@ -57,7 +62,10 @@ def plain_micro_batch(examples: Sequence[Example], linears: TrainableLinears) ->
     labels: list[int] = []
     logit_rows: list[int] = []
     rows: list[list[int]] = [[], []]
+    logits = [0, 0]
+    examples = sorted(examples, key=lambda example: example.task_index)
     for example in examples:
+        logits[example.task_index] += len(example.loss_positions)
         logit_rows += [len(ids) + position - 1 for position in example.loss_positions]
         labels += [example.ids[position] for position in example.loss_positions]
         rows[example.task_index] += range(
@@ -72,7 +80,11 @@ def plain_micro_batch(examples: Sequence[Example], linears: TrainableLinears) ->
         for adapter, task_rows in zip(adapters, rows, strict=True)
     )
     batch = replace(batch, adapted_rows=adapted_rows)
-    return MicroBatch(torch.tensor(ids), batch, torch.tensor(labels))
+    tasks = tuple(
+        TaskSlice(task, None, ExampleRows((), (), (tuple(range(count)),)))
+        for task, count in enumerate(logits)
+    )
+    return MicroBatch(torch.tensor(ids), batch, torch.tensor(labels), tasks)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -83,26 +95,29 @@ def test_losses_and_gradients_equal_those_of_whole_sequences(name: str) -> None:
     expected = loss_and_gradients(model, plain_micro_batch(EXAMPLES, linears), linears)
 
     linears = trained(model)
-    micro_batch = build_activated_micro_batch(EXAMPLES).with_adapters(linears.begin_step())
+    micro_batch = build_micro_batch(EXAMPLES, activated_tasks=TASKS).with_adapters(
+        linears.begin_step()
+    )
     actual = loss_and_gradients(model, micro_batch, linears)
     assert len(expected) == 1 + 2 * len(linears.linears)
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_equal_contexts_are_computed_once() -> None:
-    context = build_activated_micro_batch(EXAMPLES).context
+    context = build_micro_batch(EXAMPLES, activated_tasks=TASKS).context
     assert context is not None
     # 7 8 9 is common to all; the rest of the document; 14 15.
     assert context.ids.tolist() == [7, 8, 9, 10, 11, 12, 13, 14, 15]
     assert context.batch.parents == (None, 0, 0)
     starts = [*context.starts, len(context.rows)]
-    for number, example in enumerate(EXAMPLES):
+    by_task = sorted(EXAMPLES, key=lambda example: example.task_index)
+    for number, example in enumerate(by_task):
         rows = context.rows[starts[number] : starts[number + 1]]
         assert context.ids[rows].tolist() == list(example.ids[: example.invocation_start])
 
 
 def test_examples_without_context_need_no_context_batch() -> None:
-    assert build_activated_micro_batch([EXAMPLES[4]]).context is None
+    assert build_micro_batch([EXAMPLES[4]], activated_tasks=TASKS).context is None
 
 
 def test_only_keys_and_values_of_the_context_are_saved() -> None:
@@ -110,7 +125,9 @@ def test_only_keys_and_values_of_the_context_are_saved() -> None:
     linears = trained(model)
     context = list(range(40))
     examples = [Example([*context, 50, 51, 52, 53], 42, invocation_start=40)]
-    micro_batch = build_activated_micro_batch(examples).with_adapters(linears.begin_step())
+    micro_batch = build_micro_batch(examples, activated_tasks=TASKS).with_adapters(
+        linears.begin_step()
+    )
     weights = {tuple(parameter.shape) for parameter in model.parameters()}
     saved_shapes: set[tuple[int, ...]] = set()
 

@@ -28,7 +28,7 @@ def optimizer_of(parameter: Tensor, config: TuneConfig) -> Optimizer:
         [TrainableTensor("a", parameter, Replication.REPLICATED)],
         config.training_config,
         Mesh.single(),
-        peak_learning_rate=config.peak_learning_rate,
+        peak_learning_rates=config.group_learning_rates,
     )
 
 
@@ -74,7 +74,7 @@ def test_adafactor_steps_equal_the_paper_at_any_scale(shape: tuple[int, ...], si
     for step, grad in enumerate(grads, 1):
         parameter.grad = grad.clone()
         optimizer.reduce_gradients(CLASSIC)
-        rates.append(optimizer.step(step, 1.0))
+        rates += optimizer.step(step, {0: 1.0})
     factors = [learning_rate_factor(step, config.training_config) for step in range(1, 7)]
     assert rates == [0.3 * factor for factor in factors]
     expected = paper_adafactor(value, grads, rates, 1e-2)
@@ -87,7 +87,7 @@ def test_rows_without_gradients_do_not_change() -> None:
     optimizer = optimizer_of(parameter, settings(**ADAFACTOR))
     parameter.grad = torch.tensor([[0.0], [1.0], [0.0]]).expand(3, 4).clone()
     optimizer.reduce_gradients(CLASSIC)
-    optimizer.step(1, 1.0)
+    optimizer.step(1, {0: 1.0})
     assert torch.equal(parameter[[0, 2]], torch.ones(2, 4)) and bool((parameter[1] < 1).all())
 
 
@@ -142,13 +142,13 @@ def test_resumed_optimizer_state_is_bit_identical(method: str, dtype: torch.dtyp
 
 
 def test_default_adafactor_rate_depends_on_the_method() -> None:
-    assert settings(**ADAFACTOR).peak_learning_rate == 0.3
-    assert settings(**ADAFACTOR, learning_rate=0.1).peak_learning_rate == 0.1
+    assert settings(**ADAFACTOR).group_learning_rates[0] == 0.3
+    assert settings(**ADAFACTOR, learning_rate=0.1).group_learning_rates[0] == 0.1
     for method in METHOD_LEARNING_RATES.keys() - {"prompt-tuning"}:
         needed = {"invocation": "text"} if method == "alora" else {}
         assert (
-            settings(**ADAFACTOR, method=method, **needed).peak_learning_rate
-            == settings(method=method, **needed).peak_learning_rate
+            settings(**ADAFACTOR, method=method, **needed).group_learning_rates[0]
+            == settings(method=method, **needed).group_learning_rates[0]
         )
 
 

@@ -81,11 +81,11 @@ def run_twice(mesh: Mesh, chunks: int, dtype: torch.dtype) -> RunResult:
     grads = []
     for _ in range(2):
         table = table_of(DEEP, torch.promote_types(dtype, torch.float32))
-        losses.append(run_passes(model, passes, micros, channels, table=table, loss_scale=0.5))
+        losses.append(run_passes(model, passes, micros, channels, table=table, loss_scales=[0.5]))
         grads.append(table.grad)
     table = table_of(DEEP, torch.promote_types(dtype, torch.float32))
     passes = schedule_forward_only(mesh.pp, MICROS, chunks)
-    losses.append(run_passes(model, passes, micros, channels, table=table, loss_scale=0.5))
+    losses.append(run_passes(model, passes, micros, channels, table=table, loss_scales=[0.5]))
     assert table.grad is None
     return RunResult(losses, grads)
 
@@ -166,7 +166,7 @@ def count_alive(rank: int) -> int:
     passes = schedule_1f1b(mesh.pp_rank, mesh.pp, MICROS)
     passes = sorted(passes, key=lambda pass_: not pass_.forward)
     run_passes(
-        model, passes, micro_batches_of(DEEP), channels, table=table_of(DEEP), loss_scale=1.0
+        model, passes, micro_batches_of(DEEP), channels, table=table_of(DEEP), loss_scales=[1.0]
     )
     return channels.alive_max
 

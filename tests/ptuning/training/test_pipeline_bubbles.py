@@ -95,7 +95,7 @@ def run(mesh: Mesh, channels: PipelineChannels, chunks: int, micros: int) -> Sta
         passes = schedule_1f1b(mesh.pp_rank, STAGES, micros)
     else:
         passes = schedule_interleaved_1f1b(mesh.pp_rank, STAGES, micros, chunks)
-    run_passes(model, passes, work, channels, table=table, loss_scale=1.0)
+    run_passes(model, passes, work, channels, table=table, loss_scales=[1.0])
     return clock
 
 

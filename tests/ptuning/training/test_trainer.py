@@ -144,7 +144,7 @@ def test_fp16_and_bf16_models_train_fp32_tables_and_skip_overflows(dtype: torch.
     table = trainer_.current_table()
     assert table is not None and table.dtype is torch.float32
     if dtype is torch.float16:
-        trainer_.loss_scale.value = 2.0**40
+        trainer_.loss_scales[0].value = 2.0**40
         assert trainer_.step(examples(CLASSIC.vocab_size)).skipped
         table_after = trainer_.current_table()
         assert table_after is not None and torch.equal(table, table_after)
@@ -281,7 +281,7 @@ def test_step_frees_the_masks_of_its_micro_batches() -> None:
     micros = [build_micro_batch([example]) for example in examples(CLASSIC.vocab_size)]
     table = torch.zeros(2, CLASSIC.hidden_size, dtype=torch.float64, requires_grad=True)
     for passes in (schedule_1f1b(0, 1, 4), schedule_forward_only(1, 4)):
-        run_passes([model], passes, micros, channels, table=table, loss_scale=1.0)
+        run_passes([model], passes, micros, channels, table=table, loss_scales=[1.0])
         assert not any(micro.batch.attention_metadata for micro in micros)
 
 
