@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gpt.adapters.card import (
     CARD_BYTES_MAX,
+    SCALE_BYTES_MAX,
     Adapter,
     AdapterName,
     Card,
@@ -71,7 +72,9 @@ SUFFIX = ".safetensors"
 TABLE = "table"
 # The header contains a card as a JSON string, in which quotes are escaped, and the entries of the
 # tensors. A header with a million tensor names would take seconds and hundreds of MiB to parse.
-HEADER_BYTES_MAX = 3 * CARD_BYTES_MAX + LINEARS_MAX * len(TENSOR_NAMES) * 160
+HEADER_BYTES_MAX = 3 * CARD_BYTES_MAX + LINEARS_MAX * (
+    2 * SCALE_BYTES_MAX + len(TENSOR_NAMES) * 160
+)
 
 
 def save_adapter(adapter: Adapter, path: Path, *, overwrite: bool = True) -> None:

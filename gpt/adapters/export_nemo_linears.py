@@ -124,6 +124,8 @@ def refuse_unsupported(adapter: Adapter, format_name: str) -> None:
     problem = None
     if len(adapter.table):
         problem = "virtual tokens and adapter weights"
+    elif any("experts." in key for key in adapter.linears):
+        problem = "changes of experts"
     elif adapter.card.invocation:
         problem = "an invocation (activated LoRA)"
     elif any(change.magnitude is not None for change in changes):

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from gpt.device_transfers import to_device
 from gpt.linear.norm_activation import KERNEL_DTYPES
-from gpt.linear_adapter import AdapterKernels, LinearTerm, ModelAdapter, TermKernels
+from gpt.linear_adapter import (
+    AdaptedRows,
+    AdapterKernels,
+    LinearTerm,
+    ModelAdapter,
+    TermKernels,
+)
+from gpt.linear_parts import LOCAL_EXPERTS
+from gpt.model.adapted_linear import select_rows
 from gpt.triton_runtime.availability import triton_unavailable_reason
 
 # A descriptor has one entry for each of these fields, in the order of the constants in
@@ -69,6 +77,7 @@ class EncodedAdapter:
     linears: frozenset[str]  # The linears that the adapter changes.
     input_scaled: frozenset[str]  # Of these, the linears with an input scale.
     ranks: int  # The largest sum of the ranks of a linear's parts.
+    has_experts: bool = False  # Whether the adapter also changes linears of experts.
 
 
 class TermTable:
@@ -88,11 +97,16 @@ class TermTable:
         self._free_slots = list(range(slots))
 
     def encode(self, adapter: ModelAdapter) -> EncodedAdapter:
-        """Return the descriptors of an adapter whose tensors are in the memory."""
+        """Return the descriptors of an adapter whose tensors are in the memory.
+
+        The terms of experts have none: modules apply them (`LowRankKernels.expert_rows`).
+        """
         descriptors = np.zeros(self.descriptors.shape[1:], np.int64)
         descriptors[..., -len(TENSOR_FIELDS) :] = -1
         ranks = 0
         for name, terms in adapter.items():
+            if LOCAL_EXPERTS in name:
+                continue
             first_rank = 0
             for part, term in enumerate(terms):
                 descriptors[self.linears[name], part] = _descriptor(term, first_rank)
@@ -103,7 +117,10 @@ class TermTable:
             for name, terms in adapter.items()
             if any(term.input_scale is not None for term in terms)
         )
-        return EncodedAdapter(descriptors, frozenset(adapter), input_scaled, ranks)
+        names = frozenset(name for name in adapter if LOCAL_EXPERTS not in name)
+        return EncodedAdapter(
+            descriptors, names, input_scaled & names, ranks, has_experts=len(names) < len(adapter)
+        )
 
     def assign_slots(self, adapters: Mapping[Hashable, EncodedAdapter]) -> list[int]:
         """Return the slots of the adapters of a batch, by key; missing descriptors are copied.
@@ -229,6 +246,7 @@ class LowRankKernels(AdapterKernels):
     linears: Collection[str]
     input_scaled: Collection[str]
     ranks: int
+    expert_rows: Sequence[AdaptedRows] = ()  # Of adapters that change linears of experts.
     _by_linear: dict[str, "LinearKernels"] = field(default_factory=dict, repr=False)
 
     def for_linear(self, linear: str) -> TermKernels | None:
@@ -249,7 +267,10 @@ class LowRankKernels(AdapterKernels):
         header = torch.full((GROUP_HEADER,), len(rows), dtype=torch.int32, device=rows.device)
         packed_groups = torch.cat([header, groups.flatten()])
         selected = PackedRows(packed_groups, order, slots, GROUP_ROWS, len(rows))
-        return LowRankKernels(self.table, selected, self.linears, self.input_scaled, self.ranks)
+        expert_rows = select_rows(self.expert_rows, rows)
+        return LowRankKernels(
+            self.table, selected, self.linears, self.input_scaled, self.ranks, expert_rows
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,7 +294,10 @@ class LinearKernels(TermKernels):
 
 
 def batch_kernels(
-    table: TermTable, rows: PackedRows, adapters: Collection[EncodedAdapter]
+    table: TermTable,
+    rows: PackedRows,
+    adapters: Collection[EncodedAdapter],
+    expert_rows: Sequence[AdaptedRows] = (),
 ) -> LowRankKernels:
     """Return the kernels of a batch with these adapters."""
     return LowRankKernels(
@@ -282,6 +306,7 @@ def batch_kernels(
         frozenset[str]().union(*(adapter.linears for adapter in adapters)),
         frozenset[str]().union(*(adapter.input_scaled for adapter in adapters)),
         max(adapter.ranks for adapter in adapters),
+        expert_rows,
     )
 
 

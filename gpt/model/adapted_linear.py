@@ -59,10 +59,15 @@ def adapted_product(
     return y
 
 
-def select_rows(adapters: BatchAdapters, rows: Tensor) -> BatchAdapters:
+def select_adapters(adapters: BatchAdapters, rows: Tensor) -> BatchAdapters:
     """Return the adapters of a batch of which only `rows` are left, in this order."""
     if isinstance(adapters, AdapterKernels):
         return adapters.select_rows(rows)
+    return select_rows(adapters, rows)
+
+
+def select_rows(adapters: Sequence[AdaptedRows], rows: Tensor) -> Sequence[AdaptedRows]:
+    """Return the adapters of which only `rows` are left, in this order."""
     selected = []
     for adapted in adapters:
         if adapted.rows is None:

@@ -15,13 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpt.dropout import Dropout
-from gpt.linear_adapter import (
-    InputDropout,
-    LinearAdapter,
-    LinearTerm,
-    ModelAdapter,
-    split_key,
-)
+from gpt.linear_adapter import InputDropout, LinearAdapter, LinearTerm, ModelAdapter
+from gpt.linear_parts import split_key
 from gpt.model.gpt_model import GPT
 from gpt.parallel.adaptable_linears import ADAPTABLE_LINEARS, AdaptableLinear
 from gpt.parallel.adapter_sharding import local_part_rows, output_columns

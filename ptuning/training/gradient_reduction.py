@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpt.config import GPTConfig
+from gpt.linear_parts import LOCAL_EXPERTS
 from gpt.model.gpt_model import GPT
 from gpt.parallel.adaptable_linears import AdaptableLinear
 from gpt.parallel.mesh import Mesh
@@ -53,7 +54,6 @@ PARTIAL_SUFFIXES = (
     "activation_func.alpha_p",
     "activation_func.alpha_n",
 )
-LOCAL_EXPERTS = ".experts.local_experts."
 # Pre-training updates the expert bias by expert load, not by gradients, so it is not trained here.
 # The other parameters are constants of the activation xIELU.
 UNTRAINED_SUFFIXES = ("expert_bias", "activation_func.beta", "activation_func.eps")

@@ -20,7 +20,7 @@ from serving.worker.adapter_memory import AdapterMemory, row_adapters
 # graph have memory for it.
 GRAPH_RANKS_MAX = 192
 # The linears whose input a graph can scale. IA3 scales the input of fc2 alone.
-INPUT_SCALED_SUFFIX = ".mlp.linear_fc2"
+INPUT_SCALED_SUFFIX = ".linear_fc2"
 
 
 class GraphAdapters:
@@ -64,7 +64,8 @@ def _pack(slots: NDArray[np.int64], rows: int) -> NDArray[np.int32]:
 
 
 def _is_supported(adapter: EncodedAdapter) -> bool:
-    return adapter.ranks <= GRAPH_RANKS_MAX and all(map(_scales_input, adapter.input_scaled))
+    has_supported_terms = adapter.ranks <= GRAPH_RANKS_MAX and not adapter.has_experts
+    return has_supported_terms and all(map(_scales_input, adapter.input_scaled))
 
 
 def _scales_input(linear: str) -> bool:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.formats.registry import open_checkpoint
-from gpt.linear_adapter import LinearAdapter, join_key
+from gpt.linear_adapter import LinearAdapter
+from gpt.linear_parts import join_key
 from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
 from ptuning.config import TuneConfig

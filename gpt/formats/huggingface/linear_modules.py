@@ -14,8 +14,7 @@ from torch import Tensor
 from gpt.config import GPTConfig
 from gpt.formats.huggingface.families.family import Family, FusedQKV
 from gpt.formats.huggingface.families.registry import FAMILIES
-from gpt.linear_adapter import join_key
-from gpt.linear_parts import QKV_PARTS
+from gpt.linear_parts import QKV_PARTS, join_key
 from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears
 from gpt.parallel.adapter_sharding import part_rows
 

@@ -22,7 +22,8 @@ from gpt.adapters.export_bridge import convert_linears_to_bridge
 from gpt.adapters.fused_linears import with_weight_norms
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.errors import AdapterError
-from gpt.linear_adapter import LinearAdapter, split_key
+from gpt.linear_adapter import LinearAdapter
+from gpt.linear_parts import split_key
 from tests.support.adapter_exchange import run_adapters_command
 from tests.support.bridge_adapters import bridge_tensors, write_bridge_adapter
 from tests.support.linear_adapters import GATED, random_linears

@@ -22,7 +22,8 @@ from gpt.adapters.adapter_file import (
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError
-from gpt.linear_adapter import LinearAdapter, split_key
+from gpt.linear_adapter import LinearAdapter
+from gpt.linear_parts import split_key
 from tests.support.adapter_exchange import run_adapters_command
 from tests.support.linear_adapters import GATED, random_linears
 from tests.support.models import CLASSIC, MODERN, lively
