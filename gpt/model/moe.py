@@ -59,8 +59,10 @@ class ExpertsBackend(ABC):
         batch, which has `tokens` rows. `adapted_rows`: the adapters that change this rank's experts
         of the layer; other ranks may have others.
         """
-        x = to_column_parallel(x, self._mesh, tokens)
-        router_logits = to_column_parallel(router_logits, self._mesh, tokens)
+        # In inference all ranks have all rows.
+        if self._mesh.sequence_parallel or torch.is_grad_enabled():
+            x = to_column_parallel(x, self._mesh, tokens)
+            router_logits = to_column_parallel(router_logits, self._mesh, tokens)
         sums = (
             self.sum_adapted_experts(x, router_logits, adapted_rows)
             if adapted_rows
@@ -104,6 +106,10 @@ class TorchExperts(ExpertsBackend):
     ) -> Tensor:
         weights = routing_weights(router_logits, router_bias(self._router), self._config)
         y = torch.zeros_like(x)
+        if self._mesh.ep > 1 and torch.is_grad_enabled():
+            # All ranks sum the gradients of x and of the router logits, even if the router sends no
+            # row to the experts of this rank.
+            y = 0 * (x + weights.sum(-1, keepdim=True))
         for expert_id, expert in self._experts.items():
             rows = weights[:, expert_id].nonzero().squeeze(-1)
             if len(rows):
