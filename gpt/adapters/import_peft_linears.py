@@ -164,11 +164,7 @@ def _check_targets(
     weights: Path,
 ) -> None:
     """Refuse a config that does not target exactly the modules that have tensors."""
-    has_experts = any(modules[path].linear.expert is not None for path in by_path)
-    for path, module in modules.items():
-        # In other versions of transformers, experts are no modules, which a config could target.
-        if module.linear.expert is not None and not has_experts:
-            continue
+    for path in modules:
         is_target = config.targets(path)
         if is_target != (path in by_path):
             problem = "targets {}, but {} has no tensors for it"

@@ -9,6 +9,7 @@ layers of gpt/model.
 import ctypes
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -126,11 +127,16 @@ class _FusedAdapter(Mapping[str, Sequence[LinearTerm]]):
 
     def __init__(self, terms: Mapping[str, PackedTerms], linears: _RangeLinears) -> None:
         self._terms = terms
+        self._experts = linears.experts
         self.args = cpu_experts.adapted_linears(linears.dense, self)
-        # None: the adapter changes no experts.
-        self.expert_args: ctypes.Array[AdaptedLinear] | None = None
-        if any(LOCAL_EXPERTS in name for name in terms):
-            self.expert_args = cpu_experts.adapted_linears(linears.experts, self)
+
+    # Not before a step needs them: an adapter of many experts is written in many pieces.
+    @cached_property
+    def expert_args(self) -> "ctypes.Array[AdaptedLinear] | None":
+        """The arguments for the linears of experts; None: the adapter changes none."""
+        if not any(LOCAL_EXPERTS in name for name in self._terms):
+            return None
+        return cpu_experts.adapted_linears(self._experts, self)
 
     def __getitem__(self, linear: str) -> Sequence[LinearTerm]:
         return [self._terms[linear]]

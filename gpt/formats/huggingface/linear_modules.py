@@ -21,6 +21,7 @@ from gpt.parallel.adapter_sharding import part_rows
 from gpt.parallel.weight_sharding import layer_number
 
 WEIGHT_SUFFIX = ".weight"
+EXPERTS_MODULE = ".experts."  # In the paths of experts' modules, in all families.
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,17 @@ class LinearModule:
 
 
 @cache
-def family_modules(family_name: str, config: GPTConfig) -> Mapping[str, LinearModule]:
-    """Return the modules of the adaptable linears of a model of a family, by path."""
+def family_modules(
+    family_name: str, config: GPTConfig, *, with_experts: bool = True
+) -> Mapping[str, LinearModule]:
+    """Return the modules of the adaptable linears of a model of a family, by path.
+
+    A model may have thousands of experts' linears.
+    """
     family, modules = FAMILIES[family_name], {}
     for linear in adaptable_linears(config).values():
+        if linear.expert is not None and not with_experts:
+            continue
         for module in _linear_modules(family, linear):
             modules[module.path] = module
     return modules
@@ -74,12 +82,14 @@ def find_family_modules(
     """Return the modules of the family that has all paths, and None.
 
     If no family has them, return the modules of the family that has most of them, and a path that
-    it does not have.
+    it does not have. The modules of experts are among them only if a path is one of them: in other
+    versions of transformers, experts are no modules.
     """
     path_set = set(paths)
+    with_experts = any(EXPERTS_MODULE in path for path in path_set)
     best: Mapping[str, LinearModule] = {}
     for name in FAMILIES:
-        modules = family_modules(name, config)
+        modules = family_modules(name, config, with_experts=with_experts)
         if len(path_set & modules.keys()) > len(path_set & best.keys()):
             best = modules
     return best, min(path_set - best.keys(), default=None)
@@ -111,6 +121,8 @@ def experts_parameters(
 ) -> Mapping[str, tuple[ExpertsParameter, ...]]:
     """Return a family's stacked parameters of experts, by module, in the order of the module."""
     family = FAMILIES[family_name]
+    if not family.fused_experts:
+        return {}
     parameters: dict[str, list[ExpertsParameter]] = {}
     linears: dict[tuple[int | None, str], list[AdaptableLinear]] = {}
     for linear in adaptable_linears(config).values():
