@@ -177,9 +177,8 @@ def test_stacked_experts_have_the_logits_of_peft_and_return_bit_for_bit(
     assert open_adapter(exported, base=peft_case.base).digest == adapter.digest
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("mixtral", marks=pytest.mark.slow), "qwen3_moe, renormalized, wide heads"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe, renormalized, wide heads"])
 def test_experts_with_changes_of_parts_are_modules_which_peft_can_load(
     tmp_path: Path, name: str
 ) -> None:

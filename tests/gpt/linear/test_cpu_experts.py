@@ -21,7 +21,6 @@ from tests.support.models import EXPERTS, build
 from tests.support.packed_models import STEPS, packed_model, run_step
 from tests.support.ranks import ranks
 
-ADAPTED_ROW_COUNTS = (5, 150)  # From 24 rows of an expert on, the library interleaves them.
 IDS = torch.arange(2, 26).view(2, 12)
 # The largest difference, relative to the largest output, between sums of fp32 in different orders.
 FP32_ERROR_MAX = 5e-6
@@ -47,6 +46,14 @@ FUSED_CONFIGS = {
     "limited gates": FUSED.with_fields(activation="quick_gelu", **LIMITED),
     "no biases": FUSED.with_fields(mlp_bias=False, gated=False, activation="relu2"),
 }
+# From 24 rows of an expert on, the library interleaves them.
+ADAPTED_CASES = [
+    (name, 5) if name != "many experts" else pytest.param(name, 5, marks=pytest.mark.slow)
+    for name in CPU_CONFIGS
+] + [
+    (name, 150) if name == "limited gates" else pytest.param(name, 150, marks=pytest.mark.slow)
+    for name in CPU_CONFIGS
+]
 pytestmark = pytest.mark.skipif(
     not supports_weight(torch.empty(32, 32, dtype=torch.bfloat16)),
     reason="the C library has no bf16 GEMM for this CPU",
@@ -138,8 +145,7 @@ def prepared(model: GPT, adapted_rows: tuple[AdaptedRows, ...]) -> tuple[Adapted
     return tuple(AdaptedRows(model.prepare_adapter(x.adapter), x.rows) for x in adapted_rows)
 
 
-@pytest.mark.parametrize("rows", ADAPTED_ROW_COUNTS)
-@pytest.mark.parametrize("name", CPU_CONFIGS)
+@pytest.mark.parametrize(("name", "rows"), ADAPTED_CASES)
 def test_fp32_experts_apply_adapters_as_the_loop(name: str, rows: int) -> None:
     config = CPU_CONFIGS[name]
     model = build(config, dtype=torch.float32)
@@ -156,8 +162,7 @@ def test_fp32_experts_apply_adapters_as_the_loop(name: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("isa", ISA_LEVELS[1:])
-@pytest.mark.parametrize("rows", ADAPTED_ROW_COUNTS)
-@pytest.mark.parametrize("name", CPU_CONFIGS)
+@pytest.mark.parametrize(("name", "rows"), ADAPTED_CASES)
 def test_native_experts_apply_adapters_as_accurately_as_the_loop(
     name: str, rows: int, isa: str
 ) -> None:

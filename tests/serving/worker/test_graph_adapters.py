@@ -140,6 +140,7 @@ def test_a_step_with_adapters_waits_once() -> None:
         assert copies[1] == copies[0] + 1
 
 
+@pytest.mark.slow
 def test_adapters_of_experts_have_terms_outside_of_the_table() -> None:
     from tests.support.fake_device import fake_device
     from tests.support.fake_device_runners import FAMILIES, make_runner
