@@ -18,6 +18,7 @@ separately; the key of a part is the linear's name and the part's name: `....lin
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from gpt.bottleneck_adapter import TENSOR_PREFIX, Bottleneck
 from gpt.dropout import Dropout
-from gpt.linear_parts import LINEAR_PARTS
+from gpt.linear_parts import LOCAL_EXPERTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,18 +100,6 @@ def last_occurrence(tokens: Sequence[int], invocation: Sequence[int]) -> int | N
         if tokens[start] == ids[0] and list(tokens[start : start + length]) == ids:
             return start
     return None
-
-
-def split_key(key: str) -> tuple[str, str]:
-    """Split the key of a linear or of a part; the part is "" for the key of a whole linear."""
-    linear, _, last = key.rpartition(".")
-    module = linear.rpartition(".")[2]
-    return (linear, last) if last in LINEAR_PARTS.get(module, ()) else (key, "")
-
-
-def join_key(linear: str, part: str) -> str:
-    """Return the key of a part, or of the whole linear if `part` is ""."""
-    return f"{linear}.{part}" if part else linear
 
 
 @dataclass(frozen=True)
@@ -213,6 +202,13 @@ class AdaptedRows:
     adapter: ModelAdapter
     rows: Tensor | None  # (n,) flat indices in ascending order; None: all rows.
 
+    @cached_property
+    def moe_layers(self) -> frozenset[str]:
+        """The names of the MoE layers in which the adapter changes experts of this rank."""
+        return frozenset(
+            name.partition(LOCAL_EXPERTS)[0] for name in self.adapter if LOCAL_EXPERTS in name
+        )
+
 
 class TermKernels(ABC):
     """Kernels on a GPU that apply the terms of all adapters of a batch to one linear."""
@@ -242,6 +238,11 @@ class AdapterKernels(ABC):
     @abstractmethod
     def select_rows(self, rows: Tensor) -> "AdapterKernels":
         """Return the adapters of a batch of which only `rows` are left, in this order."""
+
+    @property
+    @abstractmethod
+    def expert_rows(self) -> Sequence[AdaptedRows]:
+        """The adapters that change linears of experts, which the kernels do not change."""
 
 
 # The adapters that act on the rows of a batch: their terms on the host, or kernels.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from gpt.errors import ConfigError
+from gpt.linear_parts import split_key
 from gpt.settings import (
     ComposedSettings,
     parse_settings,
@@ -71,6 +72,7 @@ ENCODER_METHODS = tuple(
 # Methods whose trainable parameters are sharded over the tensor-parallel ranks.
 TENSOR_PARALLEL_METHODS = ("tpmlp", "prefix", *PLAIN_PROMPT_METHODS)
 # The linears of a layer, and the parts of the fused ones, that the setting `targets` can name.
+# `linear_fc1` and `linear_fc2` are those of a dense MLP or of a shared expert.
 LINEAR_TARGETS = (
     "linear_qkv",
     "linear_qkv.query",
@@ -81,6 +83,10 @@ LINEAR_TARGETS = (
     "linear_fc1.gate",
     "linear_fc1.up",
     "linear_fc2",
+    "experts.linear_fc1",
+    "experts.linear_fc1.gate",
+    "experts.linear_fc1.up",
+    "experts.linear_fc2",
 )
 # The linears of a layer that can have a bottleneck.
 BOTTLENECK_TARGETS = ("linear_proj", "linear_fc2")
@@ -286,7 +292,7 @@ class MethodConfig:
                     f"targets has {target}, but a bottleneck is behind "
                     f"{' or '.join(BOTTLENECK_TARGETS)}; set these, or remove targets"
                 )
-            linear, _, part = target.partition(".")
+            linear, part = split_key(target)
             if part and linear in self.targets:
                 raise ConfigError(f"targets has {linear} and its part {target}; remove one of them")
         for name, values in (("targets", self.targets), ("layers", self.layers)):

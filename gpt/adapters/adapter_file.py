@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gpt.adapters.card import (
     CARD_BYTES_MAX,
+    SCALE_BYTES_MAX,
     Adapter,
     AdapterName,
     Card,
@@ -72,7 +73,9 @@ TABLE = "table"
 # The header contains a card as a JSON string, in which quotes are escaped, and the entries of the
 # tensors. A header with a million tensor names would take seconds and hundreds of MiB to parse.
 TENSORS_PER_LINEAR_MAX = 7  # A bottleneck has six.
-HEADER_BYTES_MAX = 3 * CARD_BYTES_MAX + LINEARS_MAX * TENSORS_PER_LINEAR_MAX * 160
+HEADER_BYTES_MAX = 3 * CARD_BYTES_MAX + LINEARS_MAX * (
+    2 * SCALE_BYTES_MAX + TENSORS_PER_LINEAR_MAX * 160
+)
 
 
 def save_adapter(adapter: Adapter, path: Path, *, overwrite: bool = True) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from gpt.adapters.linear_check import all_finite, copy_linears
+from gpt.adapters.linear_check import LINEARS_MAX, all_finite, copy_linears
 from gpt.adapters.prompt_template import PromptTemplate
 from gpt.errors import AdapterError, ConfigError, RequestError
 from gpt.linear_adapter import LinearAdapter
@@ -32,6 +32,7 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 VERSION_PATTERN = re.compile(r"[1-9][0-9]{0,5}")
 
 CARD_BYTES_MAX = 1 << 20
+SCALE_BYTES_MAX = 128  # Of a linear's name and scale, for which a card has more bytes.
 INTEGER_MAX = 2**31 - 1  # A message about an adapter has 32-bit integers.
 METRIC_MAX = 1e300
 STOP_STRINGS_MAX = 16  # The limits of stop strings are the same as in requests.
@@ -178,10 +179,10 @@ class Card:
             raise AdapterError(
                 f"the card of {self.name!r} cannot be written as JSON: {error}"
             ) from None
-        if len(text) > CARD_BYTES_MAX:
+        if len(text) > (limit := CARD_BYTES_MAX + SCALE_BYTES_MAX * len(self.scales)):
             raise AdapterError(
-                f"the card of {self.name!r} has {len(text)} bytes; at most {CARD_BYTES_MAX} are "
-                "allowed: shorten its texts"
+                f"the card of {self.name!r} has {len(text)} bytes; at most {limit} are allowed: "
+                "shorten its texts"
             )
         self._check_stop_strings()
         if not is_reversible:
@@ -237,8 +238,8 @@ class Card:
     def from_json(cls, text: str) -> Self:
         """Parse the text of `to_json`; an unknown key is an error."""
         try:
-            if len(text) > CARD_BYTES_MAX:
-                raise ConfigError(f"it has {len(text)} bytes; at most {CARD_BYTES_MAX} are allowed")
+            if len(text) > (limit := CARD_BYTES_MAX + SCALE_BYTES_MAX * LINEARS_MAX):
+                raise ConfigError(f"it has {len(text)} bytes; at most {limit} are allowed")
             record = json.loads(text)
             if not isinstance(record, dict):
                 raise ConfigError("it is not a JSON object")

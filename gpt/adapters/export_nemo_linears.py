@@ -148,6 +148,8 @@ def refuse_unsupported(
     problem = None
     if len(adapter.table):
         problem = "virtual tokens and adapter weights"
+    elif any("experts." in key for key in adapter.linears):
+        problem = "changes of experts"
     elif adapter.card.invocation:
         problem = "an invocation (activated LoRA)"
     elif has_bottlenecks(adapter):

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 import safetensors.torch
 import torch
@@ -19,13 +20,20 @@ from torch import Tensor
 from gpt.adapters.card import Adapter
 from gpt.adapters.export_peft import PEFT_FILES, AdapterExport, lost_field_notes
 from gpt.adapters.fused_linears import join_parts, linear_groups, select_outputs, split_into_parts
-from gpt.adapters.import_peft_linears import IA3_VECTOR, KEY_PREFIX, LORA_A, LORA_B, MAGNITUDE
 from gpt.adapters.peft_config import IA3, LORA
+from gpt.adapters.peft_experts import is_stackable, stacked_tensors
+from gpt.adapters.peft_tensors import IA3_VECTOR, KEY_PREFIX, LORA_A, LORA_B, MAGNITUDE
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError
-from gpt.formats.huggingface.linear_modules import LinearModule, family_modules
+from gpt.formats.huggingface.linear_modules import (
+    ExpertsParameter,
+    LinearModule,
+    experts_parameters,
+    family_modules,
+)
 from gpt.linear_adapter import LinearAdapter
+from gpt.linear_parts import LOCAL_EXPERTS
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,12 @@ def convert_linears_to_peft(
             f"adapter {name!r} changes linears, whose names in PEFT depend on the base model; give "
             "the base model with --model"
         )
-    changes = _module_changes(adapter, base.config, family)
-    is_ia3 = _is_ia3(name, [module.change for module in changes])
+    stacks = [] if adapter.card.invocation else _stacks(adapter, base.config, family)
+    stacked = {linear.name for stack in stacks for linear in stack.linears}
+    linears = {key: change for key, change in adapter.linears.items() if key not in stacked}
+    changes = _module_changes(name, linears, base.config, family)
+    stacked_changes = [adapter.linears[stack.linears[0].name] for stack in stacks]
+    is_ia3 = _is_ia3(name, [*(module.change for module in changes), *stacked_changes])
     config: dict[str, object] = {
         "base_model_name_or_path": base_name,
         "bias": "none",
@@ -68,8 +80,13 @@ def convert_linears_to_peft(
     if is_ia3:
         config |= _ia3_fields(changes, modules, base.config)
     else:
-        config |= _lora_fields(adapter, changes)
+        by_path = {module.path: module.change for module in changes}
+        by_path |= {
+            stack.path: change for stack, change in zip(stacks, stacked_changes, strict=True)
+        }
+        config |= _lora_fields(adapter, by_path)
         config["target_modules"] = _module_names(_paths(changes), modules, base.config)
+        config["target_parameters"] = sorted(stack.path for stack in stacks) or None
     # Conv1D stores its weight as (in, out). The adapter's own tensors are the same.
     config["fan_in_fan_out"] = family == "gpt2"
     # Parts of a fused linear share A, but safetensors stores no shared memory.
@@ -78,25 +95,51 @@ def convert_linears_to_peft(
         for module in changes
         for leaf, tensor in _tensors(module.change)
     }
+    for _, group in groupby(stacks, key=lambda stack: stack.module):
+        tensors |= stacked_tensors(list(group), adapter.linears)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     weights = safetensors.torch.save(tensors, {"format": "pt"})
     files = dict(zip(PEFT_FILES, (text.encode(), weights), strict=True))
     return AdapterExport(files, lost_field_notes(adapter))
 
 
-def _module_changes(adapter: Adapter, config: GPTConfig, family: str) -> list[_ModuleChange]:
+def _stacks(adapter: Adapter, config: GPTConfig, family: str) -> list[ExpertsParameter]:
+    """Return the family's stacked parameters that the adapter changes, as transformers 5 has them.
+
+    None are returned if PEFT cannot express all changes of experts as changes of such parameters.
+    They are then written as changes of the experts' modules, which transformers 4 has.
+    """
+    if any(change.magnitude is not None for change in adapter.linears.values()):
+        return []
+    by_first_linear: dict[str, ExpertsParameter] = {}
+    for group in experts_parameters(family, config).values():
+        for parameter in group:
+            first = parameter.linears[0].name
+            # GraniteMoE has other modules in transformers 4.
+            is_current = parameter.module.endswith(".experts")
+            if is_current and is_stackable(parameter, adapter.linears):
+                by_first_linear[first] = parameter
+    stacks = list(by_first_linear.values())
+    stacked = {linear.name for stack in stacks for linear in stack.linears}
+    experts = {key for key in adapter.linears if LOCAL_EXPERTS in key}
+    return stacks if experts <= stacked else []
+
+
+def _module_changes(
+    name: str, linears: Mapping[str, LinearAdapter], config: GPTConfig, family: str
+) -> list[_ModuleChange]:
     """Return the changes under the modules of the family, in forward-pass order."""
     by_linear: dict[str, list[LinearModule]] = {}
     for module in family_modules(family, config).values():
         by_linear.setdefault(module.linear.name, []).append(module)
     changes = []
-    for linear, parts in linear_groups(adapter.linears, config):
+    for linear, parts in linear_groups(linears, config):
         modules = by_linear[linear.name]
         are_separate = bool(modules[0].part)
         if are_separate and "" in parts:
             parts = split_into_parts(parts[""], linear, config)
         elif not are_separate and "" not in parts:
-            parts = {"": join_parts(adapter.card.name, parts, linear, config)}
+            parts = {"": join_parts(name, parts, linear, config)}
         for module in modules:
             if module.part in parts:
                 change = select_outputs(parts[module.part], module.output_rows(config))
@@ -149,12 +192,12 @@ def _ia3_fields(
     return {"peft_type": IA3, "target_modules": targets, "feedforward_modules": names}
 
 
-def _lora_fields(adapter: Adapter, changes: list[_ModuleChange]) -> dict[str, object]:
+def _lora_fields(adapter: Adapter, changes: Mapping[str, LinearAdapter]) -> dict[str, object]:
     """Return the fields of LoRA: the most frequent rank and alpha, and the others by path."""
-    use_rslora, alphas = _alphas([module.change for module in changes])
-    ranks = [module.change.rank for module in changes]
+    paths, own = list(changes), list(changes.values())
+    use_rslora, alphas = _alphas(own)
+    ranks = [change.rank for change in own]
     rank, alpha = _modal_number(ranks), _modal_number(alphas)
-    paths = _paths(changes)
     return {
         "peft_type": LORA,
         "r": rank,
@@ -166,7 +209,7 @@ def _lora_fields(adapter: Adapter, changes: list[_ModuleChange]) -> dict[str, ob
             path: other for path, other in zip(paths, alphas, strict=True) if other != alpha
         },
         "use_rslora": use_rslora,
-        "use_dora": changes[0].change.magnitude is not None,
+        "use_dora": own[0].magnitude is not None,
         "lora_dropout": 0.0,
         "init_lora_weights": True,
         "alora_invocation_tokens": list(adapter.card.invocation) or None,

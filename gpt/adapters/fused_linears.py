@@ -15,7 +15,8 @@ from torch import Tensor
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError
-from gpt.linear_adapter import LinearAdapter, join_key, split_key
+from gpt.linear_adapter import LinearAdapter
+from gpt.linear_parts import join_key, split_key
 from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears
 from gpt.parallel.adapter_sharding import merge_parts, part_rows
 

@@ -46,7 +46,8 @@ from gpt.config import GPTConfig
 from gpt.errors import AdapterError
 from gpt.formats.mappings.nemo_yaml import NemoConfig, read_config, read_fiddle_graph
 from gpt.formats.megatron.torch_dist import TRAINING_STATE_KEYS, find_torch_dist
-from gpt.linear_adapter import LinearAdapter, join_key
+from gpt.linear_adapter import LinearAdapter
+from gpt.linear_parts import join_key
 from gpt.parallel.adaptable_linears import adaptable_linears
 from gpt.parallel.adapter_sharding import part_rows
 from gpt.parallel.weight_sharding import LAYERS_PREFIX

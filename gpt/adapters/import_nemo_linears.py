@@ -33,7 +33,8 @@ from gpt.formats.mappings.nemo_yaml import NemoConfig
 from gpt.formats.megatron.rank_files import RankCoordinates
 from gpt.formats.megatron.torch_dist import TRAINING_STATE_KEYS
 from gpt.formats.nemo.reader import DISTRIBUTED_FOLDER, WEIGHTS_FILE, assign_ranks
-from gpt.linear_adapter import LinearAdapter, join_key
+from gpt.linear_adapter import LinearAdapter
+from gpt.linear_parts import join_key
 from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears
 from gpt.parallel.adapter_sharding import part_rows
 from gpt.parallel.weight_sharding import LAYERS_PREFIX

@@ -6,25 +6,31 @@ tables, and for the weight norms of DoRA. The tensors say which modules are chan
 rank, the config says the kind and the scale, and both must agree.
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gpt.adapters.card import Adapter, Card, build_adapter, card_name
-from gpt.adapters.distributed_tensors import DTYPES
 from gpt.adapters.fused_linears import (
     fold_linears,
     scatter_outputs,
     with_weight_norms,
 )
-from gpt.adapters.linear_check import LINEARS_BYTES_MAX, RANK_MAX
+from gpt.adapters.linear_check import RANK_MAX
 from gpt.adapters.peft_config import LINEAR_PEFT_TYPES, PeftLinearConfig
 from gpt.adapters.peft_directory import CONFIG_FILE, open_tensors
-from gpt.checkpoint.files.torch_save import is_dense
+from gpt.adapters.peft_experts import ExpertTensors, read_experts
+from gpt.adapters.peft_tensors import (
+    IA3_VECTOR,
+    KEY_PREFIX,
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    TEXT_PART,
+    read_tensor,
+)
 from gpt.checkpoint.logical_tensor import Checkpoint, StoredTensor
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError
@@ -33,15 +39,6 @@ from gpt.linear_adapter import LinearAdapter
 
 __all__ = ["LINEAR_PEFT_TYPES", "open_peft_linears"]
 
-KEY_PREFIX = "base_model.model."
-LORA_A, LORA_B, MAGNITUDE, IA3_VECTOR = (
-    "lora_A.weight",
-    "lora_B.weight",
-    "lora_magnitude_vector",
-    "ia3_l",
-)
-# The text part of a model with images, in two orders of the names.
-TEXT_PART = re.compile(r"^(model\.language_model|language_model\.model)\.")
 # Other tensors of PEFT, by a part of the key, and why they are refused.
 _OTHER_TENSORS = {
     "lora_embedding_": "changes the embedding; train the adapter on linears only",
@@ -65,12 +62,16 @@ def open_peft_linears(
             f"{folder} is {_article(config.method)}, whose modules depend on the base model; give "
             "the base model with --model"
         )
-    by_path = _group_tensors(open_tensors(weights), config, weights)
+    tensors = ExpertTensors.split(open_tensors(weights), config, base.config)
+    linears = read_experts(tensors, config, base.config, weights)
+    by_path = _group_tensors(tensors.others, config, weights)
+    if not by_path and (config.has_target_modules or not linears):
+        raise AdapterError(f"{weights} has no tensors; save the adapter again")
     modules = _find_modules(by_path, base, weights)
     _check_targets(by_path, modules, config, weights)
-    linears = {
-        modules[path].key: _read_module(tensors, modules[path], config, base.config, weights)
-        for path, tensors in by_path.items()
+    linears |= {
+        modules[path].key: _read_module(module_tensors, modules[path], config, base.config, weights)
+        for path, module_tensors in by_path.items()
     }
     linears = fold_linears(linears, base.config)
     if config.has_magnitudes:
@@ -127,8 +128,6 @@ def _group_tensors(
                 f"{weights} has only {', '.join(sorted(tensors))} of {path[:200]}; its config, "
                 f"{config.path.name}, requires {', '.join(leaves)}: save the adapter again"
             )
-    if not by_path:
-        raise AdapterError(f"{weights} has no tensors; save the adapter again")
     return by_path
 
 
@@ -151,15 +150,10 @@ def _find_modules(
     modules, missing = find_family_modules(by_path, base.config)
     if missing is None:
         return modules
-    if "expert" in missing:
-        raise AdapterError(
-            f"{weights} changes {missing[:200]}, but adapters cannot change the linears of "
-            "experts; train the adapter on the attention linears"
-        )
     raise AdapterError(
-        f"{weights} changes {missing[:200]}, which is no attention or MLP linear of the model "
-        f"{base.path} with {base.config.num_layers} layers; give the model that it was trained "
-        "on, or train the adapter on these linears"
+        f"{weights} changes {missing[:200]}, which is no linear of attention, an MLP or an "
+        f"expert of {base.path} with {base.config.num_layers} layers; give the model that it was "
+        "trained on, or train the adapter on these linears"
     )
 
 
@@ -193,7 +187,7 @@ def _read_module(
     inputs, outputs = module.linear.in_features, len(rows)
 
     def read(leaf: str, *shape: int) -> Tensor:
-        return _read_tensor(tensors[leaf], shape, f"{weights}: {leaf} of {module.path}")
+        return read_tensor(tensors[leaf], shape, f"{weights}: {leaf} of {module.path}")
 
     if config.is_ia3:
         if not config.is_feedforward(module.path):
@@ -219,20 +213,3 @@ def _read_module(
         magnitude = read(MAGNITUDE, outputs)
         change = LinearAdapter(change.lora_a, change.lora_b, change.scale, magnitude)
     return scatter_outputs(change, rows)
-
-
-def _read_tensor(stored: StoredTensor, shape: tuple[int, ...], source: str) -> Tensor:
-    """Read a tensor as fp32; its shape and dtype are checked first."""
-    if tuple(stored.shape) != shape:
-        raise AdapterError(
-            f"{source} has the shape {tuple(stored.shape)}; this model and the config need "
-            f"{shape}: give the model that the adapter was trained on"
-        )
-    if stored.dtype not in DTYPES:
-        raise AdapterError(
-            f"{source} is {stored.dtype}; it must be float32, bfloat16 or float16: save it again"
-        )
-    tensor = stored.tensor()
-    if not is_dense(tensor) or 4 * tensor.numel() > LINEARS_BYTES_MAX:
-        raise AdapterError(f"{source} is no dense matrix of a usual size; save it again")
-    return torch.empty(shape, dtype=torch.float32).copy_(tensor)

@@ -15,15 +15,16 @@ from gpt.bottleneck_adapter import TENSOR_PREFIX, Bottleneck
 from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import AdapterError
-from gpt.linear_adapter import LinearAdapter, split_key
+from gpt.linear_adapter import LinearAdapter
+from gpt.linear_parts import split_key
 from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears
 from gpt.parallel.adapter_sharding import part_rows
 
 RANK_MAX = 512  # Of a low-rank product; also the largest size of a bottleneck.
 BOTTLENECK_LINEARS = (".self_attention.linear_proj", ".mlp.linear_fc2")
 LINEARS_BYTES_MAX = 8 << 30  # Size of all tensors in fp32.
-# Number of linears and parts: more than the largest models have.
-LINEARS_MAX = 4096
+# Number of linears and parts. A model with 128 experts in each of 80 layers has so many.
+LINEARS_MAX = 32768
 
 
 def copy_linears(name: str, linears: Mapping[str, LinearAdapter]) -> dict[str, LinearAdapter]:
@@ -193,14 +194,10 @@ def _bottleneck_has_effect(bottleneck: Bottleneck) -> bool:
 
 
 def _missing_linear_text(name: str, key: str, config: GPTConfig) -> str:
-    if ".experts." in key or "shared_experts" in key:
-        return (
-            f"adapter {name!r} changes {key}, but adapters cannot change the linears of experts; "
-            "train one of the attention linears"
-        )
+    experts = f" and {config.num_experts} experts" if config.num_experts else ""
     return (
         f"adapter {name!r} changes {key[:200]}, which is no linear of this model with "
-        f"{config.num_layers} layers; use it with the model that it was trained on"
+        f"{config.num_layers} layers{experts}; use it with the model that it was trained on"
     )
 
 

@@ -52,6 +52,7 @@ _LORA_FIELDS = {
     "layers_pattern",
     "alora_invocation_tokens",
     "init_lora_weights",
+    "target_parameters",
 }
 _READ_FIELDS = {
     LORA: _TARGET_FIELDS | _LORA_FIELDS | {"task_type", "bias"},
@@ -68,7 +69,6 @@ _REFUSED_FIELDS = {
     "arrow_config": "give one of the adapters that Arrow combines",
     "velora_config": "train the adapter without VeLoRA",
     "monteclora_config": "train the adapter without MonteCLoRA",
-    "target_parameters": "train the adapter on target_modules",
 }
 # With these, the file holds W + s B A of the weight W that the training began with. With the
 # others, the training also changed the base weight.
@@ -93,9 +93,13 @@ class PeftLinearConfig:
         self._record = record
         self._budget = Budget()
         self._check_fields()
-        self._targets = self._read_names("target_modules")
-        if self._targets is None:
-            raise self._error("target_modules", "null", "a list of modules")
+        self._parameters = self._read_parameters()
+        self._targets: _ModuleNames | None = None
+        # With target_parameters, there may be no target_modules.
+        if record.get("target_modules") or not self._parameters:
+            self._targets = self._read_names("target_modules")
+            if self._targets is None:
+                raise self._error("target_modules", "null", "a list of modules")
         self._excluded = self._read_names("exclude_modules")
         self._feedforward = self._read_names("feedforward_modules") if self.is_ia3 else None
         self._layers = self._read_layers()
@@ -107,8 +111,30 @@ class PeftLinearConfig:
                 f"{path} has use_dora and alora_invocation_tokens, which cannot be combined; train "
                 "the adapter with one of them"
             )
+        if self._parameters and (self.invocation or self.has_magnitudes):
+            raise AdapterError(
+                f"{path} has target_parameters {self.target_parameters_text} and use_dora or "
+                "alora_invocation_tokens, which PEFT does not apply to parameters; train the "
+                "adapter with one of them"
+            )
         if not self.is_ia3:
             self._read_scales()
+
+    @property
+    def has_target_parameters(self) -> bool:
+        return bool(self._parameters)
+
+    @property
+    def has_target_modules(self) -> bool:
+        return self._targets is not None
+
+    @property
+    def target_parameters_text(self) -> str:
+        return short_repr(self._record["target_parameters"])
+
+    def targets_parameter(self, path: str) -> bool:
+        """Tell whether the config targets the parameter with this path."""
+        return any(end in self._parameters for end in path_ends(path))
 
     @property
     def method(self) -> str:
@@ -120,8 +146,7 @@ class PeftLinearConfig:
         """Tell whether the config targets the module with this path."""
         if self._excluded is not None and self._excluded.match(path):
             return False
-        assert self._targets is not None
-        return self._targets.match(path) and self._has_layer(path)
+        return self._targets is not None and self._targets.match(path) and self._has_layer(path)
 
     def is_feedforward(self, path: str) -> bool:
         """Tell whether the IA3 vector of a module scales its input instead of its output."""
@@ -208,6 +233,15 @@ class PeftLinearConfig:
         if not is_list or not 1 <= len(value) <= LINEARS_MAX:
             raise self._error(field, value, "a list of names or a regular expression")
         return _ModuleNames(frozenset(value))
+
+    def _read_parameters(self) -> frozenset[str]:
+        value = self._record.get("target_parameters")
+        if self.is_ia3 or not value:
+            return frozenset()
+        is_list = isinstance(value, list) and all(isinstance(name, str) and name for name in value)
+        if not is_list or len(value) > LINEARS_MAX:
+            raise self._error("target_parameters", value, "a list of names of parameters")
+        return frozenset(value)
 
     def _pattern(self, field: str, text: str) -> ModulePattern:
         return ModulePattern(text, f"{self.path}: {field}", self._budget)

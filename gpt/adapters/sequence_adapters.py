@@ -28,8 +28,9 @@ def sequence_adapters(
         adapter.linears,
         first.config,
         [layer for chunk in chunks for layer in chunk.layers],
-        rank=mesh.tp_rank,
+        rank=mesh.in_stage.rank,
         tp=mesh.tp,
+        ep=mesh.ep,
         # The layout of the only chunk may have some tensors in fp32.
         dtype=torch.float32 if len(chunks) == 1 else first.dtype,
         device=mesh.device,

@@ -7,12 +7,14 @@ torch.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
-from math import prod
+from math import ceil, prod
 from typing import Literal
 
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
+from gpt.linear_parts import split_key
 from gpt.parallel.adaptable_linears import (
     ADAPTABLE_LINEARS,
     AdaptableLinear,
@@ -20,7 +22,7 @@ from gpt.parallel.adaptable_linears import (
     aligned_bytes,
 )
 from gpt.parallel.pipeline_stages import stage_layers
-from gpt.parallel.weight_sharding import layer_number
+from gpt.parallel.weight_sharding import RankInStage, layer_number
 from gpt.settings import suggest_nearest
 
 LinearMethod = Literal["lora", "alora", "dora", "ia3", "bottleneck"]
@@ -39,8 +41,8 @@ class LinearAdapterSpec:
     # Of the low-rank product of each linear, or of each part; or the size of a bottleneck. IA3 has
     # none.
     rank: int = 16
-    # The linears, or parts of fused linears, such as linear_qkv.query; empty: all linears except
-    # those of experts. Bottlenecks are of row-parallel linears only.
+    # The linears, or parts of fused linears, such as linear_qkv.query or experts.linear_fc1; empty:
+    # all linears except those of experts. Bottlenecks are behind attention and behind dense MLPs.
     targets: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()  # Numbered from 0; empty: all layers.
 
@@ -169,11 +171,11 @@ def _adapted_parts(config: GPTConfig, spec: LinearAdapterSpec) -> Iterator[_Adap
     for linear in adaptable_linears(config).values():
         if layer_number(linear.name) not in layers:
             continue
-        for target in spec.targets or (linear.module,):
-            module, _, part = target.partition(".")
-            if spec.method == "bottleneck" and not linear.is_row_parallel:
-                continue
-            if module == linear.module:
+        if spec.method == "bottleneck" and not linear.ends_block:
+            continue
+        # All experts of a layer have equal costs.
+        if not linear.expert:
+            for part in linear.selected_parts(spec.targets):
                 yield _AdaptedPart(linear, part)
 
 
@@ -186,16 +188,16 @@ def check_spec(config: GPTConfig, spec: LinearAdapterSpec) -> None:
             "layers, numbered from 0"
         )
     linears = adaptable_linears(config).values()
-    target_choices = {linear.module for linear in linears}
-    target_choices |= {f"{linear.module}.{part}" for linear in linears for part in linear.parts}
+    target_choices = {linear.target for linear in linears}
+    target_choices |= {f"{linear.target}.{part}" for linear in linears for part in linear.parts}
     for target in spec.targets:
         if target not in target_choices:
             raise ConfigError(
-                f"the adapter changes {target}, which this model does not have except in experts; "
-                f"choose among: {', '.join(sorted(target_choices))}"
+                f"the adapter changes {target}, which this model does not have; choose among: "
+                f"{', '.join(sorted(target_choices))}"
             )
     for target in spec.targets:
-        linear, _, part = target.partition(".")
+        linear, part = split_key(target)
         if part and linear in spec.targets:
             raise ConfigError(
                 f"the adapter changes {linear} and its part {target}; remove one of them"
@@ -207,16 +209,16 @@ def check_spec(config: GPTConfig, spec: LinearAdapterSpec) -> None:
             )
     if not any(_adapted_parts(config, spec)):
         raise ConfigError(
-            "the adapter changes no linear of this model; adapters cannot change the linears of "
-            "experts"
+            "the adapter changes no linear of this model: its layers have none of the targets"
         )
 
 
 @lru_cache(maxsize=64)
 def _layer_costs(
-    config: GPTConfig, spec: LinearAdapterSpec, tp: int
+    config: GPTConfig, spec: LinearAdapterSpec, tp: int, ep: int = 1
 ) -> Mapping[int, LinearAdapterCost]:
     """Return the costs by layer; layers that are not changed are absent."""
+    expert_tp = RankInStage(0, tp, ep).expert_tp
     costs: dict[int, LinearAdapterCost] = {}
     parts: dict[str, list[_AdaptedPart]] = {}
     for part in _adapted_parts(config, spec):
@@ -224,10 +226,29 @@ def _layer_costs(
     for name, linear_parts in parts.items():
         layer = layer_number(name)
         assert layer is not None
-        cost = _activation_cost(linear_parts[0].linear, spec, config, tp)
-        cost = sum((part.cost(spec, config, tp) for part in linear_parts), cost)
+        linear = linear_parts[0].linear
+        ranks = tp if linear.expert is None else expert_tp
+        cost = _activation_cost(linear, spec, config, ranks)
+        cost = sum((part.cost(spec, config, ranks) for part in linear_parts), cost)
+        if linear.expert is not None:
+            cost = _cost_of_experts(cost, config, ep)
         costs[layer] = costs.get(layer, LinearAdapterCost()) + cost
     return costs
+
+
+def _cost_of_experts(cost: LinearAdapterCost, config: GPTConfig, ep: int) -> LinearAdapterCost:
+    """Return the costs of all experts of a layer on a rank, from those of one expert.
+
+    A token is computed by some experts only; on average, each rank has an equal share of them.
+    """
+    experts = config.num_experts // ep
+    factors = {
+        name: Fraction(config.moe_router_topk, ep) if name.endswith("_per_token") else experts
+        for name in vars(cost)
+    }
+    return LinearAdapterCost(
+        **{name: ceil(value * factors[name]) for name, value in vars(cost).items()}
+    )
 
 
 def _activation_cost(
@@ -246,13 +267,18 @@ def _activation_cost(
 
 
 def linear_adapter_cost(
-    config: GPTConfig, spec: LinearAdapterSpec, layers: Iterable[int] | None = None, *, tp: int = 1
+    config: GPTConfig,
+    spec: LinearAdapterSpec,
+    layers: Iterable[int] | None = None,
+    *,
+    tp: int = 1,
+    ep: int = 1,
 ) -> LinearAdapterCost:
     """Return the costs on a tensor rank in these layers; None: in all layers.
 
-    All tensor ranks have equal costs.
+    All ranks have equal costs.
     """
-    by_layer = _layer_costs(config, spec, tp)
+    by_layer = _layer_costs(config, spec, tp, ep)
     chosen = by_layer if layers is None else [layer for layer in layers if layer in by_layer]
     return sum((by_layer[layer] for layer in chosen), LinearAdapterCost())
 
@@ -264,18 +290,20 @@ def lowest_layer(config: GPTConfig, spec: LinearAdapterSpec) -> int:
 
 @lru_cache(maxsize=256)
 def stage_costs(
-    config: GPTConfig, spec: LinearAdapterSpec, tp: int, pp: int, vpp: int = 1
+    config: GPTConfig, spec: LinearAdapterSpec, tp: int, pp: int, vpp: int = 1, ep: int = 1
 ) -> tuple[LinearAdapterCost, ...]:
     """Return the costs on a tensor rank of each pipeline stage."""
     return tuple(
-        linear_adapter_cost(config, spec, [layer for chunk in chunks for layer in chunk], tp=tp)
+        linear_adapter_cost(
+            config, spec, [layer for chunk in chunks for layer in chunk], tp=tp, ep=ep
+        )
         for chunks in stage_layers(config.num_layers, pp, vpp=vpp)
     )
 
 
 @lru_cache(maxsize=256)
 def served_bytes(
-    config: GPTConfig, spec: LinearAdapterSpec, tp: int, pp: int, itemsize: int
+    config: GPTConfig, spec: LinearAdapterSpec, tp: int, pp: int, itemsize: int, ep: int = 1
 ) -> int:
     """Return the bytes of an adapter in the adapter memory of the rank that needs the most.
 
@@ -283,15 +311,19 @@ def served_bytes(
     quotient.
     """
     layer_bytes: dict[int, int] = {}
+    expert_tp = RankInStage(0, tp, ep).expert_tp
     for part in _adapted_parts(config, spec):
         layer = layer_number(part.linear.name)
         assert layer is not None
-        shapes = part.shapes(spec, config, tp)
-        layer_bytes[layer] = layer_bytes.get(layer, 0) + sum(
+        is_expert = part.linear.expert is not None
+        shapes = part.shapes(spec, config, expert_tp if is_expert else tp)
+        part_bytes = sum(
             aligned_bytes(prod(shape) * itemsize)
             for name, shape in shapes.items()
             if name != "weight_norm"
         )
+        count = config.num_experts // ep if is_expert else 1
+        layer_bytes[layer] = layer_bytes.get(layer, 0) + count * part_bytes
     stages = stage_layers(config.num_layers, pp)
     return max(
         sum(layer_bytes.get(layer, 0) for chunk in chunks for layer in chunk) for chunks in stages

@@ -20,7 +20,7 @@ from gpt.cpu.kernels import (
     library,
     library_keeping_gil,
 )
-from gpt.cpu.packed_linear import PackedLinear, PackedWeight, activation_code
+from gpt.cpu.packed_linear import PackedLinear, PackedWeight, RowAdapters, activation_code
 
 
 class Experts(ctypes.Structure):
@@ -141,11 +141,19 @@ class PackedExperts:
             activation_code(activation, gated=bool(first.weight_args.gated)),
         )
 
-    def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        adapters: RowAdapters | None = None,
+    ) -> Tensor:
         """Return the weighted sum of the outputs of each row's local experts.
 
-        `topk_ids` (int64) and `topk_weights`: (rows, experts per token).
+        `topk_ids` (int64) and `topk_weights`: (rows, experts per token). `adapters`, which bf16 and
+        int8 weights support, have fc1 and fc2 of each local expert, one after the other.
         """
+        assert adapters is None or self._dtype == torch.bfloat16
         x, ids, weights = x.contiguous(), topk_ids.contiguous(), topk_weights.float().contiguous()
         rows, topk = ids.shape
         assert x.dtype == self._dtype and x.shape == (rows, self._hidden_size)
@@ -164,6 +172,7 @@ class PackedExperts:
             topk,
             y.data_ptr(),
             torch.get_num_threads(),
+            None if adapters is None else ctypes.byref(adapters.args),
         )
         return y
 

@@ -130,10 +130,15 @@ class CpuNorm:
 
 
 class RowAdapters:
-    """The adapters of the rows of a batch, for one GEMM."""
+    """The adapters of the rows of a batch, for one GEMM or for several."""
 
-    def __init__(self, rows: Tensor, adapters: Sequence[AdaptedLinear]) -> None:
-        """`rows`: (batch rows,) the index of each row's adapter in `adapters`, or -1 (int64)."""
+    def __init__(
+        self, rows: Tensor, adapters: "Sequence[AdaptedLinear | ctypes.Array[AdaptedLinear]]"
+    ) -> None:
+        """`rows`: (batch rows,) the index of each row's adapter in `adapters`, or -1 (int64).
+
+        An adapter is one linear, or the linears of several GEMMs.
+        """
         self._rows = rows
         self._adapters = adapters
         self._pointers = (POINTER * len(adapters))(*map(ctypes.addressof, adapters))
@@ -198,6 +203,10 @@ class PackedLinear:
         keeps_gil = memory.numel() <= KEEP_GIL_ELEMENTS_MAX
         self._gemm_keeping_gil = library_keeping_gil().preamble_gemm if keeps_gil else self._gemm
         self._gemm_argmax = lib.preamble_gemm_argmax
+
+    @property
+    def gate_limits(self) -> GateLimits:
+        return GateLimits(self.weight_args.limit, self.weight_args.offset)
 
     def use_gate_limits(self, limits: GateLimits) -> None:
         """Apply `limits` to the outputs of a gated weight."""
@@ -280,6 +289,13 @@ class Fp32PackedLinear(PackedLinear):
         memory.view(panels.shape).copy_(panels)
         self._set_weight(weight, memory, None, fp32_output=True, gated=gated)
         self.weight_args.fp32 = True
+
+    def unpacked(self) -> Tensor:
+        """Return a copy of the weight, (output columns, input channels)."""
+        halves, channels = 1 + self.weight_args.gated, int(self.weight_args.channels)
+        panels = self._memory.view(-1, channels, halves, PANEL_COLUMNS // halves)
+        columns = panels.permute(2, 0, 3, 1).reshape(halves, -1, channels)[:, : self._columns]
+        return columns.reshape(-1, channels)
 
     def __call__(
         self,

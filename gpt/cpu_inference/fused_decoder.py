@@ -11,6 +11,8 @@ import ctypes
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +43,7 @@ from gpt.cpu_inference.batch_split import select_sequences, sequences_of_rows
 from gpt.linear import cpu_experts
 from gpt.linear.cpu_linear import CpuLinear, make_norm
 from gpt.linear_adapter import AdaptedRows, HostAllocator, LinearTerm, ModelAdapter
+from gpt.linear_parts import LOCAL_EXPERTS
 from gpt.model.activation import packed_activation_name
 from gpt.model.adapted_linear import has_bottleneck
 from gpt.model.attention_layer import PrefixKV
@@ -66,6 +69,7 @@ class _LayerRecord(ctypes.Structure):
         ("proj_bias", POINTER),
         ("mlp_norm", NormArgs),
         ("moe", POINTER),
+        ("first_expert_linear", INT),
         ("fc1", PackedWeight),
         ("fc1_bias", POINTER),
         ("fc2", PackedWeight),
@@ -107,7 +111,19 @@ class _StepArgs(ctypes.Structure):
         ("output_count", INT),
         ("adapter_count", INT),
         *((name, POINTER) for name in ("adapters", "row_adapters", "output_row_adapters")),
+        ("expert_adapters", POINTER),
     )
+
+
+class _RangeLinears(NamedTuple):
+    """The linears of a layer range, in the orders in which the library has an adapter's terms."""
+
+    dense: Sequence[Linear | None]  # Those of `_linears`, of each layer.
+    experts: Sequence[Linear]
+
+    def by_name(self) -> dict[str, Linear]:
+        linears = [linear for linear in self.dense if linear is not None]
+        return {linear.name: linear for linear in (*linears, *self.experts)}
 
 
 class _FusedAdapter(Mapping[str, Sequence[LinearTerm]]):
@@ -117,23 +133,26 @@ class _FusedAdapter(Mapping[str, Sequence[LinearTerm]]):
         self,
         terms: Mapping[str, PackedTerms],
         bottlenecks: Mapping[str, Sequence[LinearTerm]],
-        linears: Sequence[Linear | None],
+        linears: _RangeLinears,
     ) -> None:
-        """`linears`: the linears of the range, in the order of `_linears`.
-
-        `bottlenecks`: terms that the library does not compute.
-        """
-        self._terms = terms
+        """`bottlenecks`: terms that the library does not compute."""
+        self._terms = {name: [packed] for name, packed in terms.items()}
         self._bottlenecks = bottlenecks
+        self._experts = linears.experts
         self.has_bottlenecks = bool(bottlenecks)
-        self.args = (AdaptedLinear * len(linears))()
-        for index, linear in enumerate(linears):
-            if linear is not None and linear.name in terms:
-                self.args[index] = terms[linear.name].args
+        self.args = cpu_experts.adapted_linears(linears.dense, self._terms)
+
+    # Not before a step needs them: an adapter of many experts is written in many pieces.
+    @cached_property
+    def expert_args(self) -> "ctypes.Array[AdaptedLinear] | None":
+        """The arguments for the linears of experts; None: the adapter changes none."""
+        if not any(LOCAL_EXPERTS in name for name in self._terms):
+            return None
+        return cpu_experts.adapted_linears(self._experts, self._terms)
 
     def __getitem__(self, linear: str) -> Sequence[LinearTerm]:
         bottlenecks = self._bottlenecks.get(linear)
-        return [self._terms[linear]] if bottlenecks is None else bottlenecks
+        return self._terms[linear] if bottlenecks is None else bottlenecks
 
     def __iter__(self) -> Iterator[str]:
         yield from self._terms
@@ -153,20 +172,35 @@ class _StepAdapters:
     """The adapters of a step, for the C library."""
 
     def __init__(
-        self, adapters: Sequence[_FusedAdapter], adapted_rows: Sequence[AdaptedRows], rows: int
+        self,
+        adapters: Sequence[_FusedAdapter],
+        adapted_rows: Sequence[AdaptedRows],
+        rows: int,
+        unchanged_experts: "ctypes.Array[AdaptedLinear]",
     ) -> None:
+        """`unchanged_experts`: the experts' linears of an adapter that does not change them."""
         self._adapters = adapters
         self.pointers = (POINTER * len(adapters))(
             *(ctypes.addressof(adapter.args) for adapter in adapters)
         )
         self.row_adapters = adapter_of_each_row([x.rows for x in adapted_rows], rows)
         self._output_row_adapters: Tensor | None = None
+        self._expert_pointers: ctypes.Array[ctypes.c_void_p] | None = None
+        if any(adapter.expert_args is not None for adapter in adapters):
+            self._expert_pointers = (POINTER * len(adapters))(
+                *(
+                    ctypes.addressof(adapter.expert_args or unchanged_experts)
+                    for adapter in adapters
+                )
+            )
 
     def set_args(self, args: _StepArgs, output_rows: Tensor | None) -> None:
         """Set the fields of `args`, which are valid only while this object exists."""
         args.adapter_count = len(self._adapters)
         args.adapters = ctypes.addressof(self.pointers)
         args.row_adapters = self.row_adapters.data_ptr()
+        if self._expert_pointers is not None:
+            args.expert_adapters = ctypes.addressof(self._expert_pointers)
         if output_rows is not None:
             self._output_row_adapters = self.row_adapters[output_rows]
             args.output_row_adapters = self._output_row_adapters.data_ptr()
@@ -204,7 +238,17 @@ class FusedDecoder:
         self.config = model.config
         self._layerwise = model.layerwise_decoder()
         self._layers = model.layers
-        self._linears = [linear for layer in model.decoder_layers for linear in _linears(layer)]
+        self._linears = _RangeLinears(
+            [linear for layer in model.decoder_layers for linear in _linears(layer)],
+            [
+                linear
+                for layer in model.decoder_layers
+                if isinstance(layer.mlp, MoELayer)
+                for linear in cpu_experts.expert_linears(layer.mlp.local_experts)
+            ],
+        )
+        self._linears_by_name = self._linears.by_name()
+        self._unchanged_experts = (AdaptedLinear * len(self._linears.experts))()
         self._is_last_stage = model.is_last_stage
         # The objects whose addresses are in the ctypes structs. These references keep the memory of
         # the objects allocated.
@@ -213,6 +257,7 @@ class FusedDecoder:
         self._alibi_slopes: Tensor | None = None
         self._pool_layers: _PoolLayers | None = None  # Of the pool of the last step.
         self._weight_elements = 0  # Number of elements of all packed weights.
+        self._expert_linears = 0  # Number of linears of the experts of the layers so far.
         self._layer_range = self._make_layer_range(
             [self._make_layer(layer) for layer in model.decoder_layers]
         )
@@ -258,19 +303,16 @@ class FusedDecoder:
     ) -> _FusedAdapter:
         if isinstance(adapter, _FusedAdapter):
             return adapter
-        linears = {
-            linear.name: (adapter[linear.name], _packed_linear(linear).packed.weight_args)
-            for linear in self._linears
-            if linear is not None and linear.name in adapter
-        }
-        unsupported = adapter.keys() - linears.keys()
-        assert not unsupported, f"the fused decoder does not support adapters of {unsupported}"
         bottlenecks = {
-            linear.name: _packed_linear(linear).prepare_terms(adapter[linear.name], torch.bfloat16)
-            for linear in self._linears
-            if linear is not None and has_bottleneck(adapter, linear.name)
+            name: _packed_linear(self._linears_by_name[name]).prepare_terms(terms, torch.bfloat16)
+            for name, terms in adapter.items()
+            if terms[0].bottleneck is not None
         }
-        products = {name: value for name, value in linears.items() if name not in bottlenecks}
+        products = {
+            name: (terms, _packed_linear(self._linears_by_name[name]).packed.weight_args)
+            for name, terms in adapter.items()
+            if name not in bottlenecks
+        }
         return _FusedAdapter(pack_adapter(products, allocate), bottlenecks, self._linears)
 
     def _sequences_with_bottlenecks(self, batch: Batch) -> set[int]:
@@ -339,7 +381,9 @@ class FusedDecoder:
         step_args.memory = self._scratch_address(lib, batch.tokens)
         if batch.adapted_rows:
             adapters = [self._fused_adapter(adapted.adapter) for adapted in batch.adapted_rows]
-            step_adapters = _StepAdapters(adapters, batch.adapted_rows, batch.tokens)
+            step_adapters = _StepAdapters(
+                adapters, batch.adapted_rows, batch.tokens, self._unchanged_experts
+            )
             step_adapters.set_args(step_args, output_rows)
         if lib.preamble_decoder_layers(ctypes.byref(self._layer_range), ctypes.byref(step_args)):
             raise RuntimeError("the C library does not support the number of channels per head")
@@ -428,6 +472,8 @@ class FusedDecoder:
             assert layer.pre_mlp_layernorm is not None
             record.mlp_norm = self._norm_record(make_norm(layer.pre_mlp_layernorm))
             record.moe = self._moe_pointer(layer.mlp)
+            record.first_expert_linear = self._expert_linears
+            self._expert_linears += 2 * len(layer.mlp.local_experts)
         return record
 
     def _moe_pointer(self, layer: MoELayer) -> int:
@@ -459,11 +505,10 @@ class FusedDecoder:
 
 
 def _linears(layer: DecoderLayer) -> list[Linear | None]:
-    """Return the linears that adapters can change, in the order of the enum LayerLinear in C."""
+    """Return the linears in the order of the enum LayerLinear in C; without those of experts."""
     attention = [layer.self_attention.linear_qkv, layer.self_attention.linear_proj]
-    if isinstance(layer.mlp, MLP):
-        return [*attention, layer.mlp.linear_fc1, layer.mlp.linear_fc2]
-    return [*attention, None, None]  # The library supports no adapters of experts.
+    mlp = layer.mlp if isinstance(layer.mlp, MLP) else layer.mlp.shared_experts
+    return [*attention, *((None, None) if mlp is None else (mlp.linear_fc1, mlp.linear_fc2))]
 
 
 def _packed_linear(linear: Linear) -> CpuLinear:

@@ -5,13 +5,16 @@ from the experts' packed weights. `TorchExperts` in gpt/model/moe.py is the refe
 step, `FusedDecoder` computes whole MoE layers with the arguments that `layer_args` returns.
 """
 
+import ctypes
 import logging
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
+from gpt.cpu.packed_adapter import adapter_of_each_row
 from gpt.cpu.packed_experts import (
     ChoiceRule,
     ExpertLinears,
@@ -20,15 +23,21 @@ from gpt.cpu.packed_experts import (
     PackedRouter,
     SharedExpert,
 )
-from gpt.cpu.packed_linear import Fp32PackedLinear, PackedLinear, packed_numel
+from gpt.cpu.packed_linear import (
+    AdaptedLinear,
+    Fp32PackedLinear,
+    PackedLinear,
+    RowAdapters,
+    packed_numel,
+)
 from gpt.linear.cpu_linear import CpuLinear
+from gpt.linear_adapter import AdaptedRows, ModelAdapter
 from gpt.model.activation import packed_activation_name
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import Linear
 from gpt.model.mlp import MLP
-from gpt.model.moe import ExpertsBackend, MoELayer, router_bias
+from gpt.model.moe import ExpertsBackend, MoELayer, TorchExperts, router_bias
 from gpt.parallel.mesh import Mesh
-from gpt.parallel.tensor_parallel import from_row_parallel
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +46,22 @@ class CpuExperts(ExpertsBackend):
     """Computes the experts of one layer in inference, from their packed weights."""
 
     def __init__(
-        self, experts: dict[int, MLP], router: PackedRouter, config: GPTConfig, mesh: Mesh
+        self,
+        experts: dict[int, MLP],
+        router: PackedRouter,
+        config: GPTConfig,
+        mesh: Mesh,
+        reference: TorchExperts,
     ) -> None:
-        """`experts`: this rank's, by their global numbers, which are consecutive."""
+        """`experts`: this rank's, by their global numbers, which are consecutive.
+
+        `reference` computes the rows with terms of adapters in fp32, for which the library has no
+        terms.
+        """
+        super().__init__(mesh)
+        self._linears = expert_linears(experts)
         self.router = router
-        self._mesh = mesh.expert_mesh
+        self._reference = reference
         # Several ranks may hold parts of the same expert; one of them adds the bias of fc2.
         adds_fc2_bias = mesh.in_stage.expert_tp_rank == 0
         self.packed = PackedExperts(
@@ -58,10 +78,21 @@ class CpuExperts(ExpertsBackend):
             first_expert=min(experts),
         )
 
-    def forward(self, x: Tensor, router_logits: Tensor, tokens: int) -> Tensor:
-        assert not self._mesh.sequence_parallel, "each rank needs all rows"
+    def sum_experts(self, x: Tensor, router_logits: Tensor) -> Tensor:
         topk_ids, weights = self.router.choose(router_logits)
-        return from_row_parallel(self.packed(x, topk_ids, weights), self._mesh)
+        return self.packed(x, topk_ids, weights)
+
+    def sum_adapted_experts(
+        self, x: Tensor, router_logits: Tensor, adapted_rows: Sequence[AdaptedRows]
+    ) -> Tensor:
+        if x.dtype == torch.float32:
+            return self._reference.replace_adapted_rows(self, x, router_logits, adapted_rows)
+        topk_ids, weights = self.router.choose(router_logits)
+        adapters = RowAdapters(
+            adapter_of_each_row([adapted.rows for adapted in adapted_rows], len(x)),
+            [adapted_linears(self._linears, adapted.adapter) for adapted in adapted_rows],
+        )
+        return self.packed(x, topk_ids, weights, adapters)
 
 
 def use_native_experts(model: GPT) -> None:
@@ -78,9 +109,32 @@ def use_native_experts(model: GPT) -> None:
         router = PackedRouter(
             router_linear, layer.router_linear_bias, router_bias(layer.router), _rule(layer.config)
         )
-        layer.use_experts_backend(CpuExperts(layer.local_experts, router, layer.config, layer.mesh))
+        reference = layer.experts_backend
+        assert isinstance(reference, TorchExperts), "the default backend of a loaded model"
+        layer.use_experts_backend(
+            CpuExperts(layer.local_experts, router, layer.config, layer.mesh, reference)
+        )
         layer.use_router_backend(CpuLinear(router_linear))
     log.info("event=experts backend=native reason=%r", "one call computes all experts of a layer")
+
+
+def expert_linears(experts: Mapping[int, MLP]) -> list[Linear]:
+    """Return the linears of experts in the order in which the library has an adapter's terms."""
+    return [linear for mlp in experts.values() for linear in (mlp.linear_fc1, mlp.linear_fc2)]
+
+
+def adapted_linears(
+    linears: Sequence[Linear | None], adapter: ModelAdapter
+) -> "ctypes.Array[AdaptedLinear]":
+    """Return the library's arguments for the changes of `linears` by an adapter, which is packed.
+
+    Linears that it does not change, and None, have no changes.
+    """
+    args = (AdaptedLinear * len(linears))()
+    for index, linear in enumerate(linears):
+        if linear is not None and linear.name in adapter:
+            args[index] = _packed_linear(linear).pack_terms(adapter[linear.name]).args
+    return args
 
 
 def layer_args(layer: MoELayer) -> tuple[MoELayerArgs, list[object]]:
@@ -129,5 +183,9 @@ def _unsupported_reason(config: GPTConfig, layers: list[MoELayer]) -> str | None
 
 
 def _packed(linear: Linear) -> PackedLinear:
+    return _packed_linear(linear).packed
+
+
+def _packed_linear(linear: Linear) -> CpuLinear:
     assert isinstance(linear.backend, CpuLinear), "_unsupported_reason refuses other backends"
-    return linear.backend.packed
+    return linear.backend

@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt.cpu.packed_adapter import PackedTerms, adapter_of_each_row, pack_adapter
 from gpt.cpu.packed_bottleneck import pack_bottleneck
-from gpt.cpu.packed_linear import CpuNorm, PackedLinear, RowAdapters
+from gpt.cpu.packed_linear import CpuNorm, Fp32PackedLinear, PackedLinear, RowAdapters
 from gpt.linear.norm_activation import NormParameters
 from gpt.linear_adapter import LinearTerm
-from gpt.model.activation import ACTIVATIONS
-from gpt.model.adapted_linear import RowTerms
+from gpt.model.activation import ACTIVATIONS, activate_packed
+from gpt.model.adapted_linear import RowTerms, adapted_product
 from gpt.model.linear import Linear, LinearBackend
 from gpt.model.norm import Norm
 
@@ -43,6 +44,8 @@ class CpuLinear(LinearBackend):
         residual: Tensor | None,
         terms: RowTerms,
     ) -> Tensor:
+        if isinstance(self.packed, Fp32PackedLinear):
+            return self._forward_adapted_fp32(x, bias, activation, terms)
         packed_terms = [self.pack_terms(row_group) for _, row_group in terms]
         adapters = RowAdapters(
             adapter_of_each_row([rows for rows, _ in terms], len(x)),
@@ -50,12 +53,23 @@ class CpuLinear(LinearBackend):
         )
         return self.packed(x, bias, activation, residual, norm=self.norm, adapters=adapters)
 
+    def _forward_adapted_fp32(
+        self, x: Tensor, bias: Tensor | None, activation: str | None, terms: RowTerms
+    ) -> Tensor:
+        """Compute `forward_adapted` in torch: the library has no terms for a weight in fp32."""
+        assert isinstance(self.packed, Fp32PackedLinear)
+        weight = self.packed.unpacked()
+        y = adapted_product(x, terms, lambda rows: F.linear(rows, weight), bias)
+        return activate_packed(y, activation, self.packed.gate_limits)
+
     def prepare_terms(
         self, terms: Sequence[LinearTerm], dtype: torch.dtype
     ) -> Sequence[LinearTerm]:
         bottleneck = terms[0].bottleneck
         if bottleneck is not None:
             return [LinearTerm(bottleneck=pack_bottleneck(bottleneck))]
+        if isinstance(self.packed, Fp32PackedLinear):
+            return super().prepare_terms(terms, dtype)
         return [self.pack_terms(terms)]
 
     def pack_terms(self, terms: Sequence[LinearTerm]) -> PackedTerms:

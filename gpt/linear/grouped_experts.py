@@ -7,6 +7,7 @@ of all experts are stacked in one tensor; the experts' parameters become views o
 in gpt/model/moe.py is the reference.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 
 from gpt.config import GPTConfig
 from gpt.linear.norm_activation import activate_rows
+from gpt.linear_adapter import AdaptedRows
 from gpt.model.activation import activation_name
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import Linear
 from gpt.model.mlp import MLP
-from gpt.model.moe import ExpertsBackend, MoELayer, choose_experts, router_bias
+from gpt.model.moe import ExpertsBackend, MoELayer, TorchExperts, choose_experts, router_bias
 from gpt.parallel.mesh import Mesh
-from gpt.parallel.tensor_parallel import from_row_parallel
 from gpt.triton_runtime.availability import triton_unavailable_reason
 
 DTYPE = torch.bfloat16  # The only dtype of torch's grouped kernel.
@@ -47,9 +48,10 @@ class GroupedExperts(ExpertsBackend):
 
         `experts`: this rank's, by their global numbers, which are consecutive.
         """
+        super().__init__(mesh)
+        self._reference = TorchExperts(experts, router, config, mesh)
         self._router = router
         self._config = config
-        self._mesh = mesh.expert_mesh
         activation = activation_name(config)
         assert activation is not None, "fused_linear.unsupported_reason refuses these activations"
         self._activation = activation
@@ -63,13 +65,16 @@ class GroupedExperts(ExpertsBackend):
         self._has_all_experts = len(experts) == config.num_experts
         self._local_ids = torch.arange(len(experts), device=self._fc1_weight.device)
 
-    def forward(self, x: Tensor, router_logits: Tensor, tokens: int) -> Tensor:
-        assert not self._mesh.sequence_parallel, "each rank needs all rows"
+    def sum_experts(self, x: Tensor, router_logits: Tensor) -> Tensor:
         in_triton = self._is_faster_in_triton(x)
         compute = self._compute_in_triton if in_triton else self._compute_in_torch
         weights, outputs = compute(x, router_logits)
-        y = torch.bmm(weights.unsqueeze(1), outputs.view(*weights.shape, -1)).squeeze(1)
-        return from_row_parallel(y, self._mesh)
+        return torch.bmm(weights.unsqueeze(1), outputs.view(*weights.shape, -1)).squeeze(1)
+
+    def sum_adapted_experts(
+        self, x: Tensor, router_logits: Tensor, adapted_rows: Sequence[AdaptedRows]
+    ) -> Tensor:
+        return self._reference.replace_adapted_rows(self, x, router_logits, adapted_rows)
 
     def compile_kernels(self) -> None:
         """Compile all Triton kernels of the layer, so that no step of a request compiles one."""

@@ -25,6 +25,8 @@ from gpt.linear_adapter import (
     ModelAdapter,
     TermKernels,
 )
+from gpt.linear_parts import LOCAL_EXPERTS
+from gpt.model.adapted_linear import select_adapted_rows
 from gpt.triton_runtime.availability import triton_unavailable_reason
 
 # A descriptor has one entry for each of these fields, in the order of the constants in
@@ -77,6 +79,7 @@ class EncodedAdapter:
     ranks: int  # The largest sum of the ranks of a linear's parts.
     # The terms of the linears with bottlenecks, which have no descriptors.
     bottlenecks: ModelAdapter
+    has_experts: bool = False  # Whether the adapter also changes linears of experts.
 
 
 class TermTable:
@@ -96,7 +99,10 @@ class TermTable:
         self._free_slots = list(range(slots))
 
     def encode(self, adapter: ModelAdapter) -> EncodedAdapter:
-        """Return the descriptors of an adapter whose tensors are in the memory."""
+        """Return the descriptors of an adapter whose tensors are in the memory.
+
+        The terms of experts have none: modules apply them (`LowRankKernels.expert_rows`).
+        """
         descriptors = np.zeros(self.descriptors.shape[1:], np.int64)
         descriptors[..., -len(TENSOR_FIELDS) :] = -1
         ranks = 0
@@ -105,6 +111,8 @@ class TermTable:
         }
         adapter = {name: terms for name, terms in adapter.items() if name not in bottlenecks}
         for name, terms in adapter.items():
+            if LOCAL_EXPERTS in name:
+                continue
             first_rank = 0
             for part, term in enumerate(terms):
                 descriptors[self.linears[name], part] = _descriptor(term, first_rank)
@@ -115,8 +123,15 @@ class TermTable:
             for name, terms in adapter.items()
             if any(term.input_scale is not None for term in terms)
         )
-        linears = frozenset(adapter)
-        return EncodedAdapter(descriptors, linears, input_scaled, ranks, bottlenecks)
+        names = frozenset(name for name in adapter if LOCAL_EXPERTS not in name)
+        return EncodedAdapter(
+            descriptors,
+            names,
+            input_scaled & names,
+            ranks,
+            bottlenecks,
+            has_experts=len(names) < len(adapter),
+        )
 
     def assign_slots(self, adapters: Mapping[Hashable, EncodedAdapter]) -> list[int]:
         """Return the slots of the adapters of a batch, by key; missing descriptors are copied.
@@ -242,7 +257,8 @@ class LowRankKernels(AdapterKernels):
     linears: Collection[str]
     input_scaled: Collection[str]
     ranks: int
-    bottlenecks: Sequence[AdaptedRows] = ()
+    bottlenecks: Sequence[AdaptedRows] = ()  # Of adapters with bottlenecks.
+    expert_rows: Sequence[AdaptedRows] = ()  # Of adapters that change linears of experts.
     _by_linear: dict[str, "LinearKernels"] = field(default_factory=dict, repr=False)
 
     def for_linear(self, linear: str) -> TermKernels | None:
@@ -264,7 +280,14 @@ class LowRankKernels(AdapterKernels):
         header = torch.full((GROUP_HEADER,), len(rows), dtype=torch.int32, device=rows.device)
         packed_groups = torch.cat([header, groups.flatten()])
         selected = PackedRows(packed_groups, order, slots, GROUP_ROWS, len(rows))
-        return LowRankKernels(self.table, selected, self.linears, self.input_scaled, self.ranks)
+        return LowRankKernels(
+            self.table,
+            selected,
+            self.linears,
+            self.input_scaled,
+            self.ranks,
+            expert_rows=select_adapted_rows(self.expert_rows, rows),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,8 +315,12 @@ def batch_kernels(
     rows: PackedRows,
     adapters: Collection[EncodedAdapter],
     bottlenecks: Sequence[AdaptedRows] = (),
+    expert_rows: Sequence[AdaptedRows] = (),
 ) -> LowRankKernels:
-    """Return the kernels of a batch with these adapters; `bottlenecks`: those that have some."""
+    """Return the kernels of a batch with these adapters.
+
+    `bottlenecks`, `expert_rows`: those with bottlenecks, and those that change linears of experts.
+    """
     return LowRankKernels(
         table,
         rows,
@@ -301,6 +328,7 @@ def batch_kernels(
         frozenset[str]().union(*(adapter.input_scaled for adapter in adapters)),
         max(adapter.ranks for adapter in adapters),
         bottlenecks,
+        expert_rows,
     )
 
 

@@ -83,6 +83,18 @@ def packed_activation_name(config: GPTConfig) -> str | None:
     return f"{GATED_PREFIX}{config.activation}" if config.gated else config.activation
 
 
+def activate_packed(x: Tensor, name: str | None, limits: GateLimits) -> Tensor:
+    """Return in torch what a `PackedLinear` computes of its product for an activation's name."""
+    if name is None:
+        return x
+    activation = _ALL_ACTIVATIONS[name.removeprefix(GATED_PREFIX)]
+    return (
+        _gated_activation(activation, x, *limits)
+        if name.startswith(GATED_PREFIX)
+        else activation(x)
+    )
+
+
 def gate_limits(config: GPTConfig) -> GateLimits:
     """Return the limits of fc1 in a `PackedLinear`."""
     if not config.gated:

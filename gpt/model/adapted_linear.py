@@ -81,7 +81,7 @@ def adapted_product(
     return y
 
 
-def select_rows(adapters: BatchAdapters, rows: Tensor) -> BatchAdapters:
+def select_adapters(adapters: BatchAdapters, rows: Tensor) -> BatchAdapters:
     """Return the adapters of a batch of which only `rows` are left, in this order."""
     if isinstance(adapters, AdapterKernels):
         return adapters.select_rows(rows)

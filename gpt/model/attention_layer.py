@@ -22,7 +22,7 @@ from gpt.config import LayerConfig, RopeConfig
 from gpt.dropout import Dropout
 from gpt.linear_adapter import BatchAdapters
 from gpt.model.activation_checkpointing import checkpointed
-from gpt.model.adapted_linear import select_rows
+from gpt.model.adapted_linear import select_adapters
 from gpt.model.build_context import BuildContext
 from gpt.model.linear import ColumnParallelLinear, RowParallelLinear
 from gpt.model.norm import AllHeadsNorm, Norm
@@ -84,7 +84,7 @@ class ForwardContext:
         """Return the context of a layer that computes only `rows` after its attention core."""
         if rows is None:
             return self
-        adapted_rows = select_rows(self.batch.adapters, rows)
+        adapted_rows = select_adapters(self.batch.adapters, rows)
         return replace(self, output_rows=rows, adapted_output_rows=adapted_rows)
 
 

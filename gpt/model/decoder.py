@@ -84,10 +84,8 @@ class DecoderLayer(nn.Module):
         if self.pre_mlp_layernorm is not None:
             x = self.pre_mlp_layernorm(x)
         mlp_residual = self._residual(residual, context, 2)
-        if isinstance(self.mlp, MLP):
-            adapters = context.output_adapters
-            return cast(Tensor, self.mlp(x, context.batch.tokens, mlp_residual, adapters))
-        return cast(Tensor, self.mlp(x, context.batch.tokens, mlp_residual))
+        tokens, adapters = context.batch.tokens, context.output_adapters
+        return cast(Tensor, self.mlp(x, tokens, mlp_residual, adapters))
 
     def _residual(self, x: Tensor, context: ForwardContext, sublayer: int) -> Residual:
         """Return the residual connection of a sublayer: 1 is attention, 2 is the MLP."""

@@ -377,6 +377,8 @@ class RowParallelLinear(Linear):
     def _is_inference(self) -> bool:
         return not self.mesh.sequence_parallel and not torch.is_grad_enabled()
 
-    def partial_output(self, x: Tensor) -> Tensor:
-        """Return this rank's output before the sum over tensor ranks, without the bias."""
-        return self.backend.forward(x, None, None, None)
+    def partial_output(
+        self, x: Tensor, bias: Tensor | None = None, adapted_rows: BatchAdapters = ()
+    ) -> Tensor:
+        """Return this rank's output before the sum over tensor ranks; one rank gives the bias."""
+        return self._backend_output(x, bias, None, None, terms_of(adapted_rows, self.name))

@@ -59,13 +59,15 @@ class MLP(nn.Module):
         y = self._activate(self.linear_fc1(x, tokens, self._fused_activation, adapted_rows))
         return cast(Tensor, self.linear_fc2(y, residual, adapted_rows))
 
-    def partial_output(self, x: Tensor) -> Tensor:
-        """Return the output before the sum over tensor ranks, without the bias of fc2.
+    def partial_output(
+        self, x: Tensor, fc2_bias: Tensor | None = None, adapted_rows: BatchAdapters = ()
+    ) -> Tensor:
+        """Return the output before the sum over tensor ranks; one rank gives the bias of fc2.
 
         `x` has all rows, as `to_column_parallel` returns them.
         """
-        y = self._activate(self.linear_fc1.project_gathered(x, self._fused_activation))
-        return self.linear_fc2.partial_output(y)
+        y = self.linear_fc1.project_gathered(x, self._fused_activation, adapted_rows)
+        return self.linear_fc2.partial_output(self._activate(y), fc2_bias, adapted_rows)
 
     def _activate(self, y: Tensor) -> Tensor:
         """Compute the activation in torch, if the backend of fc1 does not compute it."""

@@ -17,14 +17,17 @@ output; therefore the backward pass of `to_column_parallel` sums the gradients o
 the router logits over the tensor ranks.
 """
 
-from abc import abstractmethod
-from typing import Protocol, cast
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt.config import GPTConfig
+from gpt.linear_adapter import AdaptedRows, AdapterKernels, BatchAdapters
+from gpt.model.adapted_linear import select_adapted_rows
 from gpt.model.build_context import BuildContext
 from gpt.model.linear import LinearBackend, TorchLinear
 from gpt.model.mlp import MLP
@@ -33,19 +36,49 @@ from gpt.parallel.mesh import Mesh
 from gpt.parallel.tensor_parallel import from_row_parallel, to_column_parallel
 
 
-class ExpertsBackend(Protocol):
+class ExpertsBackend(ABC):
     """Base class of experts backends. An instance computes the experts of one layer."""
 
-    # Whether `forward` reads no value on the host, so that a CUDA graph can capture it.
+    # Whether `forward` without adapters reads no value on the host, so that a CUDA graph can
+    # capture it.
     is_capturable: bool = False
 
-    @abstractmethod
-    def forward(self, x: Tensor, router_logits: Tensor, tokens: int) -> Tensor:
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh.expert_mesh
+
+    def forward(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        tokens: int,
+        adapted_rows: Sequence[AdaptedRows] = (),
+    ) -> Tensor:
         """Return the weighted sum of the outputs of each row's experts, over all tensor ranks.
 
         The shared expert is not included. `x` and `router_logits` have this rank's rows of the
-        batch, which has `tokens` rows.
+        batch, which has `tokens` rows. `adapted_rows`: the adapters that change this rank's experts
+        of the layer; other ranks may have others.
         """
+        # In inference all ranks have all rows.
+        if self._mesh.sequence_parallel or torch.is_grad_enabled():
+            x = to_column_parallel(x, self._mesh, tokens)
+            router_logits = to_column_parallel(router_logits, self._mesh, tokens)
+        sums = (
+            self.sum_adapted_experts(x, router_logits, adapted_rows)
+            if adapted_rows
+            else self.sum_experts(x, router_logits)
+        )
+        return from_row_parallel(sums, self._mesh)
+
+    @abstractmethod
+    def sum_experts(self, x: Tensor, router_logits: Tensor) -> Tensor:
+        """Return the weighted sums of the outputs of this rank's experts, for all rows."""
+
+    @abstractmethod
+    def sum_adapted_experts(
+        self, x: Tensor, router_logits: Tensor, adapted_rows: Sequence[AdaptedRows]
+    ) -> Tensor:
+        """Return the sums of `sum_experts` with the terms of adapters."""
 
 
 class TorchExperts(ExpertsBackend):
@@ -58,31 +91,62 @@ class TorchExperts(ExpertsBackend):
         self, experts: dict[int, MLP], router: nn.Module, config: GPTConfig, mesh: Mesh
     ) -> None:
         """`experts`: this rank's, by their global numbers."""
+        super().__init__(mesh)
         self._experts = experts
         self._router = router
         self._config = config
-        self._mesh = mesh.expert_mesh
         # Several ranks may hold parts of the same expert; one of them adds the bias of fc2.
         self._adds_fc2_bias = mesh.in_stage.expert_tp_rank == 0
 
-    def forward(self, x: Tensor, router_logits: Tensor, tokens: int) -> Tensor:
-        x = to_column_parallel(x, self._mesh, tokens)
-        router_logits = to_column_parallel(router_logits, self._mesh, tokens)
-        return from_row_parallel(self._sum_experts(x, router_logits), self._mesh)
+    def sum_experts(self, x: Tensor, router_logits: Tensor) -> Tensor:
+        return self.sum_adapted_experts(x, router_logits, ())
 
-    def _sum_experts(self, x: Tensor, router_logits: Tensor) -> Tensor:
-        """Return the weighted sum of this rank's experts, before the sum over the ranks."""
+    def sum_adapted_experts(
+        self, x: Tensor, router_logits: Tensor, adapted_rows: Sequence[AdaptedRows]
+    ) -> Tensor:
         weights = routing_weights(router_logits, router_bias(self._router), self._config)
         y = torch.zeros_like(x)
+        if self._mesh.ep > 1 and torch.is_grad_enabled():
+            # All ranks sum the gradients of x and of the router logits, even if the router sends no
+            # row to the experts of this rank.
+            y = 0 * (x + weights.sum(-1, keepdim=True))
         for expert_id, expert in self._experts.items():
             rows = weights[:, expert_id].nonzero().squeeze(-1)
             if len(rows):
-                output = expert.partial_output(x[rows])
-                bias = expert.linear_fc2.bias
-                if bias is not None and self._adds_fc2_bias:
-                    output = output + bias
+                bias = expert.linear_fc2.bias if self._adds_fc2_bias else None
+                # An adapter acts on those of its rows that the router sends to the expert.
+                adapters = select_adapted_rows(adapted_rows, rows)
+                if adapters:  # An output scale changes the bias, too.
+                    output = expert.partial_output(x[rows], bias, adapters)
+                else:
+                    output = expert.partial_output(x[rows])
+                    output = output if bias is None else output + bias
                 y = y.index_add(0, rows, output * weights[rows, expert_id].unsqueeze(-1))
         return y
+
+    def replace_adapted_rows(
+        self,
+        backend: ExpertsBackend,
+        x: Tensor,
+        router_logits: Tensor,
+        adapted_rows: Sequence[AdaptedRows],
+    ) -> Tensor:
+        """Return the sums of `sum_adapted_experts`, of which `backend` computes rows without terms.
+
+        So an adapter does not change the results of other rows, not even by their rounding.
+        """
+        if any(adapted.rows is None for adapted in adapted_rows):
+            return self.sum_adapted_experts(x, router_logits, adapted_rows)
+        rows = torch.cat([adapted.rows for adapted in adapted_rows if adapted.rows is not None])
+        own = self.sum_adapted_experts(
+            x[rows], router_logits[rows], select_adapted_rows(adapted_rows, rows)
+        )
+        is_other = torch.ones(len(x), dtype=torch.bool, device=x.device)
+        is_other[rows] = False
+        y = torch.empty_like(x)
+        if bool(is_other.any()):
+            y[is_other] = backend.sum_experts(x[is_other], router_logits[is_other])
+        return y.index_copy_(0, rows, own)
 
 
 class MoELayer(nn.Module):
@@ -90,7 +154,7 @@ class MoELayer(nn.Module):
 
     def __init__(self, build: BuildContext, layer: int) -> None:
         super().__init__()
-        name = f"decoder.layers.{layer}.mlp"
+        self.name = name = f"decoder.layers.{layer}.mlp"
         self.config = build.config
         self.mesh = build.mesh
         self.router = nn.Module()
@@ -132,16 +196,27 @@ class MoELayer(nn.Module):
         self.router_backend = backend
         self.router._parameters["weight"] = None
 
-    def forward(self, x: Tensor, tokens: int, residual: Residual | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        tokens: int,
+        residual: Residual | None = None,
+        adapters: BatchAdapters = (),
+    ) -> Tensor:
         router_logits = self.router_backend.forward(x, self.router_linear_bias, None, None)
-        y = self.experts_backend.forward(x, router_logits, tokens)
+        y = self.experts_backend.forward(x, router_logits, tokens, self._expert_rows(adapters))
         if self.shared_experts is not None:
-            shared_output = self.shared_experts(x, tokens)
+            shared_output = self.shared_experts(x, tokens, None, adapters)
             if self.config.moe_shared_expert_gate:
                 gate = cast(Tensor, self.shared_experts.gate_weight)
                 shared_output = shared_output * torch.sigmoid(F.linear(x, gate))
             y = y + shared_output
         return y if residual is None else residual.add_output(y)
+
+    def _expert_rows(self, adapters: BatchAdapters) -> Sequence[AdaptedRows]:
+        """Return the adapters that change this rank's experts of this layer."""
+        adapted_rows = adapters.expert_rows if isinstance(adapters, AdapterKernels) else adapters
+        return [adapted for adapted in adapted_rows if self.name in adapted.moe_layers]
 
 
 def router_bias(router: nn.Module) -> Tensor | None:

@@ -5,14 +5,18 @@ shards adapters by it, and `gpt.costs.linear_adapter` counts their sizes. The mo
 torch.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 
 from gpt.config import GPTConfig
-from gpt.linear_parts import GATED_PARTS, QKV_PARTS
+from gpt.linear_parts import GATED_PARTS, QKV_PARTS, split_key
 from gpt.parallel.weight_sharding import (
     ParameterSpec,
     ShardRule,
     ShardSpec,
+    expert_number,
     layer_number,
     local_kv_heads,
     parameter_specs,
@@ -20,6 +24,8 @@ from gpt.parallel.weight_sharding import (
 )
 
 ADAPTABLE_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+# The name of the linears of all experts of a layer is this prefix and their module.
+EXPERTS_PREFIX = "experts."
 # Alignment of the tensors of an adapter in the memory of a server.
 ALIGNMENT_BYTES = 64
 
@@ -39,8 +45,35 @@ class AdaptableLinear:
         return self.name.rpartition(".")[2]
 
     @property
+    def expert(self) -> int | None:
+        """The number of the expert; None for other linears, also for those of a shared expert."""
+        return expert_number(self.name)
+
+    @property
+    def target(self) -> str:
+        """The name by which settings select this linear: `linear_fc1`, `experts.linear_fc1`.
+
+        The linears of dense MLPs and of shared experts have the same name.
+        """
+        return self.module if self.expert is None else EXPERTS_PREFIX + self.module
+
+    def selected_parts(self, targets: Sequence[str]) -> tuple[str, ...]:
+        """Return the parts that `targets` select ("": the whole linear); empty: none.
+
+        Without targets, all linears but those of experts are selected.
+        """
+        if not targets:
+            return ("",) if self.expert is None else ()
+        return tuple(part for name, part in map(split_key, targets) if name == self.target)
+
+    @property
     def is_row_parallel(self) -> bool:
         return self.rule is ShardRule.COLUMNS
+
+    @property
+    def ends_block(self) -> bool:
+        """Whether its output is that of attention or of a dense MLP: the place of a bottleneck."""
+        return self.is_row_parallel and "experts." not in self.name
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -53,7 +86,7 @@ class AdaptableLinear:
         return ParameterSpec(f"{self.name}.weight", shape, self.rule)
 
     def shard(self, config: GPTConfig, rank: int, tp: int) -> ShardSpec:
-        """Return the base weight's shard on tensor rank `rank` of `tp`."""
+        """Return the base weight's shard on rank `rank` of the `tp` ranks that share the linear."""
         return shard_spec(self._weight, config, rank, tp)
 
     def local_inputs(self, config: GPTConfig, tp: int) -> int:
@@ -73,19 +106,18 @@ class AdaptableLinear:
         return columns - 2 * keys if part == "query" else keys
 
 
-def adaptable_linears(config: GPTConfig) -> dict[str, AdaptableLinear]:
-    """Return the linears that an adapter can change, by name, in forward-pass order.
-
-    The linears of experts are not among them.
-    """
+# A model may have tens of thousands of experts' linears.
+@lru_cache(maxsize=16)
+def adaptable_linears(config: GPTConfig) -> Mapping[str, AdaptableLinear]:
+    """Return the linears that an adapter can change, by name, in forward-pass order."""
     linears = {}
     for parameter in parameter_specs(config).values():
         name, _, leaf = parameter.name.rpartition(".")
         is_adaptable = layer_number(name) is not None and name.endswith(ADAPTABLE_LINEARS)
-        if leaf == "weight" and is_adaptable and "experts." not in name:
+        if leaf == "weight" and is_adaptable:
             out_features, in_features = parameter.shape
             linears[name] = AdaptableLinear(name, out_features, in_features, parameter.shard_rule)
-    return linears
+    return MappingProxyType(linears)
 
 
 def aligned_bytes(nbytes: int) -> int:

@@ -4,6 +4,8 @@ The low-rank term of a linear is sharded so that it needs no communication besid
 A column-parallel linear has A whole and B with the rows of the base weight. A row-parallel linear
 has A with the columns of the base weight and B whole: its term is added to the partial output,
 before the sum over tensor ranks. A bottleneck is whole on each rank, because it acts after the sum.
+The linears of an expert are split over the ranks that share the expert; the other ranks have none
+of their terms.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,10 +15,17 @@ import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
-from gpt.linear_adapter import LinearAdapter, LinearTerm, OutputColumns, join_key, split_key
-from gpt.linear_parts import GATED_PARTS
+from gpt.linear_adapter import LinearAdapter, LinearTerm, OutputColumns
+from gpt.linear_parts import GATED_PARTS, join_key, split_key
 from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears, aligned_bytes
-from gpt.parallel.weight_sharding import ShardRule, ShardSpec, layer_number, local_kv_heads
+from gpt.parallel.weight_sharding import (
+    RankInStage,
+    ShardRule,
+    ShardSpec,
+    expert_number,
+    layer_number,
+    local_kv_heads,
+)
 
 
 def part_rows(linear: AdaptableLinear, part: str, config: GPTConfig) -> Tensor:
@@ -46,20 +55,25 @@ def shard_adapter(
     *,
     rank: int = 0,
     tp: int = 1,
+    ep: int = 1,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> dict[str, list[LinearTerm]]:
-    """Return the terms of tensor rank `rank` in the layers of its pipeline stage, by linear.
+    """Return the terms of rank `rank` of a pipeline stage in the stage's layers, by linear.
 
     The adapters must fit the model (gpt/adapters/linear_check.py).
     """
     linears, stage_layers = adaptable_linears(config), set(layers)
+    in_stage = RankInStage(rank, tp, ep)
     terms: dict[str, list[LinearTerm]] = {}
     for key, adapter in adapters.items():
         name, part = split_key(key)
-        if layer_number(name) not in stage_layers:
+        split = in_stage.split_of(name, config)
+        if layer_number(name) not in stage_layers or split is None:
             continue
-        term = shard_linear_adapter(adapter, linears[name], part, config, rank=rank, tp=tp)
+        term = shard_linear_adapter(
+            adapter, linears[name], part, config, rank=split[0], tp=split[1]
+        )
         terms.setdefault(name, []).append(term_to(term, dtype, device))
     return terms
 
@@ -73,8 +87,9 @@ def shard_linear_adapter(
     rank: int,
     tp: int,
 ) -> LinearTerm:
-    """Return tensor rank `rank`'s shard of the adapter of one linear or part.
+    """Return the shard of the adapter of one linear or part on a rank.
 
+    The linear is split over `tp` ranks, of which this is number `rank` (`RankInStage.split_of`).
     The shard may share the adapter's memory.
     """
     if adapter.bottleneck is not None:
@@ -161,13 +176,16 @@ def largest_rank_bytes(
     *,
     tp: int,
     itemsize: int,
+    ep: int = 1,
 ) -> int:
     """Return the bytes of an adapter's terms on the rank that needs the most.
 
     `stages`: the layers of each pipeline stage; `itemsize`: the bytes of an element in memory. All
-    tensor ranks of a stage need equally many bytes.
+    ranks of a stage that hold the same experts need equally many bytes.
     """
-    linears, layer_bytes = adaptable_linears(config), dict[int, int]()
+    linears, expert_tp = adaptable_linears(config), RankInStage(0, tp, ep).expert_tp
+    # By layer, for each of the `ep` parts of the experts.
+    layer_bytes: dict[int, list[int]] = {}
     for key, adapter in adapters.items():
         name, part = split_key(key)
         layer = layer_number(name)
@@ -176,11 +194,25 @@ def largest_rank_bytes(
             tensor_name: torch.empty(tensor.shape, device="meta")
             for tensor_name, tensor in adapter.tensors()
         }
-        shape_adapter = LinearAdapter(**shapes)
-        term = shard_linear_adapter(shape_adapter, linears[name], part, config, rank=0, tp=tp)
+        shape_adapter, expert = LinearAdapter(**shapes), expert_number(name)
+        term = shard_linear_adapter(
+            shape_adapter,
+            linears[name],
+            part,
+            config,
+            rank=0,
+            tp=tp if expert is None else expert_tp,
+        )
         term_bytes = sum(aligned_bytes(tensor.numel() * itemsize) for tensor in term.tensors())
-        layer_bytes[layer] = layer_bytes.get(layer, 0) + term_bytes
-    return max(sum(layer_bytes.get(layer, 0) for layer in layers) for layers in stages)
+        part_bytes = layer_bytes.setdefault(layer, [0] * ep)
+        for experts_part in range(ep) if expert is None else [expert * ep // config.num_experts]:
+            part_bytes[experts_part] += term_bytes
+    no_bytes = [0] * ep
+    return max(
+        max(map(sum, zip(*(layer_bytes.get(layer, no_bytes) for layer in layers), strict=True)))
+        for layers in map(list, stages)
+        if layers
+    )
 
 
 def merge_parts(

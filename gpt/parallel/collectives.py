@@ -42,6 +42,16 @@ def _all_reduce(x: Tensor, mesh: Mesh, op: dist.ReduceOp.RedOpType, *, copies: b
     return y.to(x.device)
 
 
+def sum_over_expert_ranks(x: Tensor, mesh: Mesh) -> Tensor:
+    """Return the sum of `x` over those tensor ranks that hold parts of the same experts.
+
+    All tensor ranks must call this together, with tensors of the same shape.
+    """
+    gathered = all_gather_rows(x.unsqueeze(0), mesh)
+    first = mesh.tp_rank - mesh.in_stage.expert_tp_rank
+    return gathered[first : first + mesh.in_stage.expert_tp].sum(0)
+
+
 def all_gather_rows(x: Tensor, mesh: Mesh) -> Tensor:
     """Return the rows of all tensor ranks, in the order of the ranks; padding rows are kept."""
     local = to_backend_memory(x, mesh)

@@ -12,6 +12,7 @@ from enum import Enum
 
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
+from gpt.linear_parts import LOCAL_EXPERTS
 from gpt.parallel.vocabulary_padding import local_vocab_range, padded_vocab_size
 
 Ranges = tuple[tuple[int, int], ...]
@@ -88,12 +89,19 @@ class RankInStage:
 
     def shard(self, parameter: ParameterSpec, config: GPTConfig) -> ShardSpec | None:
         """Return this rank's shard of a parameter; None if another rank holds the expert."""
-        expert = expert_number(parameter.name)
+        split = self.split_of(parameter.name, config)
+        return None if split is None else shard_spec(parameter, config, *split)
+
+    def split_of(self, name: str, config: GPTConfig) -> tuple[int, int] | None:
+        """Return this rank's index among the ranks that share a parameter or module, and their
+        number; None if other ranks hold the expert.
+        """
+        expert = expert_number(name)
         if expert is None:
-            return shard_spec(parameter, config, self.tp_rank, self.tp)
+            return self.tp_rank, self.tp
         if expert not in self.local_experts(config):
             return None
-        return shard_spec(parameter, config, self.expert_tp_rank, self.expert_tp)
+        return self.expert_tp_rank, self.expert_tp
 
 
 # Prefix of the parameter names of layers, as in `decoder.layers.7.mlp.linear_fc2.weight`.
@@ -112,7 +120,7 @@ def layer_number(name: str) -> int | None:
 
 def expert_number(name: str) -> int | None:
     """Return the global expert number in a canonical name; None for other parameters."""
-    _, separator, rest = name.partition(".experts.local_experts.")
+    _, separator, rest = name.partition(LOCAL_EXPERTS)
     return int(rest.split(".", 1)[0]) if separator else None
 
 

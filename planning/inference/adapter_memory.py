@@ -34,7 +34,7 @@ class ServedAdapters:
 
     def rank_bytes(self, model: GPTConfig, dtype: str, split: ModelSplit) -> int:
         """Return the bytes of one adapter on the rank that needs the most, in whole pages."""
-        nbytes = served_bytes(model, self.spec, split.tp, split.pp, DTYPE_BYTES[dtype])
+        nbytes = served_bytes(model, self.spec, split.tp, split.pp, DTYPE_BYTES[dtype], split.ep)
         return -(-nbytes // ADAPTER_PAGE_BYTES) * ADAPTER_PAGE_BYTES
 
     def memory_mb(self, model: GPTConfig, dtype: str, split: ModelSplit, count: int) -> int:

@@ -115,7 +115,7 @@ def price_adapters(
 
     The matrices of each adapter in a step are read once, at the speed at which weights are read.
     """
-    stages = stage_costs(model, served_adapters.spec, split.tp, split.pp)
+    stages = stage_costs(model, served_adapters.spec, split.tp, split.pp, ep=split.ep)
     row_flops = float(max(cost.flops_per_token for cost in stages))
     adapter_bytes = float(served_adapters.rank_bytes(model, dtype, split))
     device = cluster.device

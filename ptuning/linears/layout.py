@@ -15,10 +15,12 @@ from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.errors import ConfigError
-from gpt.linear_adapter import LinearAdapter, join_key, split_key
+from gpt.linear_adapter import LinearAdapter
+from gpt.linear_parts import join_key, split_key
 from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears
 from gpt.parallel.adapter_sharding import part_rows
-from ptuning.config import BOTTLENECK_TARGETS, LOW_RANK_METHODS, MethodConfig
+from gpt.parallel.weight_sharding import layer_number
+from ptuning.config import LOW_RANK_METHODS, MethodConfig
 
 
 @dataclass(frozen=True)
@@ -113,41 +115,35 @@ def _adapted_keys(
             "from 0; remove it"
         )
     layers = set(method_config.layers or range(config.num_layers))
-    modules = {linear.name.rpartition(".")[2] for linear in linears.values()}
+    by_target = {linear.target: linear for linear in linears.values()}
     for target in method_config.targets:
-        _check_target(target, linears, modules)
-    keys = []
-    for linear in linears.values():
-        module = linear.name.rpartition(".")[2]
-        if int(linear.name.split(".")[2]) not in layers:
-            continue
-        if method_config.method == "bottleneck" and module not in BOTTLENECK_TARGETS:
-            continue
-        targets = method_config.targets or (module,)
-        keys += [
-            join_key(linear.name, target.partition(".")[2])
-            for target in targets
-            if target.partition(".")[0] == module
-        ]
+        _check_target(target, by_target)
+    keys = [
+        join_key(linear.name, part)
+        for linear in linears.values()
+        if layer_number(linear.name) in layers
+        and (linear.ends_block or method_config.method != "bottleneck")
+        for part in linear.selected_parts(method_config.targets)
+    ]
     if not keys:
         raise ConfigError(
             f"layers {list(method_config.layers)} and targets {list(method_config.targets)} select "
-            "no linear that an adapter can change; adapters cannot change the linears of experts"
+            f"no linear of this model; choose other layers, or targets among: "
+            f"{', '.join(sorted(by_target))}"
         )
     return keys
 
 
-def _check_target(target: str, linears: Mapping[str, AdaptableLinear], modules: set[str]) -> None:
-    module, _, part = target.partition(".")
-    if module not in modules:
+def _check_target(target: str, by_target: Mapping[str, AdaptableLinear]) -> None:
+    name, part = split_key(target)
+    if name not in by_target:
         raise ConfigError(
-            f"targets has {target}, but the layers of this model have no such linear except in "
-            f"experts; choose among: {', '.join(sorted(modules))}"
+            f"targets has {target}, but the layers of this model have no such linear; choose "
+            f"among: {', '.join(sorted(by_target))}"
         )
-    linear = next(linear for linear in linears.values() if linear.name.endswith(module))
-    if part and part not in linear.parts:
+    if part and part not in by_target[name].parts:
         raise ConfigError(
-            f"targets has {target}, but {module} of this model has no part {part!r}; set {module}"
+            f"targets has {target}, but {name} of this model has no part {part!r}; set {name}"
         )
 
 

@@ -21,12 +21,13 @@ from gpt.linear_adapter import (
     LinearAdapter,
     LinearTerm,
     ModelAdapter,
-    split_key,
+    OutputColumns,
 )
+from gpt.linear_parts import split_key
 from gpt.model.gpt_model import GPT
 from gpt.parallel.adaptable_linears import ADAPTABLE_LINEARS, AdaptableLinear
 from gpt.parallel.adapter_sharding import local_part_rows, output_columns
-from gpt.parallel.collectives import all_reduce_no_grad
+from gpt.parallel.collectives import all_reduce_no_grad, sum_over_expert_ranks
 from gpt.parallel.weight_sharding import layer_number
 from ptuning.config import MethodConfig
 from ptuning.linears.layout import LinearsLayout, LinearTensor
@@ -87,7 +88,7 @@ class TrainableLinears:
         for (task, key), tensors in by_key.items():
             name, part = split_key(key)
             chunk = self._chunks.get(layer_number(name) or 0)
-            if chunk is None:
+            if chunk is None or self._split_of(name) is None:
                 continue
             linear = self.layout.linears[name]
             weight = chunk.get_submodule(name).weight
@@ -145,7 +146,7 @@ class TrainableLinears:
                 bottleneck = LinearAdapter(**tensors).bottleneck  # type: ignore[arg-type]
             columns = None
             if not linear.linear.is_row_parallel:
-                columns = output_columns(linear.linear, linear.part, self.config, self.mesh.tp)
+                columns = self._columns(linear.linear, linear.part)
             term = LinearTerm(
                 columns,
                 tensors.get("lora_a"),
@@ -187,13 +188,13 @@ class TrainableLinears:
         self, name: str, part: int, dropout: Dropout, rate: float, examples: ExampleRows
     ) -> InputDropout:
         linear = self.layout.linears[name]
-        module = ADAPTABLE_LINEARS.index(name.rpartition(".")[2])
         # The sites of the model's own dropout have other numbers after the layer.
-        site = (layer_number(name) or 0, 100 + module, part)
+        expert = () if linear.expert is None else (linear.expert,)
+        module = 100 + ADAPTABLE_LINEARS.index(linear.module)
+        site = (layer_number(name) or 0, module, part, *expert)
         columns = slice(None)
         if linear.is_row_parallel:
-            shard = linear.shard(self.config, self.mesh.tp_rank, self.mesh.tp)
-            ((start, stop),) = shard.ranges
+            ((start, stop),) = linear.shard(self.config, *self._own_split(linear)).ranges
             columns = slice(start, stop)
         return InputDropout(dropout, rate, site, linear.in_features, columns, examples)
 
@@ -224,14 +225,15 @@ class TrainableLinears:
         return vector
 
     def _write_own_share(self, tensor: LinearTensor, value: Tensor, target: Tensor) -> None:
-        location = self._location(tensor, self.mesh.tp_rank)
+        own_rank, _ = self._own_split(self.layout.linears[split_key(tensor.key)[0]])
+        location = self._location(tensor, own_rank)
         if location is None:
-            if not self.mesh.tp_rank:
+            if not own_rank:
                 target.copy_(value)
             return
         dimension, indices = location
         is_first = torch.ones(len(indices), dtype=torch.bool)
-        for rank in range(self.mesh.tp_rank):
+        for rank in range(own_rank):
             earlier = self._location(tensor, rank)
             assert earlier is not None
             is_first &= ~torch.isin(indices, earlier[1])
@@ -241,7 +243,8 @@ class TrainableLinears:
 
     def _shard(self, tensor: LinearTensor, full_tensor: Tensor) -> Tensor:
         """Return a copy of this rank's shard of a whole tensor."""
-        location = self._location(tensor, self.mesh.tp_rank)
+        own_rank, _ = self._own_split(self.layout.linears[split_key(tensor.key)[0]])
+        location = self._location(tensor, own_rank)
         value = full_tensor.to(self._dtype, copy=True)
         if location is not None:
             dimension, indices = location
@@ -249,23 +252,44 @@ class TrainableLinears:
         return value.to(self.mesh.device)
 
     def _location(self, tensor: LinearTensor, rank: int) -> tuple[int, Tensor] | None:
-        """Return the dimension and the indices of a rank's shard; None: each rank has all."""
+        """Return the dimension and the indices of a rank's shard; None: each rank has all.
+
+        `rank` is one of the ranks that share the linear.
+        """
         name, part = split_key(tensor.key)
         linear = self.layout.linears[name]
+        _, tp = self._own_split(linear)
         is_input = tensor.name in ("lora_a", "input_scale")
-        if linear.is_row_parallel != is_input or self.mesh.tp == 1:
+        if linear.is_row_parallel != is_input or tp == 1:
             return None
         if is_input:
-            ranges = linear.shard(self.config, rank, self.mesh.tp).ranges
+            ranges = linear.shard(self.config, rank, tp).ranges
             columns = torch.cat([torch.arange(start, stop) for start, stop in ranges])
             return (1 if tensor.name == "lora_a" else 0), columns
-        return 0, local_part_rows(linear, part, self.config, rank=rank, tp=self.mesh.tp)
+        return 0, local_part_rows(linear, part, self.config, rank=rank, tp=tp)
+
+    def _split_of(self, name: str) -> tuple[int, int] | None:
+        """Return this rank's index among the ranks that share a linear, and their number.
+
+        None: other ranks have the linear, which is an expert's.
+        """
+        return self.mesh.in_stage.split_of(name, self.config)
+
+    def _own_split(self, linear: AdaptableLinear) -> tuple[int, int]:
+        """Return the `_split_of` a linear that this rank has."""
+        split = self._split_of(linear.name)
+        assert split is not None, linear.name
+        return split
+
+    def _columns(self, linear: AdaptableLinear, part: str) -> OutputColumns | None:
+        """Return the columns of a part in this rank's output of a column-parallel linear."""
+        return output_columns(linear, part, self.config, self._own_split(linear)[1])
 
     def _weight_rows(self, linear: AdaptableLinear, part: str) -> Tensor | None:
         """Return the rows of this rank's base weight that belong to a part; None: all."""
         if not part or linear.is_row_parallel:
             return None
-        columns = output_columns(linear, part, self.config, self.mesh.tp)
+        columns = self._columns(linear, part)
         assert columns is not None
         starts = columns.offset + columns.stride * torch.arange(columns.count)
         return (starts.unsqueeze(1) + torch.arange(columns.width)).flatten().to(self.mesh.device)
@@ -280,9 +304,12 @@ class TrainableLinears:
 
     def _sum_columns(self, linear: AdaptableLinear, sums: Tensor) -> Tensor:
         """Return sums over all input channels from those over this rank's channels."""
-        if linear.is_row_parallel and self.mesh.tp > 1:
+        _, tp = self._own_split(linear)
+        if not linear.is_row_parallel or tp == 1:
+            return sums
+        if tp == self.mesh.tp:
             return all_reduce_no_grad(sums, self.mesh)
-        return sums
+        return sum_over_expert_ranks(sums, self.mesh)
 
     @torch.no_grad()
     def _norm(self, linear: TrainableLinear) -> Tensor:

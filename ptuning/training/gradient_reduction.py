@@ -24,8 +24,10 @@ from torch import Tensor
 
 from gpt.bottleneck_adapter import TENSOR_PREFIX
 from gpt.config import GPTConfig
+from gpt.linear_parts import LOCAL_EXPERTS
 from gpt.model.gpt_model import GPT
 from gpt.parallel.adaptable_linears import AdaptableLinear
+from gpt.parallel.collectives import sum_over_expert_ranks
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_communication import receive_from_stage, send_to_stage
 from gpt.parallel.weight_sharding import ShardRule, parameter_specs
@@ -54,7 +56,6 @@ PARTIAL_SUFFIXES = (
     "activation_func.alpha_p",
     "activation_func.alpha_n",
 )
-LOCAL_EXPERTS = ".experts.local_experts."
 # Pre-training updates the expert bias by expert load, not by gradients, so it is not trained here.
 # The other parameters are constants of the activation xIELU.
 UNTRAINED_SUFFIXES = ("expert_bias", "activation_func.beta", "activation_func.eps")
@@ -68,6 +69,7 @@ class Replication(Enum):
     KV_HEADS = "keys and values only, replicated (fewer KV heads than tp)"
     REPLICATED = "replicas with equal gradients"
     PARTIAL = "replicas, each with the gradient of its own tokens, heads, channels or biases"
+    EXPERT_PARTIAL = "as PARTIAL, on the ranks that share an expert (fewer than tp)"
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,9 @@ def _linear_replication(
         return Replication.PARTIAL if mesh.sequence_parallel else Replication.REPLICATED
     is_input = tensor_name in ("lora_a", "input_scale")
     if linear.is_row_parallel != is_input:
-        return Replication.PARTIAL
+        if linear.expert is None or mesh.ep == 1:
+            return Replication.PARTIAL
+        return Replication.EXPERT_PARTIAL
     has_kv_replicas = linear.rule is ShardRule.QKV and config.num_query_groups < mesh.tp
     if not has_kv_replicas or part == "query":
         return Replication.SPLIT
@@ -179,6 +183,8 @@ def reduce_gradient(
     """
     if trainable.replication is Replication.PARTIAL and mesh.tp > 1:
         _all_reduce(grad, mesh, mesh.tp_group)
+    if trainable.replication is Replication.EXPERT_PARTIAL and mesh.in_stage.expert_tp > 1:
+        grad.copy_(sum_over_expert_ranks(grad, mesh))
     if trainable.replication in (Replication.KV_GROUPS, Replication.KV_HEADS):
         _sum_kv_replicas(_replicated_rows(trainable, grad, model_config), model_config, mesh)
     if (
@@ -201,6 +207,8 @@ def squared_norm_share(
     if mesh.dp_rank or trainable.is_tied_copy:
         return 0.0
     if trainable.replication in (Replication.REPLICATED, Replication.PARTIAL) and mesh.tp_rank:
+        return 0.0
+    if trainable.replication is Replication.EXPERT_PARTIAL and mesh.in_stage.expert_tp_rank:
         return 0.0
     squares = float(grad.double().square().sum())
     if trainable.replication in (Replication.KV_GROUPS, Replication.KV_HEADS):

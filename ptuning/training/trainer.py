@@ -302,8 +302,9 @@ class Trainer:
             self.linear_adapter(task, vector),
             self.model_config,
             [layer for chunk in self.chunks for layer in chunk.layers],
-            rank=self.mesh.tp_rank,
+            rank=self.mesh.in_stage.rank,
             tp=self.mesh.tp,
+            ep=self.mesh.ep,
             dtype=self.chunks[0].dtype,
             device=self.mesh.device,
         )

@@ -437,6 +437,7 @@ class Service:
             config,
             [[layer for chunk in chunks for layer in chunk] for chunks in stages],
             tp=parallel.tp,
+            ep=parallel.ep,
             itemsize=FLOAT_DTYPES[self.dtype].itemsize,
         )
 

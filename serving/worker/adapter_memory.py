@@ -24,7 +24,8 @@ from gpt.device_transfers import to_device
 from gpt.host_limits import available_memory_bytes
 from gpt.linear import low_rank
 from gpt.linear.low_rank import EncodedAdapter, PackedRows, TermTable
-from gpt.linear_adapter import AdaptedRows, LinearAdapter, LinearTerm, ModelAdapter, split_key
+from gpt.linear_adapter import AdaptedRows, LinearAdapter, LinearTerm, ModelAdapter
+from gpt.linear_parts import split_key
 from gpt.model.gpt_model import GPT, NO_LINEARS
 from gpt.parallel.adaptable_linears import adaptable_linears, aligned_bytes
 from gpt.parallel.adapter_sharding import shard_linear_adapter
@@ -64,7 +65,12 @@ class AdapterMemory:
         if has_kernels or model.mesh.device.type != "cpu":
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=model.mesh.device)
         if nbytes and has_kernels and self._memory is not None:
-            stage_linears = [name for name in self._linears if layer_number(name) in model.layers]
+            # The kernels do not change the linears of experts.
+            stage_linears = [
+                name
+                for name, linear in self._linears.items()
+                if layer_number(name) in model.layers and linear.expert is None
+            ]
             memory = self._memory.view(model.dtype)
             self.table = TermTable(memory, stage_linears, adapters_max)
         if nbytes and self._memory is None:
@@ -84,8 +90,9 @@ class AdapterMemory:
         self._forget(start)
         for linear_write in linears_write.linears:
             name, part = split_key(linear_write.key)
-            if layer_number(name) in self._model.layers:
-                term = self._store(self._local_term(linear_write, name, part), adapter)
+            split = self._model.mesh.in_stage.split_of(name, self._model.config)
+            if layer_number(name) in self._model.layers and split is not None:
+                term = self._store(self._local_term(linear_write, name, part, split), adapter)
                 adapter.terms.setdefault(name, []).append(term)
         if self._memory is None and linears_write.linears:
             last, part = split_key(linears_write.linears[-1].key)
@@ -121,16 +128,16 @@ class AdapterMemory:
         if self.table is not None:
             self.table.forget(start)
 
-    def _local_term(self, linear_write: LinearWrite, name: str, part: str) -> LinearTerm:
+    def _local_term(
+        self, linear_write: LinearWrite, name: str, part: str, split: tuple[int, int]
+    ) -> LinearTerm:
         tensors = {
             tensor_name: torch.frombuffer(stored.data, dtype=torch.float32).view(stored.shape)
             for tensor_name, stored in linear_write.tensors.items()
         }
-        model, mesh = self._model, self._model.mesh
         adapter = LinearAdapter(**tensors, scale=linear_write.scale)
-        return shard_linear_adapter(
-            adapter, self._linears[name], part, model.config, rank=mesh.tp_rank, tp=mesh.tp
-        )
+        linear, (rank, tp) = self._linears[name], split
+        return shard_linear_adapter(adapter, linear, part, self._model.config, rank=rank, tp=tp)
 
     def _store(self, term: LinearTerm, adapter: _ResidentAdapter) -> LinearTerm:
         """Copy the tensors of a term into the device's memory, behind the adapter's other terms."""
@@ -156,8 +163,13 @@ class AdapterMemory:
         packed = low_rank.pack_rows(self.assign_slots(starts))
         device_rows = to_device(packed, self._model.mesh.device)
         rows = PackedRows.view(device_rows, len(starts), int(packed[0]))
-        bottlenecks = self._bottlenecks(starts)
-        kernels = low_rank.batch_kernels(self.table, rows, self.encoded(starts), bottlenecks)
+        encoded = self.encoded(starts)
+        expert_rows: tuple[AdaptedRows, ...] = ()
+        if any(adapter.has_experts for adapter in encoded):
+            expert_rows = self._adapted_rows(starts)
+        kernels = low_rank.batch_kernels(
+            self.table, rows, encoded, self._bottlenecks(starts), expert_rows
+        )
         return replace(batch, adapter_kernels=kernels)
 
     def _bottlenecks(self, starts: NDArray[np.int64]) -> list[AdaptedRows]:

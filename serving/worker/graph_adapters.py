@@ -20,7 +20,7 @@ from serving.worker.adapter_memory import AdapterMemory, row_adapters
 # graph have memory for it.
 GRAPH_RANKS_MAX = 192
 # The linears whose input a graph can scale. IA3 scales the input of fc2 alone.
-INPUT_SCALED_SUFFIX = ".mlp.linear_fc2"
+INPUT_SCALED_SUFFIX = ".linear_fc2"
 
 
 class GraphAdapters:
@@ -64,9 +64,10 @@ def _pack(slots: NDArray[np.int64], rows: int) -> NDArray[np.int32]:
 
 
 def _is_supported(adapter: EncodedAdapter) -> bool:
-    # A graph has no bottlenecks, whose rows are those of the step.
-    has_products = adapter.ranks <= GRAPH_RANKS_MAX and not adapter.bottlenecks
-    return has_products and all(map(_scales_input, adapter.input_scaled))
+    # A graph has no bottlenecks and no experts' terms, whose rows are those of the step.
+    has_products = adapter.ranks <= GRAPH_RANKS_MAX
+    has_rows = bool(adapter.bottlenecks) or adapter.has_experts
+    return has_products and not has_rows and all(map(_scales_input, adapter.input_scaled))
 
 
 def _scales_input(linear: str) -> bool:

@@ -235,3 +235,13 @@ def test_ranks_equal_each_prompt_alone(name: str, tp: int, pp: int, tmp_path: Pa
     scenario = mixed_scenario(name, make_adapters(config, tmp_path))
     scenario_run = ranks(tp * pp, run_scenarios, tp, pp, [scenario], str(tmp_path))[0][0]
     check_answers(build(config), scenario, scenario_run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "ep"), [(1, 2), (2, 2)])
+def test_ranks_with_own_experts_equal_each_prompt_alone(tp: int, ep: int, tmp_path: Path) -> None:
+    name = "eight experts"
+    config = SERVED_CONFIGS[name]
+    scenario = mixed_scenario(name, make_adapters(config, tmp_path))
+    scenario_run = ranks(max(tp, ep), run_scenarios, tp, 1, [scenario], str(tmp_path), ep)[0][0]
+    check_answers(build(config), scenario, scenario_run)

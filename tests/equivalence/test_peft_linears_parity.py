@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpt.adapters.adapter_file import open_adapter
+from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.formats.registry import open_checkpoint
-from gpt.linear_adapter import LinearAdapter, join_key
+from gpt.linear_adapter import LinearAdapter
+from gpt.linear_parts import join_key
 from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
 from ptuning.config import TuneConfig
@@ -157,6 +160,18 @@ def linear_adapter(
 
 
 def trainer_of(folder: Path, case: str, method: str, peft_model: Any) -> Trainer:
+    checkpoint = open_checkpoint(folder)
+    targets = () if case == "gpt2" else SPLIT_TARGETS
+    initial = initial_linears(peft_model, case, checkpoint.config)
+    return trainer_from(checkpoint, method, targets, initial)
+
+
+def trainer_from(
+    checkpoint: Checkpoint,
+    method: str,
+    targets: tuple[str, ...],
+    initial: Mapping[str, LinearAdapter],
+) -> Trainer:
     low_rank = {} if method == "ia3" else {"rank": RANK, "alpha": ALPHA}
     invocation = {"invocation_ids": INVOCATION} if method == "alora" else {}
     settings = TuneConfig(
@@ -164,7 +179,7 @@ def trainer_of(folder: Path, case: str, method: str, peft_model: Any) -> Trainer
         data="d",
         name="n",
         method=method,
-        targets=() if case == "gpt2" else SPLIT_TARGETS,
+        targets=targets,
         learning_rate=RATES[method],
         schedule="constant",
         warmup_steps=0,
@@ -172,11 +187,9 @@ def trainer_of(folder: Path, case: str, method: str, peft_model: Any) -> Trainer
         **low_rank,
         **invocation,
     )
-    checkpoint = open_checkpoint(folder)
     sizes = checkpoint.config.with_fields(hidden_dropout=0.0, attention_dropout=0.0)
     model = load_model(replace(checkpoint, config=sizes), Mesh.single())
     layout = LinearsLayout.create([settings.method_config], sizes)
-    initial = initial_linears(peft_model, case, sizes)
     return Trainer([model], settings, linears=TrainableLinears(layout, [initial], [model]))
 
 
@@ -217,5 +230,41 @@ def test_losses_equal_those_of_peft(case: str, method: str, tmp_path: Path) -> N
     losses = [trainer.step(turns[step % BATCHES]).loss for step in range(STEPS)]
     worst = max(abs(ours - theirs) for ours, theirs in zip(losses, expected, strict=True))
     print(f"{case}, {method}: {expected[0]:.3f} to {expected[-1]:.3f}, at most {worst:.1e} apart")
+    assert worst <= LOSS_TOLERANCE
+    assert sum(expected[-BATCHES:]) < 0.8 * sum(expected[:BATCHES])
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe, renormalized, wide heads"])
+def test_losses_of_experts_equal_those_of_peft(case: str, tmp_path: Path) -> None:
+    """PEFT's changes of stacked experts, imported before the first step."""
+    import peft
+
+    torch.manual_seed(0)
+    hf_model = base_of(case)
+    hf_model.save_pretrained(tmp_path / "base")
+    hf_model.set_attn_implementation("eager")
+    peft_config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=["q_proj", "v_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    peft_model = peft.get_peft_model(hf_model, peft_config).eval()
+    peft_model.save_pretrained(str(tmp_path / "start"))
+    checkpoint = open_checkpoint(tmp_path / "base")
+    initial = open_adapter(tmp_path / "start", base=checkpoint).linears
+    targets = (
+        "linear_qkv.query",
+        "linear_qkv.value",
+        "experts.linear_fc1",
+        "experts.linear_fc2",
+    )
+    trainer = trainer_from(checkpoint, "lora", targets, initial)
+    expected = peft_losses(peft_model, RATES["lora"])
+    turns = batches()
+    losses = [trainer.step(turns[step % BATCHES]).loss for step in range(STEPS)]
+    worst = max(abs(ours - theirs) for ours, theirs in zip(losses, expected, strict=True))
+    print(f"{case}: {expected[0]:.3f} to {expected[-1]:.3f}, at most {worst:.1e} apart")
     assert worst <= LOSS_TOLERANCE
     assert sum(expected[-BATCHES:]) < 0.8 * sum(expected[:BATCHES])

@@ -183,7 +183,8 @@ def test_tasks_share_batches_unless_their_methods_change_linears() -> None:
         (
             {"method": "ia3", "rank": 2},
             {"method": "lora"},
-            "task 'b' sets rank, which has an effect only if its method is lora, alora, dora or bottleneck",
+            "task 'b' sets rank, which has an effect only if its method is lora, alora, dora or "
+            "bottleneck",
         ),
         ({"method": "alora"}, {"method": "lora"}, "invocation is missing"),
         (
@@ -208,7 +209,10 @@ def test_method_settings_that_a_task_cannot_have_are_refused(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rank": 3}, "rank is 3, but has an effect only if method is lora, alora, dora or bottleneck"),
+        (
+            {"rank": 3},
+            "rank is 3, but has an effect only if method is lora, alora, dora or bottleneck",
+        ),
         ({"learning_rate": 0.1}, "learning_rate is 0.1, but each task sets its own; remove it"),
         ({"method": "full"}, "method is full, but each task sets its own; remove it"),
     ],

@@ -14,7 +14,8 @@ import yaml
 from torch import Tensor
 
 from gpt.config import GPTConfig
-from gpt.linear_adapter import LinearAdapter, split_key
+from gpt.linear_adapter import LinearAdapter
+from gpt.linear_parts import split_key
 from tests.support.checkpoints.distcp_writer import even_boxes, write_chunks
 
 PART_MODULES = {"query": "q", "key": "k", "value": "v", "gate": "gate", "up": "up"}

@@ -7,15 +7,18 @@ import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
-from gpt.linear_adapter import LinearAdapter, split_key
+from gpt.linear_adapter import AdaptedRows, LinearAdapter
+from gpt.linear_parts import split_key
 from gpt.model.gpt_model import GPT
 from gpt.model.linear import Linear
 from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears
-from gpt.parallel.adapter_sharding import linear_keys, part_rows
+from gpt.parallel.adapter_sharding import linear_keys, part_rows, shard_adapter
 
 METHODS = ("lora", "dora", "ia3")
 # Bottlenecks with a norm in front, behind, and without a norm.
 BOTTLENECKS = ("bottleneck", "bottleneck-post", "bottleneck-plain")
+DENSE_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+EXPERT_TARGETS = ("experts.linear_fc1", "experts.linear_fc2")
 # A Llama-like network, for adapters of NeMo and Megatron-Bridge.
 GATED = GPTConfig(
     num_layers=4,
@@ -42,11 +45,11 @@ def random_linears(
     *,
     rank: int = 3,
     seed: int = 0,
-    targets: Sequence[str] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    targets: Sequence[str] = (*DENSE_TARGETS, *EXPERT_TARGETS),
     by_parts: bool = False,
     strength: float = 1.0,
 ) -> dict[str, LinearAdapter]:
-    """Changes of all linears with the names `targets`, about as large as the weights.
+    """Changes of all linears that `targets` name, about as large as the weights.
 
     Bottlenecks, of the size `rank`, are of linear_proj and linear_fc2 alone.
 
@@ -55,7 +58,7 @@ def random_linears(
     """
     changes = {}
     for linear in adaptable_linears(config).values():
-        if linear.name.rpartition(".")[2] not in targets:
+        if linear.target not in targets:
             continue
         if method in BOTTLENECKS and not linear.is_row_parallel:
             continue
@@ -68,6 +71,19 @@ def random_linears(
             key_rank = rank + (1 if by_parts and index == 0 else 0)
             changes[key] = _random_change(linear, outputs, method, key_rank, strength, draw)
     return changes
+
+
+def mixed_expert_rows(model: GPT, rows: int) -> tuple[AdaptedRows, ...]:
+    """Adapters of experts on parts of the rows; the last rows have none."""
+    owned = torch.arange(rows) * 4 // max(rows, 1)
+    mixed = []
+    for owner, (method, by_parts) in enumerate((("lora", True), ("dora", False), ("ia3", False))):
+        linears = random_linears(
+            model.config, method, seed=owner, targets=EXPERT_TARGETS, by_parts=by_parts
+        )
+        adapter = shard_adapter(linears, model.config, model.layers, dtype=model.dtype)
+        mixed.append(AdaptedRows(adapter, (owned == owner).nonzero().flatten()))
+    return tuple(adapted for adapted in mixed if adapted.rows is not None and len(adapted.rows))
 
 
 def _random_change(

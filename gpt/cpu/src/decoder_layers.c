@@ -16,6 +16,7 @@ typedef struct {
     const uint16_t *proj_bias;
     NormArgs mlp_norm;
     const MoELayer *moe; /* NULL: the layer has a dense MLP, `fc1` and `fc2`. */
+    int64_t first_expert_linear; /* Of the layer's experts, in StepArgs.expert_adapters. */
     PackedWeight fc1;
     const uint16_t *fc1_bias;
     PackedWeight fc2;
@@ -62,8 +63,11 @@ typedef struct {
     const AdaptedLinear **adapters;
     const int64_t *row_adapters;        /* Each row's adapter, or -1. */
     const int64_t *output_row_adapters; /* Those of `output_rows`. */
+    /* By adapter, the linears of the experts of all MoE layers; NULL: no adapter changes them. */
+    const AdaptedLinear **expert_adapters;
 } StepArgs;
 
+/* FC1 and FC2 of an MoE layer are those of the shared expert. */
 typedef enum { QKV, PROJ, FC1, FC2, LAYER_LINEARS } LayerLinear;
 
 /* Buffers for the intermediate results of a step. */
@@ -227,7 +231,11 @@ static void proj_and_mlp(const LayerRange *s, const StepArgs *p, const DecoderLa
     preamble_gemm(&l->proj, attended, rows, l->proj_bias, 0, x, residual, threads, NULL,
                   &proj);
     if (l->moe) {
-        moe_layer(l->moe, &l->mlp_norm, input, rows, residual, x, scratch->mlp_hidden, threads);
+        const RowAdapters experts = {row_adapters, p->adapter_count, l->first_expert_linear,
+                                     p->expert_adapters};
+        const MoEAdapters adapters = {fc1, fc2, experts};
+        moe_layer(l->moe, &l->mlp_norm, input, rows, residual, x, scratch->mlp_hidden, threads,
+                  &adapters);
         return;
     }
     preamble_gemm(&l->fc1, input, rows, l->fc1_bias, s->activation, NULL, scratch->mlp_hidden,

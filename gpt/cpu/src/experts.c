@@ -8,6 +8,7 @@
    activation has 3 x (intermediate size) x (hidden size) weights. */
 
 #include "experts.h"
+#include "low_rank.h"
 #include "thread_pool.h"
 
 #if defined(__x86_64__)
@@ -20,6 +21,7 @@
 /* The rows of one expert. */
 typedef struct {
     Gemm product; /* Its first row is the group's first row. */
+    RowAdapters adapters; /* Of the product, if it has any. */
     int64_t first_row, first_tile;
     int64_t first_item; /* The items are pairs of a block of rows and a panel. */
     int64_t block_rows, panels;
@@ -31,6 +33,11 @@ typedef struct {
     const uint16_t *x;      /* The rows before staging; for fp32 weights, fp32 numbers. */
     const int64_t *sources; /* For each row of the groups, its row of x; NULL if they are equal. */
     uint16_t *tile_memory;  /* For one tile of each thread. */
+    /* The adapters of all rows of the groups; `linear` is the one of the first expert. `adapters`
+       is NULL if there are none. */
+    RowAdapters adapters;
+    uint16_t *u; /* For each row, scale * A x of its adapter. */
+    int64_t u_stride;
 } GroupedGemm;
 
 /* The 16-bit words of a number that the weight multiplies. */
@@ -44,6 +51,8 @@ typedef struct {
     int64_t *positions; /* For each pair of a token, its index in the sorted order; -1 for an expert
                            of another rank. */
     int64_t *ends;      /* For each expert, the index after its last pair. */
+    const int64_t *token_adapters; /* Each token's adapter, or NULL. */
+    int64_t *adapters;             /* For each sorted pair, its token's adapter. */
 } Pairs;
 
 /* Sorts the pairs of the experts from `first_expert` on. `ids`: the number of each pair's expert. */
@@ -68,6 +77,8 @@ static void sort_pairs(const Pairs *pairs, const int64_t *ids, int64_t first_exp
         const int64_t position = is_local ? pairs->ends[expert]++ : -1;
         if (is_local)
             pairs->sources[position] = i / pairs->topk;
+        if (is_local && pairs->token_adapters)
+            pairs->adapters[position] = pairs->token_adapters[i / pairs->topk];
         pairs->positions[i] = position;
     }
 }
@@ -80,16 +91,26 @@ static void stage_group_tile(const GroupedGemm *g, const Group *group, int64_t t
     const int64_t width = channels * words_per_number(p->weight);
     const int64_t count = p->rows - first < TILE ? p->rows - first : TILE;
     const int interleaved = first < p->interleaved_rows;
+    const int uses_tile = interleaved || p->weight->scales;
     uint16_t *target = p->staged + first * p->x_stride;
-    uint16_t *rows = interleaved ? g->tile_memory + worker_index() * TILE * width : target;
-    const int64_t stride = interleaved ? width : p->x_stride;
+    uint16_t *rows = uses_tile ? g->tile_memory + worker_index() * TILE * width : target;
+    const int64_t stride = uses_tile ? width : p->x_stride;
     for (int64_t i = 0; i < count; i++) {
         const int64_t row = group->first_row + first + i;
         const uint16_t *from = g->x + (g->sources ? g->sources[row] : row) * width;
-        if (p->weight->scales)
+        if (p->weight->scales && !p->adapters)
             quantize_row(from, channels, p->groups + (first + i) * group_count(channels));
         else
             memcpy(rows + i * stride, from, width * sizeof *from);
+    }
+    if (p->adapters) {
+        project_rows(p, rows, stride, first, count);
+        for (int64_t i = 0; i < count; i++) {
+            scale_input_row(p, first + i, rows + i * stride);
+            if (p->weight->scales)
+                quantize_row(rows + i * stride, channels,
+                             p->groups + (first + i) * group_count(channels));
+        }
     }
     if (interleaved)
         interleave_tile(rows, width, target);
@@ -127,6 +148,7 @@ static void plan_groups(GroupedGemm *g, const Pairs *pairs, int64_t experts,
                         int64_t activation, void *outputs, uint16_t *staged,
                         QuantizedGroup *quantized)
 {
+    const RowAdapters *all = &g->adapters;
     g->count = g->rows = g->tiles = g->items = 0;
     for (int64_t expert = 0; expert < experts; expert++) {
         const PackedWeight *w = weights + expert;
@@ -136,10 +158,13 @@ static void plan_groups(GroupedGemm *g, const Pairs *pairs, int64_t experts,
         if (!rows)
             continue;
         Group *group = g->groups + g->count++;
+        const RowAdapters adapters = {all->rows + first, all->count, all->linear + 2 * expert,
+                                      all->adapters};
+        const int adapts = all->adapters && adapters_change_linear(&adapters);
         const int interleave =
             !w->scales && !w->fp32 && rows >= INTERLEAVE_ROWS_MIN && isa_level == AVX512_BF16;
         /* The rows that are adjacent in g->x already need no copy. */
-        const int in_place = !w->scales && !interleave &&
+        const int in_place = !w->scales && !interleave && !adapts &&
                              (rows == 1 || (!g->sources && stride == width));
         const int64_t source = g->sources ? g->sources[first] : first;
         *group = (Group){
@@ -153,7 +178,11 @@ static void plan_groups(GroupedGemm *g, const Pairs *pairs, int64_t experts,
                         .groups = quantized + first * group_count(w->channels),
                         .x_stride = stride,
                         .staged = staged + first * stride,
-                        .interleaved_rows = interleave ? rows / TILE * TILE : 0},
+                        .interleaved_rows = interleave ? rows / TILE * TILE : 0,
+                        .adapters = adapts ? &group->adapters : NULL,
+                        .u = g->u + first * g->u_stride,
+                        .u_stride = g->u_stride},
+            .adapters = adapters,
             .first_row = first,
             .first_tile = g->tiles,
             .first_item = g->items,
@@ -251,8 +280,18 @@ static void sum_tokens(void *context, int64_t first, int64_t end)
 
 static int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* The largest rank of the experts' linears among the adapters; 0 without adapters. */
+static int64_t experts_rank_max(const Experts *e, const RowAdapters *adapters)
+{
+    RowAdapters linear = *adapters;
+    int64_t rank = 0;
+    for (int64_t i = 0; adapters->adapters && i < 2 * e->experts; i++, linear.linear++)
+        rank = largest(rank, adapters_rank_max(&linear));
+    return rank;
+}
+
 void run_experts(const Experts *e, const Routing *routing, const uint16_t *x, int64_t tokens,
-                 void *out, int64_t threads)
+                 void *out, int64_t threads, const RowAdapters *adapters)
 {
     const int64_t hidden = e->fc1->channels, columns = e->fc1->columns, topk = routing->topk;
     const int64_t words = words_per_number(e->fc1);
@@ -261,29 +300,39 @@ void run_experts(const Experts *e, const Routing *routing, const uint16_t *x, in
     const int64_t quantized_numel = e->fc1->scales ? pairs_max * group_count(width) : 0;
     const int64_t staged_numel =
         pairs_max * largest(padded_stride(hidden), padded_stride(columns)) * words;
+    const int64_t rank = experts_rank_max(e, adapters);
     if (!tokens)
         return;
     QuantizedGroup *quantized = thread_scratch(
         quantized_numel * sizeof *quantized + e->experts * (sizeof(Group) + sizeof(int64_t)) +
-        2 * pairs_max * sizeof(int64_t) + pairs_max * hidden * sizeof(float) +
-        (staged_numel + (pairs_max * columns + threads * TILE * width) * words) * sizeof *x);
+        3 * pairs_max * sizeof(int64_t) + pairs_max * hidden * sizeof(float) +
+        (staged_numel + (pairs_max * columns + threads * TILE * width) * words +
+         pairs_max * rank) * sizeof *x);
     Group *groups = (Group *)(quantized + quantized_numel);
     Pairs pairs = {.topk = topk, .ends = (int64_t *)(groups + e->experts)};
     pairs.sources = pairs.ends + e->experts;
     pairs.positions = pairs.sources + pairs_max;
-    float *outputs = (float *)(pairs.positions + pairs_max);
+    pairs.adapters = pairs.positions + pairs_max;
+    float *outputs = (float *)(pairs.adapters + pairs_max);
     uint16_t *staged = (uint16_t *)(outputs + pairs_max * hidden);
     uint16_t *activated = staged + staged_numel;
-    GroupedGemm g = {.groups = groups, .tile_memory = activated + pairs_max * columns * words};
+    GroupedGemm g = {.groups = groups,
+                     .tile_memory = activated + pairs_max * columns * words,
+                     .adapters = {pairs.adapters, adapters->count, 0, adapters->adapters},
+                     .u_stride = rank};
+    g.u = g.tile_memory + threads * TILE * width * words;
     for (int64_t first = 0; first < tokens; first += chunk) {
         pairs.tokens = tokens - first < chunk ? tokens - first : chunk;
         pairs.weights = routing->weights + first * topk;
+        pairs.token_adapters = adapters->adapters ? adapters->rows + first : NULL;
         sort_pairs(&pairs, routing->ids + first * topk, e->first_expert, e->experts);
         g.x = x + first * hidden * words, g.sources = pairs.sources;
+        g.adapters.linear = adapters->linear;
         plan_groups(&g, &pairs, e->experts, e->fc1, e->fc1_biases, e->activation, activated, staged,
                     quantized);
         run_groups(&g, threads);
         g.x = activated, g.sources = NULL;
+        g.adapters.linear++;
         plan_groups(&g, &pairs, e->experts, e->fc2, e->fc2_biases, NO_ACTIVATION, outputs, staged,
                     quantized);
         run_groups(&g, threads);
@@ -296,12 +345,14 @@ void run_experts(const Experts *e, const Routing *routing, const uint16_t *x, in
 
 /* Stores the weighted sums of the experts' outputs in `out`, (tokens, hidden). `ids` and `weights`:
    the numbers of each token's experts and their weights, (tokens, topk). For fp32 weights, x and
-   `out` are fp32. */
+   `out` are fp32, and there are no adapters. `adapters`: as in MoEAdapters, or NULL. */
 void preamble_experts(const Experts *experts, const uint16_t *x, int64_t tokens, const int64_t *ids,
-                      const float *weights, int64_t topk, void *out, int64_t threads)
+                      const float *weights, int64_t topk, void *out, int64_t threads,
+                      const RowAdapters *adapters)
 {
     const Routing routing = {.ids = ids, .weights = weights, .topk = topk};
-    run_experts(experts, &routing, x, tokens, out, threads);
+    const RowAdapters none = {0};
+    run_experts(experts, &routing, x, tokens, out, threads, adapters ? adapters : &none);
 }
 
 #endif

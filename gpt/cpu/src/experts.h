@@ -34,12 +34,21 @@ typedef struct {
     PackedWeight shared_fc1, shared_fc2, shared_gate;
 } MoELayer;
 
+/* The adapters of the rows of an MoE layer. */
+typedef struct {
+    RowAdapters shared_fc1, shared_fc2;
+    /* `linear` is the index of fc1 of the first of `Experts`; fc2 follows, then the next expert.
+       `experts.adapters` is NULL if no adapter changes experts. */
+    RowAdapters experts;
+} MoEAdapters;
+
 /* Defined in router.c. Returns the number of bytes of `memory` that `moe_layer` needs. */
 HIDDEN int64_t moe_scratch_bytes(const MoELayer *layer, int64_t rows);
 /* Stores the layer's output for the normed rows of x, plus the rows of `residual`, in `out`, which
    may be x or `residual`. */
 HIDDEN void moe_layer(const MoELayer *layer, const NormArgs *norm, const uint16_t *x, int64_t rows,
-                      const uint16_t *residual, uint16_t *out, void *memory, int64_t threads);
+                      const uint16_t *residual, uint16_t *out, void *memory, int64_t threads,
+                      const MoEAdapters *adapters);
 
 /* The experts of each token, and what is added to the sum of their outputs. */
 typedef struct {
@@ -52,8 +61,8 @@ typedef struct {
 } Routing;
 
 /* Defined in experts.c. Stores the weighted sums of the experts' outputs in `out`, (tokens,
-   hidden). */
+   hidden). `adapters`: as in MoEAdapters; its `adapters` may be NULL. */
 HIDDEN void run_experts(const Experts *experts, const Routing *routing, const uint16_t *x,
-                        int64_t tokens, void *out, int64_t threads);
+                        int64_t tokens, void *out, int64_t threads, const RowAdapters *adapters);
 
 #endif

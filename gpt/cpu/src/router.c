@@ -157,7 +157,8 @@ int64_t moe_scratch_bytes(const MoELayer *layer, int64_t rows)
 }
 
 void moe_layer(const MoELayer *layer, const NormArgs *norm, const uint16_t *x, int64_t rows,
-               const uint16_t *residual, uint16_t *out, void *memory, int64_t threads)
+               const uint16_t *residual, uint16_t *out, void *memory, int64_t threads,
+               const MoEAdapters *adapters)
 {
     const Router *router = &layer->router;
     const int64_t hidden = router->weight.channels;
@@ -175,9 +176,11 @@ void moe_layer(const MoELayer *layer, const NormArgs *norm, const uint16_t *x, i
                        .residual = residual};
     if (layer->shared_fc1.panels) {
         preamble_gemm(&layer->shared_fc1, scratch.normed, rows, NULL,
-                      layer->experts.activation, NULL, scratch.shared_hidden, threads, NULL, NULL);
+                      layer->experts.activation, NULL, scratch.shared_hidden, threads, NULL,
+                      &adapters->shared_fc1);
         preamble_gemm(&layer->shared_fc2, scratch.shared_hidden, rows, NULL,
-                      NO_ACTIVATION, NULL, scratch.shared_output, threads, NULL, NULL);
+                      NO_ACTIVATION, NULL, scratch.shared_output, threads, NULL,
+                      &adapters->shared_fc2);
         routing.shared = scratch.shared_output;
     }
     if (layer->shared_gate.panels) {
@@ -185,7 +188,8 @@ void moe_layer(const MoELayer *layer, const NormArgs *norm, const uint16_t *x, i
                       scratch.shared_gates, threads, NULL, NULL);
         routing.shared_gates = scratch.shared_gates;
     }
-    run_experts(&layer->experts, &routing, scratch.normed, rows, out, threads);
+    run_experts(&layer->experts, &routing, scratch.normed, rows, out, threads,
+                &adapters->experts);
 }
 
 #endif

@@ -20,10 +20,14 @@ from gpt.formats.registry import open_checkpoint
 from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
 from tests.support.linear_adapters import METHODS, merge_into, random_linears
-from tests.support.models import CLASSIC, MODERN, lively
+from tests.support.models import CLASSIC, EXPERTS, MODERN, lively
 from tests.support.peft_adapters import adapted_logits, relative_difference
 
-CONFIGS = {"classic": CLASSIC, "modern": MODERN}
+CONFIGS = {
+    "classic": CLASSIC,
+    "modern": MODERN,
+    "experts": EXPERTS.with_fields(activation="silu", proj_bias=False, mlp_bias=False),
+}
 IDS = torch.arange(3, 39).view(3, 12)
 
 FAST = ("classic", "ia3")
@@ -50,7 +54,11 @@ def run(*arguments: object) -> int:
     ("name", "split", "method"),
     [
         pytest.param(*case, method, marks=[pytest.mark.slow] if (case[0], method) != FAST else [])
-        for case in (("classic", ("--tp", "2")), ("modern", ("--pp", "2")))
+        for case in (
+            ("classic", ("--tp", "2")),
+            ("modern", ("--pp", "2")),
+            ("experts", ("--tp", "2")),
+        )
         for method in METHODS
     ],
 )

@@ -314,7 +314,7 @@ INVALID_FILES: dict[str, tuple[bytes, str]] = {
     "broken card": (own_file({"table": TABLE}, card="{"), "card cannot be read"),
     "a list": (own_file({"table": TABLE}, card="[]"), "card cannot be read: it is not a JSON"),
     "deep card": (own_file({"table": TABLE}, card="[" * 100_000), "card cannot be read"),
-    "huge card": (own_file({"table": TABLE}, card=" " * (1 << 21)), "at most 1048576 are allowed"),
+    "huge card": (own_file({"table": TABLE}, card=" " * (1 << 23)), "at most 5242880 are allowed"),
     "unknown key": (own_file({"table": TABLE}, card=card_with(kv=1)), "card: unknown key 'kv'"),
     "wrong kind": (own_file({"table": TABLE}, card=card_with(stop="x")), "stop is 'x'"),
     "bad template": (
@@ -332,7 +332,7 @@ INVALID_FILES: dict[str, tuple[bytes, str]] = {
     ),
     "vast metric": (own_file({"table": TABLE}, card=card_with(metrics={"f1": 10**400})), "f1"),
     "many names": (
-        own_file({f"{i:0100}": torch.zeros(0) for i in range(60_000)}),
+        own_file({f"{i:01000000}": torch.zeros(0) for i in range(45)}),
         "states a header of",
     ),
     "empty stop": (own_file({"table": TABLE}, card=card_with(stop=[""])), "stop string of 0 b"),

@@ -25,7 +25,8 @@ from gpt.checkpoint.files.file_tree import scan_folder
 from gpt.checkpoint.files.torch_dcp import read_index
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.errors import AdapterError
-from gpt.linear_adapter import LinearAdapter, split_key
+from gpt.linear_adapter import LinearAdapter
+from gpt.linear_parts import split_key
 from tests.support.adapter_exchange import run_adapters_command
 from tests.support.bridge_adapters import (
     BRIDGE_0_3,

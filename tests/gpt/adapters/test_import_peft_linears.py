@@ -1,5 +1,6 @@
 """Import of PEFT's LoRA, activated LoRA, DoRA and IA3; PEFT's own logits are the reference."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt.adapters.adapter_file import Adapter, check_adapter, open_adapter, save_adapter
+from gpt.adapters.adapter_file import (
+    Adapter,
+    Card,
+    build_adapter,
+    check_adapter,
+    open_adapter,
+    save_adapter,
+)
 from gpt.adapters.export_peft import write_export
 from gpt.adapters.export_peft_linears import convert_linears_to_peft
+from gpt.adapters.fused_linears import split_into_parts
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.formats.huggingface.reader import read_family_name
 from gpt.formats.registry import open_checkpoint
+from gpt.linear_parts import join_key
+from gpt.parallel.adaptable_linears import adaptable_linears
 from tests.support.checkpoints.hf_models import CASES, ids, model_of
+from tests.support.linear_adapters import EXPERT_TARGETS, random_linears
 from tests.support.peft_adapters import (
     IA3_TARGETS,
     INVOCATION,
@@ -27,7 +39,12 @@ from tests.support.peft_adapters import (
 METHODS = ("lora", "dora", "ia3", "alora")
 DIFFERENCE_MAX = 2e-6
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning",
+    "ignore::UserWarning",
+    # Of patterns for the modules of another version of transformers.
+    "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning",
+)
 
 
 class PeftCase:
@@ -118,6 +135,80 @@ def test_imported_adapter_has_the_logits_of_peft_and_returns_bit_for_bit(
     check_equal_tensors(peft_case.folder, export(adapter, peft_case.base, tmp_path / "exported"))
     save_adapter(adapter, tmp_path / "adapter.safetensors")
     assert open_adapter(tmp_path / "adapter.safetensors").digest == adapter.digest
+
+
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+STACKED_CASES: dict[str, dict[str, Any]] = {
+    "qwen3_moe, renormalized, wide heads": {"target_parameters": [GATE_UP, DOWN]},
+    "mixtral": {"target_parameters": [DOWN, GATE_UP], "target_modules": []},
+    "qwen2_moe, one dense layer": {
+        "target_parameters": [GATE_UP, "model.layers.0.mlp.experts.down_proj"],
+        "target_modules": ["q_proj", "shared_expert.up_proj"],
+        "rank_pattern": {"mlp.experts.gate_up_proj": 3, "layers.2.*down_proj": 5},
+        "alpha_pattern": {"layers.0.*gate_up_proj": 11},
+    },
+    "glm4_moe": {"target_parameters": [DOWN], "use_rslora": True},
+    "gpt_oss": {"target_parameters": [GATE_UP, DOWN], "target_modules": ["q_proj", "v_proj"]},
+    "granitemoe": {"target_parameters": ["gate_up_proj", "experts.down_proj"]},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "mixtral" else [pytest.mark.slow])
+        for name in STACKED_CASES
+    ],
+)
+def test_stacked_experts_have_the_logits_of_peft_and_return_bit_for_bit(
+    tmp_path: Path, name: str
+) -> None:
+    fields = {"target_modules": ["q_proj", "o_proj"]} | STACKED_CASES[name]
+    peft_case = PeftCase(tmp_path, name, "lora", **fields)
+    adapter = peft_case.open()
+    assert peft_case.difference(adapter) <= DIFFERENCE_MAX
+    assert peft_case.difference(None) > 0.05
+    attention = {key: change for key, change in adapter.linears.items() if "experts." not in key}
+    if attention:
+        without_experts = build_adapter(adapter.card, None, attention)
+        assert peft_case.difference(without_experts) > 0.01
+    exported = export(adapter, peft_case.base, tmp_path / "exported")
+    check_equal_tensors(peft_case.folder, exported)
+    assert open_adapter(exported, base=peft_case.base).digest == adapter.digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe, renormalized, wide heads"])
+def test_experts_with_changes_of_parts_are_modules_which_peft_can_load(
+    tmp_path: Path, name: str
+) -> None:
+    """Gate and up have matrices A of their own. PEFT converts the modules to parameters."""
+    import peft
+
+    hf_model = model_of(name)
+    hf_model.save_pretrained(tmp_path / "base")
+    base = open_checkpoint(tmp_path / "base")
+    wholes = random_linears(base.config, targets=EXPERT_TARGETS, rank=4)
+    linears = {}
+    for key, change in wholes.items():
+        linear = adaptable_linears(base.config)[key]
+        parts = split_into_parts(change, linear, base.config) if linear.parts else {"": change}
+        for number, (part, own) in enumerate(parts.items()):
+            assert own.lora_a is not None
+            linears[join_key(key, part)] = replace(own, lora_a=own.lora_a.roll(number, 1))
+    adapter = build_adapter(Card("experts", kind="linears"), None, linears)
+    exported = export(adapter, base, tmp_path / "exported")
+    assert all(".experts.0." in key for key in peft_tensors(exported) if ".0.w1" in key)
+    opened = open_adapter(exported, base=base)
+    assert opened.linears.keys() == adapter.linears.keys()
+    check_equal_tensors(exported, export(opened, base, tmp_path / "again"))
+    with torch.no_grad():
+        peft_model = peft.PeftModel.from_pretrained(hf_model, exported).eval()
+        expected = peft_model(input_ids=ids(2, 24)).logits
+    with torch.inference_mode():
+        logits = adapted_logits(base, opened, ids(2, 24))
+        assert relative_difference(logits, expected) <= DIFFERENCE_MAX
+        assert relative_difference(adapted_logits(base, None, ids(2, 24)), expected) > 0.05
 
 
 FIELDS: dict[str, dict[str, Any]] = {

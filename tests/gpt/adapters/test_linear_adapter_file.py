@@ -19,10 +19,12 @@ from gpt.adapters.adapter_file import (
 from gpt.adapters.prompt_template import PromptTemplate
 from gpt.checkpoint.logical_tensor import ModelIdentity
 from gpt.errors import AdapterError
-from gpt.linear_adapter import LinearAdapter, last_occurrence, split_key
+from gpt.linear_adapter import LinearAdapter, last_occurrence
+from gpt.linear_parts import split_key
 from tests.support.linear_adapters import BOTTLENECKS, METHODS, random_linears
 from tests.support.models import CLASSIC, EXPERTS, MODERN
 
+EXPERT = "decoder.layers.0.mlp.experts.local_experts"
 CARD = Card(
     "task",
     template=PromptTemplate("{text} =", ()),
@@ -169,7 +171,7 @@ UNFIT_CHANGES: dict[str, tuple[Changes, str]] = {
     "an unknown linear": ({"a.b": LinearAdapter(A, B)}, "is no linear of this model"),
     "an expert": (
         {"decoder.layers.0.mlp.experts.local_experts.0.linear_fc1": LinearAdapter(A, B)},
-        "cannot change the linears of experts",
+        "is no linear of this model with 5 layers; use it",
     ),
     "an unknown part": (
         {"decoder.layers.1.mlp.linear_fc1.gate": LinearAdapter(A, B)},
@@ -198,10 +200,23 @@ def test_changes_that_do_not_fit_the_model_are_refused(case: str) -> None:
         check_adapter(adapter, CLASSIC, BASE)
 
 
-def test_experts_may_have_adapters_of_attention() -> None:
-    linears = random_linears(EXPERTS)
-    assert not any("experts" in key for key in linears)
+def test_experts_may_have_adapters() -> None:
+    linears = random_linears(EXPERTS, by_parts=True)
+    experts = {key for key in linears if "experts" in key}
+    assert experts & {f"{EXPERT}.4.linear_fc2", "decoder.layers.2.mlp.shared_experts.linear_fc1"}
     assert check_adapter(build_adapter(CARD, None, linears), EXPERTS, BASE) == ()
+    absent = {f"{EXPERT}.5.linear_fc2": LinearAdapter(A, B)}
+    with pytest.raises(AdapterError, match="no linear of this model with 4 layers and 5 experts"):
+        check_adapter(build_adapter(CARD, None, absent), EXPERTS, BASE)
+
+
+def test_cards_of_many_experts_may_have_more_bytes() -> None:
+    scales = {f"{EXPERT}.{number}.linear_fc1.gate": 0.123456789 for number in range(16000)}
+    card = replace(CARD, scales=scales)
+    assert len(card.to_json()) > 1 << 20
+    assert Card.from_json(card.to_json()) == card
+    with pytest.raises(AdapterError, match="shorten its texts"):
+        replace(card, task="x" * (2 << 20))
 
 
 def test_another_base_and_an_unknown_invocation_are_refused() -> None:

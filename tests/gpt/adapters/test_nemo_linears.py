@@ -19,13 +19,16 @@ from gpt.adapters.adapter_file import (
     open_adapter,
     save_adapter,
 )
+from gpt.adapters.export_bridge import convert_linears_to_bridge
+from gpt.adapters.export_nemo_linears import convert_linears_to_nemo
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError
-from gpt.linear_adapter import LinearAdapter, split_key
+from gpt.linear_adapter import LinearAdapter
+from gpt.linear_parts import split_key
 from tests.support.adapter_exchange import run_adapters_command
-from tests.support.linear_adapters import GATED, random_linears
-from tests.support.models import CLASSIC, MODERN, lively
+from tests.support.linear_adapters import EXPERT_TARGETS, GATED, random_linears
+from tests.support.models import CLASSIC, EXPERTS, MODERN, lively
 from tests.support.nemo_linears import write_nemo_distributed, write_nemo_linears
 
 PLAIN = GPTConfig(
@@ -219,6 +222,17 @@ def test_exports_that_nemo_cannot_express_are_refused(
         )
         expected = "virtual tokens and adapter weights" if "virtual" in message else message
         assert code == 1 and expected in err
+
+
+@pytest.mark.parametrize("targets", [EXPERT_TARGETS, ("linear_fc2",)])
+def test_changes_of_experts_have_no_form_in_nemo_and_bridge(targets: tuple[str, ...]) -> None:
+    config = EXPERTS.with_fields(moe_layers=(True,) * 4)
+    linears = random_linears(config, targets=(*targets, "linear_qkv"))
+    adapter, base = build_adapter(Card("a"), None, linears), lively(config)
+    with pytest.raises(AdapterError, match=r"changes of experts, which Megatron-Bridge's LoRA"):
+        convert_linears_to_bridge(adapter, base)
+    with pytest.raises(AdapterError, match=r"changes of experts, which a .nemo file"):
+        convert_linears_to_nemo(adapter, base, {}, None, 1)
 
 
 State = dict[str, Any]

@@ -182,7 +182,9 @@ FIELD_FAULTS: list[tuple[str, Any, str]] = [
     ("arrow_config", {"top_k": 2}, "Arrow"),
     ("velora_config", {"num_groups": 2}, "VeLoRA"),
     ("monteclora_config", {"samples": 2}, "MonteCLoRA"),
-    ("target_parameters", ["mlp.experts.down_proj"], "target_parameters"),
+    ("target_parameters", ["mlp.experts.down_proj"], "no tensors of such parameters"),
+    ("target_parameters", "down_proj", "a list of names of parameters"),
+    ("target_parameters", ["down_proj", 3], "a list of names of parameters"),
     ("use_future_lora", True, "'use_future_lora' with the value True"),
     ("task_type", "SEQ_CLS", "task_type 'SEQ_CLS'"),
     ("task_type", 3, "task_type 3"),
@@ -336,13 +338,17 @@ def tensor_faults() -> Iterator[tuple[str, Callable[[Tensors], Tensors], str]]:
             f"base_model.model.{key}.lora_A.weight": torch.ones(RANK, inputs),
             f"base_model.model.{key}.lora_B.weight": torch.ones(QUERIES, RANK),
         }
-        yield key, with_tensors(pair), "is no attention or MLP linear"
+        yield key, with_tensors(pair), "is no linear of attention"
     expert = {
         f"{PREFIX}.0.mlp.experts.1.gate_proj.lora_{letter}.weight": torch.ones(2, 2)
         for letter in "AB"
     }
-    yield "experts", with_tensors(expert), "cannot change the linears of experts"
-    yield "path", lambda tensors: rename(tensors, ".layers.0.", ".layers.../"), "is no attention"
+    yield "experts", with_tensors(expert), "is no linear of attention, an MLP or an expert"
+    yield (
+        "path",
+        lambda tensors: rename(tensors, ".layers.0.", ".layers.../"),
+        "is no linear of attention",
+    )
 
 
 TENSOR_FAULTS = list(tensor_faults())

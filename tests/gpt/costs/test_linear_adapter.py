@@ -1,5 +1,7 @@
 """Costs of linear adapters: equal to the tensors of random adapters on every rank."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -17,12 +19,13 @@ from gpt.costs.linear_adapter import (
     stage_costs,
 )
 from gpt.errors import ConfigError
-from gpt.linear_adapter import LinearAdapter, LinearTerm, split_key
-from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears
+from gpt.linear_adapter import LinearAdapter, LinearTerm, ModelAdapter
+from gpt.linear_parts import LOCAL_EXPERTS, split_key
+from gpt.parallel.adaptable_linears import AdaptableLinear, adaptable_linears, aligned_bytes
 from gpt.parallel.adapter_sharding import largest_rank_bytes, part_rows, shard_adapter
 from gpt.parallel.pipeline_stages import stage_layers
 from planning.model_presets import find_preset
-from tests.support.linear_adapters import random_linears
+from tests.support.linear_adapters import DENSE_TARGETS, EXPERT_TARGETS, random_linears
 
 GPT2 = GPTConfig(3, 64, 8, 96, 32)
 # Fewer KV heads than tensor ranks, and a gated MLP.
@@ -38,9 +41,25 @@ LLAMA = GPTConfig(
     normalization="RMSNorm",
     position_embedding_type="rope",
 )
-EXPERTS = LLAMA.with_fields(num_experts=4, moe_router_topk=2, moe_layers=(True, False, True, False))
+EXPERTS = LLAMA.with_fields(
+    num_experts=4,
+    moe_router_topk=2,
+    moe_layers=(True, False, True, False),
+    moe_shared_expert_intermediate_size=32,
+)
 MODELS = {"gpt2": GPT2, "llama": LLAMA, "experts": EXPERTS}
-METHODS: tuple[LinearMethod, ...] = get_args(LinearMethod)
+# For the default targets, and with the linears of experts.
+TARGETS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "gpt2": ((),),
+    "llama": ((),),
+    "experts": ((), (*DENSE_TARGETS, *EXPERT_TARGETS), ("linear_fc2", "experts.linear_fc1")),
+}
+CASES = [
+    (name, LinearAdapterSpec(method, 3, targets))
+    for name in MODELS
+    for method in get_args(LinearMethod)
+    for targets in TARGETS[name]
+]
 
 
 def adapter_of(config: GPTConfig, spec: LinearAdapterSpec) -> dict[str, LinearAdapter]:
@@ -49,54 +68,101 @@ def adapter_of(config: GPTConfig, spec: LinearAdapterSpec) -> dict[str, LinearAd
         config,
         "lora" if spec.method == "alora" else spec.method,
         rank=spec.rank,
-        targets=spec.targets or ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+        targets=spec.targets or DENSE_TARGETS,
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", MODELS)
-def test_numbers_equal_those_of_an_adapters_tensors(name: str, method: LinearMethod) -> None:
-    config, spec = MODELS[name], LinearAdapterSpec(method, rank=5)
+@pytest.mark.parametrize(("name", "spec"), CASES)
+def test_numbers_equal_those_of_an_adapters_tensors(name: str, spec: LinearAdapterSpec) -> None:
+    config = MODELS[name]
     tensors = [
-        (tensor_name, tensor)
-        for linear in adapter_of(config, spec).values()
+        (key, tensor_name, tensor)
+        for key, linear in adapter_of(config, spec).items()
         for tensor_name, tensor in linear.tensors()
     ]
     cost = linear_adapter_cost(config, spec)
-    assert cost.stored == sum(tensor.numel() for _, tensor in tensors)
-    assert cost.trained == sum(t.numel() for n, t in tensors if n != "weight_norm")
+    assert cost.stored == sum(tensor.numel() for _, _, tensor in tensors)
+    assert cost.trained == sum(t.numel() for _, name, t in tensors if name != "weight_norm")
     factors = ("lora", "bottleneck_down", "bottleneck_up")
-    matrices = sum(t.numel() for n, t in tensors if n.startswith(factors))
-    assert cost.flops_per_token == 2 * matrices
+    matrices = [(key, t.numel()) for key, name, t in tensors if name.startswith(factors)]
+    # Each token has two of four experts.
+    active = sum(size // 2 if LOCAL_EXPERTS in key else size for key, size in matrices)
+    assert cost.flops_per_token == 2 * active
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 2), (1, 3)])
+@pytest.mark.parametrize(("name", "spec"), CASES)
+@pytest.mark.parametrize(
+    ("tp", "pp", "ep"),
+    [
+        (1, 1, 1),
+        (4, 2, 1),
+        (4, 1, 2),
+        *(
+            pytest.param(*split, marks=pytest.mark.slow)
+            for split in ((2, 1, 1), (1, 3, 1), (2, 1, 2))
+        ),
+    ],
+)
 def test_memory_of_a_server_equals_that_of_an_adapters_terms(
-    name: str, method: LinearMethod, tp: int, pp: int
+    name: str, spec: LinearAdapterSpec, tp: int, pp: int, ep: int
 ) -> None:
-    config, spec = MODELS[name], LinearAdapterSpec(method, rank=3)
+    config = MODELS[name]
     stages = [chunks[0] for chunks in stage_layers(config.num_layers, pp)]
     adapter = adapter_of(config, spec)
+    ep = ep if config.num_experts else 1
+    terms = [
+        shard_adapter(adapter, config, layers, rank=rank, tp=tp, ep=ep)
+        for rank in range(tp)
+        for layers in stages
+    ]
     for itemsize in (2, 4):
-        want = largest_rank_bytes(adapter, config, stages, tp=tp, itemsize=itemsize)
-        assert served_bytes(config, spec, tp, pp, itemsize) == want
+        want = largest_rank_bytes(adapter, config, stages, tp=tp, itemsize=itemsize, ep=ep)
+        assert served_bytes(config, spec, tp, pp, itemsize, ep) == want
+        assert max(map(partial(bytes_of, itemsize=itemsize), terms)) == want
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("tp", "pp"), [(2, 2), (4, 1)])
+def bytes_of(adapter: ModelAdapter, itemsize: int) -> int:
+    return sum(
+        aligned_bytes(tensor.numel() * itemsize)
+        for terms in adapter.values()
+        for term in terms
+        for tensor in vars(term).values()
+        if isinstance(tensor, Tensor)
+    )
+
+
+def test_an_adapter_of_one_expert_needs_memory_on_the_ranks_of_the_expert() -> None:
+    adapter = {
+        key: linear
+        for key, linear in adapter_of(EXPERTS, CASES[-1][1]).items()
+        if "local_experts.3.linear_fc1" in key
+    }
+    assert len(adapter) == 2
+    for tp, ep, expert_tp in ((1, 1, 1), (2, 2, 1), (4, 2, 2), (1, 4, 1)):
+        rank_bytes = [
+            bytes_of(shard_adapter(adapter, EXPERTS, range(4), rank=rank, tp=tp, ep=ep), 2)
+            for rank in range(max(tp, ep))
+        ]
+        assert [size > 0 for size in rank_bytes[-expert_tp:]] == [True] * expert_tp
+        assert ep == 1 or not any(rank_bytes[:-expert_tp])
+        assert largest_rank_bytes(adapter, EXPERTS, [range(4)], tp=tp, ep=ep, itemsize=2) == max(
+            rank_bytes
+        )
+
+
+@pytest.mark.parametrize(("name", "spec"), CASES)
+@pytest.mark.parametrize(("tp", "pp", "ep"), [(2, 2, 1), (4, 1, 1), (4, 1, 2), (2, 2, 2)])
 def test_numbers_of_each_stage_equal_those_of_its_shards(
-    name: str, method: LinearMethod, tp: int, pp: int
+    name: str, spec: LinearAdapterSpec, tp: int, pp: int, ep: int
 ) -> None:
-    config, spec = MODELS[name], LinearAdapterSpec(method, rank=3)
+    config = MODELS[name]
+    ep = ep if config.num_experts else 1
     adapter = adapter_of(config, spec)
-    costs = stage_costs(config, spec, tp, pp)
+    costs = stage_costs(config, spec, tp, pp, ep=ep)
     no_tensors = LinearTerm()
     for (layers,), cost in zip(stage_layers(config.num_layers, pp), costs, strict=True):
         for rank in range(tp):
-            terms = shard_adapter(adapter, config, layers, rank=rank, tp=tp)
+            terms = shard_adapter(adapter, config, layers, rank=rank, tp=tp, ep=ep)
             values = [
                 (linear, name, tensor.numel())
                 for linear, linear_terms in terms.items()
@@ -109,8 +175,11 @@ def test_numbers_of_each_stage_equal_those_of_its_shards(
             assert cost.replicated == sum(
                 size
                 for linear, name, size in values
-                if name == ("lora_b" if linear.endswith(("proj", "fc2")) else "lora_a")
-                or method == "bottleneck"
+                if (
+                    name == ("lora_b" if linear.endswith(("proj", "fc2")) else "lora_a")
+                    and not (LOCAL_EXPERTS in linear and ep == tp)
+                )
+                or spec.method == "bottleneck"
             )
 
 
@@ -130,7 +199,7 @@ def test_parts_of_fused_linears_have_their_own_matrices() -> None:
         assert served_bytes(LLAMA, spec, tp, 1, 2) == want
 
 
-def lora(linears: dict[str, AdaptableLinear], key: str, rank: int) -> LinearAdapter:
+def lora(linears: Mapping[str, AdaptableLinear], key: str, rank: int) -> LinearAdapter:
     name, part = split_key(key)
     outputs = len(part_rows(linears[name], part, LLAMA))
     inputs = linears[name].in_features
@@ -171,7 +240,7 @@ def test_sizes_of_published_models() -> None:
         (GPT2, ("linear_fc1.gate",), (), "linear_fc1.gate, which this model does not have"),
         (LLAMA, ("linear_fc1", "linear_fc1.up"), (), "linear_fc1 and its part linear_fc1.up"),
         (GPT2, (), (3,), "layer 3, but the model has 3 layers"),
-        (EXPERTS, ("linear_fc1",), (0,), "changes no linear"),
+        (EXPERTS, ("experts.linear_fc1",), (1,), "changes no linear"),
     ],
 )
 def test_linears_that_the_model_does_not_have_are_refused(

@@ -63,7 +63,7 @@ def test_layers_use_the_blocks_of_their_kv_group(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STEPS)
-@pytest.mark.parametrize("name", ["classic", "modern", "ALiBi", "experts and dense"])
+@pytest.mark.parametrize("name", ["classic", "modern", "ALiBi", "experts", "experts and dense"])
 def test_fused_decoder_with_adapters_equals_the_modules(name: str, kind: str) -> None:
     check_adapted_decoder(name, kind)
 

@@ -3,7 +3,7 @@
 The kernels are replaced by torch here. tests/gpt/linear/test_low_rank.py tests the kernels.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -26,7 +26,8 @@ from gpt.linear_adapter import (
     ModelAdapter,
     TermKernels,
 )
-from gpt.model.adapted_linear import RowTerms, adapted_product, row_terms, select_rows
+from gpt.linear_parts import LOCAL_EXPERTS
+from gpt.model.adapted_linear import RowTerms, adapted_product, row_terms, select_adapted_rows
 from gpt.model.gpt_model import GPT
 from gpt.parallel.adaptable_linears import adaptable_linears
 from gpt.parallel.adapter_sharding import shard_adapter
@@ -73,18 +74,21 @@ class TorchTermKernels(TermKernels):
 class TorchAdapterKernels(AdapterKernels):
     """The adapters of a batch in torch."""
 
-    def __init__(self, adapted_rows: tuple[AdaptedRows, ...]) -> None:
+    def __init__(self, adapted_rows: Sequence[AdaptedRows]) -> None:
         self._adapted_rows = adapted_rows
         self.bottlenecks = adapted_rows
 
     def for_linear(self, linear: str) -> TermKernels | None:
+        assert LOCAL_EXPERTS not in linear, "kernels change no linears of experts"
         terms = row_terms(self._adapted_rows, linear)
         return TorchTermKernels(terms) if terms else None
 
     def select_rows(self, rows: Tensor) -> AdapterKernels:
-        selected = select_rows(self._adapted_rows, rows)
-        assert isinstance(selected, tuple)
-        return TorchAdapterKernels(selected)
+        return TorchAdapterKernels(select_adapted_rows(self._adapted_rows, rows))
+
+    @property
+    def expert_rows(self) -> Sequence[AdaptedRows]:
+        return self._adapted_rows
 
 
 def model_adapter(

@@ -6,14 +6,16 @@ import math
 import pytest
 import torch
 
-from gpt.cpu.kernels import force_isa_level
+from gpt.cpu.kernels import ISA_LEVELS, force_isa_level, isa_level
 from gpt.cpu.packed_linear import supports_weight
 from gpt.cpu_inference.weight_packing import pack_weights, weight_bytes
 from gpt.linear.cpu_experts import CpuExperts
+from gpt.linear_adapter import AdaptedRows
 from gpt.model.gpt_model import GPT
 from gpt.model.moe import ExpertsBackend, MoELayer, TorchExperts
 from gpt.parallel.mesh import Mesh
 from tests.support.experts_cases import CONFIGS, ROW_COUNTS, SMALL, moe_layer, routings
+from tests.support.linear_adapters import mixed_expert_rows
 from tests.support.models import CONFIGS as MODELS
 from tests.support.models import EXPERTS, build
 from tests.support.packed_models import STEPS, packed_model, run_step
@@ -44,6 +46,14 @@ FUSED_CONFIGS = {
     "limited gates": FUSED.with_fields(activation="quick_gelu", **LIMITED),
     "no biases": FUSED.with_fields(mlp_bias=False, gated=False, activation="relu2"),
 }
+# From 24 rows of an expert on, the library interleaves them.
+ADAPTED_CASES = [
+    (name, 5) if name != "many experts" else pytest.param(name, 5, marks=pytest.mark.slow)
+    for name in CPU_CONFIGS
+] + [
+    (name, 150) if name == "limited gates" else pytest.param(name, 150, marks=pytest.mark.slow)
+    for name in CPU_CONFIGS
+]
 pytestmark = pytest.mark.skipif(
     not supports_weight(torch.empty(32, 32, dtype=torch.bfloat16)),
     reason="the C library has no bf16 GEMM for this CPU",
@@ -129,6 +139,71 @@ def test_fp32_experts_equal_the_loop(name: str, rows: int) -> None:
         native = layer.experts_backend.forward(x, logits, rows)
         assert (native - plain[key]).abs().max() < FP32_ERROR_MAX * plain[key].abs().max(), key
     assert (layer(x, rows) - plain_output).abs().max() < FP32_ERROR_MAX * plain_output.abs().max()
+
+
+def prepared(model: GPT, adapted_rows: tuple[AdaptedRows, ...]) -> tuple[AdaptedRows, ...]:
+    return tuple(AdaptedRows(model.prepare_adapter(x.adapter), x.rows) for x in adapted_rows)
+
+
+@pytest.mark.parametrize(("name", "rows"), ADAPTED_CASES)
+def test_fp32_experts_apply_adapters_as_the_loop(name: str, rows: int) -> None:
+    config = CPU_CONFIGS[name]
+    model = build(config, dtype=torch.float32)
+    layer, adapted_rows = moe_layer(model), mixed_expert_rows(model, rows)
+    x = torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    looped = layer(x, rows, None, adapted_rows)
+    pack_weights(model)
+    assert type(layer.experts_backend) is CpuExperts
+    native, base = layer(x, rows, None, prepared(model, adapted_rows)), layer(x, rows)
+    assert (native - looped).abs().max() < FP32_ERROR_MAX * looped.abs().max()
+    assert std(native - base) > 0.1 * std(base)
+    last = -(-3 * rows // 4)
+    assert torch.equal(native[last:], base[last:])
+
+
+@pytest.mark.parametrize("isa", ISA_LEVELS[1:])
+@pytest.mark.parametrize(("name", "rows"), ADAPTED_CASES)
+def test_native_experts_apply_adapters_as_accurately_as_the_loop(
+    name: str, rows: int, isa: str
+) -> None:
+    config = CPU_CONFIGS[name]
+    force_isa_level(isa)
+    try:
+        if isa_level() != isa:
+            pytest.skip(f"this CPU has no {isa}")
+        model, exact = build(config, dtype=torch.bfloat16), build(config)
+        for values, weight in zip(exact.parameters(), model.parameters(), strict=True):
+            values.data.copy_(weight)
+        x = torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(0))
+        x = x.bfloat16()
+        exact_experts = moe_layer(exact).experts_backend
+        experts = config.num_experts
+        logits = torch.randn(rows, experts, generator=torch.Generator().manual_seed(1)).bfloat16()
+        mixed = mixed_expert_rows(model, rows)
+        # The same terms, rounded to bf16.
+        wide = tuple(
+            AdaptedRows(
+                {
+                    key: [term.map_tensors(torch.Tensor.double) for term in terms]
+                    for key, terms in x.adapter.items()
+                },
+                x.rows,
+            )
+            for x in mixed
+        )
+        want = exact_experts.forward(x.double(), logits.double(), rows, wide)
+        looped = moe_layer(model).experts_backend.forward(x, logits, rows, mixed)
+        pack_weights(model)
+        backend = moe_layer(model).experts_backend
+        native = backend.forward(x, logits, rows, prepared(model, mixed))
+        base = backend.forward(x, logits, rows)
+    finally:
+        force_isa_level(None)
+    assert type(backend) is CpuExperts
+    assert std(native - want) < 1.1 * std(looped - want)
+    assert std(native.double() - base) > 0.1 * std(base)
+    last = -(-3 * rows // 4)
+    assert torch.equal(native[last:], base[last:])
 
 
 @pytest.mark.parametrize("kind", ["one", "several", "all kinds"])

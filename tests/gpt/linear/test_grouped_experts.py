@@ -6,6 +6,7 @@ import torch
 from gpt.linear import grouped_experts
 from gpt.linear.fused_linear import fuse_layers
 from gpt.linear.grouped_experts import GroupedExperts, group_experts
+from gpt.linear_adapter import AdaptedRows
 from gpt.model.gpt_model import GPT
 from gpt.model.moe import MoELayer, TorchExperts
 from gpt.parallel.mesh import Mesh
@@ -17,6 +18,7 @@ from tests.support.experts_cases import (
     excess_errors,
     moe_layer,
 )
+from tests.support.linear_adapters import mixed_expert_rows
 from tests.support.models import CONFIGS as MODELS
 from tests.support.models import EIGHT_EXPERTS, EXPERTS, build
 from tests.support.ranks import ranks
@@ -43,6 +45,23 @@ def test_a_model_with_grouped_experts_equals_one_without(name: str) -> None:
     logits = model.logits(IDS)
     group_all(model)
     assert (model.logits(IDS) - logits).abs().max() < FP32_ERROR_MAX
+
+
+@pytest.mark.parametrize("name", ["experts", "sigmoid experts"])
+def test_rows_with_adapters_of_experts_equal_the_loop(name: str) -> None:
+    model = build(MODELS[name], dtype=torch.float32)
+    layer = moe_layer(model)
+    x = torch.randn(24, 32, generator=torch.Generator().manual_seed(0))
+    adapted_rows = mixed_expert_rows(model, 24)
+    looped = layer(x, 24, None, adapted_rows)
+    group_all(model)
+    grouped, base = layer(x, 24, None, adapted_rows), layer(x, 24)
+    assert (grouped - looped).abs().max() < FP32_ERROR_MAX
+    assert (grouped[:18] - base[:18]).abs().mean() > 0.1 * base.abs().mean()
+    assert (grouped[18:] - base[18:]).abs().max() < FP32_ERROR_MAX
+    everything = [AdaptedRows(adapted_rows[0].adapter, rows) for rows in (None, torch.arange(24))]
+    outputs = [layer(x, 24, None, (adapted,)) for adapted in everything]
+    assert (outputs[0] - outputs[1]).abs().max() < FP32_ERROR_MAX
 
 
 def check_tensor_parallel_model(_rank: int) -> None:

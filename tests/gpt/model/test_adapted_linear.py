@@ -12,7 +12,7 @@ from gpt.model.gpt_model import GPT
 from gpt.parallel.adapter_sharding import shard_adapter
 from gpt.parallel.mesh import Mesh
 from tests.support.linear_adapters import METHODS, merge_into, random_linears
-from tests.support.models import CONFIGS, build
+from tests.support.models import CONFIGS, SERVED_CONFIGS, build
 from tests.support.ranks import ranks
 
 IDS = torch.arange(3, 39).view(3, 12)
@@ -23,7 +23,13 @@ def sharded(model: GPT, **options: object) -> ModelAdapter:
     mesh = model.mesh
     linears = random_linears(model.config, **options)  # type: ignore[arg-type]
     return shard_adapter(
-        linears, model.config, model.layers, rank=mesh.tp_rank, tp=mesh.tp, dtype=model.dtype
+        linears,
+        model.config,
+        model.layers,
+        rank=mesh.in_stage.rank,
+        tp=mesh.tp,
+        ep=mesh.ep,
+        dtype=model.dtype,
     )
 
 
@@ -83,21 +89,36 @@ def mixed_logits(model: GPT) -> Tensor:
     return adapted_logits(model, (AdaptedRows(dora, first), AdaptedRows(ia3, first + 24)))
 
 
-def rank_logits(_: int, name: str, tp: int, sequence_parallel: bool) -> Tensor:
-    mesh = Mesh.create(tp, 1, sequence_parallel=sequence_parallel)
+def rank_logits(_: int, name: str, tp: int, ep: int, sequence_parallel: bool) -> Tensor:
+    mesh = Mesh.create(tp, 1, ep=ep, sequence_parallel=sequence_parallel)
     with torch.inference_mode():
-        return mixed_logits(build(CONFIGS[name], mesh))
+        return mixed_logits(build(SERVED_CONFIGS[name], mesh))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
-    ("name", "tp"),
-    [("classic", 2), ("modern", 4), pytest.param("experts", 2, marks=pytest.mark.slow)],
+    ("name", "tp", "ep"),
+    [
+        ("classic", 2, 1),
+        ("modern", 4, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("experts", 2, 1),
+                ("eight experts", 1, 2),
+                ("eight experts", 2, 2),
+                ("eight experts", 4, 2),
+                ("eight experts", 2, 4),
+            )
+        ),
+    ],
 )
-def test_tensor_ranks_have_the_logits_of_one_rank(
-    name: str, tp: int, sequence_parallel: bool
+def test_ranks_have_the_logits_of_one_rank(
+    name: str, tp: int, ep: int, sequence_parallel: bool
 ) -> None:
     with torch.inference_mode():
-        expected = mixed_logits(build(CONFIGS[name]))
-    for logits in ranks(tp, rank_logits, name, tp, sequence_parallel):
+        expected = mixed_logits(build(SERVED_CONFIGS[name]))
+    # More expert than tensor ranks only serve models, without sequence parallelism.
+    is_parallel = sequence_parallel and tp >= ep
+    for logits in ranks(max(tp, ep), rank_logits, name, tp, ep, is_parallel):
         torch.testing.assert_close(logits, expected, rtol=TOLERANCE, atol=TOLERANCE)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
-from gpt.linear_adapter import LinearAdapter, LinearTerm, split_key
+from gpt.linear_adapter import LinearAdapter, LinearTerm
+from gpt.linear_parts import split_key
 from gpt.model.adapted_linear import adapted_product
 from gpt.model.adapted_linear_training import adapted_linear, supports_terms
 from gpt.parallel.adaptable_linears import adaptable_linears

@@ -5,10 +5,13 @@ from importlib.util import find_spec
 from itertools import pairwise
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
+from gpt.batch import Batch
 from gpt.linear_adapter import LinearAdapter
+from gpt.linear_parts import LOCAL_EXPERTS
 from gpt.parallel.adaptable_linears import adaptable_linears
 from serving.messages import Outcome, Step
 from serving.worker import cuda_graphs, graph_adapters
@@ -21,7 +24,7 @@ from tests.support.adapter_steps import (
     with_adapters,
 )
 from tests.support.graph_steps import RULES, next_step, prefill_step
-from tests.support.linear_adapters import random_linears
+from tests.support.linear_adapters import DENSE_TARGETS, EXPERT_TARGETS, random_linears
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="no Triton: make tools"),
@@ -135,6 +138,32 @@ def test_a_step_with_adapters_waits_once() -> None:
             copies.append(len(counts.copies))
         # The rows of the adapters; the terms are on the device.
         assert copies[1] == copies[0] + 1
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_have_terms_outside_of_the_table() -> None:
+    from tests.support.fake_device import fake_device
+    from tests.support.fake_device_runners import FAMILIES, make_runner
+
+    with fake_device():
+        runner = make_runner(FAMILIES["experts"], torch.bfloat16)
+        memory = runner._adapter_memory
+        assert memory.table is not None
+        assert not any(LOCAL_EXPERTS in name for name in memory.table.linears)
+        assert "decoder.layers.0.mlp.shared_experts.linear_fc2" in memory.table.linears
+        step = with_adapters(prefill_step(RULES[:3], blocks=4), [LORA, BASE, LORA], [0, 0, 3])
+        for targets, has_experts in ((DENSE_TARGETS, False), (EXPERT_TARGETS, True)):
+            linears = random_linears(runner.model.config, targets=targets)
+            memory.write(linears_write(LORA, linears))
+            (encoded,) = memory.encoded(np.array(list(memory._adapters)))
+            assert encoded.has_experts == has_experts
+            assert encoded.linears == {key for key in linears if LOCAL_EXPERTS not in key}
+            assert graph_adapters._is_supported(encoded) != has_experts
+            kernels = memory.add_adapters(Batch.unpaged(step.lengths), step).adapter_kernels
+            assert kernels is not None
+            layers = [adapted.moe_layers for adapted in kernels.expert_rows]
+            names = {f"decoder.layers.{layer}.mlp" for layer in (0, 2, 3)}
+            assert layers == ([names] if has_experts else [])
 
 
 def test_heartbeats_capture_graphs_with_adapters_when_there_is_an_adapter(
