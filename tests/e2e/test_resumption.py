@@ -1,6 +1,7 @@
 """Streams whose server is lost: another server continues them with the very same tokens."""
 
 import asyncio
+import json
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -126,6 +128,48 @@ def _fingerprint_channel(server: Server) -> grpc.Channel:
 def _fingerprint(stub: generation_pb2_grpc.GenerationServiceStub) -> str:
     message = pb.GenerateStreamRequest(text=PROMPT, max_new_tokens=1)
     return str(next(iter(stub.GenerateStream(message, timeout=WAIT_S))).base_fingerprint)
+
+
+def test_a_completion_of_openai_is_continued_behind_any_token(deployment: Deployment) -> None:
+    first, second = deployment.servers
+    request = {
+        "model": "read",
+        "prompt": PROMPT,
+        "max_tokens": 24,
+        "temperature": 1,
+        "logprobs": 1,
+        "return_token_ids": True,
+        "stop": ["zz", "qu"],
+    }
+    whole = _post(first, "/v1/completions", request)
+    choice = whole["choices"][0]
+    assert whole["model"] == "read@1" and len(choice["token_ids"]) > 5
+    for count in range(len(choice["token_ids"])):
+        resume = {
+            "seed": choice["seed"],
+            "token_ids": choice["token_ids"][:count],
+            "base_fingerprint": whole["system_fingerprint"],
+        }
+        changes = {"model": whole["model"], "resume": resume}
+        rest = _post(second, "/v1/completions", request | changes)
+        rest_choice = rest["choices"][0]
+        assert rest_choice["token_ids"] == choice["token_ids"][count:]
+        assert choice["text"].endswith(rest_choice["text"])
+        assert rest_choice["finish_reason"] == choice["finish_reason"]
+        offsets = choice["logprobs"]["text_offset"][count:]
+        assert rest_choice["logprobs"]["text_offset"] == offsets
+        assert rest["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    refusals = {"n": 2, "echo": True, "use_beam_search": True, "prompt": ["one", "two"]}
+    for field, value in refusals.items():
+        status, body = second.request("/v1/completions", request | changes | {field: value})
+        assert status == 400, (field, body)
+
+
+def _post(server: Server, path: str, request: dict[str, Any]) -> dict[str, Any]:
+    status, body = server.request(path, request)
+    assert status == 200, body
+    response: dict[str, Any] = json.loads(body)
+    return response
 
 
 def test_what_cannot_be_resumed_is_refused(deployment: Deployment) -> None:
