@@ -94,6 +94,9 @@ def _generate(client: Client, prompt: Prompt, options: Options) -> int:
             for completion in client.completions(prompt, options)
         )
     for piece in client.stream(prompt, options):
+        if piece.resumed_at:
+            message = f"the server was lost; {piece.resumed_at} continues the completion"
+            print(f"preamble generate: {message}", file=sys.stderr, flush=True)
         write_text(piece.text)
     write_text("\n")
     return 0

@@ -6,6 +6,7 @@ event loop; its calls can run concurrently.
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from operator import attrgetter
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,70 +28,84 @@ from clients.responses import (
     Scores,
     read_completions,
     read_first_completion,
-    read_piece,
     read_scores,
 )
+from clients.resumption import StreamState
+from clients.servers import Balance, Method, Servers
 from clients.transport import (
     DEFAULT_RETRIES,
     Attempts,
     Retries,
     Tls,
     call_metadata,
-    channel_options,
     read_call_error,
 )
-from protos.preamble.v1 import (
-    adapters_pb2,
-    adapters_pb2_grpc,
-    admin_pb2,
-    admin_pb2_grpc,
-    generation_pb2_grpc,
-)
+from protos.preamble.v1 import adapters_pb2, admin_pb2
 from protos.preamble.v1 import generation_pb2 as pb
 
 
 class AsyncClient:
-    """Asyncio client of the server at `address` (HOST:PORT). Close it, or use it in `async with`.
+    """Asyncio client of the servers at `address`. Close it, or use it in `async with`.
 
     Create it inside a running event loop. A cancelled task cancels its call.
     """
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         timeout_s: float = 60.0,
         *,
         token: str | None = None,
         tls: Tls | None = None,
         retries: Retries = DEFAULT_RETRIES,
+        balance: Balance = "round_robin",
+        tenant: str = "",
     ) -> None:
         self.address = address
         self.timeout_s = timeout_s
         self.retries = retries
         self.metadata = call_metadata(token)
-        options = channel_options(tls)
-        self.channel = (
-            grpc.aio.insecure_channel(address, options)
-            if tls is None
-            else grpc.aio.secure_channel(address, tls.credentials, options)
-        )
-        self._generation = generation_pb2_grpc.GenerationServiceStub(self.channel)
-        self._adapters = adapters_pb2_grpc.AdapterServiceStub(self.channel)
-        self._admin = admin_pb2_grpc.AdminServiceStub(self.channel)
+
+        def open_channel(address: str, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
+            if tls is None:
+                return grpc.aio.insecure_channel(address, options)
+            return grpc.aio.secure_channel(address, tls.credentials, options)
+
+        self._servers = Servers(address, open_channel, tls, balance, tenant)
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The channel to the first address, for the stubs of other services."""
+        channel: grpc.aio.Channel = self._servers.all[0].channel
+        return channel
 
     async def generate(
         self, prompt: Prompt, options: Options = DEFAULT_OPTIONS, timeout_s: float | None = None
     ) -> Completion:
         """Return the first completion; use `completions` if the options request several."""
         message = fill_request(pb.GenerateRequest(), prompt, options)
-        return read_first_completion(await self.call(self._generation.Generate, message, timeout_s))
+        return read_first_completion(
+            await self.call(
+                attrgetter("generation.Generate"),
+                message,
+                timeout_s,
+                adapter=options.requested_adapter,
+            )
+        )
 
     async def completions(
         self, prompt: Prompt, options: Options, timeout_s: float | None = None
     ) -> list[Completion]:
         """Return all completions, grouped by adapter in the order of `options.adapters`."""
         message = fill_request(pb.GenerateRequest(), prompt, options)
-        return read_completions(await self.call(self._generation.Generate, message, timeout_s))
+        return read_completions(
+            await self.call(
+                attrgetter("generation.Generate"),
+                message,
+                timeout_s,
+                adapter=options.requested_adapter,
+            )
+        )
 
     async def stream(
         self, prompt: Prompt, options: Options = DEFAULT_OPTIONS, timeout_s: float | None = None
@@ -98,23 +113,30 @@ class AsyncClient:
         """Yield pieces of completions as they arrive; `aclose` the generator to cancel the call."""
         message = fill_request(pb.GenerateStreamRequest(), prompt, options)
         attempts = Attempts(self.retries, self.timeout_s if timeout_s is None else timeout_s)
-        has_started = False
+        state, route = StreamState(message), self._servers.route(options.requested_adapter)
         while True:
-            call = self._generation.GenerateStream(
-                message, timeout=attempts.remaining_s, metadata=self.metadata
+            server = route.next_server()
+            call = server.generation.GenerateStream(
+                state.next_request(server.address),
+                timeout=attempts.remaining_s,
+                metadata=(*self.metadata, *route.metadata),
             )
             try:
                 async for response in call:
-                    has_started = True
-                    yield read_piece(response)
+                    yield state.read(response)
                 return
             except grpc.aio.AioRpcError as error:
-                failure = read_call_error(error, self.address)
+                failure = read_call_error(error, server.address)
             finally:
                 call.cancel()
-            if has_started:  # A retry would yield the same pieces again.
+            moves = route.record_failure(failure)
+            if not state.has_started:
+                wait_s = attempts.next_wait_s(failure, moves=moves)
+            elif state.can_resume:
+                wait_s = attempts.resumption_wait_s(failure, moves=moves)
+            else:  # A retry would yield the same pieces again.
                 raise failure
-            await asyncio.sleep(attempts.next_wait_s(failure))
+            await asyncio.sleep(wait_s)
 
     async def score(
         self,
@@ -135,7 +157,9 @@ class AsyncClient:
         message = build_score_request(
             prompt, continuations, adapter, logprobs, parse_special_tokens, add_special_tokens
         )
-        return read_scores(await self.call(self._generation.Score, message, timeout_s))
+        return read_scores(
+            await self.call(attrgetter("generation.Score"), message, timeout_s, adapter=adapter)
+        )
 
     async def tokenize(
         self,
@@ -145,11 +169,11 @@ class AsyncClient:
         add_special_tokens: bool | None = None,
     ) -> list[int]:
         message = build_tokenize_request(text, parse_special_tokens, add_special_tokens)
-        return list((await self.call(self._generation.Tokenize, message)).token_ids)
+        return list((await self.call(attrgetter("generation.Tokenize"), message)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         message = pb.DetokenizeRequest(token_ids=token_ids)
-        return str((await self.call(self._generation.Detokenize, message)).text)
+        return str((await self.call(attrgetter("generation.Detokenize"), message)).text)
 
     async def adapters(self) -> list[adapters_pb2.Adapter]:
         """Return all adapters that the caller can use; they are fetched in pages of PAGE_SIZE."""
@@ -157,25 +181,28 @@ class AsyncClient:
         token = ""
         while True:
             message = adapters_pb2.ListAdaptersRequest(page_size=PAGE_SIZE, page_token=token)
-            page = await self.call(self._adapters.ListAdapters, message)
+            page = await self.call(attrgetter("adapters.ListAdapters"), message)
             adapters += page.adapters
             token = page.next_page_token
             if not token:
                 return adapters
 
     async def info(self) -> admin_pb2.GetServerInfoResponse:
-        response = await self.call(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest())
+        response = await self.call(
+            attrgetter("admin.GetServerInfo"), admin_pb2.GetServerInfoRequest()
+        )
         assert isinstance(response, admin_pb2.GetServerInfoResponse)
         return response
 
     async def load(self) -> admin_pb2.GetLoadResponse:
         """Return the current load of the server: requests, KV blocks, engine state."""
-        response = await self.call(self._admin.GetLoad, admin_pb2.GetLoadRequest())
+        response = await self.call(attrgetter("admin.GetLoad"), admin_pb2.GetLoadRequest())
         assert isinstance(response, admin_pb2.GetLoadResponse)
         return response
 
     async def close(self) -> None:
-        await self.channel.close()
+        for server in self._servers.all:
+            await server.channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -188,12 +215,30 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def call(self, method: Any, message: object, timeout_s: float | None = None) -> Any:
-        """Call a unary method of a gRPC stub directly, with deadline and retries."""
+    async def call(
+        self,
+        method: Method,
+        message: object,
+        timeout_s: float | None = None,
+        *,
+        adapter: str = "",
+        repeatable: bool = True,
+    ) -> Any:
+        """Call a unary method directly, with deadline and retries.
+
+        `method` returns the method of a server's stubs. `adapter`: the adapter of the call, if any.
+        `repeatable`: the call changes nothing, so if its server was lost, another one is called.
+        """
         attempts = Attempts(self.retries, self.timeout_s if timeout_s is None else timeout_s)
+        route = self._servers.route(adapter)
+        metadata = (*self.metadata, *route.metadata)
         while True:
+            server = route.next_server()
             try:
-                return await method(message, timeout=attempts.remaining_s, metadata=self.metadata)
+                return await method(server)(
+                    message, timeout=attempts.remaining_s, metadata=metadata
+                )
             except grpc.aio.AioRpcError as error:
-                failure = read_call_error(error, self.address)
-            await asyncio.sleep(attempts.next_wait_s(failure))
+                failure = read_call_error(error, server.address)
+            moves = route.record_failure(failure) and repeatable
+            await asyncio.sleep(attempts.next_wait_s(failure, moves=moves))

@@ -7,6 +7,7 @@ protos, but no code of the server. `clients.async_client` has the same methods f
 
 import time
 from collections.abc import Generator, Sequence
+from operator import attrgetter
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,9 +34,10 @@ from clients.responses import (
     Usage,
     read_completions,
     read_first_completion,
-    read_piece,
     read_scores,
 )
+from clients.resumption import StreamState
+from clients.servers import Balance, Method, Servers
 from clients.transport import (
     DEFAULT_RETRIES,
     Attempts,
@@ -43,16 +45,9 @@ from clients.transport import (
     Retries,
     Tls,
     call_metadata,
-    channel_options,
     read_call_error,
 )
-from protos.preamble.v1 import (
-    adapters_pb2,
-    adapters_pb2_grpc,
-    admin_pb2,
-    admin_pb2_grpc,
-    generation_pb2_grpc,
-)
+from protos.preamble.v1 import adapters_pb2, admin_pb2
 from protos.preamble.v1 import generation_pb2 as pb
 
 __all__ = [
@@ -78,7 +73,13 @@ PAGE_SIZE = 1000  # Adapters per page; the server's maximum.
 
 
 class Client:
-    """Synchronous client of the server at `address` (HOST:PORT). Close it, or use it in a `with`.
+    """Synchronous client of the servers at `address`. Close it, or use it in a `with`.
+
+    `address` is HOST:PORT, or several of them, separated by commas or in a sequence: servers of one
+    model. A call whose server is lost goes to another one; a stream that has begun is continued
+    there with the very tokens that it would have had (`Piece.resumed_at`). `balance`: "adapter"
+    sends the calls for an adapter to the same server, "round_robin" distributes all calls. `tenant`
+    is the caller's tenant, if several tenants have adapters of the same names.
 
     `timeout_s` limits each call, including its retries, and each stream as a whole. The methods
     `generate`, `completions`, `stream`, `score` and `call` accept another `timeout_s` for one call.
@@ -87,40 +88,60 @@ class Client:
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         timeout_s: float = 60.0,
         *,
         token: str | None = None,
         tls: Tls | None = None,
         retries: Retries = DEFAULT_RETRIES,
+        balance: Balance = "round_robin",
+        tenant: str = "",
     ) -> None:
         self.address = address
         self.timeout_s = timeout_s
         self.retries = retries
         self.metadata = call_metadata(token)
-        options = channel_options(tls)
-        self.channel = (
-            grpc.insecure_channel(address, options)
-            if tls is None
-            else grpc.secure_channel(address, tls.credentials, options)
-        )
-        self._generation = generation_pb2_grpc.GenerationServiceStub(self.channel)
-        self._adapters = adapters_pb2_grpc.AdapterServiceStub(self.channel)
-        self._admin = admin_pb2_grpc.AdminServiceStub(self.channel)
+
+        def open_channel(address: str, options: list[tuple[str, Any]]) -> grpc.Channel:
+            if tls is None:
+                return grpc.insecure_channel(address, options)
+            return grpc.secure_channel(address, tls.credentials, options)
+
+        self._servers = Servers(address, open_channel, tls, balance, tenant)
+
+    @property
+    def channel(self) -> grpc.Channel:
+        """The channel to the first address, for the stubs of other services."""
+        channel: grpc.Channel = self._servers.all[0].channel
+        return channel
 
     def generate(
         self, prompt: Prompt, options: Options = DEFAULT_OPTIONS, timeout_s: float | None = None
     ) -> Completion:
         """Return the first completion; use `completions` if the options request several."""
         message = fill_request(pb.GenerateRequest(), prompt, options)
-        return read_first_completion(self.call(self._generation.Generate, message, timeout_s))
+        return read_first_completion(
+            self.call(
+                attrgetter("generation.Generate"),
+                message,
+                timeout_s,
+                adapter=options.requested_adapter,
+            )
+        )
 
     def completions(
         self, prompt: Prompt, options: Options, timeout_s: float | None = None
     ) -> list[Completion]:
         """Return all completions, grouped by adapter in the order of `options.adapters`."""
         message = fill_request(pb.GenerateRequest(), prompt, options)
-        return read_completions(self.call(self._generation.Generate, message, timeout_s))
+        return read_completions(
+            self.call(
+                attrgetter("generation.Generate"),
+                message,
+                timeout_s,
+                adapter=options.requested_adapter,
+            )
+        )
 
     def stream(
         self, prompt: Prompt, options: Options = DEFAULT_OPTIONS, timeout_s: float | None = None
@@ -128,23 +149,30 @@ class Client:
         """Yield pieces of completions as they arrive; `close` the generator to cancel the call."""
         message = fill_request(pb.GenerateStreamRequest(), prompt, options)
         attempts = Attempts(self.retries, self.timeout_s if timeout_s is None else timeout_s)
-        has_started = False
+        state, route = StreamState(message), self._servers.route(options.requested_adapter)
         while True:
-            call = self._generation.GenerateStream(
-                message, timeout=attempts.remaining_s, metadata=self.metadata
+            server = route.next_server()
+            call = server.generation.GenerateStream(
+                state.next_request(server.address),
+                timeout=attempts.remaining_s,
+                metadata=(*self.metadata, *route.metadata),
             )
             try:
                 for response in call:
-                    has_started = True
-                    yield read_piece(response)
+                    yield state.read(response)
                 return
             except grpc.RpcError as error:
-                failure = read_call_error(error, self.address)
+                failure = read_call_error(error, server.address)
             finally:
                 call.cancel()
-            if has_started:  # A retry would yield the same pieces again.
+            moves = route.record_failure(failure)
+            if not state.has_started:
+                wait_s = attempts.next_wait_s(failure, moves=moves)
+            elif state.can_resume:
+                wait_s = attempts.resumption_wait_s(failure, moves=moves)
+            else:  # A retry would yield the same pieces again.
                 raise failure
-            time.sleep(attempts.next_wait_s(failure))
+            time.sleep(wait_s)
 
     def score(
         self,
@@ -165,7 +193,9 @@ class Client:
         message = build_score_request(
             prompt, continuations, adapter, logprobs, parse_special_tokens, add_special_tokens
         )
-        return read_scores(self.call(self._generation.Score, message, timeout_s))
+        return read_scores(
+            self.call(attrgetter("generation.Score"), message, timeout_s, adapter=adapter)
+        )
 
     def tokenize(
         self,
@@ -175,11 +205,11 @@ class Client:
         add_special_tokens: bool | None = None,
     ) -> list[int]:
         message = build_tokenize_request(text, parse_special_tokens, add_special_tokens)
-        return list(self.call(self._generation.Tokenize, message).token_ids)
+        return list(self.call(attrgetter("generation.Tokenize"), message).token_ids)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         message = pb.DetokenizeRequest(token_ids=token_ids)
-        return str(self.call(self._generation.Detokenize, message).text)
+        return str(self.call(attrgetter("generation.Detokenize"), message).text)
 
     def adapters(self) -> list[adapters_pb2.Adapter]:
         """Return all adapters that the caller can use; they are fetched in pages of PAGE_SIZE."""
@@ -187,25 +217,26 @@ class Client:
         token = ""
         while True:
             message = adapters_pb2.ListAdaptersRequest(page_size=PAGE_SIZE, page_token=token)
-            page = self.call(self._adapters.ListAdapters, message)
+            page = self.call(attrgetter("adapters.ListAdapters"), message)
             adapters += page.adapters
             token = page.next_page_token
             if not token:
                 return adapters
 
     def info(self) -> admin_pb2.GetServerInfoResponse:
-        response = self.call(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest())
+        response = self.call(attrgetter("admin.GetServerInfo"), admin_pb2.GetServerInfoRequest())
         assert isinstance(response, admin_pb2.GetServerInfoResponse)
         return response
 
     def load(self) -> admin_pb2.GetLoadResponse:
         """Return the current load of the server: requests, KV blocks, engine state."""
-        response = self.call(self._admin.GetLoad, admin_pb2.GetLoadRequest())
+        response = self.call(attrgetter("admin.GetLoad"), admin_pb2.GetLoadRequest())
         assert isinstance(response, admin_pb2.GetLoadResponse)
         return response
 
     def close(self) -> None:
-        self.channel.close()
+        for server in self._servers.all:
+            server.channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -218,12 +249,28 @@ class Client:
     ) -> None:
         self.close()
 
-    def call(self, method: Any, message: object, timeout_s: float | None = None) -> Any:
-        """Call a unary method of a gRPC stub directly, with deadline and retries."""
+    def call(
+        self,
+        method: Method,
+        message: object,
+        timeout_s: float | None = None,
+        *,
+        adapter: str = "",
+        repeatable: bool = True,
+    ) -> Any:
+        """Call a unary method directly, with deadline and retries.
+
+        `method` returns the method of a server's stubs. `adapter`: the adapter of the call, if any.
+        `repeatable`: the call changes nothing, so if its server was lost, another one is called.
+        """
         attempts = Attempts(self.retries, self.timeout_s if timeout_s is None else timeout_s)
+        route = self._servers.route(adapter)
+        metadata = (*self.metadata, *route.metadata)
         while True:
+            server = route.next_server()
             try:
-                return method(message, timeout=attempts.remaining_s, metadata=self.metadata)
+                return method(server)(message, timeout=attempts.remaining_s, metadata=metadata)
             except grpc.RpcError as error:
-                failure = read_call_error(error, self.address)
-            time.sleep(attempts.next_wait_s(failure))
+                failure = read_call_error(error, server.address)
+            moves = route.record_failure(failure) and repeatable
+            time.sleep(attempts.next_wait_s(failure, moves=moves))

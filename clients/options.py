@@ -94,6 +94,11 @@ class Options:
     # Whether the tokenizer's control tokens, such as BOS, are added to a text. None: yes.
     add_special_tokens: bool | None = None
 
+    @property
+    def requested_adapter(self) -> str:
+        """The adapter that decides which server of several is called; "" for the base model."""
+        return self.adapter or next(iter(self.adapters), "")
+
 
 DEFAULT_OPTIONS = Options()
 

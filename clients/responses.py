@@ -85,6 +85,8 @@ class Piece:
     prompt_scores: list[TokenScore]
     beam_score: float | None
     failure: Failure | None
+    # The server that continues the completion, in its first piece after the loss of another server.
+    resumed_at: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def read_first_completion(response: pb.GenerateResponse) -> Completion:
     return completion
 
 
-def read_piece(response: pb.GenerateStreamResponse) -> Piece:
+def read_piece(response: pb.GenerateStreamResponse, resumed_at: str = "") -> Piece:
     return Piece(
         response.text,
         list(response.token_ids),
@@ -138,6 +140,7 @@ def read_piece(response: pb.GenerateStreamResponse) -> Piece:
         response.seed,
         response.adapter,
         **_read_shared_fields(response),
+        resumed_at=resumed_at,
     )
 
 

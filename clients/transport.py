@@ -17,6 +17,7 @@ from google.rpc.status_pb2 import Status
 
 # The scores of a long prompt can exceed gRPC's default limit of 4 MiB.
 RESPONSE_BYTES_MAX = 256 << 20
+RESUMPTION_WAIT_S = 0.2  # The first wait before a lost server is called again.
 # The wait doubles after each failure; random jitter spreads the retries of many clients.
 BACKOFF_FACTOR, BACKOFF_JITTER = 2.0, 0.25
 
@@ -44,12 +45,24 @@ class CallError(Exception):
         self.field = field
         self.retry_s = retry_s
 
+    @property
+    def is_connection_loss(self) -> bool:
+        """Whether the server was unreachable, or was lost during the call.
+
+        gRPC reports a reset of the call's stream as UNKNOWN or INTERNAL; an error of a Preamble
+        server has a reason.
+        """
+        is_reset = self.code in ("UNKNOWN", "INTERNAL") and not self.reason
+        return self.code == "UNAVAILABLE" or is_reset
+
 
 @dataclass(frozen=True)
 class Retries:
     """Limits of a client's retries. The call's timeout limits them too."""
 
     attempts_max: int = 4  # Includes the first attempt; 1: no retries.
+    # How often a stream that has begun is continued by another server, after its server was lost.
+    resumptions_max: int = 3
     wait_s_max: float = 30.0  # If the wait before a retry would be longer, the call fails.
 
 
@@ -94,20 +107,42 @@ class Attempts:
         self._retries = retries
         self._deadline = time.monotonic() + timeout_s
         self._failures = 0
+        self._resumptions = 0
 
     @property
     def remaining_s(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def next_wait_s(self, error: CallError) -> float:
+    def next_wait_s(self, error: CallError, *, moves: bool = False) -> float:
         """Return the wait before the next attempt, in seconds.
 
+        `moves`: if the server was lost, the next attempt is at a server that was not called yet.
         Raises `error` if no further attempt is allowed.
         """
         self._failures += 1
-        if error.retry_s is None or self._failures >= self._retries.attempts_max:
+        if self._failures >= self._retries.attempts_max:
             raise error
-        wait_s = error.retry_s * BACKOFF_FACTOR ** (self._failures - 1)
+        if moves and error.is_connection_loss:
+            return 0.0
+        if error.retry_s is None:
+            raise error
+        return self._backoff_s(error, error.retry_s, self._failures)
+
+    def resumption_wait_s(self, error: CallError, *, moves: bool) -> float:
+        """Return the wait before a stream that has begun is continued, in seconds.
+
+        The arguments are those of `next_wait_s`. Raises `error` if the stream cannot be continued.
+        """
+        self._resumptions += 1
+        if not error.is_connection_loss or self._resumptions > self._retries.resumptions_max:
+            raise error
+        if moves:
+            return 0.0
+        wait_s = RESUMPTION_WAIT_S if error.retry_s is None else error.retry_s
+        return self._backoff_s(error, wait_s, self._resumptions)
+
+    def _backoff_s(self, error: CallError, first_wait_s: float, failures: int) -> float:
+        wait_s = first_wait_s * BACKOFF_FACTOR ** (failures - 1)
         wait_s *= 1 + BACKOFF_JITTER * random.random()
         if wait_s > min(self._retries.wait_s_max, self.remaining_s):
             raise error

@@ -101,7 +101,8 @@ class Submission(_Message, frozen=True):
     priority: int = 0  # Higher runs first.
     deadline: float | None = None  # On the monotonic clock, which all processes of a node share.
     guide: Guide | None = None
-    # Tokens that were generated before the ranks were lost; generation continues after them.
+    # Tokens that were generated before the ranks were lost, or by another server; generation
+    # continues after them.
     output_tokens: list[int] = []
     # With prompt_logprobs: number of leading prompt tokens without reported scores.
     unscored_tokens: int = 0

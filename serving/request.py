@@ -23,6 +23,15 @@ EarlyStopping = bool | Literal["never"]
 
 
 @dataclass(frozen=True)
+class ResumedOutput:
+    """The output so far of an answer that another server has begun."""
+
+    seed: int
+    token_ids: tuple[int, ...]
+    base_fingerprint: str  # Of the base model that generated the tokens.
+
+
+@dataclass(frozen=True)
 class Ask:
     """The fields that a caller set for a generation. None: the caller did not set the field."""
 
@@ -79,6 +88,7 @@ class Ask:
     tenant: str = ""
     # Only requests of the tenant with an equal salt share cached prefixes.
     cache_salt: str = ""
+    resume: ResumedOutput | None = None  # Continue this answer.
 
 
 @dataclass(frozen=True)
@@ -123,6 +133,13 @@ class AnswerSpec:
     continuation_tokens: int = 0
     # The position of the first token on which the adapter's weights act.
     adapted_from: int = 0
+    # The tokens that another server has generated. The engine continues behind them.
+    resumed_tokens: tuple[int, ...] = ()
+
+    @property
+    def new_tokens_max(self) -> int:
+        """The largest number of tokens that this server generates."""
+        return self.sampling.max_new_tokens - len(self.resumed_tokens)
 
     @property
     def prompt_tokens(self) -> int:
@@ -188,6 +205,7 @@ class Completion:
     adapter: str = ""
     prompt_tokens: int = 0
     virtual_tokens: int = 0
+    resumed_tokens: int = 0  # Tokens before `token_ids`, which another server has generated.
     cached_tokens: int = 0
     scores: tuple[TokenScore, ...] = ()
     prompt_scores: tuple[TokenScore | None, ...] = ()

@@ -54,7 +54,7 @@ def bench_parser() -> argparse.ArgumentParser:
         prog="preamble bench",
         description="Run a load against a server, and report latency and throughput.",
     )
-    add_server_flags(parser)
+    add_server_flags(parser, several=False)
     add = parser.add_argument
     loop = parser.add_mutually_exclusive_group()
     loop.add_argument(

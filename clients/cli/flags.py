@@ -8,21 +8,22 @@ import re
 from pathlib import Path
 
 from clients.client import Client
+from clients.servers import GRPC_SCHEMES, split_addresses
 from clients.transport import Tls
 
-# Addresses that gRPC has in addition to HOST:PORT.
-GRPC_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "xds:")
 PORT_MAX = 65535
 
 
-def add_server_flags(parser: argparse.ArgumentParser) -> None:
+def add_server_flags(parser: argparse.ArgumentParser, *, several: bool = True) -> None:
+    """Add the flags; `several`: whether the command can use several servers."""
     add = parser.add_argument
     add(
         "--server",
         metavar="HOST:PORT",
-        type=_parse_address,
+        type=_parse_addresses if several else _parse_address,
         required=True,
-        help="address of the server",
+        help="address of the server"
+        + (", or of several servers of one model, separated by commas" if several else ""),
     )
     add(
         "--timeout-s",
@@ -38,6 +39,13 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--ca", metavar="FILE", help="use TLS with the root certificates in this file (PEM)")
     add("--cert", metavar="FILE", help="client certificate (PEM), for mutual TLS")
     add("--key", metavar="FILE", help="private key of the client certificate (PEM)")
+
+
+def _parse_addresses(text: str) -> str:
+    """Return the addresses unchanged."""
+    for address in split_addresses(text):
+        _parse_address(address)
+    return text
 
 
 def _parse_address(text: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import get_args
 
+from gpt.adapters.adapter_file import parse_name
 from gpt.adapters.prompt_template import PromptTemplate
 from gpt.errors import PromptTooLongError, RequestError
 from gpt.linear_adapter import last_occurrence
@@ -23,13 +24,16 @@ from serving.adapters.registry import AdapterRegistry, LoadedAdapter
 from serving.admission.prompt_tokens import PromptTokenizer, PromptTokens
 from serving.config import LimitsConfig
 from serving.engine.beam_search import beam_params, check_beam_stops, check_beams
+from serving.engine.stream import answer_detokenizer
 from serving.messages import Guide, ServiceClass
 from serving.request import (
     NO_INFO,
     AnswerSpec,
     Ask,
     DeadlinePassedError,
+    RefusedError,
     Request,
+    ResumedOutput,
     answer_seed,
 )
 from serving.worker.guided_decoding import check_guide
@@ -58,6 +62,8 @@ class Admission:
     kv_tokens: Callable[[], int | None] = lambda: None
     # Raises if the adapter may not be served now.
     check_servable: Callable[[LoadedAdapter], None] = lambda adapter: None
+    # Returns the fingerprint of the base model.
+    base_fingerprint: Callable[[], str] = lambda: ""
 
     @cached_property
     def prompt_tokenizer(self) -> PromptTokenizer:
@@ -71,6 +77,9 @@ class Admission:
         then the work stops before the next prompt.
         """
         check_ask(ask, self.config, self.vocab_size)
+        if ask.resume is not None:
+            self._check_resumed(ask, ask.resume)
+            ask = replace(ask, seed=ask.resume.seed)
         seed = secrets.randbits(SEED_BITS) if ask.seed is None else ask.seed
         adapter_names = ask.adapters or ("",)
         adapters = [
@@ -87,6 +96,8 @@ class Admission:
                 continue
             _check_call(has_ended)
             first_answer = self._build_answer(ask, adapter, seed)
+            if ask.resume is not None:
+                first_answer = self._resume_answer(first_answer, ask.resume.token_ids)
             if ask.beam_width > 1:
                 check_beam_stops(first_answer, ask.beam_width, self.vocab_size)
             answers += [
@@ -153,6 +164,57 @@ class Admission:
             continuation_tokens=len(continuation_ids),
             adapted_from=_adapted_from(adapter, prompt),
         )
+
+    def _check_resumed(self, ask: Ask, resume: ResumedOutput) -> None:
+        """Raise if this server cannot continue the answer with the tokens it would have had."""
+        _check_token_ids(resume.token_ids, "resume.token_ids", self.vocab_size)
+        if ask.seed is not None and ask.seed != resume.seed:
+            raise RequestError(
+                f"resume.seed is {resume.seed}, but the request has the seed {ask.seed}; remove "
+                "one of them",
+                "resume.seed",
+            )
+        for name in ask.adapters:
+            if name and parse_name(name).version is None:
+                raise RequestError(
+                    f"resume needs the version of adapter {name!r}, because its current version "
+                    "may have changed; give the adapter of the first part of the stream",
+                    "adapter",
+                )
+        if resume.base_fingerprint != self.base_fingerprint():
+            raise RefusedError(
+                "NOT_POSSIBLE_NOW",
+                "resume.base_fingerprint is not that of this server's base model, which would "
+                "continue the answer differently; send the request without resume",
+                "resume.base_fingerprint",
+            )
+
+    def _resume_answer(self, answer: AnswerSpec, token_ids: tuple[int, ...]) -> AnswerSpec:
+        """Return the answer with its tokens so far; raise if they have ended it."""
+        sampling = answer.sampling
+        if len(token_ids) >= sampling.max_new_tokens:
+            end = f"max_new_tokens is {sampling.max_new_tokens}"
+        elif stop := next((token for token in token_ids if token in sampling.stop_token_ids), None):
+            end = f"token {stop} is a stop token"
+        elif stop_string := self._find_stop_string(answer, token_ids):
+            end = f"their text has the stop string {stop_string!r}"
+        else:
+            return replace(answer, resumed_tokens=token_ids)
+        raise RequestError(
+            f"resume.token_ids has {len(token_ids)} ids, which end the answer, because {end}; do "
+            "not resume it",
+            "resume.token_ids",
+        )
+
+    def _find_stop_string(self, answer: AnswerSpec, token_ids: Sequence[int]) -> str | None:
+        if not answer.stop_strings:
+            return None
+        detokenizer = answer_detokenizer(self.tokenizer, answer)
+        for token in token_ids:
+            detokenizer.push(token)
+            if detokenizer.is_stopped:
+                break
+        return detokenizer.matched_stop
 
     def _resolve_adapter(self, name: str, tenant: str) -> LoadedAdapter:
         adapter = self.adapters.lookup(name, tenant)
@@ -465,6 +527,7 @@ def _check_counts(ask: Ask, config: LimitsConfig) -> None:
         raise RequestError(f"answers is {ask.answers}; it must be at least 1", "answers")
     check_beams(ask, config.beam_width_max)
     _check_answer_count(ask, config.answers_max)
+    _check_resumable(ask)
     for field in ("logprobs", "prompt_logprobs"):
         alternatives = getattr(ask, field)
         if alternatives is not None and not 0 <= alternatives <= config.logprobs_max:
@@ -506,6 +569,24 @@ def _check_answer_count(ask: Ask, answers_max: int) -> None:
         f"{count_text}; a request may have at most {answers_max} answers in total (answers_max)",
         "answers" if answers_per_prompt > 1 else "adapters",
     )
+
+
+def _check_resumable(ask: Ask) -> None:
+    if ask.resume is None:
+        return
+    problem = ""
+    if ask.beam_width > 1:
+        problem = "a beam search"
+    elif max(ask.answers, len(ask.adapters)) > 1:
+        problem = "several answers"
+    elif ask.continuations or ask.max_new_tokens == 0:
+        problem = "scores"
+    if problem:
+        raise RequestError(
+            f"resume continues one answer, but the request is for {problem}; send it without "
+            "resume",
+            "resume",
+        )
 
 
 def _check_label(field: str, label: str) -> None:

@@ -243,10 +243,13 @@ class QuotaTable:
 def count_request_tokens(request: Request) -> tuple[int, int]:
     """Return a request's number of prompt tokens and its maximum of new tokens.
 
-    If several answers have the same prompt and adapter, this prompt is counted once.
+    If several answers have the same prompt and adapter, this prompt is counted once. The prompt of
+    an answer that another server has begun was counted there.
     """
-    prompts = {(answer.adapter, answer.prompt) for answer in request.answers}
-    new_tokens = sum(answer.sampling.max_new_tokens for answer in request.answers)
+    prompts = {
+        (answer.adapter, answer.prompt) for answer in request.answers if not answer.resumed_tokens
+    }
+    new_tokens = sum(answer.new_tokens_max for answer in request.answers)
     # Beam search runs more sequences than it returns answers.
     new_tokens *= request.sequences_max // len(request.answers)
     return sum(len(prompt) for _, prompt in prompts), new_tokens

@@ -147,7 +147,7 @@ class Engine:
         with self._lock:
             sequences = list(self._sequences.values())
             sequences += [sequence for job in self._awaiting_ranks for sequence in job.unfinished]
-            waiting = [sequence.answer for sequence in sequences if not sequence.output_tokens]
+            waiting = [sequence.answer for sequence in sequences if not sequence.has_generated]
             return self._adapter_residency.snapshot(waiting)
 
     def submit(
@@ -386,7 +386,7 @@ class Engine:
         if job.rank_losses:
             repeated_scores = min(sequence.prompt_scores_to_skip, len(output.prompt_scores))
             sequence.prompt_scores_to_skip -= repeated_scores
-            cached_tokens = 0 if sequence.output_tokens else output.cached_tokens
+            cached_tokens = 0 if sequence.has_generated else output.cached_tokens
             prompt_scores = output.prompt_scores[repeated_scores:]
             output = msgspec.structs.replace(
                 output, prompt_scores=prompt_scores, cached_tokens=cached_tokens
@@ -561,7 +561,7 @@ def _add_lost_time(sequence: TrackedSequence, phases: Phases) -> Phases | None:
     ranks that were lost, or waited for new ranks. None: the lost ranks had delivered the first
     token, so the phases have been reported already.
     """
-    if sequence.output_tokens:
+    if sequence.has_generated:
         return None
     return msgspec.structs.replace(phases, queue_s=phases.queue_s + sequence.resubmit_delay_s)
 

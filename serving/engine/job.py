@@ -28,6 +28,7 @@ class TrackedSequence:
     beam_index: int = 0  # Index among the beams of the round.
     priority_boost: int = 0  # Added to the request's priority.
     sequence_id: int = -1  # Id in the engine loop; -1: not submitted.
+    # Those of another server, and those that this engine has generated.
     output_tokens: list[int] = field(default_factory=list)
     prompt_scores_received: int = 0  # Prompt tokens whose scores were received.
     # Scores that were received before a loss of ranks and will be received again, because the
@@ -36,6 +37,11 @@ class TrackedSequence:
     submitted_at: float | None = None  # First submission, on the monotonic clock.
     resubmit_delay_s: float = 0.0  # Time from `submitted_at` to the latest submission.
     finished: bool = False  # The sequence ended, or its output is no longer needed.
+
+    @property
+    def has_generated(self) -> bool:
+        """Whether this engine has generated a token."""
+        return len(self.output_tokens) > len(self.answer.resumed_tokens)
 
 
 @dataclass(eq=False)
@@ -56,7 +62,13 @@ class Job:
         answers, self.sequences = enumerate(self.request.answers), []
         if self.request.beams is None:
             self.sequences = [
-                TrackedSequence(self, answer, range(index, index + 1)) for index, answer in answers
+                TrackedSequence(
+                    self,
+                    answer,
+                    range(index, index + 1),
+                    output_tokens=list(answer.resumed_tokens),
+                )
+                for index, answer in answers
             ]
         for search in beam_searches(self.request):
             self.start_beam_round(search)

@@ -132,6 +132,21 @@ class _AnswerState:
         return piece
 
 
+def answer_detokenizer(tokenizer: Tokenizer, answer: AnswerSpec) -> StopStringDetokenizer:
+    """Return the detokenizer of an answer, without any token."""
+    decoder = piece_decoder(
+        tokenizer,
+        keep_special_tokens=answer.keep_special_tokens,
+        text_token_ids=answer.text_token_ids,
+    )
+    return StopStringDetokenizer(
+        decoder,
+        answer.stop_strings,
+        answer.sampling.min_new_tokens,
+        include_stop=answer.stop_in_text,
+    )
+
+
 class Stream:
     """The pieces of one request. The caller must close it; this cancels unfinished answers.
 
@@ -150,20 +165,11 @@ class Stream:
         self.request = request
         self._cancel = cancel
         self._states = [
-            _AnswerState(
-                StopStringDetokenizer(
-                    piece_decoder(
-                        tokenizer,
-                        keep_special_tokens=answer.keep_special_tokens,
-                        text_token_ids=answer.text_token_ids,
-                    ),
-                    answer.stop_strings,
-                    answer.sampling.min_new_tokens,
-                    include_stop=answer.stop_in_text,
-                )
-            )
-            for answer in request.answers
+            _AnswerState(answer_detokenizer(tokenizer, answer)) for answer in request.answers
         ]
+        for state, answer in zip(self._states, request.answers, strict=True):
+            for token in answer.resumed_tokens:  # The client has their text.
+                state.detokenizer.push(token)
         self._ready_indices: dict[int, None] = {}  # Answers with unread output, in order.
         # Whether unread output may be read now; False during the pause of `push_output`.
         self._can_deliver = False
@@ -373,6 +379,7 @@ def build_completion(
         adapter=answer.adapter,
         prompt_tokens=answer.prompt_tokens,
         virtual_tokens=answer.virtual_tokens,
+        resumed_tokens=len(answer.resumed_tokens),
         cached_tokens=sum(piece.cached_tokens for piece in pieces),
         scores=tuple(score for piece in pieces for score in piece.scores),
         prompt_scores=tuple(score for piece in pieces for score in piece.prompt_scores),

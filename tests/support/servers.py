@@ -233,10 +233,20 @@ def _first_line(process: "subprocess.Popen[str]") -> str:
 
 def free_port() -> int:
     """Return a port that the kernel gives to no other process; each process begins elsewhere."""
-    for number in range(20_000 + os.getpid() * 7 % 10_000, 32_000):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", number))
-            return number
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """Return different ports as `free_port` does."""
+    ports: list[int] = []
+    with ExitStack() as probes:
+        for number in range(20_000 + os.getpid() * 7 % 10_000, 32_000):
+            probe = probes.enter_context(socket.socket())
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", number))
+                ports.append(number)
+                if len(ports) == count:
+                    return ports
     raise AssertionError("no port is free")
 
 

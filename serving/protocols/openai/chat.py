@@ -14,7 +14,7 @@ import msgspec
 
 from gpt.errors import RequestError
 from serving.admission.chat_prompt import ChatPromptOptions
-from serving.engine.stream import DEADLINE_MESSAGE, Stream
+from serving.engine.stream import DEADLINE_MESSAGE, Stream, answer_detokenizer
 from serving.frontend.call import Call
 from serving.frontend.json_body import JSON_NULL, JSON_PARTS_MAX, RequestPart
 from serving.messages import TokenScore
@@ -371,7 +371,7 @@ class ChatChoice:
     ) -> None:
         self.index = index
         self.answer = answer
-        self.generated_tokens = self.cached_tokens = 0
+        self.generated_tokens, self.cached_tokens = len(answer.resumed_tokens), 0
         self._tokenizer = service.tokenizer
         self._token_notation = TokenNotation(
             service.tokenizer, as_ids=bool(body.return_tokens_as_token_ids)
@@ -384,6 +384,10 @@ class ChatChoice:
         tool_choice = body.parsed_tool_choice
         if tool_choice is not None:
             self._calls = ToolCallChunks(tool_choice, service.chat.call_format)
+            if answer.resumed_tokens:  # The client has the deltas of their text.
+                detokenizer = answer_detokenizer(service.tokenizer, answer)
+                text = "".join(map(detokenizer.push, answer.resumed_tokens))
+                self._calls.render(text, is_last=False)
 
     def render(self, piece: Piece) -> JsonObject | None:
         """Return this choice's chunk for one piece; None if the piece adds nothing."""

@@ -26,7 +26,7 @@ from serving.frontend.json_body import (
 from serving.json_schemas import close_schema
 from serving.messages import Guide, ServiceClass
 from serving.protocols.openai.unsupported_fields import UNSUPPORTED_FIELDS
-from serving.request import Ask, RefusedError
+from serving.request import Ask, RefusedError, ResumedOutput
 
 MAX_TOKENS_DEFAULT = 16  # OpenAI's default.
 TEMPERATURE_DEFAULT = 1.0
@@ -100,6 +100,14 @@ class OpenAIBody(RequestBody):
         return UNSUPPORTED_FIELDS[name].refusal(name) if name in UNSUPPORTED_FIELDS else None
 
 
+class Resume(RequestPart):
+    """An extension of Preamble's: the output so far of a completion that another server began."""
+
+    seed: int
+    token_ids: list[int]
+    base_fingerprint: str
+
+
 class BaseCompletionRequest(OpenAIBody):
     """The fields that plain completions and chats share. None (JSON null) means unset."""
 
@@ -161,6 +169,7 @@ class BaseCompletionRequest(OpenAIBody):
     typical_p: float | None = None
     no_repeat_ngram_size: int | None = None
     service_class: ServiceClass | None = None
+    resume: Resume | None = None
     timeout: float | None = None  # Seconds from the call's arrival to its deadline.
 
     @property
@@ -237,6 +246,11 @@ class CompletionRequest(BaseCompletionRequest):
                 "completion that it generates: remove best_of, or replace it by use_beam_search",
                 "best_of",
             )
+        if self.echo and self.resume is not None:
+            raise RequestError(
+                "echo returns the prompt, which a resumed completion has returned; remove echo",
+                "echo",
+            )
         super().check()
 
 
@@ -256,7 +270,13 @@ def build_asks(body: CompletionRequest, adapters: tuple[str, ...], prompts_max: 
     # adapter's default.
     if body.max_tokens is None and not adapters:
         fields["max_new_tokens"] = MAX_TOKENS_DEFAULT
-    return [Ask(prompt, adapters=adapters, **fields) for prompt in _read_prompts(body, prompts_max)]
+    prompts = _read_prompts(body, prompts_max)
+    if body.resume is not None and len(prompts) > 1:
+        raise RequestError(
+            f"resume continues one completion, but prompt has {len(prompts)} prompts; send one",
+            "resume",
+        )
+    return [Ask(prompt, adapters=adapters, **fields) for prompt in prompts]
 
 
 def unknown_model_error(model: str) -> RefusedError:
@@ -341,8 +361,13 @@ def ask_fields(body: BaseCompletionRequest) -> dict[str, Any]:
         "service": body.service_class,
         "priority": None if body.priority is None else -body.priority,
         "parse_special_tokens": body.parse_special_tokens,
+        "resume": None if body.resume is None else _read_resume(body.resume),
     }
     return drop_none(**fields)
+
+
+def _read_resume(resume: Resume) -> ResumedOutput:
+    return ResumedOutput(resume.seed, tuple(resume.token_ids), resume.base_fingerprint)
 
 
 def _as_tuple(values: list[Any] | None) -> tuple[Any, ...] | None:

@@ -123,7 +123,7 @@ class TextChoice:
     ) -> None:
         self.index = index
         self.answer = answer
-        self.generated_tokens = self.cached_tokens = 0
+        self.generated_tokens, self.cached_tokens = len(answer.resumed_tokens), 0
         self._echo = bool(body.echo)
         self._logprobs = body.logprobs
         self._add_special_tokens = body.add_special_tokens is not False
@@ -137,7 +137,9 @@ class TextChoice:
         self._started = False
         decoder = piece_decoder(service.tokenizer, keep_special_tokens=answer.keep_special_tokens)
         self._detokenizer = IncrementalDetokenizer(decoder, continues_text=True)
-        self._text_offset = 0
+        self._text_offset = sum(
+            len(self._detokenizer.push(token)) for token in answer.resumed_tokens
+        )
 
     def render(self, piece: Piece) -> dict[str, Any] | None:
         """Return this choice's chunk for one piece; None if the piece adds nothing."""

@@ -51,6 +51,7 @@ class CompletionRun:
             "object": object_type,
             "created": int(time.time()),
             "model": self.model,
+            "system_fingerprint": service.base_fingerprint,
         }
 
     @classmethod

@@ -16,7 +16,15 @@ from serving.frontend.call import Call, to_call_failure
 from serving.frontend.field_names import translate_error
 from serving.frontend.grpc_transport import RpcMethod, WriteMessage
 from serving.messages import Guide, ServiceClass, TokenScore
-from serving.request import AnswerSpec, Ask, Completion, EarlyStopping, FinishReason, Piece
+from serving.request import (
+    AnswerSpec,
+    Ask,
+    Completion,
+    EarlyStopping,
+    FinishReason,
+    Piece,
+    ResumedOutput,
+)
 
 SERVICE = "preamble.v1.GenerationService"
 FINISH_REASONS: Mapping[FinishReason | None, pb.FinishReason] = {
@@ -196,6 +204,7 @@ def build_ask(message: GenerateMessage) -> Ask:
         priority=message.priority,
         truncate_tokens=message.truncate_prompt_tokens or None,
         time_limit_s=message.time_limit_ms / 1000 or None,
+        resume=_read_resume(message.resume) if message.HasField("resume") else None,
         **_special_token_fields(message),
     )
 
@@ -232,6 +241,10 @@ def _read_guide(guide: pb.Guide) -> Guide:
     raise RequestError(
         "guide is empty; set json_schema, regex, choices or grammar, or remove guide", "guide"
     )
+
+
+def _read_resume(resume: pb.Resume) -> ResumedOutput:
+    return ResumedOutput(resume.seed, tuple(resume.token_ids), resume.base_fingerprint)
 
 
 def _optional_field(message: Any, field: str, default: Any = None) -> Any:
@@ -284,7 +297,7 @@ def _completion_message(completion: Completion, call: Call) -> pb.Completion:
         usage=pb.Usage(
             prompt_tokens=completion.prompt_tokens,
             virtual_tokens=completion.virtual_tokens,
-            completion_tokens=len(completion.token_ids),
+            completion_tokens=completion.resumed_tokens + len(completion.token_ids),
             cached_tokens=completion.cached_tokens,
         ),
         seed=completion.seed,
@@ -304,7 +317,8 @@ class _ChunkBuilder:
         self._answer = answer
         self._call = call
         self._started = False
-        self._generated_tokens = self._cached_tokens = self._prompt_scores_sent = 0
+        self._generated_tokens = len(answer.resumed_tokens)
+        self._cached_tokens = self._prompt_scores_sent = 0
 
     def build(self, piece: Piece) -> pb.GenerateStreamResponse:
         answer = self._answer
@@ -325,6 +339,7 @@ class _ChunkBuilder:
         if not self._started:
             message.seed = answer.sampling.seed
             message.adapter = answer.adapter
+            message.base_fingerprint = self._call.service.base_fingerprint
             self._started = True
         self._generated_tokens += len(piece.token_ids)
         self._cached_tokens += piece.cached_tokens

@@ -216,3 +216,8 @@ def test_usage_never_exceeds_rate_plus_burst_plus_one_request(
         assert taken <= rate * now + bucket.capacity * (1 + 1e-6)
         bucket.consume(amount, now)
         taken += amount
+
+
+def test_a_resumed_answer_is_charged_for_its_new_tokens_only() -> None:
+    answer = AnswerSpec((1, 2, 3), SamplingParams(max_new_tokens=10), resumed_tokens=(4, 5))
+    assert count_request_tokens(Request((answer,))) == (0, 8)

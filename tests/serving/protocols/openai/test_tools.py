@@ -123,6 +123,46 @@ def test_streamed_calls_equal_those_of_the_response(deployment: ChatServer, choi
     assert tokens == len(logprobs.content)
 
 
+def test_a_resumed_stream_has_the_rest_of_the_calls(deployment: ChatServer) -> None:
+    options: dict[str, Any] = {
+        "model": BASE,
+        "messages": USER,
+        "tools": TOOLS,
+        "tool_choice": NAMED_ADD,
+        "seed": 3,
+        "stream": True,
+    }
+
+    def stream(**fields: Any) -> list[Any]:
+        extra_body = {"return_token_ids": True, **fields}
+        return list(deployment.client.chat.completions.create(**options, extra_body=extra_body))
+
+    chunks = stream()
+    assert len(chunks) > 5
+    token_ids: list[int] = []
+    for index, chunk in enumerate(chunks[:-1]):
+        token_ids += chunk.choices[0].token_ids
+        resume = {
+            "seed": 3,
+            "token_ids": token_ids,
+            "base_fingerprint": chunk.system_fingerprint,
+        }
+        rest = stream(resume=resume)
+        assert _call_texts(rest) == _call_texts(chunks[index + 1 :])
+        assert rest[-1].choices[0].finish_reason == "tool_calls"
+
+
+def _call_texts(chunks: list[Any]) -> tuple[str, str]:
+    """The names and the arguments of all deltas, each joined."""
+    functions = [
+        call.function for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()
+    ]
+    return (
+        "".join(function.name or "" for function in functions),
+        "".join(function.arguments or "" for function in functions),
+    )
+
+
 def test_a_call_at_the_length_limit_is_unfinished(deployment: ChatServer) -> None:
     completion = deployment.chat(
         messages=USER, tools=TOOLS, tool_choice=NAMED_ADD, max_tokens=3, temperature=0

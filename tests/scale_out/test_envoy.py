@@ -1,0 +1,182 @@
+"""Replicas behind a real Envoy: lost replicas lose no call, and adapters stay on their replica."""
+
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from clients.client import Client, Options, Retries
+from tests.support.replicas import CONFIG, ENVOY, Replicas, envoy, require_envoy
+from tests.support.servers import WAIT_S, write_adapter, write_checkpoint
+
+pytestmark = pytest.mark.slow  # Servers of their own.
+
+PROMPTS = 8
+OPTIONS = Options(max_new_tokens=48, temperature=1.0, ignore_ends=True)
+CALLERS = 8  # Of each kind.
+ADAPTERS = 200
+ROWS = 64
+TEXT_TOKENS = 48  # Of a prompt; no two prompts are equal.
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    require_envoy()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("replicas"))
+
+
+@pytest.fixture(scope="module")
+def replicas(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
+    """Four replicas, each with memory for a third of the adapters, and KV for a half of them."""
+    folder = tmp_path_factory.mktemp("servers")
+    adapters = folder / "adapters"
+    adapters.mkdir()
+    rng = random.Random(0)
+    for number in range(ADAPTERS):
+        ids = [rng.randrange(3, 600) for _ in range(ROWS)]
+        write_adapter(adapters / f"a{number}.safetensors", checkpoint, ids)
+    settings = {
+        "adapters": str(adapters),
+        "adapter_rows_max": 4096,
+        "kv_tokens_max": 6144,
+        "drain_s": 30.0,
+    }
+    with Replicas(checkpoint, folder, 4, **settings) as replicas:
+        yield replicas
+
+
+@dataclass
+class Callers:
+    """Callers that repeat the same requests until they are stopped, and compare the answers."""
+
+    address: str
+    expected: list[list[int]]
+    stopped: threading.Event = field(default_factory=threading.Event)
+    calls: int = 0
+    resumed: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def generate(self) -> None:
+        with Client(self.address, WAIT_S) as client:
+            for number in self._numbers():
+                answer = client.generate(f"prompt {number}", _options(number))
+                self._record(number, answer.token_ids)
+
+    def stream(self) -> None:
+        with Client(self.address, WAIT_S, retries=Retries(attempts_max=8)) as client:
+            for number in self._numbers():
+                token_ids: list[int] = []
+                for piece in client.stream(f"prompt {number}", _options(number)):
+                    token_ids += piece.token_ids
+                    self.resumed += bool(piece.resumed_at)
+                self._record(number, token_ids)
+
+    def _numbers(self) -> Iterator[int]:
+        rng = random.Random(threading.get_ident())
+        while not self.stopped.is_set():
+            yield rng.randrange(PROMPTS)
+
+    def _record(self, number: int, token_ids: list[int]) -> None:
+        self.calls += 1
+        if token_ids != self.expected[number]:
+            self.failures.append(f"prompt {number}: {token_ids}")
+
+
+def _options(number: int) -> Options:
+    return Options(**{**vars(OPTIONS), "seed": number})
+
+
+def _call_while(address: str, replicas: Replicas, events: int, number: int) -> Callers:
+    """Send a signal to a replica and start it again, `events` times, under all callers."""
+    with replicas.servers[0].client() as client:
+        answers = [client.generate(f"prompt {n}", _options(n)) for n in range(PROMPTS)]
+    callers = Callers(address, [answer.token_ids for answer in answers])
+    rng = random.Random(0)
+    with ThreadPoolExecutor(2 * CALLERS) as pool:
+        running = [pool.submit(callers.generate) for _ in range(CALLERS)]
+        running += [pool.submit(callers.stream) for _ in range(CALLERS)]
+        try:
+            for event in range(events):
+                time.sleep(1.0)
+                index = event % len(replicas.servers) if number == signal.SIGTERM else None
+                index = rng.randrange(len(replicas.servers)) if index is None else index
+                replicas.servers[index].stop(number)
+                replicas.restart(index)
+                time.sleep(3.0)  # Envoy finds it healthy again.
+        finally:
+            callers.stopped.set()
+        for call in running:
+            call.result()
+    return callers
+
+
+def test_the_configuration_is_valid() -> None:
+    arguments = [str(ENVOY), "--mode", "validate", "-c", str(CONFIG)]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=WAIT_S)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_restart_of_each_replica_loses_no_call(replicas: Replicas, tmp_path: Path) -> None:
+    with envoy(replicas.servers, tmp_path) as address:
+        callers = _call_while(address, replicas, 4, signal.SIGTERM)
+    assert not callers.failures and callers.calls > 50
+
+
+def test_kill_9_of_a_replica_loses_no_call(replicas: Replicas, tmp_path: Path) -> None:
+    with envoy(replicas.servers, tmp_path) as address:
+        callers = _call_while(address, replicas, 3, signal.SIGKILL)
+    assert not callers.failures and callers.calls > 50
+    assert callers.resumed > 0
+
+
+@pytest.mark.soak
+def test_ten_times_kill_9_loses_no_call(replicas: Replicas, tmp_path: Path) -> None:
+    with envoy(replicas.servers, tmp_path) as address:
+        callers = _call_while(address, replicas, 10, signal.SIGKILL)
+    print(f"{callers.calls} calls, {callers.resumed} resumed")
+    assert not callers.failures
+
+
+def test_adapters_stay_on_their_replicas(replicas: Replicas, tmp_path: Path) -> None:
+    """Ring hashing finds more prefixes in the cache, and loads adapters less often."""
+    hit_rates, loads = {}, {}
+    for policy in ("ROUND_ROBIN", ""):
+        with envoy(replicas.servers, tmp_path, policy) as address:
+            _call_adapters(address, 3 * ADAPTERS, seed=1)  # Warm up.
+            before = _counters(replicas)
+            _call_adapters(address, 6 * ADAPTERS, seed=2)
+            hits, prompts, loaded = (
+                after - first for after, first in zip(_counters(replicas), before, strict=True)
+            )
+        hit_rates[policy], loads[policy] = hits / prompts, loaded
+    print(f"hit rates {hit_rates}, adapter loads {loads}")
+    assert hit_rates[""] >= 2.3 * hit_rates["ROUND_ROBIN"]
+    assert loads[""] <= loads["ROUND_ROBIN"] / 5
+
+
+def _counters(replicas: Replicas) -> list[float]:
+    names = ("engine_cached_tokens_total", "engine_prompt_tokens_total", "adapter_loads_total")
+    return [replicas.total(f"preamble_{name}") for name in names]
+
+
+def _call_adapters(address: str, calls: int, seed: int) -> None:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3, 600) for _ in range(TEXT_TOKENS)] for _ in range(calls)]
+    names = [f"a{rng.randrange(ADAPTERS)}" for _ in range(calls)]
+    with Client(address, WAIT_S) as client, ThreadPoolExecutor(16) as pool:
+
+        def call(prompt: list[int], name: str) -> None:
+            client.generate(prompt, Options(max_new_tokens=2, adapter=name))
+
+        list(pool.map(call, prompts, names))
