@@ -344,7 +344,9 @@ class TensorBytes(_Part, frozen=True):
     """A tensor: its shape, and its fp32 elements, contiguous."""
 
     shape: list[int]
-    data: bytearray  # Read only. `torch.frombuffer` warns about immutable `bytes`.
+    # Read only. `torch.frombuffer` warns about immutable `bytes`. In the process of its sender it
+    # may be a memoryview, which is encoded likewise.
+    data: bytearray
 
 
 class LinearWrite(_Part, frozen=True):

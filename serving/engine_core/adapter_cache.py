@@ -15,7 +15,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
+
+from torch import Tensor
 
 from gpt.adapters.adapter_file import Adapter, open_adapter, open_verified_adapter, table_width
 from gpt.config import GPTConfig
@@ -226,6 +228,12 @@ def _copy(adapter_ref: AdapterRef, adapter: Adapter) -> AdapterReadResult:
 
 def _tensor_bytes(linear: LinearAdapter) -> dict[str, TensorBytes]:
     return {
-        name: TensorBytes(list(tensor.shape), bytearray(tensor.numpy()))
+        # Without a copy: a new copy costs page faults, in which a step has fewer cores.
+        name: TensorBytes(list(tensor.shape), cast(bytearray, _bytes_view(tensor)))
         for name, tensor in linear.tensors()
     }
+
+
+def _bytes_view(tensor: Tensor) -> memoryview:
+    """Return a view of a tensor's elements as bytes; empty tensors cannot be cast."""
+    return memoryview(tensor.contiguous().numpy().reshape(-1)).cast("B")
