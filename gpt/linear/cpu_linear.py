@@ -74,6 +74,8 @@ class CpuLinear(LinearBackend):
 
     def pack_terms(self, terms: Sequence[LinearTerm]) -> PackedTerms:
         """Return the terms in the layout of the C library; terms that have it are not copied."""
+        if isinstance(terms[0], PackedTerms):
+            return terms[0]
         return pack_adapter({"": (terms, self.packed.weight_args)})[""]
 
 

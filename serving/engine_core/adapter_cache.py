@@ -236,4 +236,4 @@ def _tensor_bytes(linear: LinearAdapter) -> dict[str, TensorBytes]:
 
 def _bytes_view(tensor: Tensor) -> memoryview:
     """Return a view of a tensor's elements as bytes; empty tensors cannot be cast."""
-    return memoryview(tensor.contiguous().numpy().reshape(-1)).cast("B")
+    return tensor.contiguous().numpy().reshape(-1).data.cast("B")
