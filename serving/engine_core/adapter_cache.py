@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from torch import Tensor
-
 from gpt.adapters.adapter_file import Adapter, open_adapter, open_verified_adapter, table_width
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError, PreambleError
@@ -229,11 +227,9 @@ def _copy(adapter_ref: AdapterRef, adapter: Adapter) -> AdapterReadResult:
 def _tensor_bytes(linear: LinearAdapter) -> dict[str, TensorBytes]:
     return {
         # Without a copy: a new copy costs page faults, in which a step has fewer cores.
-        name: TensorBytes(list(tensor.shape), cast(bytearray, _bytes_view(tensor)))
+        name: TensorBytes(
+            list(tensor.shape),
+            cast(bytearray, tensor.contiguous().numpy().reshape(-1).data.cast("B")),
+        )
         for name, tensor in linear.tensors()
     }
-
-
-def _bytes_view(tensor: Tensor) -> memoryview:
-    """Return a view of a tensor's elements as bytes; empty tensors cannot be cast."""
-    return tensor.contiguous().numpy().reshape(-1).data.cast("B")

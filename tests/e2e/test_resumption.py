@@ -141,16 +141,16 @@ def test_a_completion_of_openai_is_continued_behind_any_token(deployment: Deploy
         "return_token_ids": True,
         "stop": ["zz", "qu"],
     }
-    whole = _post(first, "/v1/completions", request)
-    choice = whole["choices"][0]
-    assert whole["model"] == "read@1" and len(choice["token_ids"]) > 5
+    complete = _post(first, "/v1/completions", request)
+    choice = complete["choices"][0]
+    assert complete["model"] == "read@1" and len(choice["token_ids"]) > 5
     for count in range(len(choice["token_ids"])):
         resume = {
             "seed": choice["seed"],
             "token_ids": choice["token_ids"][:count],
-            "base_fingerprint": whole["system_fingerprint"],
+            "base_fingerprint": complete["system_fingerprint"],
         }
-        changes = {"model": whole["model"], "resume": resume}
+        changes = {"model": complete["model"], "resume": resume}
         rest = _post(second, "/v1/completions", request | changes)
         rest_choice = rest["choices"][0]
         assert rest_choice["token_ids"] == choice["token_ids"][count:]
@@ -158,7 +158,7 @@ def test_a_completion_of_openai_is_continued_behind_any_token(deployment: Deploy
         assert rest_choice["finish_reason"] == choice["finish_reason"]
         offsets = choice["logprobs"]["text_offset"][count:]
         assert rest_choice["logprobs"]["text_offset"] == offsets
-        assert rest["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+        assert rest["usage"]["completion_tokens"] == complete["usage"]["completion_tokens"]
     refusals = {"n": 2, "echo": True, "use_beam_search": True, "prompt": ["one", "two"]}
     for field, value in refusals.items():
         status, body = second.request("/v1/completions", request | changes | {field: value})

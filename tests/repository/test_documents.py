@@ -47,6 +47,7 @@ NOT_RUN = {
     "make gpu-proof": "it needs a CUDA device; tests/bench/gpu_proof rehearses it",
     "make bench": "it takes minutes, and other tests would disturb its timings",
     "make wheel": "test_wheel.py builds a wheel",
+    "build/clients/envoy/bin/envoy": "it serves until it is stopped; tests/scale_out runs it",
     "preamble serve": "it serves until it is stopped",
     "preamble generate --server": "it calls a running server; tests/clients/test_client.py runs it",
     "preamble bench": "it calls a running server; tests/clients/load/test_generator.py runs it",
