@@ -60,7 +60,7 @@ def random_linears(
     for linear in adaptable_linears(config).values():
         if linear.target not in targets:
             continue
-        if method in BOTTLENECKS and not linear.is_row_parallel:
+        if method in BOTTLENECKS and not linear.ends_block:
             continue
         keys: tuple[str, ...] = (linear.name,)
         if by_parts and linear.parts:
