@@ -33,7 +33,7 @@ from gpt.adapters.change_log import AdapterChange, AdapterChangeLog, ChangeAutho
 from gpt.adapters.import_bridge import find_bridge_adapter, open_bridge
 from gpt.adapters.import_nemo import is_nemo_prompt, open_nemo_prompt
 from gpt.adapters.import_peft import open_peft, open_tgis
-from gpt.adapters.linear_check import LINEARS_MAX, check_linears
+from gpt.adapters.linear_check import LINEARS_MAX, TENSORS_MAX, check_linears
 from gpt.checkpoint.files.safetensors_file import read_safetensors
 from gpt.checkpoint.logical_tensor import Checkpoint, ModelIdentity, StoredTensor
 from gpt.config import GPTConfig
@@ -320,7 +320,7 @@ class _NativeContent:
                 "or a .nemo file of prompt learning"
             )
         # `read_safetensors` is called first: it describes a broken header better than `safe_open`.
-        tensors = read_safetensors(path, header_bytes_max=HEADER_BYTES_MAX)
+        tensors = read_safetensors(path, header_bytes_max=HEADER_BYTES_MAX, tensors_max=TENSORS_MAX)
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 metadata: dict[str, str] = file.metadata() or {}

@@ -25,6 +25,7 @@ BOTTLENECK_LINEARS = (".self_attention.linear_proj", ".mlp.linear_fc2")
 LINEARS_BYTES_MAX = 8 << 30  # Size of all tensors in fp32.
 # Number of linears and parts. A model with 128 experts in each of 80 layers has so many.
 LINEARS_MAX = 32768
+TENSORS_MAX = 4 * LINEARS_MAX  # Of DoRA.
 
 
 def copy_linears(name: str, linears: Mapping[str, LinearAdapter]) -> dict[str, LinearAdapter]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpt.adapters.linear_check import LINEARS_MAX
+from gpt.adapters.linear_check import LINEARS_MAX, TENSORS_MAX
 from gpt.checkpoint.files.safetensors_file import open_safetensors
 from gpt.checkpoint.files.torch_save import open_state_dict
 from gpt.checkpoint.logical_tensor import StoredTensor
@@ -48,6 +48,6 @@ def read_config(path: Path) -> dict[str, Any]:
 def open_tensors(path: Path) -> Mapping[str, StoredTensor]:
     """Open the weights by key, without reading them."""
     if path.suffix == ".safetensors":
-        return open_safetensors(path, header_bytes_max=HEADER_BYTES_MAX)
+        return open_safetensors(path, header_bytes_max=HEADER_BYTES_MAX, tensors_max=TENSORS_MAX)
     # The file is not memory-mapped, because another process may truncate it during use.
     return open_state_dict(path, mmap=False)

@@ -25,6 +25,7 @@ from gpt.files.regular_files import open_regular_file, read_regular_file
 
 # No model has a longer header; a longer one means a broken file or another format.
 HEADER_BYTES_MAX = 100 << 20
+METADATA_COLONS_MAX = 100_000  # In the metadata of a file whose number of tensors is limited.
 TEXT_BYTES_MAX = 64 << 20  # Limit for a config or an index.
 SIZE_MAX = 2**63 - 1  # Limit of torch for a dimension of a tensor.
 
@@ -153,11 +154,12 @@ def file_error(path: Path, error: OSError) -> CheckpointError:
 
 
 def open_safetensors(
-    path: Path, *, header_bytes_max: int = HEADER_BYTES_MAX
+    path: Path, *, header_bytes_max: int = HEADER_BYTES_MAX, tensors_max: int | None = None
 ) -> dict[str, SafetensorsTensor]:
     """Return the file's tensors by key, in the order of the header; only the header is read.
 
-    A header of more than `header_bytes_max` bytes is refused before it is read.
+    A header of more than `header_bytes_max` bytes is refused before it is read, and one of more
+    than `tensors_max` tensors before it is parsed.
     """
     try:
         size = path.stat().st_size
@@ -178,6 +180,8 @@ def open_safetensors(
             header_json = file.read(length)
     except OSError as error:
         raise file_error(path, error) from None
+    if tensors_max is not None:
+        _check_tensor_count(path, header_json, tensors_max)
     entries = _parse_header(path, header_json)
     _check_data_offsets(path, entries, size - 8 - length)
     mapped_file = MappedFile(path, 8 + length)
@@ -193,9 +197,11 @@ def open_safetensors(
     }
 
 
-def read_safetensors(path: Path, *, header_bytes_max: int) -> dict[str, SafetensorsTensor]:
+def read_safetensors(
+    path: Path, *, header_bytes_max: int, tensors_max: int
+) -> dict[str, SafetensorsTensor]:
     """Return what `open_safetensors` returns, with the tensors in memory."""
-    tensors = open_safetensors(path, header_bytes_max=header_bytes_max)
+    tensors = open_safetensors(path, header_bytes_max=header_bytes_max, tensors_max=tensors_max)
     if tensors:
         stop = max(tensor.byte_range[1] for tensor in tensors.values())
         next(iter(tensors.values())).file.read(stop)
@@ -224,6 +230,18 @@ def read_small_file(path: Path) -> bytes:
 
 def _broken_file_error(path: Path, problem: str) -> CheckpointError:
     return CheckpointError(f"{path} {problem}; download or copy the file again")
+
+
+def _check_tensor_count(path: Path, header: bytes, tensors_max: int) -> None:
+    """Refuse a header with more values than those of `tensors_max` tensors and of the metadata.
+
+    Parsing takes microseconds for each value, which a hostile header may have in 4 bytes.
+    """
+    if header.count(b":") > 4 * tensors_max + METADATA_COLONS_MAX:
+        raise _broken_file_error(
+            path,
+            f"has a header of more than {tensors_max} tensors, the limit for this kind of file",
+        )
 
 
 def _parse_header(path: Path, header: bytes) -> dict[str, Any]:

@@ -269,8 +269,12 @@ def header_with(**changes: Any) -> bytes:
     header = json.loads(content[8 : 8 + length])
     for key, value in changes.items():
         header[key] = value if key == "__metadata__" else {**header.get(key, {}), **value}
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + content[8 + length :]
+    return with_header(json.dumps(header), content[8 + length :])
+
+
+def with_header(header: str, data: bytes = b"") -> bytes:
+    text = header.encode()
+    return len(text).to_bytes(8, "little") + text + data
 
 
 VALID_FILE = own_file({"table": TABLE})
@@ -337,6 +341,10 @@ INVALID_FILES: dict[str, tuple[bytes, str]] = {
             {f"{i:01000000}": torch.zeros(0) for i in range(1 + HEADER_BYTES_MAX // 1_000_000)}
         ),
         "states a header of",
+    ),
+    "many short names": (
+        with_header("{" + 700_000 * '"":1,' + '"":1}'),
+        "has a header of more than 131072 tensors",
     ),
     "empty stop": (own_file({"table": TABLE}, card=card_with(stop=[""])), "stop string of 0 b"),
     "long stop": (own_file({"table": TABLE}, card=card_with(stop=["é" * 129])), "string of 258 b"),
