@@ -295,6 +295,11 @@ class MethodConfig:
             linear, part = split_key(target)
             if part and linear in self.targets:
                 raise ConfigError(f"targets has {linear} and its part {target}; remove one of them")
+            if self.dropout and target.startswith("experts."):
+                raise ConfigError(
+                    f"dropout is {self.dropout}, which is not supported for the linears of experts "
+                    f"({target}), as in PEFT; remove dropout"
+                )
         for name, values in (("targets", self.targets), ("layers", self.layers)):
             if len(set(values)) < len(values):
                 raise ConfigError(f"{name} is {short_repr(values)}; give each entry once")

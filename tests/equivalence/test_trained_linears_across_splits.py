@@ -232,7 +232,7 @@ EXPERT_CASES = (
     Case("eight experts", "lora", (*EXPERT_TARGETS, "linear_fc1"), sequence_parallel=True),
     Case("eight experts", "dora", EXPERT_PARTS, recompute="full"),
     Case("eight experts", "ia3", (*EXPERT_TARGETS, "linear_qkv")),
-    Case("eight experts", "lora", EXPERT_PARTS, dropout=0.1),
+    Case("eight experts", "lora", EXPERT_PARTS),
 )
 
 

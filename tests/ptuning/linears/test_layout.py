@@ -41,5 +41,7 @@ def test_experts_that_a_model_or_its_layers_lack_are_refused() -> None:
     settings = MethodConfig("lora", targets=("experts.linear_fc1",))
     with pytest.raises(ConfigError, match=r"have no such linear; choose among: linear_fc1, linear"):
         LinearsLayout.create([settings], CLASSIC)
+    with pytest.raises(ConfigError, match=r"not supported for the linears of experts"):
+        MethodConfig("lora", targets=("experts.linear_fc1",), dropout=0.1)
     with pytest.raises(ConfigError, match=r"experts.linear_fc1 and its part experts.linear_fc1.up"):
         MethodConfig("lora", targets=("experts.linear_fc1", "experts.linear_fc1.up"))

@@ -296,7 +296,7 @@ def test_every_field_reaches_the_ask(path: tuple[str, ...]) -> None:
             )
         elif filled:
             list_fields = {"inputs": "fields", "choices": "texts"}
-            list_fields |= {} if path[0] == "stops" else {"token_ids": "ids"}
+            list_fields |= {} if path[0] in ("stops", "resume") else {"token_ids": "ids"}
             part = getattr(submessage, name)
             part = getattr(part, list_fields[name]) if name in list_fields else part
             value = VALUES[name]
