@@ -336,5 +336,7 @@ def test_example_file_trains(
     file.write_text(yaml.safe_dump(settings), "utf-8")
     assert preamble.main(["tune", str(file)]) == 0
     written = capsys.readouterr().out.splitlines()
-    assert len(written) == len(settings.get("tasks") or settings.get("task_templates") or [settings])
+    assert len(written) == len(
+        settings.get("tasks") or settings.get("task_templates") or [settings]
+    )
     assert all((tmp_path / path).exists() for path in written)

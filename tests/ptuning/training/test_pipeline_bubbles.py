@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from gpt.batch import Batch
 from gpt.config import GPTConfig
+from gpt.linear_adapter import ExampleRows
 from gpt.model.gpt_model import GPT
 from gpt.parallel.mesh import Mesh
-from ptuning.data.micro_batch import MicroBatch
+from ptuning.data.micro_batch import MicroBatch, TaskSlice
 from ptuning.training.pipeline import PipelineChannels, run_passes
 from ptuning.training.pipeline_schedule import schedule_1f1b, schedule_interleaved_1f1b
 from tests.support.ranks import ranks
@@ -89,7 +90,8 @@ def run(mesh: Mesh, channels: PipelineChannels, chunks: int, micros: int) -> Sta
         [TimedChunk(mesh, virtual_stage, chunks, clock) for virtual_stage in virtual_stages],
     )
     ids = torch.tensor([0, 1])
-    work = [MicroBatch(ids, Batch.unpaged([2]), ids)] * micros
+    task = TaskSlice(0, None, ExampleRows((0,), (2,), ((0, 1),)))
+    work = [MicroBatch(ids, Batch.unpaged([2]), ids, (task,))] * micros
     table = torch.zeros(2, SIZES.hidden_size, requires_grad=True)
     if chunks == 1:
         passes = schedule_1f1b(mesh.pp_rank, STAGES, micros)
