@@ -62,7 +62,7 @@ class AdapterCalls:
 
             return send_file
 
-        adapter = self._client.call(upload_method, None, repeatable=False).adapter
+        adapter = self._client.call(upload_method, None, idempotent=False).adapter
         assert isinstance(adapter, pb.Adapter)
         return adapter
 
@@ -73,8 +73,8 @@ class AdapterCalls:
 
     def _call(self, method: str, message: object) -> Any:
         # A change that its server began before it was lost must not be made twice.
-        repeatable = method in ("GetAdapter", "LoadAdapter")
-        return self._client.call(attrgetter(f"adapters.{method}"), message, repeatable=repeatable)
+        idempotent = method in ("GetAdapter", "LoadAdapter")
+        return self._client.call(attrgetter(f"adapters.{method}"), message, idempotent=idempotent)
 
 
 def _upload_requests(name: str, file: Path) -> Iterator[pb.UploadAdapterRequest]:

@@ -165,11 +165,13 @@ class Client:
                 failure = read_call_error(error, server.address)
             finally:
                 call.cancel()
-            moves = route.record_failure(failure)
+            if state.has_ended:  # Only the status of the call was lost.
+                return
+            fails_over = route.record_failure(failure)
             if not state.has_started:
-                wait_s = attempts.next_wait_s(failure, moves=moves)
+                wait_s = attempts.next_wait_s(failure, fails_over=fails_over)
             elif state.can_resume:
-                wait_s = attempts.resumption_wait_s(failure, moves=moves)
+                wait_s = attempts.resumption_wait_s(failure, fails_over=fails_over)
             else:  # A retry would yield the same pieces again.
                 raise failure
             time.sleep(wait_s)
@@ -256,12 +258,12 @@ class Client:
         timeout_s: float | None = None,
         *,
         adapter: str = "",
-        repeatable: bool = True,
+        idempotent: bool = True,
     ) -> Any:
         """Call a unary method directly, with deadline and retries.
 
         `method` returns the method of a server's stubs. `adapter`: the adapter of the call, if any.
-        `repeatable`: the call changes nothing, so if its server was lost, another one is called.
+        `idempotent`: if the server is lost during the call, the call fails over to another one.
         """
         attempts = Attempts(self.retries, self.timeout_s if timeout_s is None else timeout_s)
         route = self._servers.route(adapter)
@@ -272,5 +274,5 @@ class Client:
                 return method(server)(message, timeout=attempts.remaining_s, metadata=metadata)
             except grpc.RpcError as error:
                 failure = read_call_error(error, server.address)
-            moves = route.record_failure(failure) and repeatable
-            time.sleep(attempts.next_wait_s(failure, moves=moves))
+            fails_over = route.record_failure(failure) and idempotent
+            time.sleep(attempts.next_wait_s(failure, fails_over=fails_over))

@@ -1,4 +1,4 @@
-"""Resumption of a stream whose server was lost: the request that continues it on another server.
+"""Stream failover: builds the request that resumes a stream on another server.
 
 A token depends only on the model, the adapter, the request, the seed and the tokens before it.
 Therefore another server with the same base model and adapter version continues the completion with
@@ -22,15 +22,21 @@ class StreamState:
         self._resume = pb.Resume()
         self._adapter = ""
         self.has_started = False
+        self.has_ended = False  # Whether the last piece of the only completion was received.
         self._resumed_at = ""  # The address of a server that has not continued the stream yet.
 
     @property
     def can_resume(self) -> bool:
         """Whether the stream has begun, and another server can continue it."""
         message = self._message
-        is_single = message.answers <= 1 and len(message.adapters) <= 1
+        # The rest of the prompt scores would be lost, since a resumed stream has none.
+        is_unsupported = message.HasField("beams") or message.details.HasField("prompt_logprobs")
         has_origin = bool(self._resume.base_fingerprint)
-        return is_single and not message.HasField("beams") and has_origin
+        return self._is_single and has_origin and not is_unsupported
+
+    @property
+    def _is_single(self) -> bool:
+        return self._message.answers <= 1 and len(self._message.adapters) <= 1
 
     def next_request(self, address: str) -> pb.GenerateStreamRequest:
         """Return the request for a server: the caller's, or one that continues the stream."""
@@ -58,6 +64,8 @@ class StreamState:
             self._resume.base_fingerprint = response.base_fingerprint
             self._adapter = response.adapter
         self.has_started = True
+        is_last = response.finish_reason != pb.FINISH_REASON_UNSPECIFIED
+        self.has_ended = self._is_single and is_last
         self._resume.token_ids.extend(response.token_ids)
         return read_piece(response, resumed_at)
 

@@ -113,22 +113,22 @@ class Attempts:
     def remaining_s(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def next_wait_s(self, error: CallError, *, moves: bool = False) -> float:
+    def next_wait_s(self, error: CallError, *, fails_over: bool = False) -> float:
         """Return the wait before the next attempt, in seconds.
 
-        `moves`: if the server was lost, the next attempt is at a server that was not called yet.
+        `fails_over`: if the server was lost, the next attempt is at one that was not called yet.
         Raises `error` if no further attempt is allowed.
         """
         self._failures += 1
         if self._failures >= self._retries.attempts_max:
             raise error
-        if moves and error.is_connection_loss:
+        if fails_over and error.is_connection_loss:
             return 0.0
         if error.retry_s is None:
             raise error
         return self._backoff_s(error, error.retry_s, self._failures)
 
-    def resumption_wait_s(self, error: CallError, *, moves: bool) -> float:
+    def resumption_wait_s(self, error: CallError, *, fails_over: bool) -> float:
         """Return the wait before a stream that has begun is continued, in seconds.
 
         The arguments are those of `next_wait_s`. Raises `error` if the stream cannot be continued.
@@ -136,7 +136,7 @@ class Attempts:
         self._resumptions += 1
         if not error.is_connection_loss or self._resumptions > self._retries.resumptions_max:
             raise error
-        if moves:
+        if fails_over:
             return 0.0
         wait_s = RESUMPTION_WAIT_S if error.retry_s is None else error.retry_s
         return self._backoff_s(error, wait_s, self._resumptions)

@@ -343,7 +343,7 @@ def _build_bottlenecks(
     tuning: NemoConfig,
     config: GPTConfig,
 ) -> dict[str, LinearAdapter]:
-    """Return the bottlenecks, of which NeMo divides the inner channels among the tensor ranks."""
+    """Return the bottlenecks; NeMo shards their inner channels over the tensor ranks."""
     position, size = _norm_position(tuning), tuning.get("adapter_dim", 32)
     values: dict[str, dict[str, Any]] = {}
     for site, site_shards in shards.items():

@@ -23,7 +23,7 @@ from gpt.parallel.adapter_sharding import part_rows
 RANK_MAX = 512  # Of a low-rank product; also the largest size of a bottleneck.
 BOTTLENECK_LINEARS = (".self_attention.linear_proj", ".mlp.linear_fc2")
 LINEARS_BYTES_MAX = 8 << 30  # Size of all tensors in fp32.
-# Number of linears and parts. A model with 128 experts in each of 80 layers has so many.
+# Limit of changed linears and parts. 128 experts in each of 80 layers have 30,720 of them.
 LINEARS_MAX = 32768
 TENSORS_MAX = 4 * LINEARS_MAX  # Of DoRA.
 

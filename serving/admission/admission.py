@@ -192,10 +192,11 @@ class Admission:
     def _resume_answer(self, answer: AnswerSpec, token_ids: tuple[int, ...]) -> AnswerSpec:
         """Return the answer with its tokens so far; raise if they have ended it."""
         sampling = answer.sampling
+        stop_tokens = [token for token in token_ids if token in sampling.stop_token_ids]
         if len(token_ids) >= sampling.max_new_tokens:
             end = f"max_new_tokens is {sampling.max_new_tokens}"
-        elif stop := next((token for token in token_ids if token in sampling.stop_token_ids), None):
-            end = f"token {stop} is a stop token"
+        elif stop_tokens:
+            end = f"token {stop_tokens[0]} is a stop token"
         elif stop_string := self._find_stop_string(answer, token_ids):
             end = f"their text has the stop string {stop_string!r}"
         else:

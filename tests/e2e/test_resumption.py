@@ -197,6 +197,8 @@ def test_what_cannot_be_resumed_is_refused(deployment: Deployment) -> None:
         assert "640" in refusal(resume=pb.Resume(token_ids=[640]))
         assert "max_new_tokens is 2" in refusal(max_new_tokens=2)
         assert "stop token" in refusal(stops=pb.Stops(token_ids=[6]))
+        begun = pb.Resume(token_ids=[0])  # An id that is false in Python.
+        assert "token 0 is a stop token" in refusal(resume=begun, stops=pb.Stops(token_ids=[0]))
         assert "the seed 3" in refusal(sampling=pb.Sampling(seed=3))
 
 

