@@ -8,12 +8,13 @@ own ranks. A row's result does not depend on the other rows and their adapters, 
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpt.cpu.huge_pages import huge_page_zeros
@@ -75,25 +76,10 @@ def pack_adapter(
     packed = {
         name: terms[0] for name, (terms, _) in linears.items() if isinstance(terms[0], PackedTerms)
     }
-    packers = {
-        name: _LinearPacker(
-            terms, _WeightShape(weight.columns, weight.channels, bool(weight.gated))
-        )
-        for name, (terms, weight) in linears.items()
-        if name not in packed
-    }
-    if not packers:
-        return packed
-    matrix_bytes = sum(packer.matrix_bytes for packer in packers.values())
-    memory = None if allocate is None else allocate(matrix_bytes)
-    if memory is None:
-        memory = _new_memory(matrix_bytes)
-    copies = _MatrixCopies()
-    start = 0
-    for name, packer in packers.items():
-        packed[name] = packer.pack(memory[start : start + packer.matrix_bytes], copies)
-        start += packer.matrix_bytes
-    copies.run()
+    new = {name: linear for name, linear in linears.items() if name not in packed}
+    if new:
+        packers = [_LinearPacker(terms, weight) for terms, weight in new.values()]
+        packed |= zip(new, _pack(packers, allocate), strict=True)
     return packed
 
 
@@ -127,63 +113,100 @@ class _PanelLayout(NamedTuple):
 
 
 class _LinearPacker:
-    """Packs the terms of an adapter for one linear."""
+    """The terms of an adapter for one linear, which are to be packed."""
 
-    def __init__(self, terms: Sequence[LinearTerm], shape: _WeightShape) -> None:
+    def __init__(self, terms: Sequence[LinearTerm], weight: PackedWeight) -> None:
         self._terms = terms
-        self._low_rank = [term for term in terms if term.lora_a is not None]
-        self._parts = tuple((term.columns, _even_rank(term)) for term in self._low_rank)
-        self._shape = shape
-        self._layout = _matrix_layout(self._parts, shape)
+        self.low_rank = [term for term in terms if term.lora_a is not None]
+        shape = _WeightShape(weight.columns, weight.channels, bool(weight.gated))
+        ranks = tuple((term.columns, _rank(term)) for term in self.low_rank)
+        self.structure = _LinearStructure(shape, ranks)
 
-    @property
-    def matrix_bytes(self) -> int:
-        return self._layout.nbytes
-
-    def pack(self, memory: Tensor, copies: "_MatrixCopies") -> PackedTerms:
-        """Return the terms, with the matrices in `memory`; `copies` will copy the matrices."""
-        if self._has_padding():
-            memory.numpy().fill(0)
-        base, total = memory.data_ptr(), self._layout.total
-        scales = torch.from_numpy(np.empty(total, np.float32))
-        for term, first in zip(self._low_rank, self._layout.first, strict=True):
-            assert term.lora_a is not None
-            copies.add_a(term.lora_a, term.scale, first, total, base, scales.data_ptr())
-        term_array = (LowRankTerm * len(self._layout.b))()
-        for (start, indices), args in zip(self._layout.b, term_array, strict=True):
-            args.first, args.first_of_second_half = (self._layout.first[i] for i in indices)
-            args.pairs, args.b = self._parts[indices[0]][1] // 2, base + start
-            for index in dict.fromkeys(indices):
-                layout = _panel_layout(self._parts[index][0], self._shape)
-                lora_b = self._low_rank[index].lora_b
-                assert lora_b is not None
-                args.positions = layout.positions_address
-                copies.add_b(lora_b, layout, args.b)
-        vectors = self._vectors()
-        linear = AdaptedLinear(
-            total,
-            base if total else None,
-            scales.data_ptr() if total else None,
-            len(term_array),
-            ctypes.addressof(term_array),
-            *(None if vector is None else vector.data_ptr() for vector in vectors),
-        )
-        owners = (scales, *(vector for vector in vectors if vector is not None))
-        return PackedTerms(args=linear, memory=(memory, *owners), references=(term_array,))
-
-    def _has_padding(self) -> bool:
-        """Whether some bytes of the matrices belong to no element of the terms."""
-        return self._layout.has_gaps or any(_rank(term) % 2 for term in self._low_rank)
-
-    def _vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the factors, output scales and input scales; None: the terms have none."""
+        shape = self.structure.shape
         factors = [(term.columns, term.output_factor) for term in self._terms]
         output_scales = [(term.columns, term.output_scale) for term in self._terms]
         return (
-            _panel_vector(factors, self._shape),
-            _panel_vector(output_scales, self._shape),
+            _panel_vector(factors, shape),
+            _panel_vector(output_scales, shape),
             _input_scales(self._terms),
         )
+
+
+class _LinearStructure(NamedTuple):
+    """What the layout of an adapter's terms for one linear depends on."""
+
+    shape: _WeightShape
+    ranks: tuple[tuple[OutputColumns | None, int], ...]  # The columns and the rank of each term.
+
+    @property
+    def even_ranks(self) -> tuple[tuple[OutputColumns | None, int], ...]:
+        """`ranks`, rounded up: the library multiplies pairs of ranks."""
+        return tuple((columns, rank + rank % 2) for columns, rank in self.ranks)
+
+
+def _pack(packers: Sequence[_LinearPacker], allocate: HostAllocator | None) -> list[PackedTerms]:
+    layout = _adapter_layout(tuple(packer.structure for packer in packers))
+    memory = None if allocate is None else allocate(layout.nbytes)
+    if memory is None:
+        memory = _new_memory(layout.nbytes)
+    for start, stop in layout.padded:
+        memory[start:stop].numpy().fill(0)
+    scales = np.empty(layout.scales, np.float32)
+    _copy_matrices(packers, layout, memory, scales)
+    terms, linears = layout.terms.copy(), layout.linears.copy()
+    terms["b"] += memory.data_ptr()
+    # A null pointer stays null.
+    linears["a"][linears["rank"] > 0] += memory.data_ptr()
+    linears["scales"][linears["rank"] > 0] += scales.ctypes.data
+    linears["term_array"] += terms.ctypes.data
+    packed, linear_bytes = [], linears.view(np.uint8).data
+    for index, packer in enumerate(packers):
+        args = AdaptedLinear.from_buffer(linear_bytes, index * linears.itemsize)
+        vectors = packer.vectors()
+        args.factors, args.output_scales, args.input_scales = (
+            None if vector is None else vector.data_ptr() for vector in vectors
+        )
+        owners = (vector for vector in vectors if vector is not None)
+        matrices = memory[slice(*layout.ranges[index])]
+        packed.append(
+            PackedTerms(args=args, memory=(matrices, *owners), references=(terms, scales))
+        )
+    return packed
+
+
+def _copy_matrices(
+    packers: Sequence[_LinearPacker],
+    layout: "_AdapterLayout",
+    memory: Tensor,
+    scales: NDArray[np.float32],
+) -> None:
+    """Copy the matrices into `memory`, and the scale of each rank into `scales`, in one call."""
+    sources, term_scales = list[Tensor](), list[float]()
+    for packer, b_terms in zip(packers, layout.b_terms, strict=True):
+        terms = packer.low_rank
+        matrices = [term.lora_a for term in terms] + [terms[index].lora_b for index in b_terms]
+        sources += (_readable(matrix) for matrix in matrices if matrix is not None)
+        term_scales += (term.scale for term in terms)
+        term_scales += (0.0 for _ in b_terms)  # Only those of the matrices A are read.
+    array = layout.matrices.copy()
+    array["source"] = [source.data_ptr() for source in sources]
+    array["bf16"] = [source.dtype == torch.bfloat16 for source in sources]
+    array["stride"] = [source.stride(0) for source in sources]
+    array["scale"] = term_scales
+    array["target"] += memory.data_ptr()
+    array["scales"] += scales.ctypes.data
+    lib = library()
+    assert lib is not None, "packed weights need the library"
+    lib.preamble_pack_low_rank(array.ctypes.data, len(array), torch.get_num_threads())
+
+
+def _readable(matrix: Tensor) -> Tensor:
+    """Return the matrix with contiguous rows, in bf16 or fp32."""
+    if matrix.dtype not in (torch.bfloat16, torch.float32):
+        matrix = matrix.float()
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 class _MatrixLayout(NamedTuple):
@@ -240,70 +263,100 @@ class _LowRankMatrix(ctypes.Structure):
     )
 
 
-class _MatrixCopies:
-    """Copies the matrices of adapters into the layouts of the library, in one call."""
+class _AdapterLayout(NamedTuple):
+    """Where the matrices of all linears are in the memory of an adapter.
 
-    def __init__(self) -> None:
-        self._matrices: list[_LowRankMatrix] = []
-        self._sources: list[Tensor] = []  # Keeps the memory of the sources allocated.
+    The arrays have the C library's structs, for adapters of one structure: pointers into the
+    memory, into the scales and into the array of terms are offsets from their first bytes, and what
+    depends on the adapter's own tensors is 0.
+    """
 
-    def add_a(
-        self, lora_a: Tensor, scale: float, first: int, total: int, target: int, scales: int
-    ) -> None:
-        """`first`: the first of its rows among the `total` rows of all terms."""
-        source, is_bf16 = self._add_source(lora_a)
-        rank, channels = source.shape
-        self._matrices.append(
-            _LowRankMatrix(
-                source.data_ptr(),
-                is_bf16,
-                source.stride(0),
-                rank,
-                channels,
-                None,
-                None,
-                first,
-                total,
-                target,
-                scale,
-                scales,
+    nbytes: int
+    scales: int  # The number of scales: one for each rank.
+    ranges: tuple[tuple[int, int], ...]  # The bytes of each linear.
+    padded: tuple[tuple[int, int], ...]  # The linears of which some bytes belong to no element.
+    # Of each linear: the matrices A of all terms, then the matrices B of the terms `b_terms`.
+    matrices: NDArray[np.void]
+    b_terms: tuple[tuple[int, ...], ...]
+    terms: NDArray[np.void]  # LowRankTerm
+    linears: NDArray[np.void]  # AdaptedLinear
+
+
+# Users choose the ranks of their adapters, so the number of structures has no limit.
+@lru_cache(maxsize=256)
+def _adapter_layout(structures: tuple[_LinearStructure, ...]) -> _AdapterLayout:
+    ranges, padded, b_terms = [], [], []
+    matrices, terms, linears = list[_LowRankMatrix](), list[LowRankTerm](), list[AdaptedLinear]()
+    start = scales = 0
+    for structure in structures:
+        shape, layout = structure.shape, _matrix_layout(structure.even_ranks, structure.shape)
+        linears.append(
+            AdaptedLinear(
+                layout.total,
+                start,
+                ctypes.sizeof(ctypes.c_float) * scales,
+                len(layout.b),
+                ctypes.sizeof(LowRankTerm) * len(terms),
             )
         )
-
-    def add_b(self, lora_b: Tensor, layout: _PanelLayout, target: int) -> None:
-        source, is_bf16 = self._add_source(lora_b)
-        columns, rank = source.shape
-        self._matrices.append(
-            _LowRankMatrix(
-                source.data_ptr(),
-                is_bf16,
-                source.stride(0),
-                rank,
-                columns,
-                layout.slots.data_ptr(),
-                layout.positions_address,
-                0,
-                0,
-                target,
+        for (_, rank), first in zip(structure.ranks, layout.first, strict=True):
+            matrices.append(
+                _LowRankMatrix(
+                    rank=rank,
+                    width=shape.channels,
+                    first=first,
+                    total=layout.total,
+                    target=start,
+                    scales=ctypes.sizeof(ctypes.c_float) * scales,
+                )
             )
-        )
+        terms_with_b = list[int]()
+        for b_start, indices in layout.b:
+            # The two halves of the panels may have different terms, of one rank and one layout.
+            panels = _panel_layout(structure.ranks[indices[-1]][0], shape)
+            first, first_of_second_half = (layout.first[index] for index in indices)
+            pairs = structure.even_ranks[indices[0]][1] // 2
+            terms.append(
+                LowRankTerm(
+                    first, first_of_second_half, pairs, panels.positions_address, start + b_start
+                )
+            )
+            for index in dict.fromkeys(indices):
+                columns, rank = structure.ranks[index]
+                panels = _panel_layout(columns, shape)
+                matrices.append(
+                    _LowRankMatrix(
+                        rank=rank,
+                        width=len(panels.slots),
+                        slots=panels.slots.data_ptr(),
+                        positions=panels.positions_address,
+                        target=start + b_start,
+                    )
+                )
+                terms_with_b.append(index)
+        b_terms.append(tuple(terms_with_b))
+        ranges.append((start, start + layout.nbytes))
+        if layout.has_gaps or any(rank % 2 for _, rank in structure.ranks):
+            padded.append(ranges[-1])
+        start += layout.nbytes
+        scales += layout.total
+    return _AdapterLayout(
+        start,
+        scales,
+        tuple(ranges),
+        tuple(padded),
+        _struct_array(_LowRankMatrix, matrices),
+        tuple(b_terms),
+        _struct_array(LowRankTerm, terms),
+        _struct_array(AdaptedLinear, linears),
+    )
 
-    def run(self) -> None:
-        lib = library()
-        assert lib is not None, "packed weights need the library"
-        array = (_LowRankMatrix * len(self._matrices))(*self._matrices)
-        lib.preamble_pack_low_rank(
-            ctypes.addressof(array), len(self._matrices), torch.get_num_threads()
-        )
 
-    def _add_source(self, matrix: Tensor) -> tuple[Tensor, bool]:
-        """Return the matrix with contiguous rows, in bf16 or fp32, and whether it is bf16."""
-        is_bf16 = matrix.dtype == torch.bfloat16
-        if not is_bf16 and matrix.dtype != torch.float32:
-            matrix = matrix.float()
-        source = matrix if matrix.stride(1) == 1 else matrix.contiguous()
-        self._sources.append(source)
-        return source, is_bf16
+def _struct_array(
+    struct: type[ctypes.Structure], values: Sequence[ctypes.Structure]
+) -> NDArray[np.void]:
+    dtype = cast("np.dtype[np.void]", np.dtype(struct))
+    return np.frombuffer(bytes((struct * len(values))(*values)), dtype).copy()
 
 
 def _aligned_bytes(nbytes: int) -> int:
@@ -338,12 +391,6 @@ def _panel_layout(columns: OutputColumns | None, shape: _WeightShape) -> _PanelL
     halves = (slots % PANEL_COLUMNS // HALF_COLUMNS).unique().tolist()
     has_half = shape.gated and len(slots) == shape.columns and len(halves) == 1
     return _PanelLayout(slots, panels, positions, has_gaps, halves[0] if has_half else None)
-
-
-def _even_rank(term: LinearTerm) -> int:
-    """Return the rank of a low-rank term, rounded up: the library multiplies pairs of ranks."""
-    rank = _rank(term)
-    return rank + rank % 2
 
 
 def _rank(term: LinearTerm) -> int:

@@ -26,6 +26,8 @@ INLINE uint16_t load_rounded(const void *from, int64_t at, int bf16)
     return bf16 ? ((const uint16_t *)from)[at] : fp32_to_bf16(((const float *)from)[at]);
 }
 
+#define NUMBERS 16 /* Numbers that are rounded together. */
+
 INLINE void pack_a(const LowRankMatrix *matrix, int bf16)
 {
     for (int64_t r = 0; r < matrix->rank + matrix->rank % 2; r++)
@@ -37,7 +39,17 @@ INLINE void pack_a(const LowRankMatrix *matrix, int bf16)
         const int64_t space = block + lanes - row, rows_left = matrix->rank - r;
         const int64_t rows = rows_left < space ? rows_left : space;
         uint16_t *to = matrix->target + block * matrix->width + (row - block) * 2;
-        for (int64_t c = 0; c < matrix->width; c += 2, to += 2 * lanes)
+        int64_t c = 0;
+        for (; c + NUMBERS <= matrix->width; c += NUMBERS, to += NUMBERS * lanes)
+            for (int64_t i = 0; i < rows; i++) {
+                uint16_t rounded[NUMBERS];
+                for (int k = 0; k < NUMBERS; k++)
+                    rounded[k] =
+                        load_rounded(matrix->source, (r + i) * matrix->stride + c + k, bf16);
+                for (int k = 0; k < NUMBERS; k += 2)
+                    memcpy(to + k * lanes + 2 * i, rounded + k, 4);
+            }
+        for (; c < matrix->width; c += 2, to += 2 * lanes)
             for (int64_t i = 0; i < rows; i++) {
                 const int64_t at = (r + i) * matrix->stride + c;
                 to[2 * i] = load_rounded(matrix->source, at, bf16);
@@ -47,8 +59,6 @@ INLINE void pack_a(const LowRankMatrix *matrix, int bf16)
     }
 }
 
-#define RANKS 16 /* Ranks that are rounded together. */
-
 INLINE void pack_b(const LowRankMatrix *matrix, int bf16)
 {
     const int64_t pairs = (matrix->rank + 1) / 2;
@@ -57,11 +67,11 @@ INLINE void pack_b(const LowRankMatrix *matrix, int bf16)
         const int64_t position = matrix->positions ? matrix->positions[panel] : panel;
         uint16_t *to = matrix->target + (position * pairs * COLUMNS + slot % COLUMNS) * 2;
         int64_t r = 0;
-        for (; r + RANKS <= matrix->rank; r += RANKS, to += RANKS * COLUMNS) {
-            uint16_t rounded[RANKS];
-            for (int i = 0; i < RANKS; i++)
+        for (; r + NUMBERS <= matrix->rank; r += NUMBERS, to += NUMBERS * COLUMNS) {
+            uint16_t rounded[NUMBERS];
+            for (int i = 0; i < NUMBERS; i++)
                 rounded[i] = load_rounded(matrix->source, c * matrix->stride + r + i, bf16);
-            for (int i = 0; i < RANKS; i += 2)
+            for (int i = 0; i < NUMBERS; i += 2)
                 memcpy(to + i * COLUMNS, rounded + i, 4);
         }
         for (int64_t i = 0; r + i < matrix->rank; i++)
