@@ -41,6 +41,7 @@ from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import AdapterError, CheckpointError, RequestError
 from gpt.files.abandoned_files import remove_abandoned_partials
 from gpt.files.atomic_files import write_atomic
+from gpt.files.buffer_pool import BufferPool
 from gpt.linear_adapter import TENSOR_NAMES, LinearAdapter
 
 __all__ = [
@@ -76,6 +77,8 @@ TENSORS_PER_LINEAR_MAX = 7  # A bottleneck has six.
 HEADER_BYTES_MAX = 3 * CARD_BYTES_MAX + LINEARS_MAX * (
     2 * SCALE_BYTES_MAX + TENSORS_PER_LINEAR_MAX * 160
 )
+# A server reads adapters beside its steps and evicts others, whose memory is used again.
+BUFFERS = BufferPool(free_bytes_max=64 << 20)
 
 
 def save_adapter(adapter: Adapter, path: Path, *, overwrite: bool = True) -> None:
@@ -320,7 +323,9 @@ class _NativeContent:
                 "or a .nemo file of prompt learning"
             )
         # `read_safetensors` is called first: it describes a broken header better than `safe_open`.
-        tensors = read_safetensors(path, header_bytes_max=HEADER_BYTES_MAX, tensors_max=TENSORS_MAX)
+        tensors = read_safetensors(
+            path, header_bytes_max=HEADER_BYTES_MAX, tensors_max=TENSORS_MAX, buffers=BUFFERS
+        )
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 metadata: dict[str, str] = file.metadata() or {}

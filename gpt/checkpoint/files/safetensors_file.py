@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gpt.errors import CheckpointError
+from gpt.files.buffer_pool import BufferPool
 from gpt.files.regular_files import open_regular_file, read_regular_file
 
 # No model has a longer header; a longer one means a broken file or another format.
@@ -84,13 +85,13 @@ class MappedFile:
                 )
             return self.payload
 
-    def read(self, size: int) -> None:
+    def read(self, size: int, buffers: BufferPool) -> None:
         """Read the first `size` bytes of the payload into memory instead of mapping the file.
 
         If another process truncates a mapped file, an access ends this process (SIGBUS).
         """
-        payload = bytearray(size)
         try:
+            payload = buffers.allocate(size)
             with open_regular_file(self.path) as file:
                 file.seek(self.payload_offset)
                 length = cast(BufferedReader, file).readinto(payload)
@@ -198,13 +199,13 @@ def open_safetensors(
 
 
 def read_safetensors(
-    path: Path, *, header_bytes_max: int, tensors_max: int
+    path: Path, *, header_bytes_max: int, tensors_max: int, buffers: BufferPool
 ) -> dict[str, SafetensorsTensor]:
-    """Return what `open_safetensors` returns, with the tensors in memory."""
+    """Return what `open_safetensors` returns, with the tensors in memory from `buffers`."""
     tensors = open_safetensors(path, header_bytes_max=header_bytes_max, tensors_max=tensors_max)
     if tensors:
         stop = max(tensor.byte_range[1] for tensor in tensors.values())
-        next(iter(tensors.values())).file.read(stop)
+        next(iter(tensors.values())).file.read(stop, buffers)
     return tensors
 
 
