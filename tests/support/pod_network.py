@@ -6,7 +6,6 @@ tests. A holder process keeps the namespaces of a pod; it ends when the tests en
 """
 
 import ctypes
-import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
