@@ -139,7 +139,7 @@ def test_a_release_has_its_version_in_all_files(checkout: Path) -> None:
 
     set_version(checkout, "7.2.0.dev0", "2030-01-03")
     assert current_version(checkout) == "7.2.0.dev0"
-    assert set(image_tags(checkout).values()) == {"7.2.0"}
+    assert all(tags == {"7.2.0"} for tags in image_tags(checkout).values())
     assert (checkout / "CHANGELOG.md").read_text() == text
 
 
