@@ -14,10 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.support.client_environments import PROGRAMS, interpreter, run_node_program, run_process
+from tests.support.client_environments import (
+    PROGRAMS,
+    environment,
+    interpreter,
+    run_node_program,
+    run_process,
+)
 from tests.support.kubernetes_types import check_object, kinds
-from tests.support.manifests import Manifest, manifest, manifests
+from tests.support.manifests import FOLDER, Manifest, manifest, manifests
 
 pytestmark = pytest.mark.slow  # Programs of their own, and large packages.
 
@@ -52,6 +59,20 @@ def planted(value: Any, plant: Callable[[Any], Any]) -> Any:
     copy = deepcopy(value)
     plant(copy)
     return copy
+
+
+def test_kubectl_reads_the_same_objects_as_these_tests(tmp_path: Path) -> None:
+    """kubectl has another YAML parser, for example for anchors and octal numbers."""
+    files = sorted({item.file for item in manifests()})
+    for file in files:
+        (tmp_path / file).write_bytes((FOLDER / file).read_bytes())
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump({"resources": files}))
+    kubectl = environment("kubernetes") / "bin" / "kubectl"
+    output = run_process([kubectl, "kustomize", str(tmp_path)])
+    objects = {
+        (value["kind"], value["metadata"]["name"]): value for value in yaml.safe_load_all(output)
+    }
+    assert objects == {(item.kind, item.name): item.object for item in manifests()}
 
 
 def test_objects_of_kubernetes_and_of_the_trainer_are_valid(tmp_path: Path) -> None:
