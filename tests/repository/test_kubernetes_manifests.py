@@ -198,8 +198,8 @@ def test_a_planted_fault_in_an_object_is_found(path: str, value: Any, fault: str
         del node[name]
     else:
         node[name] = value
-    (found,) = check_object(planted).faults
-    assert fault in found
+    (message,) = check_object(planted).faults
+    assert fault in message
 
 
 def test_pickers_know_the_plugins_parameters_and_flags() -> None:
@@ -224,7 +224,7 @@ def test_a_planted_fault_in_the_pickers_configuration_is_found(
     assert old in text
     flags = ["--allow-experimental-plugins"]
     faults = picker_faults(yaml.safe_load(text.replace(old, new)), flags)
-    assert any(fault in found for found in faults)
+    assert any(fault in message for message in faults)
     assert not picker_faults(yaml.safe_load(text), flags)
     assert picker_faults(yaml.safe_load(text), ["--pool=preamble"]) == [
         "plugins: session-affinity-scorer needs --allow-experimental-plugins",

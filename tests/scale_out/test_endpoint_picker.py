@@ -61,7 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         write_adapter(path, checkpoint, [3 + number + row for row in range(ROWS)])
     for number in range(DISTINCT, ADAPTERS):
         os.link(path, adapters / f"a{number}.safetensors")
-    limits = {
+    limits: dict[str, Any] = {
         "adapters": str(adapters),
         "adapter_rows_max": DEVICE_ADAPTERS * ROWS,
         "running_requests_max": RUNNING_MAX,

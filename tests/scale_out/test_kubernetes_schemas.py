@@ -115,7 +115,9 @@ def test_objects_of_kubernetes_and_of_the_trainer_are_valid(tmp_path: Path) -> N
     ]
     faults = kubernetes_faults([*entries, *faulty], tmp_path)
     assert not [
-        f"{name}: {found}" for name, found in zip(names, faults[: len(names)], strict=True) if found
+        f"{name}: {messages}"
+        for name, messages in zip(names, faults[: len(names)], strict=True)
+        if messages
     ]
     assert all(faults[len(names) :]), faults[len(names) :]
 
@@ -136,6 +138,8 @@ def test_objects_of_keda_the_gateway_and_the_prometheus_operator_are_valid(tmp_p
     ]
     faults = model_faults([*(item.object for item in items), *faulty], tmp_path)
     assert not [
-        f"{item}: {found}" for item, found in zip(items, faults[: len(items)], strict=True) if found
+        f"{item}: {messages}"
+        for item, messages in zip(items, faults[: len(items)], strict=True)
+        if messages
     ]
     assert all(faults[len(items) :]), faults[len(items) :]

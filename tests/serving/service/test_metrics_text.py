@@ -1,6 +1,7 @@
 """The encoder of the text format writes the same bytes as prometheus_client's."""
 
 import math
+import tracemalloc
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
@@ -45,6 +46,23 @@ def test_the_text_equals_that_of_prometheus_client() -> None:
     Histogram("seconds", "Seconds.", ["a"], registry=registry).labels("x").observe(0.2)
     Info("build", "Build.", registry=registry).info({"version": "1"})
     registry.register(Families())
-    for _ in range(2):  # The second time, the texts of labels are kept.
+    for _ in range(2):  # The second time, the texts of labels are cached.
         assert encode_text(registry.collect()) == generate_latest(registry)
         counter.labels("plain").inc(3)
+
+
+def test_the_labels_of_info_series_are_not_cached() -> None:
+    """The series of the adapters on the device has new labels whenever an adapter is loaded."""
+
+    def encode(count: int) -> None:
+        for number in range(count):
+            family = GaugeMetricFamily("adapters_info", "Adapters.", labels=["adapters"])
+            family.add_metric([f"{number}" + "a" * 10_000], 1.0)
+            encode_text([family])
+
+    encode(1)
+    tracemalloc.start()
+    encode(300)
+    cached_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert cached_bytes < 100_000

@@ -41,20 +41,20 @@ def object_faults(value: Any) -> list[str]:
 def model_faults(model: Any, value: Any) -> list[str]:
     """Return the errors of a model of pydantic, and the fields that it does not know."""
     try:
-        known_fields = model.from_dict(value).to_dict()
+        model_fields = model.from_dict(value).to_dict()
     except ValueError as error:
         return [str(error)]
-    return missing_fields(value, known_fields, model.__name__)
+    return missing_fields(value, model_fields, model.__name__)
 
 
-def missing_fields(value: Any, known_fields: Any, path: str) -> list[str]:
-    if isinstance(value, dict) and isinstance(known_fields, dict):
-        faults = [f"{path}: unknown field {name!r}" for name in value.keys() - known_fields.keys()]
-        for name in value.keys() & known_fields.keys():
-            faults += missing_fields(value[name], known_fields[name], f"{path}.{name}")
+def missing_fields(value: Any, model_fields: Any, path: str) -> list[str]:
+    if isinstance(value, dict) and isinstance(model_fields, dict):
+        faults = [f"{path}: unknown field {name!r}" for name in value.keys() - model_fields.keys()]
+        for name in value.keys() & model_fields.keys():
+            faults += missing_fields(value[name], model_fields[name], f"{path}.{name}")
         return faults
-    if isinstance(value, list) and isinstance(known_fields, list):
-        pairs = zip(value, known_fields, strict=True)
+    if isinstance(value, list) and isinstance(model_fields, list):
+        pairs = zip(value, model_fields, strict=True)
         return [fault for pair in pairs for fault in missing_fields(*pair, path)]
     return []
 
