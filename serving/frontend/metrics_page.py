@@ -6,7 +6,7 @@ Prometheus' text format. The response is compressed if `Accept-Encoding` allows 
 Bound of the cost: a thread renders one scrape at a time, outside the event loop. Requests that wait
 for the same format and content get the same scrape. The next scrape begins after a pause, so that
 scrapes take at most the share SCRAPE_SHARE of a core, however many clients ask. A scrape of 1,000
-series takes about 10 ms of CPU time (`serving.service.metrics` bounds the number of series). Only
+series takes 5 to 10 ms of CPU time (`serving.service.metrics` bounds the number of series). Only
 scrapes of more than 250 ms would take a larger share, since SCRAPE_PAUSE_S_MAX limits the pause.
 """
 

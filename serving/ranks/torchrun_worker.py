@@ -54,7 +54,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # address of this store in the first round only (dynamic_rendezvous.py).
 SHARED_STORE_WARNING = (
     "torchrun's agents share their store with the workers, so a node that is restarted cannot "
-    "rejoin; start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    "rejoin; start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or, with the static "
+    "rendezvous, restart all nodes together, as LeaderWorkerSet does"
 )
 # Variables that torchrun sets for its workers, removed from the front end's environment.
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")

@@ -9,7 +9,7 @@ docs/metrics.md explains each metric.
 
 Bound of a scrape: a method adds at most (its gRPC codes + 2 x 12) series, a protocol 22, and each
 of at most 100 adapter names 4; about 700 others are fixed. After calls of all 70 methods, each
-ended with 8 codes, there are 3,100 series. A series takes about 10 microseconds of CPU time.
+ended with 8 codes, there are 3,100 series. A series takes about 5 microseconds of CPU time.
 """
 
 import math
@@ -30,7 +30,6 @@ from prometheus_client import (
     PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
-    generate_latest,
 )
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -50,6 +49,7 @@ from serving.messages import EngineStats
 from serving.request import AnswerSpec, FinishReason
 from serving.service.error_reasons import REASONS, Reason
 from serving.service.kv_capacity import KVGroupGauges
+from serving.service.metrics_text import encode_text
 from serving.service.usage import UsageCollector, UsageMeter
 from serving.service.vllm_metrics import vllm_families
 
@@ -550,7 +550,7 @@ class Metrics:
         `with_usage`: the usage of each tenant too, for operators.
         """
         exposition = _Exposition(self, with_usage)
-        return _encode_openmetrics(exposition) if openmetrics else generate_latest(exposition)
+        return _encode_openmetrics(exposition) if openmetrics else encode_text(exposition.collect())
 
     def _counter(self, name: str, help_text: str, labels: list[str] | None = None) -> Counter:
         return Counter(f"{PREFIX}{name}", help_text, labels or (), registry=self.registry)

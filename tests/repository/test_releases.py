@@ -109,8 +109,8 @@ def test_deprecated_names_are_removed_in_time() -> None:
 
 def test_the_manifests_have_the_version_of_the_project() -> None:
     tags = image_tags()
-    assert len(tags) == 2
-    assert set(tags.values()) == {base_version(current_version())}
+    assert len(tags) == 6
+    assert all(file_tags == {base_version(current_version())} for file_tags in tags.values())
 
 
 @pytest.fixture
@@ -120,6 +120,7 @@ def checkout(tmp_path: Path) -> Path:
         "pyproject.toml",
         "deploy/kubernetes/preamble.yaml",
         "deploy/kubernetes/cuda.yaml",
+        "deploy/kubernetes/lws.yaml",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -132,13 +133,13 @@ def checkout(tmp_path: Path) -> Path:
 def test_a_release_has_its_version_in_all_files(checkout: Path) -> None:
     set_version(checkout, "7.1.0", "2030-01-02")
     assert current_version(checkout) == "7.1.0"
-    assert set(image_tags(checkout).values()) == {"7.1.0"}
+    assert [*image_tags(checkout).values()] == [{"7.1.0"}] * 3
     text = (checkout / "CHANGELOG.md").read_text()
     assert "## [Unreleased]\n\n## [7.1.0] - 2030-01-02\n\n### Added\n\n- A flag.\n" in text
 
     set_version(checkout, "7.2.0.dev0", "2030-01-03")
     assert current_version(checkout) == "7.2.0.dev0"
-    assert set(image_tags(checkout).values()) == {"7.2.0"}
+    assert all(tags == {"7.2.0"} for tags in image_tags(checkout).values())
     assert (checkout / "CHANGELOG.md").read_text() == text
 
 

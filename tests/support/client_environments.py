@@ -75,9 +75,11 @@ def run_program(client: str | None, program: str, *arguments: str, **variables: 
     return json.loads(lines[-1])
 
 
-def run_node_program(program: str, *arguments: str, **variables: str) -> list[Any]:
-    """Run a program with the packages of requirements/node.json; each line of output is JSON."""
-    modules = environment("node") / "node_modules"
+def run_node_program(
+    program: str, *arguments: str, client: str = "node", **variables: str
+) -> list[Any]:
+    """Run a program with the packages of requirements/CLIENT.json; each line of output is JSON."""
+    modules = environment(client) / "node_modules"
     with TemporaryDirectory() as folder:
         # Node looks for the packages of an import from the file's own folder upwards.
         (Path(folder) / "node_modules").symlink_to(modules)

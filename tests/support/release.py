@@ -36,13 +36,13 @@ def base_version(version: str) -> str:
     return version.removesuffix(".dev0")
 
 
-def image_tags(root: Path = ROOT) -> dict[str, str]:
-    """Return the tag of Preamble's image in each manifest, by the file's name."""
-    return {
-        path.name: match[1]
+def image_tags(root: Path = ROOT) -> dict[str, set[str]]:
+    """Return the tags of Preamble's images in each manifest that has some, by the file's name."""
+    tags_by_file = {
+        path.name: set(re.findall(r"image: preamble[\w-]*:(\S+)", path.read_text()))
         for path in sorted(root.glob(MANIFESTS))
-        if (match := re.search(r"image: preamble[\w-]*:(\S+)", path.read_text()))
     }
+    return {name: tags for name, tags in tags_by_file.items() if tags}
 
 
 def set_version(root: Path, version: str, day: str) -> None:
@@ -58,7 +58,7 @@ def set_version(root: Path, version: str, day: str) -> None:
     for path in root.glob(MANIFESTS):
         if path.name in image_tags(root):
             tag = rf"\g<1>{base_version(version)}"
-            _replace(path, r"(image: preamble[\w-]*:)\S+", tag)
+            _replace(path, r"(image: preamble[\w-]*:)\S+", tag, count=0)
 
 
 def _order(version: str) -> tuple[int, ...]:
@@ -77,9 +77,10 @@ def _cut_changelog(path: Path, version: str, day: str) -> None:
     path.write_text(f"{text[:start]}\n## [{version}] - {day}\n{text[start:]}")
 
 
-def _replace(path: Path, pattern: str, replacement: str) -> None:
-    text, count = re.subn(pattern, replacement, path.read_text(), count=1)
-    assert count == 1, f"{path} has no {pattern}"
+def _replace(path: Path, pattern: str, replacement: str, *, count: int = 1) -> None:
+    """Replace the first `count` matches of a pattern; 0: all of them."""
+    text, replaced = re.subn(pattern, replacement, path.read_text(), count=count)
+    assert replaced, f"{path} has no {pattern}"
     path.write_text(text)
 
 
