@@ -10,9 +10,9 @@ servers that share the directory write one log.
 - `refusals.jsonl`: changes that were refused before they began. They are in a log of their own, so
   that many refusals cannot displace the records of changes.
 
-Both logs are rotated (`gpt.files.json_lines_log`). A record contains neither the content of an
-adapter nor a token. The module imports neither torch nor a server, and does not decide who may
-change an adapter.
+The changes of an object store are recorded in the store, in the same form. The two files are
+rotated (`gpt.files.json_lines_log`). A record contains neither the content of an adapter nor a
+token. The module imports neither torch nor a server, and does not decide who may change an adapter.
 """
 
 import getpass
@@ -207,6 +207,11 @@ class AdapterChangeLog:
             self._on_unwritten(error)
         else:
             unwritten.clear()
+
+
+def read_changes(log: RecordLog) -> Iterator[ChangeRecord]:
+    """Yield one record for each change of a log of changes, as `AdapterChangeLog.read`."""
+    yield from _join_ends(log.read())
 
 
 class AdapterChange:

@@ -123,8 +123,7 @@ def _identities() -> list[dict[str, object]]:
 def running_store(folder: Path) -> Iterator[RunningStore]:
     """Run a store, and let this process find it and obstore."""
     store = RunningStore(folder)
-    names = {**store.variables}
-    del names["PYTHONPATH"]
+    names = store.variables
     previous = {name: os.environ.get(name) for name in names}
     os.environ.update(names)
     sys.path.append(str(packages()))
