@@ -265,7 +265,6 @@ def _open_store(url: ObjectUrl) -> Any:
     endpoint = (
         os.environ.get("AWS_ENDPOINT_URL_S3")
         or os.environ.get("AWS_ENDPOINT_URL")
-        or os.environ.get("AWS_ENDPOINT")
         or profile.endpoint_url
     )
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or profile.region

@@ -1,4 +1,4 @@
-"""Adapter storage: where the versions and alias records of adapters are stored and changed.
+"""Adapter storage: the versions and alias records of adapters, in a directory or an object store.
 
 `DirectoryStorage` is a directory that one or several servers share: each change is one rename or
 link. `serving.adapters.object_storage` is an object store. A change of an alias record names the

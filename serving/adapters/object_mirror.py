@@ -205,7 +205,7 @@ class ObjectMirror:
 
     def _find_owner(self, requested: AdapterName, tenant: str) -> OwnedName | None:
         """Return the owner of a name; look for an unknown name or version in the store."""
-        owner = self._known_owner(requested, tenant)
+        owner = self._owner_in_index(requested, tenant)
         if owner is not None:
             return owner
         absent = tenant, f"{requested.name}@{requested.version or ''}"
@@ -213,7 +213,7 @@ class ObjectMirror:
             return None
         for name in _owned_names(requested, tenant):
             self.refresh(name)
-        owner = self._known_owner(requested, tenant)
+        owner = self._owner_in_index(requested, tenant)
         if owner is None:
             with self._lock:
                 if len(self._absent_at) >= ABSENT_NAMES_MAX:
@@ -221,7 +221,7 @@ class ObjectMirror:
                 self._absent_at[absent] = time.monotonic()
         return owner
 
-    def _known_owner(self, requested: AdapterName, tenant: str) -> OwnedName | None:
+    def _owner_in_index(self, requested: AdapterName, tenant: str) -> OwnedName | None:
         """Return the first owner that has the name, if it has the requested version."""
         for name in _owned_names(requested, tenant):
             if versions := self.objects(name).versions:
@@ -259,8 +259,8 @@ class ObjectMirror:
                 if not entry.key.startswith(first_key):
                     break
                 entries.append(entry)
-            found = (self.store.find(key) for key in (name.unversioned_key, name.alias_key))
-            entries += [entry for entry in found if entry is not None]
+            others = (self.store.find(key) for key in (name.unversioned_key, name.alias_key))
+            entries += [entry for entry in others if entry is not None]
             objects = build_index(entries).get(name, NO_OBJECTS)
             self._set_objects(name, objects)
             self._read_alias(name)
@@ -421,11 +421,11 @@ class ObjectMirror:
 
     # Copies. The caller holds the lock of the name.
 
-    def _sync(self, name: OwnedName, wanted: set[int]) -> bool:
+    def _sync(self, name: OwnedName, requested_versions: set[int]) -> bool:
         """Make the copies of a name equal to the store; return whether a file has changed.
 
         Afterwards the folder has the current version, the versions that it had and that still
-        exist, and the `wanted` versions that exist.
+        exist, and the `requested_versions` that exist.
         """
         objects = self.objects(name)
         versions = objects.versions
@@ -434,7 +434,7 @@ class ObjectMirror:
             with self._requests():
                 self._read_alias(name)
             selected = self.selected_version(name)
-            for version in sorted({*wanted, selected or 0} & versions.keys()):
+            for version in sorted({*requested_versions, selected or 0} & versions.keys()):
                 has_changed |= self._fetch(name, version, versions[version])
         alias = self.alias(name)
         # After its version, so that the folder never selects a version that it does not have.
@@ -526,17 +526,18 @@ class ObjectMirror:
     def record_failure(self, error: Exception) -> None:
         """Count and log an error of the store or of the folder."""
         self.counts.errors += 1
-        event = "adapter_mirror_failed"
-        if isinstance(error, ObjectStoreError):
-            event = "adapter_store_failed"
-            if error.problem == "unavailable":
-                with self._lock:
-                    delay_s = min(FAILURE_DELAY_S * 2**self._failures, FAILURE_DELAY_S_MAX)
-                    self._failures = min(self._failures + 1, 16)
-                    self._retry_at = time.monotonic() + delay_s
-        suppressed = self._log_throttle.claim_line(event)
-        if suppressed is not None:
-            log.warning("event=%s error=%r unsaid=%d", event, str(error), suppressed)
+        if not isinstance(error, ObjectStoreError):
+            if (suppressed := self._log_throttle.claim_line("mirror")) is not None:
+                log.warning("event=adapter_mirror_failed error=%r unsaid=%d", error, suppressed)
+            return
+        if error.problem == "unavailable":
+            with self._lock:
+                delay_s = min(FAILURE_DELAY_S * 2**self._failures, FAILURE_DELAY_S_MAX)
+                self._failures += 1
+                self._retry_at = time.monotonic() + delay_s
+        if (suppressed := self._log_throttle.claim_line("store")) is not None:
+            text = str(error)
+            log.warning("event=adapter_store_failed error=%r unsaid=%d", text, suppressed)
 
     def _check_answers(self) -> None:
         """Raise an error if the store did not answer a short time ago."""

@@ -59,8 +59,8 @@ class ObjectStorage:
                 raise
             # If the response of a write is lost, the request is sent again, and then finds the
             # record that it has written.
-            found, etag = self._read(key)
-            if not _is_written_by(found, token):
+            stored_content, etag = self._read(key)
+            if not _is_written_by(stored_content, token):
                 raise AliasChangedError from None
         self._mirror.set_alias(owned_name, AliasContent(content, etag))
 

@@ -246,11 +246,11 @@ class AdapterRegistry:
         loaded = {} if directory is None else {entry[0].key: entry for entry in directory.listing}
         listing: list[ListedAdapter] = []
         for name, version, is_current in self._catalog.listing(owner):
-            adapter, is_current_here = loaded.pop(f"{name}@{version}", (None, is_current))
+            adapter, is_selected = loaded.pop(f"{name}@{version}", (None, is_current))
             # The directory selects the current version of a name that it has.
             if adapter is None and directory is not None and directory.has(name):
-                is_current_here = False
-            listing.append(ListedAdapter(name, version, is_current_here, adapter))
+                is_selected = False
+            listing.append(ListedAdapter(name, version, is_selected, adapter))
         for adapter, is_current in loaded.values():  # Not listed yet.
             listing.append(ListedAdapter(adapter.name, adapter.version, is_current, adapter))
         if loaded:

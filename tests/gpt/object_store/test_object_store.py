@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -75,7 +76,7 @@ def test_an_object_is_read_by_ranges_of_one_state(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_store, "READ_BYTES", 1000)
-    content = os.urandom(4567)
+    content = random.Random(0).randbytes(4567)
     store.write("large", content)
     (entry,) = store.list()
     assert (entry.key, entry.size) == ("large", len(content))
