@@ -533,7 +533,7 @@ class ObjectMirror:
         if error.problem == "unavailable":
             with self._lock:
                 delay_s = min(FAILURE_DELAY_S * 2**self._failures, FAILURE_DELAY_S_MAX)
-                self._failures += 1
+                self._failures = min(self._failures + 1, 16)  # The delay has its maximum.
                 self._retry_at = time.monotonic() + delay_s
         if (suppressed := self._log_throttle.claim_line("store")) is not None:
             text = str(error)
