@@ -16,13 +16,21 @@ import pytest
 from clients.adapter_client import AdapterCalls
 from clients.client import CallError, Client, Options, Retries
 from gpt.object_store.object_store import ObjectStore
-from tests.support.object_store import BUCKET, KEY_ID, SECRET, RunningStore, running_store
+from tests.support.object_store import (
+    BUCKET,
+    KEY_ID,
+    SECRET,
+    RunningStore,
+    put_folder,
+    running_store,
+)
 from tests.support.replicas import Replicas
 from tests.support.servers import (
     ROOT,
     WAIT_S,
     command,
     eventually,
+    serving,
     write_adapter,
     write_checkpoint,
 )
@@ -247,6 +255,21 @@ def test_credentials_are_in_no_flag_file_log_or_metric(replicas: Replicas) -> No
     objects = ObjectStore(URL)
     for entry in chain(objects.list(".changes"), objects.list(after="vote")):
         assert SECRET.encode() not in objects.read(entry.key, 1 << 20)[0]
+
+
+def test_a_model_is_served_from_the_store(
+    replicas: Replicas, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"s3://{BUCKET}/models/small"
+    put_folder(checkpoint, url)
+    settings = {"adapters": URL, "tp": 2}
+    with serving(url, log=tmp_path / "log", **settings) as server, server.client() as client:
+        assert "model=small" in server.ready
+        assert answer(client, "mood") == answers(replicas, "mood")[0]
+    # The front end and two ranks have copied the small files once.
+    (cached,) = (tmp_path / "cache" / "preamble" / "objects").iterdir()
+    assert (cached / "small" / "preamble.json").exists()
 
 
 def test_a_server_says_what_is_missing(

@@ -31,6 +31,15 @@ def packages() -> Path:
     return folder
 
 
+def put_folder(folder: Path, url: str) -> ObjectStore:
+    """Copy a folder into the store."""
+    store = ObjectStore(url)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            store.write(path.relative_to(folder).as_posix(), path.read_bytes())
+    return store
+
+
 class RunningStore:
     """`weed server -s3` on free ports; `stop` and `start` keep the objects."""
 
