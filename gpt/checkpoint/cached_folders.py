@@ -14,12 +14,17 @@ from gpt.files.abandoned_files import remove_abandoned_partials
 from gpt.files.atomic_files import stage_folder
 
 
+def cache_root(kind: str) -> Path:
+    """Return the folder of all cached folders of a kind."""
+    return digest_cache_folder().parent / kind
+
+
 def cached_folder(kind: str, key_parts: Sequence[object], fill: Callable[[Path], None]) -> Path:
     """Return the folder in the user's cache that belongs to `kind` and `key_parts`.
 
     If the folder does not exist yet, it is created, and `fill` writes its content.
     """
-    root = digest_cache_folder().parent / kind
+    root = cache_root(kind)
     folder = root / hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()[:32]
     if folder.is_dir():
         return folder

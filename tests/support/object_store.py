@@ -50,6 +50,8 @@ class RunningStore:
         ports = free_ports(10)
         self._ports = dict(zip(_PORT_FLAGS, ports, strict=False))
         self.endpoint = f"http://127.0.0.1:{self._ports['s3.port']}"
+        self.tls_endpoint = f"https://127.0.0.1:{self._ports['s3.port.https']}"
+        self.ca_file = folder / "ca.pem"
 
     @property
     def variables(self) -> dict[str, str]:
@@ -68,8 +70,12 @@ class RunningStore:
         data.mkdir(parents=True, exist_ok=True)
         identities = self._folder / "identities.json"
         identities.write_text(json.dumps({"identities": _identities()}))
+        if not self.ca_file.exists():
+            _make_certificates(self._folder)
         arguments = [f"-{flag}={port}" for flag, port in self._ports.items()]
         arguments += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={data}", "-filer", "-s3"]
+        arguments += [f"-s3.cert.file={self._folder / 'server.pem'}"]
+        arguments += [f"-s3.key.file={self._folder / 'server.key'}"]
         arguments += [f"-s3.config={identities}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
         arguments += ["-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=30"]
         with (self._folder / "weed.log").open("ab") as log:
@@ -110,7 +116,22 @@ _PORT_FLAGS = (
     "filer.port.grpc",
     "s3.port",
     "s3.port.grpc",
+    "s3.port.https",
 )
+
+
+def _make_certificates(folder: Path) -> None:
+    """Make a CA, `ca.pem`, and a certificate of it for 127.0.0.1."""
+    extensions = folder / "extensions"
+    extensions.write_text("subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")
+    key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+    sign = "-CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile extensions"
+    for words in (
+        f"req -x509 {key} -keyout ca.key -out ca.pem -days 2 -subj /CN=ca",
+        f"req {key} -keyout server.key -out server.csr -subj /CN=server",
+        f"x509 -req -in server.csr -out server.pem {sign}",
+    ):
+        subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True)
 
 
 def _identities() -> list[dict[str, object]]:

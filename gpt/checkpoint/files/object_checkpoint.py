@@ -13,7 +13,7 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
-from gpt.checkpoint.cached_folders import cached_folder
+from gpt.checkpoint.cached_folders import cache_root, cached_folder
 from gpt.checkpoint.files.ranged_tensor import RangedFile, RangedTensor
 from gpt.checkpoint.files.safetensors_file import (
     HEADER_BYTES_MAX,
@@ -33,6 +33,7 @@ SMALL_FILE_BYTES_MAX = 256 << 20
 FILES_MAX = 100_000
 HEADER_READ_BYTES = 1 << 20  # Of the first read of a header; most headers are shorter.
 NOTE_SUFFIX = ".object"
+CACHE_KIND = "objects"
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def open_object_checkpoint(url: str) -> Path:
         state = [[entry.key, entry.size, entry.etag] for entry in entries]
         name = PurePosixPath(store.url.prefix).name or store.url.bucket
         folder = cached_folder(
-            "objects",
+            CACHE_KIND,
             [str(store.url), state],
             lambda partial_folder: _copy_files(store, entries, partial_folder / name),
         )
@@ -77,7 +78,8 @@ def open_weights(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by key; only the header is read."""
     tensors = open_safetensors(path)
     note_path = path.with_name(f".{path.name}{NOTE_SUFFIX}")
-    if not note_path.exists():
+    # A note elsewhere may be from somebody else, and must not cause requests.
+    if not path.is_relative_to(cache_root(CACHE_KIND)) or not note_path.exists():
         return dict(tensors)
     note = _ObjectNote(**json.loads(note_path.read_bytes()))
     store, offset = ObjectStore(note.url), 0

@@ -191,6 +191,17 @@ def test_an_endpoint_without_tls_must_be_on_this_machine_or_allowed(
         ObjectStore("s3://bucket")
 
 
+def test_a_store_with_a_private_ca_is_trusted_by_the_ca_file(
+    store: ObjectStore, running: RunningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", running.tls_endpoint)
+    with pytest.raises(ObjectStoreError, match="certificate is not trusted; set AWS_CA_BUNDLE"):
+        ObjectStore(str(store.url)).create("key", b"1")
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(running.ca_file))
+    ObjectStore(str(store.url)).create("key", b"1")
+    assert store.read("key", 10)[0] == b"1"
+
+
 @pytest.mark.parametrize(
     "url", ["s3://", "s3://KEY:SECRET@bucket/x", "s3://bucket?key=SECRET", "/folder", "s3://a b/x"]
 )
