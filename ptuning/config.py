@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from gpt.errors import ConfigError
 from gpt.linear_parts import split_key
+from gpt.object_store.object_store import is_object_url
 from gpt.settings import (
     ComposedSettings,
     parse_settings,
@@ -435,6 +436,11 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         _check_path("output", self.output)
+        if is_object_url(self.output):
+            raise ConfigError(
+                "output is an object store; give a directory, and upload the adapters with "
+                "`preamble adapters upload`, or copy them into the store"
+            )
         _check_settings(self)
 
 

@@ -170,7 +170,11 @@ class _IgnoredFlag(argparse.Action):
 
 def _add_adapter_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--adapters", metavar="DIR", help="directory of adapters to serve")
+    add(
+        "--adapters",
+        metavar="DIR",
+        help="directory of adapters to serve, or s3://BUCKET/PREFIX, an object store of adapters",
+    )
     add(
         "--adapter-imports",
         metavar="DIR",

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self, get_args
 
 from gpt.adapters.change_log import LOG_BYTES_MAX, LOG_FILES_MAX
 from gpt.errors import ConfigError
+from gpt.object_store.object_store import ObjectUrl, is_object_url
 from gpt.parallel.weight_sharding import are_multiples
 from gpt.sampling_params import LOGPROBS_MAX
 from gpt.settings import ComposedSettings, parse_settings, read_yaml, short_repr
@@ -252,7 +253,14 @@ class SchedulerConfig:
 class AdapterConfig:
     """Settings of the adapter directory, uploads and golden examples."""
 
-    adapters: str | None = None  # Directory of adapters; None: serve the base model only.
+    # Directory of adapters, or s3://BUCKET/PREFIX, an object store of adapters, of which the server
+    # has local copies. None: serve the base model only.
+    adapters: str | None = None
+    # Directory of the local copies of the adapters of an object store; each server has its own.
+    # None: a temporary directory, which is removed when the server ends.
+    adapter_mirror: str | None = None
+    # Bytes of the local copies. For a new one, copies that were not used lately are removed.
+    adapter_mirror_bytes_max: int = 16 << 30
     # Directory of adapters in other programs' formats (PEFT, NeMo, TGIS). Callers can load adapters
     # from it, by path, and a request for an unknown adapter imports the folder of this name. None:
     # no path that a caller gives is read.
@@ -261,7 +269,8 @@ class AdapterConfig:
     # base_model_name.
     lora_modules: tuple[str, ...] = ()
     adapters_max: int = 10_000
-    adapters_poll_s: float = 2.0  # Interval between scans of the adapter directory.
+    # Interval between scans of the adapter directory, or between listings of the object store.
+    adapters_poll_s: float = 2.0
     # Time limit of a call's access to the adapter directory. A directory that does not answer, for
     # example on a network file system, delays only the calls that need it.
     adapters_answer_s: float = 10.0
@@ -284,6 +293,13 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         _check_bounds(self)
         _check_choice(self, "golden", GOLDEN_MODES)
+        if self.adapter_mirror is not None and not is_object_url(self.adapters or ""):
+            raise ConfigError(
+                "adapter_mirror is set, but adapters is not the URL of an object store; set "
+                "adapters: s3://BUCKET/PREFIX, or remove adapter_mirror"
+            )
+        if self.adapters and is_object_url(self.adapters):
+            ObjectUrl.parse(self.adapters)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ THREADS_MAX = 32
 OWNER_THREADS_MAX = 4
 # Owners that are not tenants. A tenant's name has no slash.
 POLL_OWNER, TOKENS_OWNER, TLS_OWNER, FLIGHT_OWNER = "/poll", "/tokens", "/tls", "/flight"
-CHANGE_LOG_OWNER = "/changes"
+CHANGE_LOG_OWNER, MIRROR_OWNER = "/changes", "/mirror"
 DROPPED_LOG_PERIOD_S = 60.0  # Minimum time between two warnings about dropped accesses.
 
 

@@ -26,6 +26,7 @@ from aiohttp import web
 from gpt.errors import ConfigError
 from gpt.kv_groups import kv_groups
 from gpt.software_versions import preamble_version
+from serving.adapters.object_mirror import ObjectMirror
 from serving.admission.auth import Authenticator
 from serving.config import (
     COUNT_MAX,
@@ -40,6 +41,7 @@ from serving.engine.transport import EngineTransport
 from serving.file_threads import (
     CHANGE_LOG_OWNER,
     FLIGHT_OWNER,
+    MIRROR_OWNER,
     TLS_OWNER,
     TOKENS_OWNER,
     FileThreads,
@@ -111,6 +113,10 @@ CLOSE_GRACE_S = 1.0
 SCAN_SHARE = 0.02
 
 
+# Maximum of (duration of a listing of the object store) / (pause after the listing).
+LISTING_SHARE = 0.25
+
+
 async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
     """Serve until a signal; `on_ready` receives one line with the addresses and memory sizes."""
     started = time.monotonic()
@@ -175,6 +181,7 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
             )
             coroutines = (
                 _poll_adapters(service),
+                _poll_mirror(service),
                 _report_health(service, health),
                 *_secrets_polls(security, access, tls, service.file_threads),
                 golden_replays,
@@ -391,6 +398,23 @@ async def _poll_adapters(service: Service) -> None:
             scan_s = time.monotonic() - started
         with suppress(UnavailableError):  # The records stay pending.
             await service.file_threads.run(CHANGE_LOG_OWNER, service.store.changes.write_pending)
+
+
+async def _poll_mirror(service: Service) -> None:
+    """List the object store of adapters periodically; less often if a listing takes long."""
+    mirror = service.mirror
+    if mirror is None:
+        return
+    listing_s = 0.0
+    while True:
+        poll_s = service.config.adapter_config.adapters_poll_s
+        await asyncio.sleep(max(poll_s, listing_s / LISTING_SHARE, mirror.delay_s))
+        started = time.monotonic()
+        future = service.file_threads.submit(MIRROR_OWNER, mirror.poll)
+        await asyncio.wait([asyncio.wrap_future(future)])  # Requests to the store have time limits.
+        if (error := future.exception()) is not None:
+            log.error("event=adapters_not_listed", exc_info=error)
+        listing_s = time.monotonic() - started
 
 
 async def _report_health(service: Service, health: HealthService) -> None:
@@ -676,6 +700,8 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
         metrics.watch_gauge("weights_divergence", help_text, lambda: divergence[0])
         help_text = "Fraction of positions where quantized weights keep the most likely token."
         metrics.watch_gauge("weights_agreement_ratio", help_text, lambda: divergence[1])
+    if service.mirror is not None:
+        _watch_mirror(metrics, service.mirror)
     metrics.watch_adapter_residency(engine.adapter_residency)
     ready_message = engine.ready_message
     assert ready_message is not None
@@ -691,3 +717,49 @@ def _watch_engine(metrics: Metrics, service: Service) -> None:
         prefix_cache=str(cache_config.prefix_cache).lower(),
     )
     metrics.set_build_info(version=preamble_version(), model=service.name, dtype=service.dtype)
+
+
+def _watch_mirror(metrics: Metrics, mirror: ObjectMirror) -> None:
+    """Register the metrics of the object store of adapters."""
+    counts = mirror.counts
+    for name, help_text, read in (
+        (
+            "adapter_store_versions",
+            "Adapter versions in the object store at the last listing.",
+            lambda: mirror.stored_versions,
+        ),
+        (
+            "adapter_store_listing_age_seconds",
+            "Time since the last complete listing of the object store; -1 before the first.",
+            mirror.listing_age_s,
+        ),
+        (
+            "adapter_mirror_bytes",
+            "Local copies of adapters of the object store, in bytes.",
+            lambda: mirror.folder.nbytes,
+        ),
+    ):
+        metrics.watch_gauge(name, help_text, read)
+    for name, help_text, read_count in (
+        (
+            "adapter_store_fetches",
+            "Adapters fetched from the object store.",
+            lambda: counts.fetches,
+        ),
+        (
+            "adapter_store_fetched_bytes",
+            "Bytes of the adapters fetched from the object store.",
+            lambda: counts.fetched_bytes,
+        ),
+        (
+            "adapter_store_errors",
+            "Requests to the object store that failed, and local copies that could not be written.",
+            lambda: counts.errors,
+        ),
+        (
+            "adapter_mirror_evictions",
+            "Adapters whose local copies were removed for others.",
+            lambda: counts.evictions,
+        ),
+    ):
+        metrics.watch_counter(name, help_text, read_count)

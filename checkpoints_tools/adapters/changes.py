@@ -15,8 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_tools.flags import positive_int
-from gpt.adapters.change_log import AdapterChangeLog, ChangeRecord, format_time
+from gpt.adapters.change_log import (
+    OBJECTS_FOLDER,
+    AdapterChangeLog,
+    ChangeRecord,
+    format_time,
+    read_changes,
+)
 from gpt.errors import ConfigError, printable
+from gpt.object_store.object_store import ObjectStore, is_object_url
+from gpt.object_store.record_log import ObjectRecordLog
 
 STATUSES = ("done", "failed", "refused", "unfinished")
 UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -31,7 +39,11 @@ def log_parser() -> argparse.ArgumentParser:
         "`unfinished` changes were interrupted, for example by a kill of the server.",
     )
     add = parser.add_argument
-    add("directory", metavar="DIR", type=Path, help="adapter directory of a server")
+    add(
+        "directory",
+        metavar="DIR",
+        help="adapter directory of a server, or s3://BUCKET/PREFIX, its object store",
+    )
     add("--adapter", metavar="NAME[@VERSION]", help="only changes of this adapter")
     add(
         "--tenant",
@@ -60,7 +72,7 @@ def log_parser() -> argparse.ArgumentParser:
 def log_command(argv: Sequence[str]) -> int:
     """Run `preamble adapters log`; `argv` are the arguments after `log`."""
     flags = log_parser().parse_args(argv)
-    if not flags.directory.is_dir():
+    if not (is_object_url(flags.directory) or Path(flags.directory).is_dir()):
         raise ConfigError(f"{flags.directory} is not a directory; give an adapter directory")
     records: Iterable[ChangeRecord] = (
         record for record in _read_records(flags.directory) if _is_selected(record, flags)
@@ -72,8 +84,11 @@ def log_command(argv: Sequence[str]) -> int:
     return 0
 
 
-def _read_records(directory: Path) -> Iterator[ChangeRecord]:
-    changes = AdapterChangeLog.find(directory) or AdapterChangeLog(None)
+def _read_records(directory: str) -> Iterator[ChangeRecord]:
+    if is_object_url(directory):
+        yield from read_changes(ObjectRecordLog(ObjectStore(directory), OBJECTS_FOLDER))
+        return
+    changes = AdapterChangeLog.find(Path(directory)) or AdapterChangeLog(None)
     try:
         yield from changes.read()
     except OSError as error:

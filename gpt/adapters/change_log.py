@@ -10,9 +10,9 @@ servers that share the directory write one log.
 - `refusals.jsonl`: changes that were refused before they began. They are in a log of their own, so
   that many refusals cannot displace the records of changes.
 
-Both logs are rotated (`gpt.files.json_lines_log`). A record contains neither the content of an
-adapter nor a token. The module imports neither torch nor a server, and does not decide who may
-change an adapter.
+The changes of an object store are recorded in the store, in the same form. The two files are
+rotated (`gpt.files.json_lines_log`). A record contains neither the content of an adapter nor a
+token. The module imports neither torch nor a server, and does not decide who may change an adapter.
 """
 
 import getpass
@@ -27,12 +27,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 from gpt.files.json_lines_log import JsonLinesLog
 
 FOLDER = ".changes"
 CHANGES_FILE, REFUSALS_FILE = "changes.jsonl", "refusals.jsonl"
+OBJECTS_FOLDER = f"{FOLDER}/changes"  # Of the records of changes in an object store.
 FORMAT = 1  # Version of the record format.
 LOG_BYTES_MAX = 16 << 20  # Default size above which a file is rotated.
 LOG_FILES_MAX = 10  # Default number of files of each of the two logs.
@@ -72,6 +73,14 @@ class ChangeAuthor:
         return cls(user=user, protocol="command", method=command)
 
 
+class RecordLog(Protocol):
+    """A log of records. An append writes all its records, or raises an OSError."""
+
+    def append(self, records: Iterable[ChangeRecord]) -> object: ...
+
+    def read(self) -> Iterator[dict[str, Any]]: ...
+
+
 def _class_name(error: BaseException) -> str:
     return type(error).__name__
 
@@ -79,6 +88,7 @@ def _class_name(error: BaseException) -> str:
 class AdapterChangeLog:
     """The record of the changes in the adapter directory `directory`; None: nothing is recorded.
 
+    `changes_log`: the log of changes, if it is not in the directory; refusals always are.
     `reason_name` returns the name of an error's reason. `on_unwritten` is called when a record
     cannot be written; the record then stays in memory until `write_pending` succeeds.
     """
@@ -87,6 +97,7 @@ class AdapterChangeLog:
         self,
         directory: Path | None,
         *,
+        changes_log: RecordLog | None = None,
         bytes_max: int = LOG_BYTES_MAX,
         files_max: int = LOG_FILES_MAX,
         reason_name: Callable[[BaseException], str] = _class_name,
@@ -96,9 +107,11 @@ class AdapterChangeLog:
         self._on_unwritten = on_unwritten
         self._folder = None if directory is None else directory / FOLDER
         self._lock = threading.Lock()
-        self._unwritten: dict[JsonLinesLog, deque[ChangeRecord]] = {}
+        self._unwritten: dict[RecordLog, deque[ChangeRecord]] = {}
         if self._folder is not None:
-            self._changes = JsonLinesLog(self._folder / CHANGES_FILE, bytes_max, files_max)
+            self._changes = changes_log or JsonLinesLog(
+                self._folder / CHANGES_FILE, bytes_max, files_max
+            )
             self._refusals = JsonLinesLog(self._folder / REFUSALS_FILE, bytes_max, files_max)
             for log in (self._changes, self._refusals):
                 self._unwritten[log] = deque(maxlen=UNWRITTEN_RECORDS_MAX)
@@ -182,7 +195,7 @@ class AdapterChangeLog:
             records = heapq.merge(self._changes.read(), self._refusals.read(), key=_time_of)
             yield from _join_ends(records)
 
-    def _write(self, log: JsonLinesLog, record: ChangeRecord, *, required: bool) -> None:
+    def _write(self, log: RecordLog, record: ChangeRecord, *, required: bool) -> None:
         unwritten = self._unwritten[log]
         try:
             self.create_folder()
@@ -194,6 +207,11 @@ class AdapterChangeLog:
             self._on_unwritten(error)
         else:
             unwritten.clear()
+
+
+def read_changes(log: RecordLog) -> Iterator[ChangeRecord]:
+    """Yield one record for each change of a log of changes, as `AdapterChangeLog.read`."""
+    yield from _join_ends(log.read())
 
 
 class AdapterChange:

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt.checkpoint.logical_tensor import ComputedTensor, StoredTensor, read_box
+from gpt.checkpoint.logical_tensor import (
+    ComputedTensor,
+    StoredTensor,
+    block_bytes_of,
+    read_box,
+)
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Dtypes of FP8 scales. Some files store e8m0 exponents as uint8.
@@ -77,6 +82,10 @@ class Fp8Tensor(ComputedTensor):
     def stored_dtype_name(self) -> str:
         return str(self.values.dtype).removeprefix("torch.")
 
+    @property
+    def block_bytes(self) -> int:
+        return block_bytes_of(self.values)
+
     def compute_box(self, *box: slice) -> Tensor:
         values = _look_up(_FP8_VALUES[self.values.dtype], read_box(self.values, *box))
         if not values.numel():
@@ -131,6 +140,10 @@ class Mxfp4Tensor(ComputedTensor):
     @property
     def stored_dtype_name(self) -> str:
         return "mxfp4"
+
+    @property
+    def block_bytes(self) -> int:
+        return block_bytes_of(self.blocks)
 
     def compute_box(self, *box: slice) -> Tensor:
         experts, inputs, outputs = box

@@ -69,7 +69,10 @@ class InMemoryTensor:
 
 
 class ComputedTensor(ABC):
-    """A stored tensor whose elements are computed when they are read, as of quantized weights."""
+    """A stored tensor whose elements are computed or fetched when they are read.
+
+    For example, quantized weights are dequantized.
+    """
 
     dtype: torch.dtype  # Of the computed elements.
 
@@ -86,12 +89,22 @@ class ComputedTensor(ABC):
     def stored_dtype_name(self) -> str:
         """The form of the elements in the file, such as float8_e4m3fn."""
 
+    @property
+    def block_bytes(self) -> int:
+        """The size, in fp32, of the elements that a read computes at once."""
+        return BLOCK_BYTES
+
     @abstractmethod
     def compute_box(self, *box: slice) -> Tensor:
         """Compute the elements in a box; `box` has one slice per dimension."""
 
     def tensor(self) -> Tensor:
         return self.compute_box(*(slice(0, size) for size in self.shape))
+
+
+def block_bytes_of(stored: StoredTensor) -> int:
+    """Return the `block_bytes` of a tensor from which another one is computed."""
+    return stored.block_bytes if isinstance(stored, ComputedTensor) else BLOCK_BYTES
 
 
 def read_box(stored: StoredTensor, *box: slice) -> Tensor:
@@ -132,6 +145,8 @@ class SourceSlice:
         if isinstance(self.source, ComputedTensor):
             if self.transposed:
                 return self.source.compute_box(column_box, row_box).T
+            if len(self.source.shape) == 1:
+                return self.source.compute_box(row_box).unsqueeze(1)[:, column_box]
             return self.source.compute_box(row_box, column_box)
         stored = _as_matrix(self.source.tensor())
         return (stored.T if self.transposed else stored)[row_box, column_box]
@@ -252,7 +267,8 @@ class LogicalTensor:
             rows_per_copy = bottom - top
             if isinstance(source_slice.source, ComputedTensor):
                 # The elements are computed in fp32, a block of a few MB at a time.
-                rows_per_copy = max(1, BLOCK_BYTES // (4 * (right - left)))
+                block_bytes = source_slice.source.block_bytes
+                rows_per_copy = max(1, block_bytes // (4 * (right - left)))
             for first in range(top, bottom, rows_per_copy):
                 stop = min(bottom, first + rows_per_copy)
                 overlap = source_slice.view((first, stop), (left, right))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpt.checkpoint.files.safetensors_file import open_safetensors
+from gpt.checkpoint.files.object_checkpoint import open_weights
 from gpt.checkpoint.logical_tensor import Checkpoint, LogicalTensor, apply_overrides, concat_rows
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError, ConfigError
@@ -39,7 +39,7 @@ def open_native(path: Path, overrides: GPTConfig | Mapping[str, Any] | None = No
     tensors: dict[str, LogicalTensor] = {}
     weight_files = [path / name for name in manifest.files if WEIGHT_FILE_NAME.fullmatch(name)]
     for file in weight_files:
-        for name, stored in open_safetensors(file).items():
+        for name, stored in open_weights(file).items():
             if name in tensors:
                 raise CheckpointError(
                     f"{file} contains {name}, which another file contains too; convert the "

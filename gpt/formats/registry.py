@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt.checkpoint.digest import functional_config
+from gpt.checkpoint.files.object_checkpoint import open_object_checkpoint
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
@@ -23,6 +24,7 @@ from gpt.formats.megatron.torch_dist import find_torch_dist, open_torch_dist
 from gpt.formats.native import open_native
 from gpt.formats.nemo.lightning import find_lightning, open_lightning
 from gpt.formats.nemo.reader import find_nemo, open_nemo
+from gpt.object_store.object_store import is_object_url
 
 READABLE_FORMATS = (
     "preamble.json (native), config.json (Hugging Face), mp_rank_00 (Megatron-LM), "
@@ -37,9 +39,12 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open the checkpoint at a path, and check its config and the names and shapes of its tensors.
 
-    No complete weight is read. `config` overrides the config in the files: a GPTConfig replaces the
+    The path may be `s3://BUCKET/PREFIX` (`gpt.checkpoint.files.object_checkpoint`). No complete
+    weight is read. `config` overrides the config in the files: a GPTConfig replaces the
     whole config, and a mapping replaces single fields.
     """
+    if isinstance(path, str) and is_object_url(path):
+        path = open_object_checkpoint(path)
     try:
         resolved_path = Path(path).expanduser()
     except RuntimeError:

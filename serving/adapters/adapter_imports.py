@@ -138,9 +138,9 @@ class AdapterImporter:
         with self._lock(tenant):
             # The current version is last, so that the name never selects an older one.
             keys = sorted(
-                (is_current, adapter.key)
-                for adapter, is_current in self._registry.list_visible(tenant)
-                if name in (adapter.name, adapter.key)
+                (entry.is_current, entry.key)
+                for entry in self._registry.list_all(tenant)
+                if name in (entry.name, entry.key)
             )
             # The store refuses the versions of others, and reports an unknown version.
             unknown_key = name if "@" in name else f"{name}@1"

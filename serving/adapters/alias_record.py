@@ -46,29 +46,44 @@ def read_alias(folder: Path, name: str) -> AliasRecord:
     path = alias_path(folder, name)
     try:
         with open_regular_file(path) as file:
-            record = json.loads(file.read(ALIAS_BYTES_MAX + 1))
+            content = file.read(ALIAS_BYTES_MAX + 1)
     except FileNotFoundError:
         return AliasRecord()
+    return parse_alias(content, path.name)
+
+
+def parse_alias(content: bytes, file_name: str) -> AliasRecord:
+    """Parse the content of an alias record; `file_name` is for the error."""
+    try:
+        record = json.loads(content)
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, Mapping):
-        raise _alias_error(path)
+        raise _alias_error(file_name)
     current, previous, unloaded_max = (record.get(key) for key in ("current", "before", "gone"))
     versions = [*(previous if isinstance(previous, list) else [None]), unloaded_max, current or 0]
     if not all(type(version) is int and version >= 0 for version in versions):
-        raise _alias_error(path)
+        raise _alias_error(file_name)
     return AliasRecord(current or None, tuple(versions[:-2]), versions[-2])
 
 
-def _alias_error(path: Path) -> ConfigError:
-    return ConfigError(f"{path.name} is not a valid alias record; repair or remove the file")
+def _alias_error(file_name: str) -> ConfigError:
+    return ConfigError(f"{file_name} is not a valid alias record; repair or remove the file")
 
 
 def write_alias(folder: Path, name: str, alias: AliasRecord) -> None:
-    path = alias_path(folder, name)
-    record = {"current": alias.current, "before": list(alias.previous), "gone": alias.unloaded_max}
+    write_alias_content(folder, name, encode_alias(alias))
+
+
+def write_alias_content(folder: Path, name: str, content: bytes) -> None:
     partial_path = folder / f"{UPLOAD_PREFIX}{secrets.token_hex(8)}{ALIAS_SUFFIX}"
-    write_atomic(path, json.dumps(record).encode(), partial_path=partial_path)
+    write_atomic(alias_path(folder, name), content, partial_path=partial_path)
+
+
+def encode_alias(alias: AliasRecord, **fields: str) -> bytes:
+    """Return the content of an alias record; readers ignore further `fields`."""
+    record = {"current": alias.current, "before": list(alias.previous), "gone": alias.unloaded_max}
+    return json.dumps({**record, **fields}).encode()
 
 
 def selected_version(folder: Path, name: str) -> int | None:

@@ -21,6 +21,10 @@ def unloaded_path(file: Path) -> Path:
     return file.with_name(f"{UNLOADED_PREFIX}{file.name}")
 
 
+def adapter_file_name(name: str, version: int) -> str:
+    return f"{name}@{version}{SUFFIX}"
+
+
 def parse_file_name(file: str) -> AdapterName | None:
     """Return the adapter name and version in a file name; None: the file is not an adapter file."""
     if not file.endswith(SUFFIX):

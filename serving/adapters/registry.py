@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from gpt.adapters.adapter_file import Adapter, AdapterName, parse_name
 from gpt.adapters.card import NAME_PATTERN
@@ -41,6 +42,35 @@ def check_directory(directory: Path, setting: str = "adapters") -> None:
         )
 
 
+class AdapterCatalog(Protocol):
+    """The adapters that exist elsewhere, of which the directory has those in use."""
+
+    def has(self, tenant: str, name: str) -> bool:
+        """Return whether a tenant owns an adapter of this name, without a file access."""
+
+    def record_use(self, adapter: LoadedAdapter) -> None:
+        """Record that a request uses a loaded adapter."""
+
+    def listing(self, tenant: str) -> Sequence[tuple[str, int, bool]]:
+        """Return (name, version, whether it is current) of a tenant's own adapters, sorted."""
+
+    def find(self, names: Iterable[str], tenant: str) -> None:
+        """Copy the adapters of these names to the directory, and scan it."""
+
+
+class ListedAdapter(NamedTuple):
+    """An adapter in a listing."""
+
+    name: str
+    version: int
+    is_current: bool
+    adapter: LoadedAdapter | None  # None: its file has not been read yet.
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}@{self.version}"
+
+
 class AdapterRegistry:
     """The adapters of `directory` that pass `check`, which raises an error to reject an adapter.
 
@@ -55,8 +85,13 @@ class AdapterRegistry:
         adapters_max: int,
         rank_bytes: Callable[[Adapter], int] = lambda adapter: adapter.nbytes,
         eligible: Callable[[LoadedAdapter], bool] = lambda adapter: True,
+        catalog: AdapterCatalog | None = None,
     ) -> None:
-        """`rank_bytes` and `eligible` are described at `AdapterDirectory.__init__`."""
+        """`rank_bytes` and `eligible` are described at `AdapterDirectory.__init__`.
+
+        `catalog` has the adapters that are not in the directory yet.
+        """
+        self._catalog = catalog
         self.directory = directory
         self.check = check
         self.adapters_max = adapters_max
@@ -89,6 +124,8 @@ class AdapterRegistry:
         """Return the adapter `name` or `name@version`, without reading the disk."""
         base_name, _ = parse_name(name)
         adapter = self._find(base_name, name, tenant)
+        if adapter is not None and self._catalog is not None:
+            self._catalog.record_use(adapter)
         if adapter is None:
             advice = "choose an adapter that ListAdapters returns"
             if self.directory is None:
@@ -105,7 +142,7 @@ class AdapterRegistry:
         try:
             return self.lookup(name, tenant)
         except UnknownAdapterError:
-            self.scan_if_stale(tenant)
+            self.find_new([name], tenant)
             return self.lookup(name, tenant)
 
     def needs_scan(self, names: Iterable[str], tenant: str) -> bool:
@@ -125,6 +162,18 @@ class AdapterRegistry:
             return False
         return False
 
+    def find_new(self, names: Iterable[str], tenant: str) -> None:
+        """Load the adapters of unknown names, if they exist."""
+        if self._catalog is not None:
+            self._catalog.find([name for name in names if self._is_unknown(name, tenant)], tenant)
+        self.scan_if_stale(tenant)
+
+    def _is_unknown(self, name: str, tenant: str) -> bool:
+        try:
+            return bool(name) and self._find(parse_name(name).name, name, tenant) is None
+        except RequestError:
+            return False
+
     def scan_if_stale(self, tenant: str) -> None:
         """Scan the directories in which the tenant looks up names, if they may have changed."""
         try:
@@ -135,7 +184,23 @@ class AdapterRegistry:
 
     def has(self, name: str, tenant: str = "") -> bool:
         """Return whether a tenant can see an adapter of this name, without reading the disk."""
-        return any(directory.has(name) for directory in self._directories_of(tenant))
+        return any(self._owns(owner, name) for owner in (tenant, ""))
+
+    def has_loaded(self, owner: str, name: str) -> bool:
+        """Return whether a version of a tenant's own name is loaded."""
+        directory = self._directories.get(owner)
+        return directory is not None and directory.has(name)
+
+    def is_loaded(self, owner: str, key: str) -> bool:
+        """Return whether the version `name@version` of a tenant's own name is loaded."""
+        directory = self._directories.get(owner)
+        return directory is not None and directory.find(key) is not None
+
+    def _owns(self, owner: str, name: str) -> bool:
+        """Return whether a tenant (or "") owns an adapter of this name, loaded or not."""
+        return self.has_loaded(owner, name) or (
+            self._catalog is not None and self._catalog.has(owner, name)
+        )
 
     def list_visible(self, tenant: str = "") -> list[tuple[LoadedAdapter, bool]]:
         """Return the adapters that a tenant can see, sorted by name and version.
@@ -157,6 +222,40 @@ class AdapterRegistry:
             [*own_directory.listing, *shared_listing],
             key=lambda entry: (entry[0].name, entry[0].version),
         )
+
+    def list_all(self, tenant: str = "") -> list[ListedAdapter]:
+        """Return all adapters that a tenant can use, sorted by name and version.
+
+        Those of the catalog that no request has needed yet are not loaded.
+        """
+        if self._catalog is None:
+            return [
+                ListedAdapter(adapter.name, adapter.version, is_current, adapter)
+                for adapter, is_current in self.list_visible(tenant)
+            ]
+        listing = self._list_own(tenant)
+        if tenant:
+            own_names = {entry.name for entry in listing}
+            listing += [entry for entry in self._list_own("") if entry.name not in own_names]
+            listing.sort(key=lambda entry: (entry.name, entry.version))
+        return listing
+
+    def _list_own(self, owner: str) -> list[ListedAdapter]:
+        assert self._catalog is not None
+        directory = self._directories.get(owner)
+        loaded = {} if directory is None else {entry[0].key: entry for entry in directory.listing}
+        listing: list[ListedAdapter] = []
+        for name, version, is_current in self._catalog.listing(owner):
+            adapter, is_selected = loaded.pop(f"{name}@{version}", (None, is_current))
+            # The directory selects the current version of a name that it has.
+            if adapter is None and directory is not None and directory.has(name):
+                is_selected = False
+            listing.append(ListedAdapter(name, version, is_selected, adapter))
+        for adapter, is_current in loaded.values():  # Not listed yet.
+            listing.append(ListedAdapter(adapter.name, adapter.version, is_current, adapter))
+        if loaded:
+            listing.sort(key=lambda entry: (entry.name, entry.version))
+        return listing
 
     def all_adapters(self) -> Sequence[LoadedAdapter]:
         """Return the adapters of all tenants."""
@@ -254,8 +353,8 @@ class AdapterRegistry:
 
     def _find(self, base_name: str, name: str, tenant: str) -> LoadedAdapter | None:
         """Look up a name in the first of the tenant's directories that has any version of it."""
-        directory = next(
-            (directory for directory in self._directories_of(tenant) if directory.has(base_name)),
-            None,
-        )
-        return None if directory is None else directory.find(name)
+        for owner in dict.fromkeys((tenant, "")):
+            if self._owns(owner, base_name):
+                directory = self._directories.get(owner)
+                return None if directory is None else directory.find(name)
+        return None

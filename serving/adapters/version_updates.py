@@ -1,7 +1,7 @@
-"""Adapter store: uploads, loads, unloads, promotes and rolls back adapter versions on disk.
+"""Adapter store: uploads, loads, unloads, promotes and rolls back adapter versions.
 
-Each file appears, changes or is hidden by one rename or link, which is atomic for every server that
-reads the directory. A caller changes only its own tenant's folder. The registry scans the directory
+The storage (`serving.adapters.adapter_storage`) makes each change atomic for every server that
+reads it. A caller changes only its own tenant's folder. The registry scans the directory
 immediately after each change. The adapter change log (`gpt.adapters.change_log`) records each
 change and each refusal; a change that cannot be recorded is refused. Methods that access files are
 blocking; call them in a thread.
@@ -9,6 +9,7 @@ blocking; call them in a thread.
 
 import logging
 import os
+import random
 import secrets
 import threading
 import time
@@ -26,27 +27,33 @@ from gpt.adapters.adapter_file import (
     parse_name,
 )
 from gpt.adapters.card import NAME_PATTERN
-from gpt.adapters.change_log import AdapterChange, AdapterChangeLog, ChangeAction, ChangeAuthor
+from gpt.adapters.change_log import (
+    AdapterChange,
+    AdapterChangeLog,
+    ChangeAction,
+    ChangeAuthor,
+    RecordLog,
+)
 from gpt.errors import AdapterError, ConfigError, RequestError
 from gpt.files.abandoned_files import is_abandoned, lock_descriptor, remove_abandoned_partials
-from gpt.files.atomic_files import rename_durable
-from serving.adapters.alias_record import (
-    AliasRecord,
-    alias_path,
-    read_alias,
-    selected_version,
-    write_alias,
+from gpt.object_store.object_store import ObjectStoreError
+from serving.adapters.adapter_storage import (
+    AdapterStorage,
+    AliasChangedError,
+    DirectoryStorage,
+    StoredAlias,
 )
-from serving.adapters.directory_layout import (
-    UNLOADED_PREFIX,
-    UPLOAD_PREFIX,
-    unloaded_path,
-    version_files,
-)
+from serving.adapters.alias_record import AliasRecord
+from serving.adapters.directory_layout import ALIAS_SUFFIX, UNLOADED_PREFIX, UPLOAD_PREFIX
 from serving.adapters.registry import AdapterRegistry, LoadedAdapter
 from serving.config import AdapterConfig
 from serving.logs import LogThrottle
-from serving.request import OverloadedError, RefusedError, UnknownAdapterError
+from serving.request import (
+    OverloadedError,
+    RefusedError,
+    UnavailableError,
+    UnknownAdapterError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +61,9 @@ VERSION_MAX = 999_999  # A version in a name has at most six digits.
 # Time after which the file of an unloaded adapter is deleted. Requests that were accepted before
 # the adapter was unloaded are expected to end within this time.
 UNLOADED_KEEP_S = 3600.0
+# Attempts to change an alias record that other servers change at the same time.
+ALIAS_ATTEMPTS_MAX = 50
+ALIAS_RETRY_S = 0.05  # Largest random delay before the second attempt; it grows with each attempt.
 UNWRITTEN_LOG_PERIOD_S = 60.0  # Minimum time between two warnings about unwritten records.
 
 
@@ -61,7 +71,9 @@ class AdapterStore:
     """Changes the directory that the registry `adapters` reads.
 
     `author`, in the methods that change it, is recorded in the change log; None: only the tenant
-    is known. `reason_name` returns the name of an error's reason, for the change log.
+    is known. `reason_name` returns the name of an error's reason, for the change log. `storage`:
+    where the versions are stored; None: in the directory. `changes_log`: where the changes are
+    recorded; None: in the directory.
     """
 
     def __init__(
@@ -69,11 +81,15 @@ class AdapterStore:
         adapters: AdapterRegistry,
         config: AdapterConfig,
         reason_name: Callable[[BaseException], str],
+        storage: AdapterStorage | None = None,
+        changes_log: RecordLog | None = None,
     ) -> None:
         self.adapters = adapters
         self.config = config
+        self.storage = storage or DirectoryStorage(adapters.directory or Path())
         self.changes = AdapterChangeLog(
             adapters.directory,
+            changes_log=changes_log,
             bytes_max=config.adapter_log_bytes_max,
             files_max=config.adapter_log_files_max,
             reason_name=reason_name,
@@ -129,7 +145,7 @@ class AdapterStore:
     def load(self, name: str, tenant: str) -> LoadedAdapter:
         """Scan now and return the adapter; if its file is unusable, the error has the reason."""
         adapter_name = self._parse_name(name, "name")
-        with _reraise_os_errors():
+        with _reraise_storage_errors():
             self.adapters.scan(tenant)
         try:
             return self.adapters.resolve(name, tenant)
@@ -150,27 +166,24 @@ class AdapterStore:
         log.info("event=adapter_unloaded adapter=%s tenant=%s", name, tenant)
 
     def _unload(self, name: str, tenant: str, change: AdapterChange) -> None:
-        adapter_name, folder = self._parse_versioned_name(name), self._tenant_folder(tenant)
-        with self.change_lock(tenant), _reraise_os_errors():
-            file = (
-                version_files(folder, adapter_name.name).get(adapter_name.version or 1)
-                if folder.is_dir()
-                else None
-            )
-            if file is None:
+        adapter_name, _ = self._parse_versioned_name(name), self._tenant_folder(tenant)
+        base_name, version = adapter_name.name, adapter_name.version or 1
+        storage = self.storage
+
+        def remove_version() -> None:
+            if version not in storage.versions(tenant, base_name):
                 raise self._not_own_error(name, tenant)
-            alias = _read_alias(folder, adapter_name.name)
-            unloaded_max = max(alias.unloaded_max, adapter_name.version or 1)
-            change.begin(adapter_name.version or 1, selected_version(folder, adapter_name.name))
-            # The alias record is written before the rename, so that no upload gets this version
+            alias, state = self.read_alias(tenant, base_name)
+            unloaded_max = max(alias.unloaded_max, version)
+            change.begin(version, storage.selected_version(tenant, base_name))
+            # The alias record is written before the removal, so that no upload gets this version
             # number.
-            write_alias(
-                folder, adapter_name.name, AliasRecord(alias.current, alias.previous, unloaded_max)
-            )
-            hidden_path = unloaded_path(file)
-            rename_durable(file, hidden_path)
-            change.finish(selected_version(folder, adapter_name.name))
-            os.utime(hidden_path)  # `sweep` measures the age from this time.
+            record = AliasRecord(alias.current, alias.previous, unloaded_max)
+            storage.write_alias(tenant, base_name, record, state)
+            storage.unload(tenant, base_name, version)
+            change.finish(storage.selected_version(tenant, base_name))
+
+        self._change_alias(tenant, base_name, remove_version)
         self._rescan(tenant)
         self.sweep(tenant)
 
@@ -182,17 +195,20 @@ class AdapterStore:
         return adapter
 
     def _promote(self, name: str, tenant: str, change: AdapterChange) -> LoadedAdapter:
-        adapter_name, folder = self._parse_versioned_name(name), self._tenant_folder(tenant)
+        adapter_name, _ = self._parse_versioned_name(name), self._tenant_folder(tenant)
+        base_name = adapter_name.name
         adapter = self._resolve_own(name, tenant)
-        with self.change_lock(tenant), _reraise_os_errors():
-            alias = _read_alias(folder, adapter_name.name)
-            current = self._resolve_own(adapter_name.name, tenant)
-            current_on_disk = selected_version(folder, adapter_name.name)
-            change.begin(adapter.version, current_on_disk, adapter.adapter_ref.digest)
-            write_alias(
-                folder, adapter_name.name, alias.with_current(adapter.version, current.version)
-            )
+
+        def set_current() -> None:
+            alias, state = self.read_alias(tenant, base_name)
+            current = self._resolve_own(base_name, tenant)
+            current_in_storage = self.storage.selected_version(tenant, base_name)
+            change.begin(adapter.version, current_in_storage, adapter.adapter_ref.digest)
+            record = alias.with_current(adapter.version, current.version)
+            self.storage.write_alias(tenant, base_name, record, state)
             change.finish(adapter.version)
+
+        self._change_alias(tenant, base_name, set_current)
         self._rescan(tenant)
         return adapter
 
@@ -202,14 +218,17 @@ class AdapterStore:
             return self._rollback(name, tenant, change)
 
     def _rollback(self, name: str, tenant: str, change: AdapterChange) -> LoadedAdapter:
-        adapter_name, folder = self._parse_name(name, "name"), self._tenant_folder(tenant)
+        adapter_name, _ = self._parse_name(name, "name"), self._tenant_folder(tenant)
         if adapter_name.version is not None:
             raise RequestError(f"name is {name!r}; give it without a version", "name")
         self._resolve_own(name, tenant)
-        with self.change_lock(tenant), _reraise_os_errors():
-            alias = _read_alias(folder, name)
-            files = version_files(folder, name)
-            previous = [version for version in alias.previous if version in files]
+        restored = 0
+
+        def restore_previous() -> None:
+            nonlocal restored
+            alias, state = self.read_alias(tenant, name)
+            versions = self.storage.versions(tenant, name)
+            previous = [version for version in alias.previous if version in versions]
             if not previous:
                 raise RefusedError(
                     "NOT_POSSIBLE_NOW",
@@ -217,14 +236,48 @@ class AdapterStore:
                     "version that should be current",
                     "name",
                 )
-            change.begin(previous[0], selected_version(folder, name))
-            write_alias(
-                folder, name, AliasRecord(previous[0], tuple(previous[1:]), alias.unloaded_max)
-            )
-            change.finish(previous[0])
+            change.begin(previous[0], self.storage.selected_version(tenant, name))
+            record = AliasRecord(previous[0], tuple(previous[1:]), alias.unloaded_max)
+            self.storage.write_alias(tenant, name, record, state)
+            restored = previous[0]
+            change.finish(restored)
+
+        self._change_alias(tenant, name, restore_previous)
         self._rescan(tenant)
-        log.info("event=adapter_rolled_back adapter=%s@%d tenant=%s", name, previous[0], tenant)
+        log.info("event=adapter_rolled_back adapter=%s@%d tenant=%s", name, restored, tenant)
         return self._resolve_own(name, tenant)
+
+    def _change_alias(self, tenant: str, name: str, change: Callable[[], None]) -> None:
+        """Call `change`, which changes the alias record of a name, under the tenant's lock.
+
+        If another server has changed the record at the same time, the call is repeated.
+        """
+        for attempt in range(1, ALIAS_ATTEMPTS_MAX + 1):
+            with (
+                self.change_lock(tenant),
+                _reraise_storage_errors(),
+                suppress(AliasChangedError),
+            ):
+                self.storage.refresh(tenant, name)
+                change()
+                return
+            time.sleep(random.uniform(0.0, attempt * ALIAS_RETRY_S))
+        raise RefusedError(
+            "NOT_POSSIBLE_NOW",
+            f"other servers change the alias record of {name!r} all the time; try again later",
+            "name",
+        )
+
+    def read_alias(self, tenant: str, name: str) -> StoredAlias:
+        try:
+            return self.storage.read_alias(tenant, name)
+        except ConfigError as error:
+            # Overwriting an invalid record would allow unloaded version numbers to be used again.
+            raise RefusedError(
+                "NOT_POSSIBLE_NOW",
+                f"{name}{ALIAS_SUFFIX} in the server's adapter directory is not a valid alias "
+                "record; the server's operator must repair or remove the file",
+            ) from error
 
     def sweep(self, tenant: str | None = None) -> None:
         """Remove abandoned upload files and the hidden files of long-unloaded adapters."""
@@ -278,7 +331,7 @@ class AdapterStore:
         return directory / tenant
 
     def _rescan(self, tenant: str) -> None:
-        with _reraise_os_errors():
+        with _reraise_storage_errors():
             self.adapters.scan(tenant)
 
     def _resolve_own(self, name: str, tenant: str) -> LoadedAdapter:
@@ -331,6 +384,7 @@ class AdapterUpload:
         """Create the temporary file; raise at once if the version is already taken."""
         with self._locked():
             self._folder.mkdir(exist_ok=True)
+            self._store.storage.refresh(self._tenant, self._name.name)
             self._choose_version()
             with self._store.change_lock(self._tenant):
                 _sweep_folder(self._folder)
@@ -394,7 +448,7 @@ class AdapterUpload:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with self._lock, _reraise_os_errors():
+        with self._lock, _reraise_storage_errors():
             if self._discarded:
                 raise _cancelled_upload_error()
             yield
@@ -442,8 +496,8 @@ class AdapterUpload:
         Raises an error if the requested version is or was in use, or if no version is free.
         """
         name, requested = self._name
-        versions = version_files(self._folder, name)
-        unloaded_max = _read_alias(self._folder, name).unloaded_max
+        versions = self._store.storage.versions(self._tenant, name)
+        unloaded_max = self._store.read_alias(self._tenant, name).record.unloaded_max
         if requested is None:
             version = max([unloaded_max, *versions]) + 1
             if version > VERSION_MAX:
@@ -465,43 +519,47 @@ class AdapterUpload:
 
     def _publish_version(self, digest: str) -> str:
         name = self._name.name
-        with self._store.change_lock(self._tenant):
+        storage, tenant = self._store.storage, self._tenant
+        with self._store.change_lock(tenant):
             while True:
+                storage.refresh(tenant, name)
                 version = self._choose_version()
-                key = f"{name}@{version}"
-                self._change.begin(version, selected_version(self._folder, name), digest)
+                self._change.begin(version, storage.selected_version(tenant, name), digest)
                 try:
                     # This fails if another server has published the same version meanwhile.
-                    rename_durable(
-                        self._partial_path, self._folder / f"{key}{SUFFIX}", overwrite=False
-                    )
+                    storage.publish(tenant, name, version, self._partial_path)
                 except FileExistsError:
                     continue
-                self._change.finish(selected_version(self._folder, name))
-                return key
+                self._change.finish(storage.selected_version(tenant, name))
+                return f"{name}@{version}"
 
 
 def _cancelled_upload_error() -> RefusedError:
     return RefusedError("CANCELLED", "the upload was cancelled; start a new upload")
 
 
-def _read_alias(folder: Path, name: str) -> AliasRecord:
-    try:
-        return read_alias(folder, name)
-    except ConfigError as error:
-        # Overwriting an invalid record would allow unloaded version numbers to be used again.
-        raise RefusedError(
-            "NOT_POSSIBLE_NOW",
-            f"{alias_path(folder, name).name} in the server's adapter directory is not a valid "
-            "alias record; the server's operator must repair or remove the file",
-        ) from error
-
-
 @contextmanager
-def _reraise_os_errors() -> Iterator[None]:
-    """Convert an OSError to a RefusedError without the path; only the log has the path."""
+def _reraise_storage_errors() -> Iterator[None]:
+    """Convert an error of the storage to a RefusedError without the path, which the log has."""
     try:
         yield
+    except ObjectStoreError as error:
+        log.warning("event=adapters_not_changed error=%r", str(error))
+        if error.problem == "unavailable" and error.may_be_written:  # Clients must not retry it.
+            raise RefusedError(
+                "DEADLINE_PASSED",
+                "the server's adapter store did not confirm the change, which may have been made; "
+                "see `preamble adapters log` before you repeat it",
+            ) from None
+        if error.problem == "unavailable":
+            raise UnavailableError(
+                "the server's adapter store does not answer; try again later", "STORAGE_TIMEOUT"
+            ) from None
+        raise RefusedError(
+            "NOT_POSSIBLE_NOW",
+            f"the server's adapter store refused the change ({error.problem}); the server's "
+            "operator must grant write permission",
+        ) from None
     except OSError as error:
         log.warning("event=adapters_not_changed error=%r", str(error))
         raise RefusedError(

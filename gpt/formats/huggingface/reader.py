@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.checkpoint.files.safetensors_file import open_safetensors, read_small_file
+from gpt.checkpoint.files.object_checkpoint import open_weights
+from gpt.checkpoint.files.safetensors_file import read_small_file
 from gpt.checkpoint.files.torch_save import open_state_dict
 from gpt.checkpoint.logical_tensor import (
     Checkpoint,
@@ -194,7 +195,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 WeightsReader = Callable[[Path], Mapping[str, StoredTensor]]
 WEIGHT_FORMATS: tuple[tuple[str, WeightsReader], ...] = (
-    ("model.safetensors", open_safetensors),
+    ("model.safetensors", open_weights),
     ("pytorch_model.bin", open_state_dict),
 )
 
@@ -317,15 +318,19 @@ class _ComputedExpertSlice(ComputedTensor):
     def stored_dtype_name(self) -> str:
         return self.stacked_tensor.stored_dtype_name
 
+    @property
+    def block_bytes(self) -> int:
+        return self.stacked_tensor.block_bytes
+
     def compute_box(self, *box: slice) -> Tensor:
-        rows, columns = box
+        rows, *columns = box  # A bias has no columns.
         stacked_outputs = self.stacked_tensor.shape[2 if self.source.transposed else 1]
         outputs = range(stacked_outputs)[self.source.outputs][rows]
         output_box = slice(outputs.start, outputs.stop, outputs.step)
         expert = slice(self.source.expert, self.source.expert + 1)
         if self.source.transposed:
-            return self.stacked_tensor.compute_box(expert, columns, output_box)[0].T
-        return self.stacked_tensor.compute_box(expert, output_box, columns)[0]
+            return self.stacked_tensor.compute_box(expert, *columns, output_box)[0].T
+        return self.stacked_tensor.compute_box(expert, output_box, *columns)[0]
 
 
 @dataclass(frozen=True)

@@ -7,24 +7,20 @@ the unpacked folder appears atomically. The module does not interpret the files.
 """
 
 import gzip
-import hashlib
 import io
-import json
 import logging
 import re
 import shutil
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from gpt.checkpoint.digest import digest_cache_folder
+from gpt.checkpoint.cached_folders import cached_folder
 from gpt.checkpoint.files.file_tree import FILES_MAX, FileTree, Span, scan_folder_recursive
 from gpt.checkpoint.files.safetensors_file import MappedFile, refuse_git_lfs_pointer
 from gpt.errors import CheckpointError
-from gpt.files.abandoned_files import remove_abandoned_partials
-from gpt.files.atomic_files import stage_folder
 from gpt.files.regular_files import open_regular_file
 
 GZIP_MAGIC = b"\x1f\x8b"
@@ -62,27 +58,6 @@ def open_nemo_archive(path: Path) -> tuple[FileTree, str]:
         "unpacked files"
     )
     return FileTree(path, spans), note
-
-
-def cached_folder(kind: str, key_parts: Sequence[object], fill: Callable[[Path], None]) -> Path:
-    """Return the folder in the user's cache that belongs to `kind` and `key_parts`.
-
-    If the folder does not exist yet, it is created, and `fill` writes its content.
-    """
-    root = digest_cache_folder().parent / kind
-    folder = root / hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()[:32]
-    if folder.is_dir():
-        return folder
-    root.mkdir(parents=True, exist_ok=True)
-    remove_abandoned_partials(root)
-    try:
-        with stage_folder(folder) as partial_folder:
-            fill(partial_folder)
-    except OSError:
-        # If the folder exists now, another process created it first.
-        if not folder.is_dir():
-            raise
-    return folder
 
 
 def _map_members(path: Path) -> FileTree:

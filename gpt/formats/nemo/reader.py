@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gpt.checkpoint.cached_folders import cached_folder
 from gpt.checkpoint.files.file_tree import FileTree, Span, scan_folder_recursive
 from gpt.checkpoint.files.torch_file import read_torch_span
 from gpt.checkpoint.logical_tensor import Checkpoint, summarize_names
@@ -24,7 +25,7 @@ from gpt.formats.mappings.nemo_yaml import NemoConfig, read_config
 from gpt.formats.megatron.rank_files import ParallelSizes, RankCoordinates, RankFile, RankFiles
 from gpt.formats.megatron.reader import join_ranks
 from gpt.formats.megatron.torch_dist import join_chunks
-from gpt.formats.nemo.archive import CONFIG_FILE, cached_folder, open_nemo_archive
+from gpt.formats.nemo.archive import CONFIG_FILE, open_nemo_archive
 from gpt.settings import short_repr
 from gpt.tokenizers.tokenizer import open_tokenizer
 

@@ -150,14 +150,15 @@ async def repository_index(message: Any, call: Call) -> Any:
         return response
     for name in call.service.listed_names(call.caller.tenant):
         response.models.add(name=name, version=VERSION, state=state, reason=reason)
-    for adapter, _ in call.service.adapters.list_visible(call.caller.tenant):
-        adapter_version, status = str(adapter.version), (state, reason)
-        if is_ready and not call.service.golden_checker.is_eligible(adapter):
+    for entry in call.service.adapters.list_all(call.caller.tenant):
+        adapter, status = entry.adapter, (state, reason)
+        is_refused = adapter and not call.service.golden_checker.is_eligible(adapter)
+        if is_ready and is_refused:
             status = "UNAVAILABLE", "its golden examples have not passed (golden: strict)"
             if message.ready:
                 continue
         response.models.add(
-            name=adapter.name, version=adapter_version, state=status[0], reason=status[1]
+            name=entry.name, version=str(entry.version), state=status[0], reason=status[1]
         )
     return response
 

@@ -92,8 +92,10 @@ def routes(frontend: Frontend) -> Routes:
     }
 
 
-def _root(adapter: LoadedAdapter, call: Call) -> str | None:
+def _root(adapter: LoadedAdapter | None, call: Call) -> str | None:
     """Return the path of an imported adapter, as in vLLM, for callers that may import adapters."""
+    if adapter is None:
+        return None
     return call.service.importer.source_of(adapter) if "adapters" in call.caller.roles else None
 
 
@@ -116,13 +118,12 @@ class _OpenAIHandlers:
             models = {
                 name: self._model_record(name, base_name, None, context) for name in base_names
             }
-            for adapter, is_current in service.adapters.list_visible(tenant):
-                names = (adapter.name, adapter.key) if is_current else (adapter.key,)
+            for entry in service.adapters.list_all(tenant):
+                names = (entry.name, entry.key) if entry.is_current else (entry.key,)
                 for name in names:
                     if name not in models:
-                        models[name] = self._model_record(
-                            name, _root(adapter, call) or base_name, base_name, None
-                        )
+                        root = _root(entry.adapter, call) or base_name
+                        models[name] = self._model_record(name, root, base_name, None)
             model_id = request.path.removeprefix("/v1/models").removeprefix("/")
             if not model_id:
                 return json_response({"object": "list", "data": list(models.values())})

@@ -17,7 +17,7 @@ from gpt.adapters.adapter_file import parse_name
 from gpt.adapters.change_log import ChangeAction, ChangeAuthor
 from gpt.errors import PreambleError, RequestError
 from protos.preamble.v1 import adapters_pb2 as pb
-from serving.adapters.registry import LoadedAdapter
+from serving.adapters.registry import ListedAdapter, LoadedAdapter
 from serving.adapters.version_updates import AdapterUpload
 from serving.frontend.adapter_changes import adapter_name_field, change_result, run_change
 from serving.frontend.call import Call
@@ -52,19 +52,19 @@ def _change_method(
 
 
 async def list_adapters(message: pb.ListAdaptersRequest, call: Call) -> pb.ListAdaptersResponse:
-    entries = call.service.adapters.list_visible(call.caller.tenant)
+    entries = call.service.adapters.list_all(call.caller.tenant)
     cursor = _parse_page_token(message.page_token)
     substring = message.contains.lower()
     matches = [
-        (adapter, is_current)
-        for adapter, is_current in entries
-        if (adapter.name, adapter.version) > cursor and substring in adapter.name.lower()
+        entry
+        for entry in entries
+        if (entry.name, entry.version) > cursor and substring in entry.name.lower()
     ]
     page_size = min(message.page_size or PAGE_DEFAULT, PAGE_MAX)
     page = matches[:page_size]
     return pb.ListAdaptersResponse(
-        adapters=[_adapter_message(adapter, is_current) for adapter, is_current in page],
-        next_page_token=page[-1][0].key if len(matches) > page_size else "",
+        adapters=[_listed_message(entry) for entry in page],
+        next_page_token=page[-1].key if len(matches) > page_size else "",
     )
 
 
@@ -202,6 +202,12 @@ def _parse_page_token(page_token: str) -> tuple[str, int]:
             "page_token",
         )
     return (name, version)
+
+
+def _listed_message(entry: ListedAdapter) -> pb.Adapter:
+    if entry.adapter is None:  # Its file has not been fetched from the object store.
+        return pb.Adapter(name=entry.name, version=entry.version, current=entry.is_current)
+    return _adapter_message(entry.adapter, entry.is_current)
 
 
 def _adapter_message(adapter: LoadedAdapter, is_current: bool) -> pb.Adapter:

@@ -42,7 +42,7 @@ async def get_server_info(message: pb.GetServerInfoRequest, call: Call) -> pb.Ge
             message_bytes_max=limits.message_bytes_max,
             beam_width_max=limits.beam_width_max,
         ),
-        adapters=len(service.adapters.list_visible(call.caller.tenant)),
+        adapters=len(service.adapters.list_all(call.caller.tenant)),
         ledger=_memory_message(service),
         tensor_parallel=parallel.tp,
         pipeline_parallel=parallel.pp,
