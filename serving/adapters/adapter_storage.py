@@ -49,6 +49,9 @@ class AdapterStorage(Protocol):
     def write_alias(self, tenant: str, name: str, alias: AliasRecord, state: str) -> None:
         """Replace the record that was read with `state`; raise AliasChangedError if it changed."""
 
+    def free_capacity(self, tenant: str, name: str, size: int) -> None:
+        """Remove local files that are not needed, if a new one of `size` bytes exceeds a limit."""
+
     def publish(self, tenant: str, name: str, version: int, partial_path: Path) -> None:
         """Store a new version, and give its local file `partial_path` the name of the version.
 
@@ -79,6 +82,9 @@ class DirectoryStorage:
 
     def write_alias(self, tenant: str, name: str, alias: AliasRecord, state: str) -> None:
         write_alias(self._folder(tenant), name, alias)
+
+    def free_capacity(self, tenant: str, name: str, size: int) -> None:
+        """Do nothing: every file is needed."""
 
     def publish(self, tenant: str, name: str, version: int, partial_path: Path) -> None:
         path = self._folder(tenant) / adapter_file_name(name, version)

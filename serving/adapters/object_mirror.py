@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -466,7 +466,7 @@ class ObjectMirror:
             )
         if copy is not None:  # It was refused, and its object has been replaced.
             self.folder.remove(name, version)
-        self._make_space(name, entry.size)
+        self.free_capacity(name, entry.size)
         began = time.monotonic()
         with self._requests():
             self.folder.add(name, version, entry.etag, partial(self.store.download, entry))
@@ -482,29 +482,37 @@ class ObjectMirror:
         self._used_at.setdefault(name, time.monotonic())
         return True
 
-    def _make_space(self, new_name: OwnedName, size: int) -> None:
+    def free_capacity(self, new_name: OwnedName, size: int) -> None:
         """Remove the copies of names that have not been used for the longest time.
 
-        Names that were used a short time ago stay, even if the limit is exceeded.
+        Names that were used a short time ago stay, even if a limit is exceeded.
         """
-        nbytes = self.folder.nbytes
-        count = sum(len(self.folder.copies(name)) for name in self.folder.names())
-        if nbytes + size <= self._bytes_max and count < self._adapters_max:
+        nbytes = self.folder.nbytes + size
+        count = 1 + sum(len(self.folder.copies(name)) for name in self.folder.names())
+        if nbytes <= self._bytes_max and count <= self._adapters_max:
             return
         idle_before = time.monotonic() - EVICTION_IDLE_S
-        names = sorted(self.folder.names(), key=lambda name: self._used_at.get(name, 0.0))
-        for name in names:
-            if nbytes + size <= self._bytes_max and count < self._adapters_max:
-                return
-            if name == new_name or self._used_at.get(name, 0.0) > idle_before:
+        tenants: set[str] = set()
+        for name in sorted(self.folder.names(), key=lambda name: self._used_at.get(name, 0.0)):
+            if nbytes <= self._bytes_max and count <= self._adapters_max:
+                break
+            lock = self._lock_of(name)
+            is_recent = self._used_at.get(name, 0.0) > idle_before
+            if name == new_name or is_recent or not lock.acquire(blocking=False):
                 continue
-            for version, copy in self.folder.copies(name).items():
-                self.folder.remove(name, version)
-                nbytes -= copy.size
-                count -= 1
-            self.folder.remove_alias(name)
+            try:
+                for version, copy in self.folder.copies(name).items():
+                    self.folder.remove(name, version)
+                    nbytes -= copy.size
+                    count -= 1
+                self.folder.remove_alias(name)
+            finally:
+                lock.release()
+            tenants.add(name.tenant)
             self.counts.evictions += 1
             log.info("event=adapter_evicted adapter=%s tenant=%s", name.name, name.tenant)
+        for tenant in tenants:  # The adapters count until a scan drops them.
+            self.registry.scan(tenant)
 
     # Failures.
 
@@ -571,7 +579,7 @@ class ObjectMirror:
             self._index = index
             self._state += 1
 
-    def _lock_of(self, name: OwnedName) -> AbstractContextManager[object]:
+    def _lock_of(self, name: OwnedName) -> "threading.RLock":
         return self._name_locks[hash(name) % NAME_LOCKS]
 
 

@@ -64,6 +64,9 @@ class ObjectStorage:
                 raise AliasChangedError from None
         self._mirror.set_alias(owned_name, AliasContent(content, etag))
 
+    def free_capacity(self, tenant: str, name: str, size: int) -> None:
+        self._mirror.free_capacity(OwnedName(tenant, name), size)
+
     def publish(self, tenant: str, name: str, version: int, partial_path: Path) -> None:
         owned_name = OwnedName(tenant, name)
         key, size = owned_name.version_key(version), partial_path.stat().st_size

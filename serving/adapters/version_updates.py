@@ -469,6 +469,7 @@ class AdapterUpload:
             registry.check(adapter)
         except AdapterError as error:
             raise RefusedError("ADAPTER_UNUSABLE", str(error), "data") from None
+        self._store.storage.free_capacity(self._tenant, self._name.name, self._size)
         if len(registry) >= registry.adapters_max:
             raise RefusedError(
                 "NOT_POSSIBLE_NOW",

@@ -80,11 +80,13 @@ def replicas(
         list(pool.map(lambda key: objects.write(key, payload), keys))
     folder = tmp_path_factory.mktemp("replicas")
 
-    def own_settings(index: int) -> dict[str, object]:
-        return {"adapter_mirror": str(folder / f"mirror{index}")}
-
-    settings = {"adapters": URL, "adapters_poll_s": 1.0, "flight_dir": str(folder)}
-    with Replicas(checkpoint, folder, 4, own_settings=own_settings, **settings) as replicas:
+    settings = {
+        "adapters": URL,
+        "adapter_mirror": lambda index: str(folder / f"mirror{index}"),
+        "adapters_poll_s": 1.0,
+        "flight_dir": str(folder),
+    }
+    with Replicas(checkpoint, folder, 4, **settings) as replicas:
         yield replicas
 
 
@@ -198,6 +200,15 @@ def test_a_lost_store_stops_no_replica(
     replicas: Replicas, store: RunningStore, files: list[Path]
 ) -> None:
     (expected, *_) = answers(replicas, "mood")
+    store.suspend()  # It accepts connections, and does not answer.
+    try:
+        with replicas.servers[3].client() as client:
+            with pytest.raises(CallError) as caught:
+                answer(client, "other98")
+            assert caught.value.reason == "STORAGE_TIMEOUT"
+        assert answers(replicas, "mood") == [expected] * 4
+    finally:
+        store.resume()
     store.stop()
     try:
         time.sleep(3.0)
@@ -263,8 +274,10 @@ def test_a_model_is_served_from_the_store(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     url = f"s3://{BUCKET}/models/small"
     put_folder(checkpoint, url)
-    settings = {"adapters": URL, "tp": 2}
-    with serving(url, log=tmp_path / "log", **settings) as server, server.client() as client:
+    with (
+        serving(url, log=tmp_path / "log", adapters=URL, tp=2) as server,
+        server.client() as client,
+    ):
         assert "model=small" in server.ready
         assert answer(client, "mood") == answers(replicas, "mood")[0]
     # The front end and two ranks have copied the small files once.

