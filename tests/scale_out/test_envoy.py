@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from clients.client import Client, Options, Retries
-from tests.support.replicas import CONFIG, ENVOY, Replicas, envoy, require_envoy
+from tests.support.envoy import CONFIG, envoy, envoy_binary
+from tests.support.replicas import Replicas
 from tests.support.servers import WAIT_S, write_adapter, write_checkpoint
-
-pytestmark = pytest.mark.slow  # Servers of their own.
 
 PROMPTS = 8
 OPTIONS = Options(max_new_tokens=48, temperature=1.0, ignore_ends=True)
@@ -28,7 +27,7 @@ TEXT_TOKENS = 48  # Of a prompt; no two prompts are equal.
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
-    require_envoy()
+    envoy_binary()
 
 
 @pytest.fixture(scope="module")
@@ -121,18 +120,21 @@ def _call_while(address: str, replicas: Replicas, events: int, number: int) -> C
     return callers
 
 
+@pytest.mark.slow
 def test_the_configuration_is_valid() -> None:
-    arguments = [str(ENVOY), "--mode", "validate", "-c", str(CONFIG)]
+    arguments = [str(envoy_binary()), "--mode", "validate", "-c", str(CONFIG)]
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=WAIT_S)
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_a_restart_of_each_replica_loses_no_call(replicas: Replicas, tmp_path: Path) -> None:
     with envoy(replicas.servers, tmp_path) as address:
         callers = _call_while(address, replicas, 4, signal.SIGTERM)
     assert not callers.failures and callers.calls > 50
 
 
+@pytest.mark.slow
 def test_kill_9_of_a_replica_loses_no_call(replicas: Replicas, tmp_path: Path) -> None:
     with envoy(replicas.servers, tmp_path) as address:
         callers = _call_while(address, replicas, 3, signal.SIGKILL)
@@ -148,6 +150,7 @@ def test_ten_times_kill_9_loses_no_call(replicas: Replicas, tmp_path: Path) -> N
     assert not callers.failures
 
 
+@pytest.mark.slow
 def test_adapters_stay_on_their_replicas(replicas: Replicas, tmp_path: Path) -> None:
     """Ring hashing finds more prefixes in the cache, and loads adapters less often."""
     hit_rates, loads = {}, {}
