@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,10 +26,12 @@ from gpt.adapters.adapter_file import (
     parse_name,
 )
 from gpt.adapters.card import NAME_PATTERN
+from gpt.adapters.change_log import FOLDER as CHANGES_FOLDER
 from gpt.adapters.change_log import AdapterChange, AdapterChangeLog, ChangeAction, ChangeAuthor
 from gpt.errors import AdapterError, ConfigError, RequestError
 from gpt.files.abandoned_files import is_abandoned, lock_descriptor, remove_abandoned_partials
 from gpt.files.atomic_files import rename_durable
+from gpt.files.file_locks import lock_file
 from serving.adapters.alias_record import (
     AliasRecord,
     alias_path,
@@ -85,9 +87,25 @@ class AdapterStore:
         self._active_uploads = 0
         self._log_throttle = LogThrottle(UNWRITTEN_LOG_PERIOD_S)
 
-    def change_lock(self, tenant: str) -> threading.Lock:
-        """Return the lock that serializes the changes of this server in a tenant's folder."""
-        return self._change_locks.setdefault(tenant, threading.Lock())
+    @contextmanager
+    def change_lock(self, tenant: str) -> Iterator[None]:
+        """Exclude other changes in a tenant's folder, of this server and of others."""
+        directory = self.adapters.directory
+        with self._change_locks.setdefault(tenant, threading.Lock()), ExitStack() as lock:
+            if directory is not None:
+                path = directory / CHANGES_FOLDER / f"folder-{tenant}.lock"
+                try:
+                    self.changes.create_folder()
+                    lock.enter_context(lock_file(path))
+                except TimeoutError as error:
+                    raise RefusedError(
+                        "NOT_POSSIBLE_NOW",
+                        "another server has been changing the adapter directory for seconds; try "
+                        "again later",
+                    ) from error
+                except OSError:
+                    pass  # The change cannot be recorded in this folder, and is refused for it.
+            yield
 
     def prepare(self) -> None:
         """Create the folder of the change log, if that is permitted, and call `sweep`."""
