@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.envoy_process import CONFIG
 from clients.client import Client, Options, Retries
-from tests.support.envoy import CONFIG, envoy, envoy_binary
+from tests.support.envoy import envoy, envoy_binary
 from tests.support.replicas import Replicas
 from tests.support.servers import WAIT_S, write_adapter, write_checkpoint
 

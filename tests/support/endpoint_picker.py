@@ -20,7 +20,8 @@ import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_tools import protoc
 
-from tests.support.envoy import endpoint, read_config, run_envoy
+from bench.harness.envoy_process import endpoint
+from tests.support.envoy import read_config, run_envoy
 from tests.support.servers import Server
 
 DESTINATION = "x-gateway-destination-endpoint"
@@ -137,7 +138,6 @@ def _serializer() -> Callable[[Any], bytes]:
 def _gateway_config(picker_port: int) -> Any:
     """The listener of the configuration in deploy/, with a picker instead of a hash policy."""
     config = read_config()
-    del config["admin"]
     resources = config["static_resources"]
     http2 = next(
         cluster["typed_extension_protocol_options"]

