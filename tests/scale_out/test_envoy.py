@@ -24,6 +24,8 @@ CALLERS = 8  # Of each kind.
 ADAPTERS = 200
 ROWS = 64
 TEXT_TOKENS = 48  # Of a prompt; no two prompts are equal.
+LARGEST_SHARE_MAX = 1.6  # Of the prompt tokens, relative to the mean of the replicas.
+PROMPT_TOKENS = "preamble_engine_prompt_tokens_total"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -169,15 +171,32 @@ def test_adapters_stay_on_their_replicas(replicas: Replicas, tmp_path: Path) -> 
     assert loads[""] <= loads["ROUND_ROBIN"] / 5
 
 
+@pytest.mark.slow
+def test_a_much_used_adapter_does_not_overload_its_replica(
+    replicas: Replicas, tmp_path: Path
+) -> None:
+    """A sixth of the calls is for one adapter; the bound on the load spreads them."""
+    with envoy(replicas.servers, tmp_path) as address:
+        before = [server.metric(PROMPT_TOKENS) for server in replicas.servers]
+        _call_adapters(address, 6 * ADAPTERS, seed=3, exponent=1.0)
+        after = [server.metric(PROMPT_TOKENS) for server in replicas.servers]
+    tokens = [last - first for first, last in zip(before, after, strict=True)]
+    share = max(tokens) * len(tokens) / sum(tokens)
+    print(f"largest share: {share:.2f} times the mean")
+    assert share <= LARGEST_SHARE_MAX
+
+
 def _counters(replicas: Replicas) -> list[float]:
     names = ("engine_cached_tokens_total", "engine_prompt_tokens_total", "adapter_loads_total")
     return [replicas.total(f"preamble_{name}") for name in names]
 
 
-def _call_adapters(address: str, calls: int, seed: int) -> None:
+def _call_adapters(address: str, calls: int, seed: int, exponent: float = 0.0) -> None:
+    """Call adapters by Zipf's law; with exponent 0, all equally often."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, 600) for _ in range(TEXT_TOKENS)] for _ in range(calls)]
-    names = [f"a{rng.randrange(ADAPTERS)}" for _ in range(calls)]
+    weights = [1 / rank**exponent for rank in range(1, ADAPTERS + 1)]
+    names = [f"a{number}" for number in rng.choices(range(ADAPTERS), weights, k=calls)]
     with Client(address, WAIT_S) as client, ThreadPoolExecutor(16) as pool:
 
         def call(prompt: list[int], name: str) -> None:
