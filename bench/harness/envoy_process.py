@@ -19,8 +19,10 @@ CONFIG = ROOT / "deploy/envoy/envoy.yaml"
 def find_envoy() -> Path | None:
     """Return the path of Envoy; None: it is not installed."""
     installed = ROOT / "build/clients/envoy/bin/envoy"
-    found = shutil.which("envoy")
-    return installed if installed.exists() else Path(found) if found else None
+    if installed.exists():
+        return installed
+    path = shutil.which("envoy")
+    return Path(path) if path else None
 
 
 def endpoint(address: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def run_suite(sizes: ProxySizes = ProxySizes()) -> Iterator[SuiteOutput]:
         return
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        stack.enter_context(_one_thread_per_rank())
+        stack.enter_context(_limited_threads())
         servers = [stack.enter_context(running_server(DEMO_MODEL)) for _ in range(sizes.replicas)]
         addresses = [server.address for server in servers]
         config = yaml.safe_load(CONFIG.read_text())
@@ -116,7 +116,7 @@ async def _run_round(addresses: Sequence[str], sizes: ProxySizes, seed: int) -> 
 
 
 @contextmanager
-def _one_thread_per_rank() -> Iterator[None]:
+def _limited_threads() -> Iterator[None]:
     """Limit the threads of child processes, which would wait for each other on a small machine."""
     former = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -19,7 +19,7 @@ from tests.support.replicas import Replicas
 from tests.support.servers import WAIT_S, write_adapter, write_checkpoint
 
 PROMPTS = 8
-OPTIONS = Options(max_new_tokens=48, temperature=1.0, ignore_ends=True)
+NEW_TOKENS = 48
 CALLERS = 8  # Of each kind.
 ADAPTERS = 200
 ROWS = 64
@@ -96,7 +96,11 @@ class Callers:
 
 
 def _options(number: int) -> Options:
-    return Options(**{**vars(OPTIONS), "seed": number})
+    """Greedy options for every other prompt, and sampled ones for the rest."""
+    temperature = float(number % 2)
+    return Options(
+        max_new_tokens=NEW_TOKENS, temperature=temperature, seed=number, ignore_ends=True
+    )
 
 
 def _call_while(address: str, replicas: Replicas, events: int, number: int) -> Callers:
@@ -110,7 +114,7 @@ def _call_while(address: str, replicas: Replicas, events: int, number: int) -> C
         running += [pool.submit(callers.stream) for _ in range(CALLERS)]
         try:
             for event in range(events):
-                time.sleep(1.0)
+                time.sleep(rng.uniform(0.5, 1.5))
                 index = event % len(replicas.servers) if number == signal.SIGTERM else None
                 index = rng.randrange(len(replicas.servers)) if index is None else index
                 replicas.servers[index].stop(number)
@@ -150,7 +154,7 @@ def test_ten_times_kill_9_loses_no_call(replicas: Replicas, tmp_path: Path) -> N
     with envoy(replicas.servers, tmp_path) as address:
         callers = _call_while(address, replicas, 10, signal.SIGKILL)
     print(f"{callers.calls} calls, {callers.resumed} resumed")
-    assert not callers.failures
+    assert not callers.failures and callers.resumed > 0
 
 
 @pytest.mark.slow
