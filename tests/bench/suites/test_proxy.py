@@ -10,8 +10,8 @@ from tests.support.envoy import envoy_binary
 @pytest.mark.slow
 def test_the_ratio_of_the_rates_is_measured() -> None:
     envoy_binary()
-    sizes = ProxySizes(rounds=1, replicas=2, calls=2, requests=8, new_tokens=8)
-    *lines, row = run_suite(sizes)
-    assert isinstance(row, Row) and row.target.name == "proxy/envoy"
+    sizes = ProxySizes(rounds=1, replicas=2, calls=2, new_tokens=8, requests={"demo": 8})
+    *lines, row = run_suite(["demo"], sizes)
+    assert isinstance(row, Row) and row.target.name == "proxy/demo"
     assert 0.1 < row.value < 10
     assert len(lines) == 2 and set(row.samples) == {"direct", "Envoy"}
