@@ -10,33 +10,22 @@ so on. `x.jsonl.lock` is the lock file. The module imports only the standard lib
 nothing about the content of records.
 """
 
-import errno
-import fcntl
 import json
 import os
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from gpt.files.atomic_files import fsync_folder
+from gpt.files.file_locks import FILE_MODE, lock_file
 from gpt.files.regular_files import open_regular_descriptor, open_regular_file
 
 # Bytes of a line. Readers skip longer lines, which no writer of this module has written.
 LINE_BYTES_MAX = 64 << 10
-# Time to wait for the lock. A writer holds it for milliseconds, unless its process is stopped or
-# its disk does not answer.
-LOCK_S = 5.0
-LOCK_POLL_S = 0.005
-# Errors of file systems without locks, such as some network file systems. A log without a lock is
-# better than no log: the kernel still appends each write as a whole.
-NO_LOCKS_ERRORS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 BLOCK_BYTES = 64 << 10
-# Permissions of the files before the umask. Other users must not read who used or changed what.
-FILE_MODE = 0o660
 
 
 @dataclass(frozen=True)
@@ -50,7 +39,7 @@ class JsonLinesLog:
     def append(self, records: Iterable[Mapping[str, Any]]) -> int:
         """Append the records and flush them to disk; return the number of deleted old files."""
         lines = b"".join(map(_encode, records))
-        with self._locked(fcntl.LOCK_EX):
+        with self._locked():
             deleted_files = self._rotate(len(lines))
             self._append_lines(lines)
         return deleted_files
@@ -72,40 +61,16 @@ class JsonLinesLog:
             # Without the lock, a concurrent rotation may hide or repeat the records of a file.
             # That is better than no records: a reader may have no permission for the lock file.
             with suppress(OSError):
-                lock.enter_context(self._locked(fcntl.LOCK_SH))
+                lock.enter_context(self._locked(is_shared=True))
             rotated_paths = [path for _, path in sorted(self._rotated_files(), reverse=True)]
             for path in (*rotated_paths, self.path):
                 with suppress(FileNotFoundError):
                     files.append(stack.enter_context(open_regular_file(path)))
         return files
 
-    @contextmanager
-    def _locked(self, operation: int) -> Iterator[None]:
-        """Hold the lock for readers (LOCK_SH) or for one writer (LOCK_EX).
-
-        The kernel releases the lock of a process that ends.
-        """
-        path = self.path.with_name(f"{self.path.name}.lock")
-        flags = os.O_RDONLY if operation == fcntl.LOCK_SH else os.O_RDWR | os.O_CREAT
-        descriptor = open_regular_descriptor(path, flags, FILE_MODE)
-        try:
-            end = time.monotonic() + LOCK_S
-            while True:
-                try:
-                    fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
-                    break
-                except OSError as error:
-                    if error.errno in NO_LOCKS_ERRORS:
-                        break
-                    if error.errno != errno.EWOULDBLOCK:
-                        raise
-                    if time.monotonic() > end:
-                        message = "another process holds the lock of the log"
-                        raise OSError(errno.ETIMEDOUT, message, str(path)) from None
-                    time.sleep(LOCK_POLL_S)
-            yield
-        finally:
-            os.close(descriptor)
+    def _locked(self, *, is_shared: bool = False) -> AbstractContextManager[None]:
+        """Hold the lock, which readers share."""
+        return lock_file(self.path.with_name(f"{self.path.name}.lock"), is_shared=is_shared)
 
     def _rotate(self, new_bytes: int) -> int:
         """Rename the files if the newest one has no space left; return the number of deleted files.

@@ -1,18 +1,21 @@
 """Adapter storage: the versions and alias records of adapters, in a directory or an object store.
 
 `DirectoryStorage` is a directory that one or several servers share: each change is one rename or
-link. `serving.adapters.object_storage` is an object store. A change of an alias record names the
-record that it was computed from; if another server has changed the record meanwhile, the change
-fails and is computed again, so that no change is lost. Tenants are folders (`registry`); the tenant
-"" is the directory itself. The module checks no adapter and no permission.
+link, and a lock file excludes the changes of other servers. `serving.adapters.object_storage` is an
+object store, where a change of an alias record names the record that it was computed from; if
+another server has changed the record meanwhile, the change fails and is computed again. So no
+change is lost. Tenants are folders (`registry`); the tenant "" is the directory itself. The module checks no adapter and no permission.
 """
 
 import os
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from gpt.adapters.change_log import FOLDER as CHANGES_FOLDER
 from gpt.files.atomic_files import rename_durable
+from gpt.files.file_locks import lock_file
 from serving.adapters.alias_record import AliasRecord, read_alias, selected_version, write_alias
 from serving.adapters.directory_layout import adapter_file_name, unloaded_path, version_files
 
@@ -34,6 +37,12 @@ class AdapterStorage(Protocol):
     They raise an OSError or an `ObjectStoreError` if the storage cannot be read or changed, and
     `read_alias` raises a ConfigError if the record is not valid.
     """
+
+    def lock(self, tenant: str) -> AbstractContextManager[None]:
+        """Exclude changes by other servers, if `write_alias` cannot detect them.
+
+        Raises a TimeoutError if another server keeps the lock.
+        """
 
     def refresh(self, tenant: str, name: str) -> None:
         """Read the state of a name again, so that a change is computed from the newest state."""
@@ -67,6 +76,10 @@ class DirectoryStorage:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+
+    def lock(self, tenant: str) -> AbstractContextManager[None]:
+        """Hold a lock file beside the change log, whose folder must exist."""
+        return lock_file(self._directory / CHANGES_FOLDER / f"folder-{tenant}.lock")
 
     def refresh(self, tenant: str, name: str) -> None:
         """Do nothing: every method reads the disk."""

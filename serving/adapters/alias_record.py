@@ -1,7 +1,8 @@
 """Alias record: the current version of an adapter name, and its former current versions.
 
 The record is the file `name.current`. It is replaced by a rename, so that every server that reads
-the directory sees either the old record or the new record. This module does not open adapter files.
+the directory sees either the old record or the new record. A change holds the lock of the folder
+(`AdapterStore.change_lock`). This module does not open adapter files.
 """
 
 import json
@@ -30,9 +31,14 @@ class AliasRecord:
     unloaded_max: int = 0
 
     def with_current(self, version: int, replaced: int) -> "AliasRecord":
-        """Return the record after `version` has replaced `replaced` as the current version."""
+        """Return the record after `version` has become the current version.
+
+        `replaced`: the version that was current, if the record names none. Otherwise it is the
+        record's, because another server may have promoted it since this one read the directory.
+        """
         if version == self.current:
             return self
+        replaced = self.current or replaced
         previous = self.previous if replaced == version else (replaced, *self.previous)
         return AliasRecord(version, previous[:PREVIOUS_VERSIONS_MAX], self.unloaded_max)
 

@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -101,9 +101,22 @@ class AdapterStore:
         self._active_uploads = 0
         self._log_throttle = LogThrottle(UNWRITTEN_LOG_PERIOD_S)
 
-    def change_lock(self, tenant: str) -> threading.Lock:
-        """Return the lock that serializes the changes of this server in a tenant's folder."""
-        return self._change_locks.setdefault(tenant, threading.Lock())
+    @contextmanager
+    def change_lock(self, tenant: str) -> Iterator[None]:
+        """Exclude other changes in a tenant's folder, of this server and of others."""
+        with self._change_locks.setdefault(tenant, threading.Lock()), ExitStack() as lock:
+            try:
+                self.changes.create_folder()
+                lock.enter_context(self.storage.lock(tenant))
+            except TimeoutError as error:
+                raise RefusedError(
+                    "NOT_POSSIBLE_NOW",
+                    "another server has been changing the adapter directory for seconds; try "
+                    "again later",
+                ) from error
+            except OSError:
+                pass  # The change cannot be recorded in this folder, and is refused for it.
+            yield
 
     def prepare(self) -> None:
         """Create the folder of the change log, if that is permitted, and call `sweep`."""

@@ -212,7 +212,7 @@ def test_every_target_has_a_suite_and_default_parts_exist() -> None:
 
 def test_the_catalog_lists_the_parts_of_each_suite() -> None:
     from bench.peers import compare, linear_tuning, prompt_tuning
-    from bench.suites import adapters, frontend, lora, plan_accuracy
+    from bench.suites import adapters, frontend, lora, plan_accuracy, proxy
 
     for name, module in (
         ("peers", compare),
@@ -222,6 +222,7 @@ def test_the_catalog_lists_the_parts_of_each_suite() -> None:
         ("tuning", prompt_tuning),
         ("linear-tuning", linear_tuning),
         ("planning", plan_accuracy),
+        ("proxy", proxy),
     ):
         assert set(catalog.SUITES[name].parts) == set(module.PARTS), name
 

@@ -48,6 +48,10 @@ NOT_RUN = {
     "make bench": "it takes minutes, and other tests would disturb its timings",
     "make wheel": "test_wheel.py builds a wheel",
     "build/clients/envoy/bin/envoy": "it serves until it is stopped; tests/scale_out runs it",
+    "vllm-router": "it serves until it is stopped; tests/scale_out/test_routers.py runs it",
+    "python -m sglang_router.launch_router": "it serves until it is stopped; "
+    "tests/scale_out/test_routers.py runs it",
+    "smg launch": "it serves until it is stopped; tests/scale_out/test_routers.py runs it",
     "preamble serve": "it serves until it is stopped",
     "preamble generate --server": "it calls a running server; tests/clients/test_client.py runs it",
     "preamble bench": "it calls a running server; tests/clients/load/test_generator.py runs it",

@@ -12,23 +12,25 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.envoy_process import CONFIG
 from clients.client import Client, Options, Retries
-from tests.support.replicas import CONFIG, ENVOY, Replicas, envoy, require_envoy
+from tests.support.envoy import envoy, envoy_binary
+from tests.support.replicas import Replicas
 from tests.support.servers import WAIT_S, write_adapter, write_checkpoint
 
-pytestmark = pytest.mark.slow  # Servers of their own.
-
 PROMPTS = 8
-OPTIONS = Options(max_new_tokens=48, temperature=1.0, ignore_ends=True)
+NEW_TOKENS = 48
 CALLERS = 8  # Of each kind.
 ADAPTERS = 200
 ROWS = 64
 TEXT_TOKENS = 48  # Of a prompt; no two prompts are equal.
+LARGEST_SHARE_MAX = 1.6  # Of the prompt tokens, relative to the mean of the replicas.
+PROMPT_TOKENS = "preamble_engine_prompt_tokens_total"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
-    require_envoy()
+    envoy_binary()
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,11 @@ class Callers:
 
 
 def _options(number: int) -> Options:
-    return Options(**{**vars(OPTIONS), "seed": number})
+    """Greedy options for every other prompt, and sampled ones for the rest."""
+    temperature = float(number % 2)
+    return Options(
+        max_new_tokens=NEW_TOKENS, temperature=temperature, seed=number, ignore_ends=True
+    )
 
 
 def _call_while(address: str, replicas: Replicas, events: int, number: int) -> Callers:
@@ -108,7 +114,7 @@ def _call_while(address: str, replicas: Replicas, events: int, number: int) -> C
         running += [pool.submit(callers.stream) for _ in range(CALLERS)]
         try:
             for event in range(events):
-                time.sleep(1.0)
+                time.sleep(rng.uniform(0.5, 1.5))
                 index = event % len(replicas.servers) if number == signal.SIGTERM else None
                 index = rng.randrange(len(replicas.servers)) if index is None else index
                 replicas.servers[index].stop(number)
@@ -121,18 +127,21 @@ def _call_while(address: str, replicas: Replicas, events: int, number: int) -> C
     return callers
 
 
+@pytest.mark.slow
 def test_the_configuration_is_valid() -> None:
-    arguments = [str(ENVOY), "--mode", "validate", "-c", str(CONFIG)]
+    arguments = [str(envoy_binary()), "--mode", "validate", "-c", str(CONFIG)]
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=WAIT_S)
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_a_restart_of_each_replica_loses_no_call(replicas: Replicas, tmp_path: Path) -> None:
     with envoy(replicas.servers, tmp_path) as address:
         callers = _call_while(address, replicas, 4, signal.SIGTERM)
     assert not callers.failures and callers.calls > 50
 
 
+@pytest.mark.slow
 def test_kill_9_of_a_replica_loses_no_call(replicas: Replicas, tmp_path: Path) -> None:
     with envoy(replicas.servers, tmp_path) as address:
         callers = _call_while(address, replicas, 3, signal.SIGKILL)
@@ -145,9 +154,10 @@ def test_ten_times_kill_9_loses_no_call(replicas: Replicas, tmp_path: Path) -> N
     with envoy(replicas.servers, tmp_path) as address:
         callers = _call_while(address, replicas, 10, signal.SIGKILL)
     print(f"{callers.calls} calls, {callers.resumed} resumed")
-    assert not callers.failures
+    assert not callers.failures and callers.resumed > 0
 
 
+@pytest.mark.slow
 def test_adapters_stay_on_their_replicas(replicas: Replicas, tmp_path: Path) -> None:
     """Ring hashing finds more prefixes in the cache, and loads adapters less often."""
     hit_rates, loads = {}, {}
@@ -165,15 +175,32 @@ def test_adapters_stay_on_their_replicas(replicas: Replicas, tmp_path: Path) -> 
     assert loads[""] <= loads["ROUND_ROBIN"] / 5
 
 
+@pytest.mark.slow
+def test_a_much_used_adapter_does_not_overload_its_replica(
+    replicas: Replicas, tmp_path: Path
+) -> None:
+    """A sixth of the calls is for one adapter; the bound on the load spreads them."""
+    with envoy(replicas.servers, tmp_path) as address:
+        before = [server.metric(PROMPT_TOKENS) for server in replicas.servers]
+        _call_adapters(address, 6 * ADAPTERS, seed=3, exponent=1.0)
+        after = [server.metric(PROMPT_TOKENS) for server in replicas.servers]
+    tokens = [last - first for first, last in zip(before, after, strict=True)]
+    share = max(tokens) * len(tokens) / sum(tokens)
+    print(f"largest share: {share:.2f} times the mean")
+    assert share <= LARGEST_SHARE_MAX
+
+
 def _counters(replicas: Replicas) -> list[float]:
     names = ("engine_cached_tokens_total", "engine_prompt_tokens_total", "adapter_loads_total")
     return [replicas.total(f"preamble_{name}") for name in names]
 
 
-def _call_adapters(address: str, calls: int, seed: int) -> None:
+def _call_adapters(address: str, calls: int, seed: int, exponent: float = 0.0) -> None:
+    """Call adapters by Zipf's law; with exponent 0, all equally often."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, 600) for _ in range(TEXT_TOKENS)] for _ in range(calls)]
-    names = [f"a{rng.randrange(ADAPTERS)}" for _ in range(calls)]
+    weights = [1 / rank**exponent for rank in range(1, ADAPTERS + 1)]
+    names = [f"a{number}" for number in rng.choices(range(ADAPTERS), weights, k=calls)]
     with Client(address, WAIT_S) as client, ThreadPoolExecutor(16) as pool:
 
         def call(prompt: list[int], name: str) -> None:

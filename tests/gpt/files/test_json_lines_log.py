@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt.files import json_lines_log
+from gpt.files import file_locks
 from gpt.files.json_lines_log import LINE_BYTES_MAX, JsonLinesLog
 from tests.support.full_disk import full_disk
 from tests.support.ready_programs import ready_program
@@ -207,7 +207,7 @@ def test_a_stopped_writer_delays_others_for_a_bounded_time(
 ) -> None:
     log = JsonLinesLog(tmp_path / "x.jsonl", 1 << 20, 2)
     log.append([{"number": 0}])
-    monkeypatch.setattr(json_lines_log, "LOCK_S", 0.2)
+    monkeypatch.setattr(file_locks, "LOCK_S", 0.2)
     code = (
         "import fcntl, sys, time; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX); "
         "print('ready', flush=True); time.sleep(600)"

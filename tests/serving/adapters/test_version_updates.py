@@ -164,6 +164,25 @@ def test_concurrent_uploads_get_distinct_versions_or_one_succeeds(
     assert reasons == {"ALREADY_EXISTS"}
 
 
+def test_promotions_of_several_servers_are_all_in_the_record(tmp_path: Path) -> None:
+    folder = tmp_path / "adapters"
+    payload = content(tmp_path)
+    stores = [store_of(folder) for _ in range(2)]
+    for _ in range(9):
+        upload(stores[0], "tax", payload)
+    stores[1].adapters.scan("")
+    stores[0].promote("tax@2", "")
+    stores[1].promote("tax@1", "")  # This server has not read the directory since.
+    record = read_alias(folder, "tax")
+    assert (record.current, record.previous) == (1, (2, 9))
+    with ThreadPoolExecutor(7) as threads:
+        for version in range(3, 10):
+            threads.submit(stores[version % 2].promote, f"tax@{version}", "")
+    record = read_alias(folder, "tax")
+    assert {record.current, *record.previous[:-3]} == set(range(3, 10))
+    assert record.previous[-3:] == (1, 2, 9)
+
+
 def test_full_disks_fail_an_upload_without_leaving_files(tmp_path: Path) -> None:
     folder = tmp_path / "adapters"
     payload = content(tmp_path)
