@@ -4,7 +4,8 @@
 link, and a lock file excludes the changes of other servers. `serving.adapters.object_storage` is an
 object store, where a change of an alias record names the record that it was computed from; if
 another server has changed the record meanwhile, the change fails and is computed again. So no
-change is lost. Tenants are folders (`registry`); the tenant "" is the directory itself. The module checks no adapter and no permission.
+change is lost. Tenants are folders (`registry`); the tenant "" is the directory itself. The module
+checks no adapter and no permission.
 """
 
 import os
