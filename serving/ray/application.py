@@ -39,6 +39,7 @@ class Scale:
 
     minimum: int
     maximum: int
+    initial: int
     up_after_s: float
     down_after_s: float
 
@@ -94,6 +95,7 @@ def application_config(
     else:
         deployment["autoscaling_config"] = {
             "min_replicas": scale.minimum,
+            "initial_replicas": scale.initial,
             "max_replicas": scale.maximum,
             "upscale_delay_s": scale.up_after_s,
             "downscale_delay_s": scale.down_after_s,

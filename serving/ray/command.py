@@ -62,7 +62,12 @@ def ray_parser(serve_parser: argparse.ArgumentParser) -> argparse.ArgumentParser
 def _add_deploy_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--name", default="preamble", help="name of the deployment (default: preamble)")
-    add("--replicas", metavar="N", type=int, help="number of replicas (default: 1)")
+    add(
+        "--replicas",
+        metavar="N",
+        type=int,
+        help="number of replicas, with --min or --max at the start (default: 1)",
+    )
     add("--min", metavar="N", type=int, help="least number of replicas, also 0: scale by load")
     add("--max", metavar="N", type=int, help="largest number of replicas: scale by load")
     add(
@@ -178,17 +183,19 @@ def _deploy(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _scale(args: argparse.Namespace) -> Scale:
-    if args.replicas is not None and (args.min is not None or args.max is not None):
-        raise ConfigError("--replicas is a fixed number; use either --replicas or --min and --max")
-    replicas = 1 if args.replicas is None else args.replicas
-    minimum = replicas if args.min is None else args.min
-    maximum = max(minimum, replicas) if args.max is None else args.max
-    if not 0 <= minimum <= maximum or maximum == 0:
+    initial = args.replicas
+    minimum, maximum = args.min, args.max
+    if minimum is None:
+        minimum = 1 if initial is None or maximum is not None else initial
+    if maximum is None:
+        maximum = max(minimum, 1 if initial is None else initial)
+    initial = max(minimum, 1) if initial is None else initial
+    if not 0 <= minimum <= initial <= maximum or maximum == 0:
         raise ConfigError(
-            f"the number of replicas is from {minimum} to {maximum}; the least must be 0 or more, "
-            "and the largest at least the least, and 1 or more"
+            f"--replicas is {initial}, from --min {minimum} to --max {maximum}; the number of "
+            "replicas must be in this range, and --max at least 1"
         )
-    return Scale(minimum, maximum, args.scale_up_after, args.scale_down_after)
+    return Scale(minimum, maximum, initial, args.scale_up_after, args.scale_down_after)
 
 
 def _rank_gpus(args: argparse.Namespace, config: ServerConfig) -> float:

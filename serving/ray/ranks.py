@@ -2,14 +2,14 @@
 
 The replica's actor is in the first bundle of the group, and starts the first ranks itself, as
 `preamble serve` does. In each further bundle an actor (`RankHost`) starts the next ranks; they end
-with it. A lost actor is a lost rank: all ranks are stopped and started again, with new actors. The
-ranks find each other by a store of torch. Its server is in the replica's process, on a port that
-the kernel chose, and its address is in the data that each rank starts with.
+with it. A lost actor is a lost rank: all ranks are stopped and started again. A lost node is a
+permanent failure: Serve then starts another replica, where there is space for it. The ranks find
+each other by a store of torch. Its server is in the replica's process, on a port that the kernel
+chose, and its address is in the data that each rank starts with.
 """
 
 import logging
 import os
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -17,22 +17,25 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.util.placement_group import PlacementGroup, get_current_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group_table,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gpt.child_processes import ChildProcess, child_environment
 from serving.config import ServerConfig
 from serving.ranks.message_socket import Channel
 from serving.ranks.rank_position import RankPosition, WorkerSpec
-from serving.ranks.supervisor import LocalSupervisor, describe_exit_code, start_rank
+from serving.ranks.supervisor import KILL_TIMEOUT_S, LocalSupervisor, describe_exit_code, start_rank
 from serving.ranks.watchdog import RankSet, close_descriptors
 from serving.ray.placement import divide_ranks
+from serving.request import UnavailableError
 
 log = logging.getLogger(__name__)
 
-START_POLL_S = 0.1
-START_LOG_S = 30.0  # Interval of the log lines about actors that have not started.
-CLOSE_S = 5.0
+START_POLL_S = 0.5
 
 
 class RankHost:
@@ -53,6 +56,14 @@ class RankHost:
     def wait(self, rank: int) -> int:
         """Wait until a rank has exited, and return its exit code."""
         return self._processes[rank].wait()
+
+    def stop(self) -> None:
+        """Kill the ranks."""
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait(KILL_TIMEOUT_S)
+        self._processes = {}
 
 
 class RemoteRank:
@@ -75,8 +86,11 @@ class RemoteRank:
         error = self._exit_code.exception()
         if error is None:
             return describe_exit_code(self._exit_code.result())
-        first_line = str(error).strip().partition("\n")[0]
-        return f"was lost with its actor ({first_line})"
+        return f"was lost with its actor ({first_line(error)})"
+
+
+class NodeLostError(Exception):
+    """An actor cannot start in its bundle."""
 
 
 class RaySupervisor(LocalSupervisor):
@@ -89,8 +103,23 @@ class RaySupervisor(LocalSupervisor):
         self._group: PlacementGroup = group
         self._host: str = ray.util.get_node_ip_address()
         self._store: Any = None
-        self._actors: list[Any] = []
+        self._actors: dict[int, Any] = {}  # By the index of their bundle.
         self._remote_ranks: dict[int, RemoteRank] = {}
+
+    def _start_ranks(self) -> RankSet | None:
+        assert self._receiver is not None
+        try:
+            return super()._start_ranks()
+        except (NodeLostError, ray.exceptions.RayError) as error:
+            if not self._is_closing:
+                log.error("event=node_lost reason=%r", str(error))
+                # Another replica may run at the address that the client calls.
+                self.refusal = UnavailableError(
+                    f"a node of this replica was lost ({first_line(error)}); try again in a moment",
+                    "ENGINE_LOST",
+                )
+                self._receiver.ranks_lost(str(self.refusal))
+            return None
 
     def _start_processes(self) -> RankSet:
         import torch.distributed as dist
@@ -151,56 +180,82 @@ class RaySupervisor(LocalSupervisor):
         """Start an actor and its ranks in each further bundle; raise OSError if one is lost."""
         started = []
         for index, host_specs in enumerate(specs, 1):
-            bundle = self._group.bundle_specs[index]
-            resources = {key: value for key, value in bundle.items() if key not in ("CPU", "GPU")}
-            actor = (
-                ray.remote(RankHost)
-                .options(
-                    num_cpus=bundle.get("CPU", 0),
-                    num_gpus=bundle.get("GPU", 0),
-                    resources=resources,
-                    max_concurrency=len(host_specs) + 1,  # Each wait for an exit takes a thread.
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        self._group, placement_group_bundle_index=index
-                    ),
-                )
-                .remote()
-            )
-            self._actors.append(actor)
+            if index not in self._actors:
+                self._actors[index] = self._create_actor(index, len(host_specs))
             frames = [msgspec.json.encode(spec) for spec in host_specs]
-            started.append(actor.start.remote(frames, dict(environments[index - 1])))
+            environment = dict(environments[index - 1])
+            started.append(self._actors[index].start.remote(frames, environment))
         self._wait_for_actors(started)
-        for actor, host_specs in zip(self._actors, specs, strict=True):
+        for index, host_specs in enumerate(specs, 1):
             for spec in host_specs:
                 rank = spec.position.rank
-                self._remote_ranks[rank] = RemoteRank(actor.wait.remote(rank).future())
+                exit_code = self._actors[index].wait.remote(rank).future()
+                self._remote_ranks[rank] = RemoteRank(exit_code)
+
+    def _create_actor(self, index: int, ranks: int) -> Any:
+        """Create the actor of a bundle, which has all its resources."""
+        bundle = self._group.bundle_specs[index]
+        return (
+            ray.remote(RankHost)
+            .options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                resources={
+                    name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")
+                },
+                max_concurrency=ranks + 1,  # Each wait for an exit takes a thread.
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=index
+                ),
+            )
+            .remote()
+        )
 
     def _wait_for_actors(self, started: Sequence[Any]) -> None:
-        log_at = time.monotonic() + START_LOG_S
+        """Wait until the actors have started their ranks; raise if one of them cannot."""
         pending = list(started)
         while pending:
-            _, pending = ray.wait(pending, num_returns=len(pending), timeout=START_POLL_S)
+            ended, pending = ray.wait(pending, timeout=START_POLL_S)
+            ray.get(ended)
             if self._is_closing:
-                raise OSError("the supervisor was closed")
-            if pending and time.monotonic() > log_at:
-                log_at += START_LOG_S
-                log.warning("event=actors_not_started actors=%d", len(pending))
-        try:
-            ray.get(list(started))
-        except ray.exceptions.RayError as error:
-            raise OSError(f"an actor of the ranks was lost: {error}") from None
+                raise NodeLostError("the supervisor was closed")
+            if pending and (state := placement_group_table(self._group)["state"]) != "CREATED":
+                # Ray looks for another place for the bundle, which may not exist. Meanwhile the
+                # other bundles of this replica would be useless.
+                raise NodeLostError(f"the placement group is {state}")
 
     def _kill_processes(self) -> None:
-        for actor in self._actors:
-            with suppress(ray.exceptions.RayError):
-                ray.kill(actor)
-        self._actors, self._remote_ranks = [], {}
+        stopped = set[int]() if self._is_closing else self._stop_actors()
+        for index, actor in list(self._actors.items()):
+            if index not in stopped:
+                with suppress(ray.exceptions.RayError):
+                    ray.kill(actor)
+                del self._actors[index]
+        self._remote_ranks = {}
         super()._kill_processes()
         self._store = None
+
+    def _stop_actors(self) -> set[int]:
+        """Kill the ranks of the actors, which start the next ranks; return the actors that live."""
+        indices = {actor.stop.remote(): index for index, actor in self._actors.items()}
+        stopped = set[int]()
+        if not indices:
+            return stopped
+        ended, _ = ray.wait(list(indices), num_returns=len(indices), timeout=KILL_TIMEOUT_S)
+        for reference in ended:
+            with suppress(ray.exceptions.RayError):
+                ray.get(reference)
+                stopped.add(indices[reference])
+        return stopped
 
     def _describe_exit(self, rank: int) -> str | None:
         remote_rank = self._remote_ranks.get(rank)
         return super()._describe_exit(rank) if remote_rank is None else remote_rank.describe_exit()
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message of an error of Ray, which has many."""
+    return str(error).strip().partition("\n")[0]
 
 
 def _rank_environment(
