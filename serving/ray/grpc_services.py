@@ -68,24 +68,67 @@ def _files() -> Iterator[FileDescriptor]:
 
 
 def add_services(servicer: object, server: Any) -> None:
-    """Register the methods with a proxy of Serve, which replaces their handlers."""
-    handlers: dict[str, dict[str, Any]] = {}
+    """Register the methods with a proxy of Serve, which replaces their functions."""
+    handlers: dict[str, Any] = {}
     for method in service_methods():
-        handler: Any = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[method.has_request_stream, method.has_response_stream]
         full_name = f"{method.service}/{method.name}"
-        handlers.setdefault(method.service, {})[method.name] = handler(
+        handlers[f"/{full_name}"] = _handler_factory(method)(
             _unreachable, request_deserializer=partial(RequestMessage, full_name)
         )
-    for service, service_handlers in handlers.items():
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(service, service_handlers),)
-        )
+    server.add_generic_rpc_handlers((ProxyHandler(handlers),))
+
+
+class ProxyHandler(grpc.GenericRpcHandler):
+    """The handlers of all methods, with the functions by which a proxy calls a replica.
+
+    If the replica of a call is lost, Serve reports INTERNAL. Clients do not repeat such a call, so
+    this class reports UNAVAILABLE, as gRPC does if a server is lost. An error that a replica itself
+    reports has details.
+    """
+
+    def __init__(self, handlers: dict[str, Any]) -> None:
+        self._method_handlers = handlers  # Serve replaces this attribute.
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = self._method_handlers.get(str(handler_call_details.method))
+        if handler is None:
+            return None
+        kind = f"{_KINDS[handler.request_streaming]}_{_KINDS[handler.response_streaming]}"
+        function = getattr(handler, kind)
+
+        async def call(request: Any, context: Any) -> Any:
+            response = await function(request, context)
+            _set_lost_status(context)
+            return response
+
+        async def call_stream(request: Any, context: Any) -> Any:
+            async for response in function(request, context):
+                yield response
+            _set_lost_status(context)
+
+        return handler._replace(**{kind: call_stream if handler.response_streaming else call})
+
+
+_KINDS = {False: "unary", True: "stream"}
+DETAILS_KEY = "grpc-status-details-bin"
+
+
+def _set_lost_status(context: Any) -> None:
+    is_internal = context.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INTERNAL.value[0])
+    trailers = context.trailing_metadata() or ()
+    if is_internal and not any(key == DETAILS_KEY for key, _ in trailers):
+        context.set_code(grpc.StatusCode.UNAVAILABLE)
+
+
+def _handler_factory(method: ServiceMethod) -> Any:
+    factories: dict[tuple[bool, bool], Any] = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    return factories[method.has_request_stream, method.has_response_stream]
 
 
 def _unreachable(request: object, context: object) -> None:
-    raise AssertionError("Serve's proxy replaces this handler")
+    raise AssertionError("Serve's proxy replaces this function")
