@@ -129,7 +129,7 @@ def changed_settings(config: ServerConfig) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for key, value in settings.items():
         if key == "model" or value != defaults[key]:
-            if key in PATHS:
+            if key in PATHS and "://" not in value:
                 value = str(Path(value).absolute())
             changed[key] = list(value) if isinstance(value, tuple) else value
     return changed

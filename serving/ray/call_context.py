@@ -1,4 +1,4 @@
-"""Context of a gRPC call in a replica: what the front end's handlers use of gRPC's context.
+"""Context of a gRPC call in a replica: metadata, messages and status for the front end's handlers.
 
 The handlers of `serving.frontend.grpc_transport` read metadata, write messages and end calls with
 an error through a gRPC context. In a replica the client is connected to a proxy of Ray Serve, which

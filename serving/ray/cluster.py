@@ -42,7 +42,7 @@ class ApplicationState:
     name: str
     state: str
     message: str
-    wanted: int
+    target: int
     replicas: tuple[ReplicaState, ...]
     shortages: tuple[str, ...]
 
@@ -56,11 +56,11 @@ class ApplicationState:
 
     @property
     def is_complete(self) -> bool:
-        return self.state == "RUNNING" and self.running >= self.wanted
+        return self.state == "RUNNING" and self.running >= self.target
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of `preamble ray status`."""
-        yield f"{self.name}: {self.state}, {self.running} of {self.wanted} replicas run"
+        yield f"{self.name}: {self.state}, {self.running} of {self.target} replicas run"
         if self.message:
             yield f"  {' '.join(self.message.split())}"
         for replica in self.replicas:

@@ -18,7 +18,7 @@ USED_MAX = 0.7
 
 
 def choose_replica_count(context: Any) -> tuple[int, dict[str, Any]]:
-    """Return the wanted number of replicas, and the state of this policy, which has none."""
+    """Return the target number of replicas, and the state of this policy, which has none."""
     metrics = context.aggregated_metrics or {}
     return (
         replica_count(
@@ -35,7 +35,7 @@ def choose_replica_count(context: Any) -> tuple[int, dict[str, Any]]:
 def replica_count(
     replicas: int, *, calls: float, running: float, waiting: float, used: float
 ) -> int:
-    """Return the wanted number of replicas.
+    """Return the target number of replicas.
 
     `calls`: open calls, also those in the proxies. `used`: the sum over the replicas of the part of
     the capacity that each uses.

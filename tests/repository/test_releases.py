@@ -109,7 +109,7 @@ def test_deprecated_names_are_removed_in_time() -> None:
 
 def test_the_manifests_have_the_version_of_the_project() -> None:
     tags = image_tags()
-    assert len(tags) == 2
+    assert len(tags) == 3
     assert set(tags.values()) == {base_version(current_version())}
 
 

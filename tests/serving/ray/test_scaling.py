@@ -6,7 +6,7 @@ from serving.ray.scaling import replica_count
 
 
 @pytest.mark.parametrize(
-    ("replicas", "calls", "running", "waiting", "used", "wanted"),
+    ("replicas", "calls", "running", "waiting", "used", "replica_target"),
     [
         (0, 0, 0, 0, 0.0, 0),  # No load, no replica.
         (0, 3, 0, 0, 0.0, 1),  # Calls wait in the proxies.
@@ -20,7 +20,7 @@ from serving.ray.scaling import replica_count
     ],
 )
 def test_waiting_requests_add_replicas_and_unused_capacity_removes_them(
-    replicas: int, calls: int, running: int, waiting: int, used: float, wanted: int
+    replicas: int, calls: int, running: int, waiting: int, used: float, replica_target: int
 ) -> None:
     counts = replica_count(replicas, calls=calls, running=running, waiting=waiting, used=used)
-    assert counts == wanted
+    assert counts == replica_target
