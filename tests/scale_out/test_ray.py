@@ -157,16 +157,6 @@ class Callers:
                 self.calls += 1
 
 
-def replica_states(cluster: RayCluster) -> dict[str, list[str]]:
-    """The names of the replicas by state, as `preamble ray status` prints them."""
-    states: dict[str, list[str]] = {}
-    for line in cluster.run("status").stdout.splitlines():
-        words = line.split()
-        if words[:1] == ["replica"]:
-            states.setdefault(words[2], []).append(words[1])
-    return states
-
-
 def rank_pids(cluster: RayCluster) -> list[int]:
     """The processes of the ranks in this cluster."""
     marker = f"RAY_gcs_storage_path={cluster.environment['RAY_gcs_storage_path']}".encode()
@@ -237,7 +227,7 @@ def test_a_replica_without_a_place_waits_and_says_what_it_lacks(
         with client_of(ports.head) as client:
             assert client.generate(PROMPTS[0], ANSWER).token_ids == expected[0]
         names.append(cluster.add_node(CPU=1))
-        eventually(lambda: len(replica_states(cluster).get("RUNNING", [])) == 2, BUSY * WAIT_S)
+        eventually(lambda: len(cluster.replicas().get("RUNNING", [])) == 2, BUSY * WAIT_S)
         # A node with a rank of one replica: the other one answers. Calls in progress fail, and
         # clients repeat them.
         callers = Callers(ports.head, expected, attempts=8, streams=False)
@@ -263,14 +253,14 @@ def test_changes_of_a_deployment_lose_no_call(
     with nodes(cluster, 2, CPU=1) as names, ExitStack() as stack:
         process = stack.enter_context(deployed(cluster, ports, checkpoint, "--replicas", "2"))
         assert process.returncode == 0, process.stdout + process.stderr
-        first = replica_states(cluster)["RUNNING"]
+        first = cluster.replicas()["RUNNING"]
         callers = Callers(ports.head, expected)
         with callers.running(4):
             # A new version.
             flags = ("--replicas", "2", "--served-model-name", "renamed")
             process = deploy(cluster, ports, checkpoint, *flags)
             assert process.returncode == 0, process.stdout + process.stderr
-            second = replica_states(cluster)["RUNNING"]
+            second = cluster.replicas()["RUNNING"]
             assert len(second) == 2 and not set(first) & set(second)
             # Settings that change while the replicas serve.
             settings = cluster.folder / "changed.yaml"
@@ -279,7 +269,7 @@ def test_changes_of_a_deployment_lose_no_call(
             )
             process = deploy(cluster, ports, checkpoint, *flags, "--config", settings, "--insecure")
             assert process.returncode == 0, process.stdout + process.stderr
-            assert set(replica_states(cluster)["RUNNING"]) == set(second)
+            assert set(cluster.replicas()["RUNNING"]) == set(second)
             callers.wait_for_calls(20)
             # A node goes away for maintenance.
             names.append(cluster.add_node(CPU=1))
@@ -294,7 +284,7 @@ def test_changes_of_a_deployment_lose_no_call(
 
 def _has_moved(cluster: RayCluster, old: list[str]) -> bool:
     """Whether one of two replicas was replaced."""
-    states = replica_states(cluster)
+    states = cluster.replicas()
     running = set(states.get("RUNNING", []))
     return set(states) == {"RUNNING"} and len(running) == 2 and len(running & set(old)) == 1
 
@@ -316,19 +306,19 @@ def test_the_number_of_replicas_follows_the_load(
         callers = Callers(ports.head, expected)
         with callers.running(8):
             began = time.monotonic()
-            eventually(lambda: len(replica_states(cluster).get("RUNNING", [])) == 3, BUSY * 60)
+            eventually(lambda: len(cluster.replicas().get("RUNNING", [])) == 3, BUSY * 60)
             print(f"3 replicas after {time.monotonic() - began:.1f} s")
         assert not callers.failures, callers.failures
         few = Callers(ports.head, expected)
         with few.running(1):
-            eventually(lambda: len(replica_states(cluster).get("RUNNING", [])) == 1, BUSY * 60)
+            eventually(lambda: len(cluster.replicas().get("RUNNING", [])) == 1, BUSY * 60)
         assert not few.failures, few.failures
-        eventually(lambda: not replica_states(cluster), BUSY * 60)
+        eventually(lambda: not cluster.replicas(), BUSY * 60)
         with client_of(ports.head) as client:
             began = time.monotonic()
             assert client.generate(PROMPTS[0], ANSWER).token_ids == expected[0]
             print(f"the first call waited {time.monotonic() - began:.1f} s")
-        assert len(replica_states(cluster)["RUNNING"]) == 1
+        assert len(cluster.replicas()["RUNNING"]) == 1
 
 
 def test_replicas_check_tokens_and_keep_adapters_apart(
@@ -378,7 +368,7 @@ def test_replicas_answer_while_the_head_is_lost(
 ) -> None:
     with nodes(cluster, 1, CPU=1), deployed(cluster, ports, checkpoint) as process:
         assert process.returncode == 0, process.stdout + process.stderr
-        replicas = replica_states(cluster)["RUNNING"]
+        replicas = cluster.replicas()["RUNNING"]
         callers = Callers(ports.worker, expected)
         with callers.running(2):
             callers.wait_for_calls(10)
@@ -386,5 +376,7 @@ def test_replicas_answer_while_the_head_is_lost(
             callers.wait_for_calls(50)
             cluster.start_head()
             callers.wait_for_calls(20)
-            eventually(lambda: replica_states(cluster) == {"RUNNING": replicas}, BUSY * WAIT_S)
+            eventually(lambda: cluster.replicas() == {"RUNNING": replicas}, BUSY * WAIT_S)
         assert not callers.failures, callers.failures
+        status = cluster.run("status")
+        assert status.stdout.startswith("preamble: RUNNING, 1 of 1 replicas run"), status.stdout

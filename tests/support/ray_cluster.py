@@ -57,6 +57,11 @@ class RayCluster:
         """Kill all processes of a node."""
         self._call("remove", node=node)
 
+    def replicas(self) -> dict[str, list[str]]:
+        """The names of the replicas by state, as `preamble ray status` prints them."""
+        states: dict[str, list[str]] = self._call("replicas")
+        return states
+
     def kill_head(self) -> None:
         self._call("kill_head")
 
@@ -115,6 +120,7 @@ class RayCluster:
 
 def run_cluster(port: int) -> None:
     """The program: start and stop nodes as standard input says."""
+    import ray
     from ray.cluster_utils import Cluster
 
     answers = os.fdopen(os.dup(1), "w")
@@ -131,7 +137,10 @@ def run_cluster(port: int) -> None:
         answer: object = None
         if action == "head":
             cluster.add_node(num_cpus=0, gcs_server_port=port, **options)
+        elif action == "replicas":
+            answer = _replicas(cluster.address)
         elif action == "kill_head":
+            ray.shutdown()
             cluster.remove_node(cluster.head_node, allow_graceful=False)
         elif action == "add":
             node = cluster.add_node(
@@ -147,6 +156,20 @@ def run_cluster(port: int) -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
     cluster.shutdown()
+
+
+def _replicas(address: str) -> dict[str, list[str]]:
+    import ray
+
+    from serving.ray.cluster import application_states, connect
+
+    if not ray.is_initialized():
+        connect(address)
+    states: dict[str, list[str]] = {}
+    for application in application_states().values():
+        for replica in application.replicas:
+            states.setdefault(replica.state, []).append(replica.name)
+    return states
 
 
 if __name__ == "__main__":
