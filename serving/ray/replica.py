@@ -17,6 +17,7 @@ import grpc
 
 from serving.config import ServerConfig
 from serving.frontend.grpc_transport import build_call_function
+from serving.frontend.http_transport import HttpServer
 from serving.logs import log_to_stderr
 from serving.protocols.grpc_services import all_services
 from serving.ray.call_context import CallContext, Handler, single_message
@@ -73,9 +74,11 @@ class Replica:
         await resources.enter_async_context(
             exports(config.observability_config, self._frontend, self._service.name)
         )
-        await resources.enter_async_context(
+        metrics_server = await resources.enter_async_context(
             open_metrics_server(config.network_config, config.security_config, self._frontend)
         )
+        if isinstance(metrics_server, HttpServer):
+            log.info("event=metrics_opened port=%d", metrics_server.port)
         transport = RaySupervisor(config)
         resources.push_async_callback(asyncio.to_thread, transport.close)
         resources.push_async_callback(asyncio.to_thread, self._service.close)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from clients.adapter_client import AdapterCalls
 from clients.client import CallError, Client, Options, Retries
 from tests.support.client_environments import interpreter
 from tests.support.ray_cluster import RayCluster
@@ -330,7 +331,11 @@ def test_replicas_check_tokens_and_keep_adapters_apart(
     for number in range(ADAPTERS):
         write_adapter(adapters / f"a{number}.safetensors", checkpoint, [number + 3, 5, 7])
     tokens = tmp_path / "tokens.yaml"
-    tokens.write_text(yaml.safe_dump({"a": {"token": "secret-of-tenant-a"}}))
+    tenants = {
+        "a": {"token": "secret-of-tenant-a"},
+        "b": {"token": "secret-of-tenant-b", "roles": ["generate", "adapters"]},
+    }
+    tokens.write_text(yaml.safe_dump(tenants))
     tokens.chmod(0o600)
     settings = tmp_path / "settings.yaml"
     settings.write_text(
@@ -354,6 +359,16 @@ def test_replicas_check_tokens_and_keep_adapters_apart(
                 options = Options(max_new_tokens=2, adapter=f"a{number % ADAPTERS}")
                 client.generate("hello", options)
             residents = _residents(client)
+            with pytest.raises(CallError) as refusal:
+                AdapterCalls(client).unload("a0")
+            assert refusal.value.code == "PERMISSION_DENIED"
+        with client_of(ports.head, token="secret-of-tenant-b") as client:
+            # A call with a stream of requests.
+            own = tmp_path / "own.safetensors"
+            write_adapter(own, checkpoint, [9, 8, 7])
+            assert AdapterCalls(client).upload("own", own).name == "own"
+            answer = client.generate("hello", Options(max_new_tokens=2, adapter="own"))
+            assert len(answer.token_ids) == 2
     assert len(residents) == 2
     assert sum(residents) == ADAPTERS, residents
 
