@@ -150,13 +150,14 @@ class RaySupervisor(LocalSupervisor):
                     _rank_environment(bundle, len(ranks), self._config)
                     for bundle, ranks in zip(bundles, ranks_by_bundle, strict=True)
                 ]
-                hosts = ranks_by_bundle[1:]
-                self._start_actors(
-                    [[specs[rank] for rank in ranks] for ranks in hosts], environments[1:]
-                )
+                hosted_specs = [[specs[rank] for rank in ranks] for ranks in ranks_by_bundle[1:]]
+                # All ranks import torch at the same time, which takes seconds.
+                started = self._start_remote_ranks(hosted_specs, environments[1:])
                 variables = {**child_environment(os.environ), **environments[0]}
                 for rank in ranks_by_bundle[0]:
                     self._processes.append(start_rank(specs[rank], variables))
+                self._wait_for_actors(started)
+                self._watch_remote_ranks(hosted_specs)
             for rank, pid in enumerate(self.pids):
                 descriptors[rank] = os.pidfd_open(pid)
             for rank, remote_rank in self._remote_ranks.items():
@@ -170,14 +171,14 @@ class RaySupervisor(LocalSupervisor):
         sizes = (parallel.tp, parallel.pp, parallel.ep)
         pids = ",".join(map(str, self.pids))
         log.info(
-            "event=ranks_started pids=%s nodes=%d tp=%d pp=%d ep=%d", pids, len(bundles), *sizes
+            "event=ranks_started pids=%s bundles=%d tp=%d pp=%d ep=%d", pids, len(bundles), *sizes
         )
         return RankSet(own_channel, descriptors, self._describe_exit)
 
-    def _start_actors(
+    def _start_remote_ranks(
         self, specs: Sequence[Sequence[WorkerSpec]], environments: Sequence[Mapping[str, str]]
-    ) -> None:
-        """Start an actor and its ranks in each further bundle; raise OSError if one is lost."""
+    ) -> list[Any]:
+        """Start an actor and its ranks in each further bundle; return their results to come."""
         started = []
         for index, host_specs in enumerate(specs, 1):
             if index not in self._actors:
@@ -185,7 +186,9 @@ class RaySupervisor(LocalSupervisor):
             frames = [msgspec.json.encode(spec) for spec in host_specs]
             environment = dict(environments[index - 1])
             started.append(self._actors[index].start.remote(frames, environment))
-        self._wait_for_actors(started)
+        return started
+
+    def _watch_remote_ranks(self, specs: Sequence[Sequence[WorkerSpec]]) -> None:
         for index, host_specs in enumerate(specs, 1):
             for spec in host_specs:
                 rank = spec.position.rank
