@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": Command(
         "serving", "complete one prompt, in this process or (--server) on a running server"
     ),
+    "ray": Command("serving", "serve a model with Ray Serve, on several nodes"),
     "tune": Command("ptuning", "train an adapter for a frozen model"),
     "plan": Command("planning", "find a configuration that fits, and estimate its speed and cost"),
     "adapters": Command("clients", "manage a server's adapters; check, import and export files"),

@@ -1,4 +1,4 @@
-"""Command line: `preamble serve`, and `preamble generate` with the model in process.
+"""Command lines of `preamble serve`, `ray`, and `generate` with the model in process.
 
 The flags become a `ServerConfig`, which is passed to the server or to an in-process service.
 Modules that take seconds to import are imported only after the flags have been checked.
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: list[str]) -> int:
-    """Run the command `argv[0]`, `serve` or `generate`, and return its exit status."""
-    commands = {"serve": _serve, "generate": _generate}
+    """Run the command `argv[0]`, and return its exit status."""
+    commands = {"serve": _serve, "generate": _generate, "ray": _ray}
     if not argv or argv[0] not in commands:
         print(f"usage: python -m serving {{{','.join(commands)}}} ...", file=sys.stderr)
         return 2
@@ -249,6 +249,12 @@ def _serve(argv: list[str]) -> int:
     from serving.server import serve
 
     return asyncio.run(serve(config, lambda line: print(line, flush=True)))
+
+
+def _ray(argv: list[str]) -> int:
+    from serving.ray.command import run
+
+    return run(argv, serve_parser())
 
 
 def _generate(argv: list[str]) -> int:

@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -111,8 +111,6 @@ CLOSE_GRACE_S = 1.0
 # Maximum of (duration of a scan of the adapter directory) / (pause after the scan): after a slow
 # scan, `_poll_adapters` waits longer before the next scan.
 SCAN_SHARE = 0.02
-
-
 # Maximum of (duration of a listing of the object store) / (pause after the listing).
 LISTING_SHARE = 0.25
 
@@ -122,23 +120,12 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
     started = time.monotonic()
     network, security = fit_connections(config.network_config), config.security_config
     log_accept_errors(asyncio.get_running_loop())
-    tls, access = TlsCertificates.from_config(security), Authenticator(security.tokens)
+    tls = TlsCertificates.from_config(security)
     service = Service(ServableCheckpoint.from_config(config))
-    metrics = Metrics(service.name, config.observability_config.metric_aliases)
-    frontend = Frontend(
-        metrics,
-        access,
-        calls_max=network.calls_max,
-        slow_reader_s=network.slow_reader_s,
-        message_bytes_max=config.limits_config.message_bytes_max,
-        usage=UsageMeter(config.observability_config.usage_labels_max),
-    )
-    metrics.watch_usage(frontend.usage)
-    help_text = "Engine state; 1 for the current state."
-    metrics.watch_state("engine_state", help_text, ENGINE_STATES, partial(_engine_state, frontend))
+    frontend = build_frontend(config, network, service)
     if tls is not None:
         help_text = "Unix time at which the TLS certificate expires."
-        metrics.watch_gauge(
+        frontend.metrics.watch_gauge(
             "tls_certificate_expiry_timestamp_seconds", help_text, lambda: tls.expires_at
         )
     health = HealthService()
@@ -148,7 +135,7 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
     health.add_to_server(server)
     if network.reflection:
         add_reflection(SERVICES, server)
-    metrics_server = _open_metrics_server(network, security, frontend)
+    metrics_server = open_metrics_server(network, security, frontend)
     tls_context = None if tls is None else tls.context
     http = HttpServer(
         network,
@@ -158,35 +145,25 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
         tls=tls_context,
         security=security,
     )
-    usage_file = _usage_file(config.observability_config, frontend, service.name)
-    # The usage file is closed last, after the last call has ended.
-    async with usage_file, _tracing(config.observability_config, frontend), http, metrics_server:
+    # The exports are closed last, after the last call has ended.
+    async with exports(config.observability_config, frontend, service.name), http, metrics_server:
         transport = open_transport(config)
         await server.start()
         stop_now = _install_signal_handlers(frontend)
         try:
-            loading = _load_in_thread(service, transport)
+            loading = load_in_thread(service, transport)
             if not await _finishes_first(loading, frontend.stop_requested):
                 loading.cancel()
                 log.info("event=stopped while=loading")
                 return 0
             loading.result()
-            gc.collect()
-            # Exclude all present objects from later garbage collections, which would take 0.1 s.
-            gc.freeze()
-            _watch_engine(metrics, service)
-            frontend.attach_service(service)
-            golden_replays = service.golden_checker.start(
-                service.adapters, service.admission, service.engine, metrics.record_golden_check
-            )
-            coroutines = (
-                _poll_adapters(service),
-                _poll_mirror(service),
-                _report_health(service, health),
-                *_secrets_polls(security, access, tls, service.file_threads),
-                golden_replays,
-            )
-            tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+            tasks = attach_service(frontend, service)
+            tasks.append(asyncio.create_task(_report_health(service, health)))
+            if tls is not None:
+                poll = _poll_secrets(
+                    tls.refresh, TLS_OWNER, security.secrets_poll_s, service.file_threads
+                )
+                tasks.append(asyncio.create_task(poll))
             on_ready(
                 f"ready grpc={network.address(port)} http={network.address(http.port)} "
                 f"model={service.name} {service.memory_report.log_line()} "
@@ -201,6 +178,55 @@ async def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> int:
             await asyncio.to_thread(transport.close)
             await server.stop(0)
     return 0
+
+
+def build_frontend(config: ServerConfig, network: NetworkConfig, service: Service) -> Frontend:
+    """Return the front end of a service that is not loaded yet (`attach_service`)."""
+    metrics = Metrics(service.name, config.observability_config.metric_aliases)
+    frontend = Frontend(
+        metrics,
+        Authenticator(config.security_config.tokens),
+        calls_max=network.calls_max,
+        slow_reader_s=network.slow_reader_s,
+        message_bytes_max=config.limits_config.message_bytes_max,
+        usage=UsageMeter(config.observability_config.usage_labels_max),
+    )
+    metrics.watch_usage(frontend.usage)
+    help_text = "Engine state; 1 for the current state."
+    metrics.watch_state("engine_state", help_text, ENGINE_STATES, partial(_engine_state, frontend))
+    return frontend
+
+
+def attach_service(frontend: Frontend, service: Service) -> "list[asyncio.Task[Any]]":
+    """Accept calls for the loaded service; return the background tasks, to be cancelled later."""
+    gc.collect()
+    # Exclude all present objects from later garbage collections, which would take 0.1 s.
+    gc.freeze()
+    _watch_engine(frontend.metrics, service)
+    frontend.attach_service(service)
+    golden_replays = service.golden_checker.start(
+        service.adapters,
+        service.admission,
+        service.engine,
+        frontend.metrics.record_golden_check,
+    )
+    tokens_poll = _poll_secrets(
+        frontend.access.refresh,
+        TOKENS_OWNER,
+        service.config.security_config.secrets_poll_s,
+        service.file_threads,
+    )
+    coroutines = (_poll_adapters(service), _poll_mirror(service), tokens_poll, golden_replays)
+    return [asyncio.create_task(coroutine) for coroutine in coroutines]
+
+
+@asynccontextmanager
+async def exports(
+    config: ObservabilityConfig, frontend: Frontend, model: str
+) -> AsyncIterator[None]:
+    """Write the usage file and export traces during the block, if they are configured."""
+    async with _usage_file(config, frontend, model), _tracing(config, frontend):
+        yield
 
 
 @asynccontextmanager
@@ -244,7 +270,7 @@ async def _tracing(config: ObservabilityConfig, frontend: Frontend) -> AsyncIter
         await asyncio.to_thread(tracer.close)
 
 
-def _load_in_thread(service: Service, transport: EngineTransport) -> "asyncio.Future[None]":
+def load_in_thread(service: Service, transport: EngineTransport) -> "asyncio.Future[None]":
     """Load the model in a daemon thread, so that a signal can end the process during the load."""
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[None] = loop.create_future()
@@ -439,19 +465,6 @@ async def _poll_secrets(
             log.warning("event=secrets_not_read files=%s reason=%r", owner, str(error))
 
 
-def _secrets_polls(
-    config: SecurityConfig,
-    access: Authenticator,
-    tls: TlsCertificates | None,
-    threads: FileThreads,
-) -> list[Coroutine[Any, Any, None]]:
-    """Return the coroutines that reload the tokens and the TLS files."""
-    polls = [_poll_secrets(access.refresh, TOKENS_OWNER, config.secrets_poll_s, threads)]
-    if tls is not None:
-        polls.append(_poll_secrets(tls.refresh, TLS_OWNER, config.secrets_poll_s, threads))
-    return polls
-
-
 async def _set_health(health: HealthService, *, is_ready: bool, is_live: bool = True) -> None:
     """Set readiness for the whole server (the empty name) and every service; set liveness.
 
@@ -481,7 +494,7 @@ def _http_routes(config: NetworkConfig, frontend: Frontend) -> Routes:
     )
 
 
-def _open_metrics_server(
+def open_metrics_server(
     config: NetworkConfig, security: SecurityConfig, frontend: Frontend
 ) -> AbstractAsyncContextManager[object]:
     """Open an HTTP server for metrics and health on `metrics_port`, if that is set."""

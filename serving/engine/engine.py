@@ -442,8 +442,11 @@ class Engine:
         """The error of requests after a permanent failure.
 
         The transport sets `refusal` before it calls `ranks_lost`, which sets `down_reason`. If
-        `down_reason` is not set yet, the error contains the text of `refusal`.
+        `down_reason` is not set yet, the error contains the text of `refusal`. A transport whose
+        ranks are replaced by another server sets an UnavailableError, which allows a retry.
         """
+        if isinstance(self._transport.refusal, UnavailableError):
+            return self._transport.refusal
         reason = self.down_reason or str(self._transport.refusal)
         return UnavailableError(f"the engine has failed ({reason}); try another server", "STOPPED")
 

@@ -96,6 +96,25 @@ def _is_worth_logging(record: logging.LogRecord) -> bool:
 
 
 def _method_handler(frontend: Frontend, protocol: str, service: str, method: RpcMethod) -> Any:
+    # For the gRPC library, every method has a stream of requests. Otherwise the library would read
+    # the whole message of a unary request before `handle` authenticates the caller.
+    handler_factory: Any = (
+        grpc.stream_stream_rpc_method_handler
+        if method.cardinality in ("out", "both")
+        else grpc.stream_unary_rpc_method_handler
+    )
+    handle = build_call_function(frontend, protocol, service, method)
+    return handler_factory(handle, response_serializer=_serialize)
+
+
+def build_call_function(
+    frontend: Frontend, protocol: str, service: str, method: RpcMethod
+) -> Callable[[AsyncIterator[bytes], Any], Awaitable[Message | None]]:
+    """Return the function that runs a call of a method.
+
+    Its arguments are the messages of the client and the gRPC context. It returns the response, or
+    None after it has written the responses or ended the call with an error.
+    """
     name = f"{service}/{method.name}"
     attributes = {"rpc.system.name": "grpc", "rpc.method": name}
 
@@ -129,14 +148,7 @@ def _method_handler(frontend: Frontend, protocol: str, service: str, method: Rpc
             await abort(context, error)
             return None
 
-    # For the gRPC library, every method has a stream of requests. Otherwise the library would read
-    # the whole message of a unary request before `handle` authenticates the caller.
-    handler_factory: Any = (
-        grpc.stream_stream_rpc_method_handler
-        if method.cardinality in ("out", "both")
-        else grpc.stream_unary_rpc_method_handler
-    )
-    return handler_factory(handle, response_serializer=_serialize)
+    return handle
 
 
 class ProbeInterceptor(grpc.aio.ServerInterceptor):

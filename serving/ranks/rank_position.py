@@ -25,10 +25,13 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """Start-up data that a rank process reads from stdin.
 
     The rank process inherits the descriptors `store_fd` and `frontend_fd` under these numbers.
+    The ranks find each other by a store of torch: a file, or for ranks of several nodes a server.
     """
 
     position: RankPosition
     parent_pid: int  # When the process with this ID exits, the rank process is killed.
     config: dict[str, Any]  # The settings of ServerConfig, by key.
-    store_fd: int  # The file of torch's FileStore, by which the ranks find each other.
+    store_fd: int | None = None  # The file of torch's FileStore.
+    store_port: int | None = None  # The port of torch's TCPStore on `host`.
+    host: str = "127.0.0.1"  # The address of rank 0's node.
     frontend_fd: int | None = None  # Rank 0's socket to the front end.

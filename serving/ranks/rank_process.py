@@ -16,9 +16,10 @@ import msgspec
 
 from gpt.child_processes import die_with_parent
 from gpt.cpu_threads import set_thread_count
-from serving.config import ServerConfig
+from serving.config import ServerConfig, is_loopback
 from serving.logs import log_to_stderr
 from serving.ranks.message_socket import Channel
+from serving.ranks.rank_channels import Store
 from serving.ranks.rank_position import WorkerSpec
 
 log = logging.getLogger(__name__)
@@ -32,17 +33,25 @@ def main() -> int:
         # The front end handles these signals, and tells the ranks by messages what to do.
         signal.signal(signal_number, signal.SIG_IGN)
     log_to_stderr(config.observability_config.log_format, spec.position.rank)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if is_loopback(spec.host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     frontend = None if spec.frontend_fd is None else Channel(socket.socket(fileno=spec.frontend_fd))
-
-    import torch.distributed as dist
 
     from serving.ranks.rank import Rank
 
     set_thread_count(spec.position.local_world_size)
+    return Rank(spec.position, config, _open_store(spec), spec.host, frontend).run()
+
+
+def _open_store(spec: WorkerSpec) -> Store:
+    import torch.distributed as dist
+
+    if spec.store_port is not None:
+        store: Store = dist.TCPStore(spec.host, spec.store_port)  # type: ignore[attr-defined]
+        return store
     store_path = f"/proc/self/fd/{spec.store_fd}"
     store = dist.FileStore(store_path, spec.position.world_size)  # type: ignore[attr-defined]
-    return Rank(spec.position, config, store, "127.0.0.1", frontend).run()
+    return store
 
 
 if __name__ == "__main__":

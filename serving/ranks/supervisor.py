@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import suppress
 
 import msgspec
@@ -248,10 +249,10 @@ class LocalSupervisor(RankSupervisor):
                         RankPosition(rank, world_size, rank, world_size),
                         os.getpid(),
                         self._config.to_dict(),
-                        store,
-                        peer_socket.fileno() if rank == 0 else None,
+                        store_fd=store,
+                        frontend_fd=peer_socket.fileno() if rank == 0 else None,
                     )
-                    self._processes.append(_start_rank(spec))
+                    self._processes.append(start_rank(spec))
             for rank, pid in enumerate(self.pids):
                 descriptors[rank] = os.pidfd_open(pid)
         except BaseException:
@@ -307,30 +308,32 @@ class LocalSupervisor(RankSupervisor):
 
     def _describe_exit(self, rank: int) -> str | None:
         code = self._processes[rank].poll()
-        if code is None:
-            return None
-        if code >= 0:
-            return f"exited with code {code}"
-        with suppress(ValueError):
-            return f"was ended by {signal.Signals(-code).name}"
-        return f"was ended by signal {-code}"
+        return None if code is None else describe_exit_code(code)
 
 
-def _start_rank(spec: WorkerSpec) -> ChildProcess:
-    """Start a rank process.
+def describe_exit_code(code: int) -> str:
+    """Describe the exit code of a rank's process, as `RankSet.describe_exit` does."""
+    if code >= 0:
+        return f"exited with code {code}"
+    with suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"
+
+
+def start_rank(spec: WorkerSpec, environment: Mapping[str, str] | None = None) -> ChildProcess:
+    """Start a rank process; `environment` is as in `ChildProcess`.
 
     Its spec goes to its standard input, because all users of the machine can read command lines.
     """
     own_socket, peer_socket = socket.socketpair()
     with own_socket, peer_socket:
-        inherited = [spec.store_fd]
-        if spec.frontend_fd is not None:
-            inherited.append(spec.frontend_fd)
+        descriptors = (spec.store_fd, spec.frontend_fd)
         process = ChildProcess(
             [sys.executable, "-m", RANK_MODULE],
             stdin=peer_socket.fileno(),
             stdout=2,  # Libraries may print to stdout, which is reserved for the server's results.
-            pass_fds=inherited,
+            pass_fds=[descriptor for descriptor in descriptors if descriptor is not None],
+            environment=environment,
         )
         own_socket.sendall(msgspec.json.encode(spec))
     return process

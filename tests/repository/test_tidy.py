@@ -111,6 +111,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "protocols/preamble protocols/openai protocols/kserve protocols/tgi protocols/tgis",
         "protocols",
         "server.py __init__.py",
+        "ray",
         "__main__.py",
     ),
     "ptuning": (
@@ -211,6 +212,8 @@ TORCH_FREE = (
     "serving.ranks.launcher",
     "serving.ranks.rank_process",
     "serving.ranks.torchrun_worker",
+    "serving.ray.command",
+    "serving.ray.grpc_services",
     "planning.inference.estimate",
     "planning.inference.reference_simulator",
     "planning.cli.estimate",

@@ -1,0 +1,51 @@
+"""Autoscaling policy of Ray Serve: the number of replicas by waiting requests and used capacity.
+
+A replica reports its running and waiting requests and the part of its capacity in use
+(`Replica.record_autoscaling_stats`). Waiting requests need more replicas. Without them, fewer
+replicas suffice if they can take over the capacity in use. Serve applies the delays and the bounds
+of its autoscaling_config to the result. Without a replica, calls wait in the proxies of Serve, and
+need the first one.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+# The import path for Serve's autoscaling_config.
+POLICY = "serving.ray.scaling:choose_replica_count"
+# The part of the capacity that fewer replicas may use. The rest is for growth while one starts.
+USED_MAX = 0.7
+
+
+def choose_replica_count(context: Any) -> tuple[int, dict[str, Any]]:
+    """Return the target number of replicas, and the state of this policy, which has none."""
+    metrics = context.aggregated_metrics or {}
+    return (
+        replica_count(
+            context.current_num_replicas,
+            calls=context.total_num_requests,
+            running=_sum(metrics, "running"),
+            waiting=_sum(metrics, "waiting"),
+            used=_sum(metrics, "used"),
+        ),
+        {},
+    )
+
+
+def replica_count(
+    replicas: int, *, calls: float, running: float, waiting: float, used: float
+) -> int:
+    """Return the target number of replicas.
+
+    `calls`: open calls, also those in the proxies. `used`: the sum over the replicas of the part of
+    the capacity that each uses.
+    """
+    if replicas == 0 or calls == 0:
+        return 1 if calls > 0 else 0
+    if waiting >= 1:
+        return math.ceil(replicas * (1 + waiting / max(1.0, running)))
+    return max(1, min(replicas, math.ceil(used / USED_MAX)))
+
+
+def _sum(metrics: Mapping[str, Mapping[Any, float]], name: str) -> float:
+    return sum(metrics.get(name, {}).values())
