@@ -53,8 +53,12 @@ def test_settings_that_change_while_serving_do_not_restart_replicas(
     settings.write_text("calls_max: 100\nslow_reader_s: 7.0\nnew_tokens_default: 5\n")
     config = print_config(capsys, "m", "--config", str(settings), "--insecure")
     assert deployment(config)["user_config"] == {"calls_max": 100, "slow_reader_s": 7.0}
-    kept = config["applications"][0]["args"]["settings"]
-    assert kept == {"model": str(Path("m").absolute()), "new_tokens_default": 5, "insecure": True}
+    fixed_settings = config["applications"][0]["args"]["settings"]
+    assert fixed_settings == {
+        "model": str(Path("m").absolute()),
+        "new_tokens_default": 5,
+        "insecure": True,
+    }
 
 
 @pytest.mark.parametrize(
