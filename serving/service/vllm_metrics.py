@@ -40,13 +40,12 @@ class _Alias:
             name = self.name + sample.name.removeprefix(family.name)
             labels = {**self._translate(sample.labels), **self.extra_labels}
             key = name, frozenset(labels.items())
+            value, exemplar = sample.value, sample.exemplar
             previous = samples.get(key)
-            samples[key] = Sample(
-                name,
-                labels,
-                sample.value + (previous.value if previous else 0),
-                exemplar=_newer(sample.exemplar, previous.exemplar if previous else None),
-            )
+            if previous is not None:
+                value += previous.value
+                exemplar = _newer(exemplar, previous.exemplar)
+            samples[key] = Sample(name, labels, value, exemplar=exemplar)
         alias.samples = list(samples.values())
         return alias
 

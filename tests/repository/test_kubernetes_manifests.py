@@ -59,7 +59,10 @@ PICKER_SPECS = (
 )
 # Volumes that KServe mounts: the model.
 KSERVE_MODEL = "/mnt/models"
-SERVERS = [item for item in preamble_containers() if "TrainingRuntime" not in item.manifest.kind]
+# Ray's containers run no command of Preamble: tests/serving/ray/test_application.py compares their
+# settings.
+OTHER_KINDS = ("ClusterTrainingRuntime", "RayService")
+SERVERS = [item for item in preamble_containers() if item.manifest.kind not in OTHER_KINDS]
 FRONTENDS = [item for item in SERVERS if "readinessProbe" in item.container]
 
 
