@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 # Hidden keys, such as those of the change log, sort before this key; names of adapters sort after.
 HIDDEN_KEYS_END = ".~"
 FAILURE_DELAY_S = 0.5  # Delay after the first failure of the store; it doubles with each failure.
-FAILURE_DELAY_S_MAX = 10.0
+FAILURE_DELAY_S_MAX = 5.0
 ABSENT_S = 1.0  # Time for which the store is not asked again for a name that it does not have.
 ABSENT_NAMES_MAX = 10_000
 ALIASES_READ_MAX = 1000  # Alias records that one poll reads for the listing of adapters.

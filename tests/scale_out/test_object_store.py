@@ -1,7 +1,6 @@
 """Four replicas with one object store: uploads, promotions, a lost store, and no secrets."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -293,9 +292,5 @@ def test_a_server_says_what_is_missing(
         assert re.search(words, message.splitlines()[-1]), message
 
     refuse("no_such_bucket.*404 NoSuchBucket", "--adapters", "s3://no_such_bucket/a")
-    refuse("is not valid; it is s3://BUCKET", "--adapters", f"s3://{KEY_ID}:{SECRET}@bucket")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    refuse("403 SignatureDoesNotMatch; check the bucket, and the cred", "--adapters", URL)
     monkeypatch.delenv("PYTHONPATH")
     refuse(r"needs the package obstore.*install preamble\[s3\]", "--adapters", URL)
-    assert os.environ["AWS_REGION"]
