@@ -31,7 +31,7 @@ class SimulationSizes:
     in_flight: int = 16  # Calls in flight for each replica, on average.
     calls: int = 1_000_000  # Measured calls; as many are sent before.
     exponent: float = 1.0  # Of Zipf's law.
-    bound: float = 1.75  # Maximum of calls in flight of a replica, relative to the mean.
+    bound: float = 1.5  # Maximum of calls in flight of a replica, relative to the mean.
     positions: int = 100  # Of a replica on the ring of hashes.
     changed: float = 0.01  # Share of the replicas that are lost, and that are added afterwards.
     seed: int = 0
