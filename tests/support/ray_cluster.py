@@ -155,6 +155,7 @@ def run_cluster(port: int) -> None:
             cluster.remove_node(nodes.pop(command["node"]), allow_graceful=False)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+    ray.shutdown()
     cluster.shutdown()
 
 
