@@ -61,7 +61,7 @@ def test_unknown_commands_are_usage_errors(capsys: pytest.CaptureFixture[str]) -
     assert preamble.main(["srve"]) == 2
     assert "did you mean 'serve'?" in capsys.readouterr().err
     assert preamble.main(["xyz"]) == 2
-    assert "choose one of serve, generate, tune" in capsys.readouterr().err
+    assert "choose one of serve, generate, ray, tune" in capsys.readouterr().err
     assert preamble.main([]) == 2
 
 
