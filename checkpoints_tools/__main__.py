@@ -65,7 +65,7 @@ def _adapters(argv: list[str]) -> int:
 def _convert(argv: list[str]) -> int:
     parser = convert_parser()
     flags = parser.parse_args(argv)
-    if flags.to == "nemo" and not flags.target.endswith(".nemo"):
+    if flags.to == "nemo" and flags.target.suffix != ".nemo":
         parser.error(
             f"--to nemo writes one .nemo file, but the target is {flags.target}; give a name that "
             "ends in .nemo"
@@ -97,7 +97,7 @@ def _convert(argv: list[str]) -> int:
 
         adapter = open_merge_adapter(flags.merge, base)
         source = merge_adapter(base, adapter, flags.merge, flags.dtype)
-    conversion = plan(source, Path(flags.target).expanduser(), options)
+    conversion = plan(source, flags.target.expanduser(), options)
     for line in _describe_plan(conversion):
         print(line, file=sys.stdout if flags.dry_run else sys.stderr)
     if flags.dry_run:

@@ -12,6 +12,7 @@ from typing import Any
 
 from gpt.formats.overrides import read_overrides
 from gpt.host_limits import usable_cores
+from gpt.object_store.object_store import is_object_url
 
 FORMATS = ("native", "megatron", "megatron-dist", "nemo", "hf")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -46,7 +47,7 @@ def convert_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("source", help="checkpoint to convert: a file or directory of any format")
-    add("target", help="new directory, or for --to nemo a new .nemo file")
+    add("target", type=local_path, help="new directory, or for --to nemo a new .nemo file")
     add(
         "--to",
         choices=FORMATS,
@@ -195,6 +196,15 @@ def _add_report_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", metavar="N", type=positive_int, default=DEFAULT_WORKERS, help=WORKERS_HELP
     )
+
+
+def local_path(text: str) -> Path:
+    """Return the path of a target, which no command writes into an object store."""
+    if is_object_url(text):
+        raise argparse.ArgumentTypeError(
+            f"{text} is in an object store; give a local path, and copy the result into the store"
+        )
+    return Path(text)
 
 
 def positive_int(text: str) -> int:

@@ -21,7 +21,7 @@ from checkpoints_tools.adapters.check import (
     format_adapter,
     open_base_checkpoint,
 )
-from checkpoints_tools.flags import positive_int
+from checkpoints_tools.flags import local_path, positive_int
 from checkpoints_tools.layout.layout import ParallelSplit
 from checkpoints_tools.writers.huggingface_config import choose_family
 from checkpoints_tools.writers.nemo_config import check_supported, model_config
@@ -77,7 +77,7 @@ def import_parser() -> argparse.ArgumentParser:
     add(
         "target",
         metavar="TARGET",
-        type=Path,
+        type=local_path,
         help="new .safetensors file; or an existing directory, where the adapter becomes "
         "NAME@N.safetensors with the next free version number N",
     )
@@ -290,7 +290,7 @@ def export_parser() -> argparse.ArgumentParser:
     add(
         "target",
         metavar="TARGET",
-        type=Path,
+        type=local_path,
         help="new directory, or for --to nemo a new .nemo file",
     )
     add(

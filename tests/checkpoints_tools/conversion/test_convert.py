@@ -157,6 +157,15 @@ def test_flag_out_of_range_is_a_usage_error(arguments: tuple[str, ...], source: 
     assert exit_error.value.code == 2
 
 
+def test_a_target_in_an_object_store_is_a_usage_error(source: Path, capsys: CapturedOutput) -> None:
+    with pytest.raises(SystemExit) as exit_error:
+        run(source, "s3://bucket/gpt", "--to", "native")
+    assert (
+        exit_error.value.code == 2 and "copy the result into the store" in capsys.readouterr().err
+    )
+    assert not Path("s3:").exists()
+
+
 def test_existing_target_is_not_overwritten(
     source: Path, tmp_path: Path, capsys: CapturedOutput
 ) -> None:
