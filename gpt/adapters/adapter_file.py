@@ -77,7 +77,7 @@ TENSORS_PER_LINEAR_MAX = 7  # A bottleneck has six.
 HEADER_BYTES_MAX = 3 * CARD_BYTES_MAX + LINEARS_MAX * (
     2 * SCALE_BYTES_MAX + TENSORS_PER_LINEAR_MAX * 160
 )
-# A server reads adapters beside its steps and evicts others, whose memory is used again.
+# A server reads adapters while it runs steps; reads reuse the memory of evicted adapters.
 BUFFERS = BufferPool(free_bytes_max=64 << 20)
 
 
