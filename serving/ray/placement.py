@@ -55,7 +55,7 @@ def choose_node_ranks(
             return node_ranks
     raise ConfigError(
         f"a replica of {parallel.ranks} ranks ({parallel.flags}), each with "
-        f"{describe(rank_resources)}, has no place in this cluster, even if it were idle: "
+        f"{describe(rank_resources)}, does not fit into this cluster, even without its other work: "
         f"{describe_nodes(nodes, 'total')}; add nodes, or deploy with --node-ranks and "
         "--later if an autoscaler adds them"
     )
