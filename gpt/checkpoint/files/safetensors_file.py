@@ -23,11 +23,13 @@ from torch import Tensor
 from gpt.errors import CheckpointError
 from gpt.files.buffer_pool import BufferPool
 from gpt.files.regular_files import open_regular_file, read_regular_file
+from gpt.host_limits import available_memory_bytes
 
 # No model has a longer header; a longer one means a broken file or another format.
 HEADER_BYTES_MAX = 100 << 20
 METADATA_COLONS_MAX = 100_000  # In the metadata of a file whose number of tensors is limited.
 TEXT_BYTES_MAX = 64 << 20  # Limit for a config or an index.
+CHECKED_BYTES_MIN = 256 << 20  # Smaller files are read without asking for the available memory.
 SIZE_MAX = 2**63 - 1  # Limit of torch for a dimension of a tensor.
 
 # Without this flag, Linux refuses a private writable mapping (see `_map`) that is larger than the
@@ -205,8 +207,21 @@ def read_safetensors(
     tensors = open_safetensors(path, header_bytes_max=header_bytes_max, tensors_max=tensors_max)
     if tensors:
         stop = max(tensor.byte_range[1] for tensor in tensors.values())
+        _check_memory(path, stop)
         next(iter(tensors.values())).file.read(stop, buffers)
     return tensors
+
+
+def _check_memory(path: Path, size: int) -> None:
+    """Refuse a file that would take most of the memory; a sparse file may have any size."""
+    if size < CHECKED_BYTES_MIN:
+        return
+    available = available_memory_bytes()
+    if size > available // 2:
+        raise CheckpointError(
+            f"{path} has tensors of {size >> 20} MiB, more than half of the {available >> 20} MiB "
+            "of memory that are available; remove the file, or use a machine with more memory"
+        )
 
 
 def refuse_git_lfs_pointer(path: Path, magic: bytes) -> None:

@@ -534,3 +534,18 @@ def test_a_truncation_after_the_file_was_read_ends_no_process(tmp_path: Path) ->
     assert torch.equal(opened.table, adapter.table)
     with pytest.raises(AdapterError, match="truncated"):
         open_adapter(path)
+
+
+def test_a_sparse_file_larger_than_the_memory_is_refused_without_reading_it(
+    tmp_path: Path,
+) -> None:
+    size = 1 << 40
+    table = {"dtype": "F32", "shape": [size // 256, 64], "data_offsets": [0, size]}
+    header = json.dumps({"table": table}).encode()
+    path = tmp_path / "sparse.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + size)
+    with pytest.raises(
+        AdapterError, match=r"tensors of 1048576 MiB, more than half of the \d+ MiB"
+    ):
+        open_adapter(path)
