@@ -244,7 +244,7 @@ def test_a_model_that_fits_nowhere_is_refused(
 ) -> None:
     process = deploy(cluster, ports, checkpoint, "--tp", "2", "--rank-cpus", "64")
     assert process.returncode == 1
-    assert "a replica of 2 ranks (--tp 2 --pp 1), each with CPU 64, has no place" in process.stderr
+    assert "a replica of 2 ranks (--tp 2 --pp 1), each with CPU 64, does not fit" in process.stderr
 
 
 def test_changes_of_a_deployment_lose_no_call(
