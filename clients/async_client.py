@@ -135,7 +135,9 @@ class AsyncClient:
             if not state.has_started:
                 wait_s = attempts.next_wait_s(failure, fails_over=fails_over)
             elif state.can_resume:
-                wait_s = attempts.resumption_wait_s(failure, fails_over=fails_over)
+                wait_s = attempts.resumption_wait_s(
+                    failure, fails_over=fails_over, was_refused=state.is_refused
+                )
             else:  # A retry would yield the same pieces again.
                 raise failure
             await asyncio.sleep(wait_s)

@@ -35,6 +35,11 @@ class StreamState:
         return self._is_single and has_origin and not is_unsupported
 
     @property
+    def is_refused(self) -> bool:
+        """Whether the last server that was asked to continue the stream has not continued it."""
+        return bool(self._resumed_at)
+
+    @property
     def _is_single(self) -> bool:
         return self._message.answers <= 1 and len(self._message.adapters) <= 1
 

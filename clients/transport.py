@@ -62,6 +62,7 @@ class Retries:
 
     attempts_max: int = 4  # Includes the first attempt; 1: no retries.
     # How often a stream that has begun is continued by another server, after its server was lost.
+    # `attempts_max` limits the attempts of each time, of which the servers may refuse some.
     resumptions_max: int = 3
     wait_s_max: float = 30.0  # If the wait before a retry would be longer, the call fails.
 
@@ -128,18 +129,30 @@ class Attempts:
             raise error
         return self._backoff_s(error, error.retry_s, self._failures)
 
-    def resumption_wait_s(self, error: CallError, *, fails_over: bool) -> float:
+    def resumption_wait_s(
+        self, error: CallError, *, fails_over: bool, was_refused: bool = False
+    ) -> float:
         """Return the wait before a stream that has begun is continued, in seconds.
 
-        The arguments are those of `next_wait_s`. Raises `error` if the stream cannot be continued.
+        `was_refused`: the server did not continue the stream, for example because it is still
+        loading. Such an attempt counts as a retry, not as a resumption. The other arguments are
+        those of `next_wait_s`. Raises `error` if the stream cannot be continued.
         """
-        self._resumptions += 1
-        if not error.is_connection_loss or self._resumptions > self._retries.resumptions_max:
+        if was_refused:
+            self._failures += 1
+        else:
+            self._resumptions, self._failures = self._resumptions + 1, 0
+        is_retryable = error.is_connection_loss or (was_refused and error.retry_s is not None)
+        if (
+            not is_retryable
+            or self._resumptions > self._retries.resumptions_max
+            or self._failures >= self._retries.attempts_max
+        ):
             raise error
         if fails_over:
             return 0.0
         wait_s = RESUMPTION_WAIT_S if error.retry_s is None else error.retry_s
-        return self._backoff_s(error, wait_s, self._resumptions)
+        return self._backoff_s(error, wait_s, self._failures + 1)
 
     def _backoff_s(self, error: CallError, first_wait_s: float, failures: int) -> float:
         wait_s = first_wait_s * BACKOFF_FACTOR ** (failures - 1)

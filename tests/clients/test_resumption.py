@@ -11,6 +11,7 @@ import pytest
 
 from clients.async_client import AsyncClient
 from clients.client import CallError, Client, Options, Piece
+from clients.transport import Retries
 from protos.preamble.v1 import generation_pb2 as pb
 from protos.preamble.v1 import generation_pb2_grpc
 
@@ -73,6 +74,22 @@ def test_a_lost_stream_is_resumed_with_its_tokens() -> None:
     assert [list(resume.token_ids) for resume in resumes] == [[5], [5, 6]]
     assert {resume.base_fingerprint for resume in resumes} == {"f"}
     assert server.requests[2].time_limit_ms < 5000
+
+
+def test_refused_attempts_are_no_resumptions() -> None:
+    """A server that is still loading, or that is full, refuses a stream before it continues it."""
+    second, last = resumed(NEXT, "f"), resumed(LAST, "f")
+    answers = [[FIRST], [], [], [], [second], [], [], [last]]
+    with lost_server(*answers) as (server, address):
+        assert [piece.text for piece in stream(address)] == ["a", "b", "c"]
+        assert len(server.requests) == len(answers)
+
+
+def test_refused_attempts_are_limited() -> None:
+    answers = [[FIRST], [], [], [], [], [resumed(LAST, "f")]]
+    with lost_server(*answers) as (server, address), pytest.raises(CallError, match="reset"):
+        stream(address)
+    assert len(server.requests) == 1 + Retries().attempts_max
 
 
 def test_a_loss_behind_the_last_piece_is_no_error() -> None:
