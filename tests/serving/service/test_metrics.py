@@ -64,6 +64,13 @@ LONG = Options(max_new_tokens=LONG_TOKENS)
 SECRET = "314 159 265 358"
 # Series that depend on the server's configuration.
 OPTIONAL_SERIES = {
+    "preamble_adapter_mirror_bytes",
+    "preamble_adapter_mirror_evictions_total",
+    "preamble_adapter_store_errors_total",
+    "preamble_adapter_store_fetched_bytes_total",
+    "preamble_adapter_store_fetches_total",
+    "preamble_adapter_store_listing_age_seconds",
+    "preamble_adapter_store_versions",
     "preamble_proof_difference",
     "preamble_tls_certificate_expiry_timestamp_seconds",
     "preamble_trace_spans_dropped_total",
