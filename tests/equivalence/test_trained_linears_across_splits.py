@@ -1,4 +1,4 @@
-"""LoRA, DoRA, IA3 and bottlenecks: gradients and 20 steps are equal at any split, in fp64.
+"""LoRA, DoRA, IA3 and bottlenecks: gradients and steps are equal at any split, in fp64.
 
 The oracle is one rank. The splits compute the same examples in micro-batches, with and without
 sequence parallelism and activation checkpointing, also with fewer KV heads than tensor ranks.
@@ -28,9 +28,10 @@ from tests.support.models import CLASSIC, EIGHT_EXPERTS, EXPERTS, LAYERED, MODER
 from tests.support.ranks import ranks
 from tests.support.trained_linears import random_trainable_linears
 
-STEPS = 20
+STEPS = 5
+LONG_STEPS = 20  # Of one case of each method: each step has some hundred collectives.
 TOLERANCE = 1e-10
-# Two for each number of tensor ranks; each case runs on one of the two.
+# Each case runs on two of them, which differ in TP, and in PP or DP.
 SPLITS = ((1, 2, 1), (1, 1, 2), (2, 1, 2), (2, 2, 1), (4, 1, 1), (4, 2, 1))
 
 MODELS = {
@@ -58,6 +59,7 @@ class Case:
     # Whether the first tasks have the settings of OWN_SETTINGS.
     has_own_settings: bool = False
     dropout: float = 0.0
+    steps: int = STEPS
 
 
 OWN_SETTINGS: tuple[dict[str, object], ...] = (
@@ -68,33 +70,40 @@ OWN_SETTINGS: tuple[dict[str, object], ...] = (
 )
 PARTS = ("linear_qkv.query", "linear_qkv.key", "linear_qkv.value", "linear_fc2")
 CASES = (
-    Case("classic", "lora"),
-    Case("classic", "dora", sequence_parallel=True, recompute="full"),
+    Case("classic", "lora", steps=LONG_STEPS),
+    Case("classic", "dora", sequence_parallel=True, recompute="full", steps=LONG_STEPS),
     Case("modern", "lora", sequence_parallel=True),
     Case("modern", "lora", PARTS),
     Case("modern", "dora", PARTS, recompute="block", virtual_stages=2),
     Case("modern", "dora", sequence_parallel=True),
-    Case("modern", "ia3"),
+    Case("modern", "ia3", steps=LONG_STEPS),
     Case("modern", "ia3", ("linear_qkv.key", "linear_qkv.value", "linear_proj"), (2,)),
     # No stage below the last layer computes anything backward.
     Case("layered", "lora", layers=(3,), sequence_parallel=True),
     Case("layered", "ia3", layers=(1, 2), sequence_parallel=True, virtual_stages=2),
     Case("experts", "lora", recompute="selective", tasks=2),
-    Case("experts", "lora", EXPERT_TARGETS, sequence_parallel=True, recompute="full"),
+    Case(
+        "experts",
+        "lora",
+        EXPERT_TARGETS,
+        sequence_parallel=True,
+        recompute="full",
+        steps=LONG_STEPS,
+    ),
     Case("experts", "dora", (*EXPERT_TARGETS, "linear_fc2"), virtual_stages=2),
     Case("experts", "dora", EXPERT_PARTS, sequence_parallel=True),
     Case("experts", "ia3", (*EXPERT_TARGETS, "linear_qkv", "linear_fc2"), sequence_parallel=True),
     Case("experts", "alora", ("linear_proj", *EXPERT_TARGETS), tasks=2),
-    # Two for the splits with even numbers, and two for those with odd numbers.
     Case("classic", "bottleneck", sequence_parallel=True, tasks=2),
-    Case("modern", "bottleneck", recompute="full"),
+    Case("modern", "bottleneck", recompute="full", steps=LONG_STEPS),
     Case("modern", "bottleneck", ("linear_fc2",), virtual_stages=2),
     Case("layered-pre", "bottleneck", layers=(1, 2), sequence_parallel=True, tasks=2),
-    Case("classic", "alora", sequence_parallel=True, recompute="full", tasks=2),
+    Case("classic", "alora", sequence_parallel=True, recompute="full", tasks=2, steps=LONG_STEPS),
     Case("modern", "alora", virtual_stages=2),
     Case("layered", "alora", layers=(2,)),
-    # An odd number of cases before them, so that each split has one of both.
-    Case("modern", "lora", sequence_parallel=True, tasks=5, has_own_settings=True),
+    Case(
+        "modern", "lora", sequence_parallel=True, tasks=5, has_own_settings=True, steps=LONG_STEPS
+    ),
     Case("layered", "lora", recompute="full", virtual_stages=2, tasks=4, has_own_settings=True),
 )
 
@@ -120,7 +129,7 @@ def settings_of(case: Case) -> TuneConfig:
             "layers": list(case.layers),
             "dropout": case.dropout,
             "learning_rate": 5e-3,
-            "micro_batch_examples": 2,
+            "micro_batch_examples": 4,
             "gradient_norm_max": 0.5,
             "weight_decay": 0.01,
             **RANK_SETTINGS.get(case.method, LOW_RANK_SETTINGS),
@@ -154,7 +163,7 @@ def train(case: Case, mesh: Mesh) -> Result:
     config = MODELS[case.model]
     trainer = trainer_of(case, mesh)
     gradients = gradients_of(trainer_of(case, mesh), examples_of(config, case.tasks))
-    steps = [trainer.step(examples_of(config, case.tasks)) for _ in range(STEPS)]
+    steps = [trainer.step(examples_of(config, case.tasks)) for _ in range(case.steps)]
     values = trainer.current_table()
     assert values is not None
     task_losses = [own.loss for step in steps for own in step.by_task.values()]
@@ -206,7 +215,7 @@ def single_rank(case: Case) -> Result:
 
 
 def cases_of(split: tuple[int, int, int]) -> list[Case]:
-    return [case for n, case in enumerate(CASES) if (n + SPLITS.index(split)) % 2 == 0]
+    return [case for n, case in enumerate(CASES) if (n - SPLITS.index(split)) % 3 == 0]
 
 
 def run_split(_: int, tp: int, pp: int, dp: int) -> list[Result]:
@@ -254,7 +263,7 @@ def test_experts_on_other_ranks_have_the_gradients_of_one_rank(split: tuple[int,
 
 def check(case: Case, results: Sequence[Result]) -> None:
     want = single_rank(case)
-    assert want.losses[-1] < want.losses[0] - 0.2, case
+    assert want.losses[-1] < want.losses[0] - 0.004 * case.steps, case
     for result in results:
         assert result.losses == pytest.approx(want.losses, abs=TOLERANCE * want.losses[0]), case
         assert result.task_losses == pytest.approx(want.task_losses, abs=1e-9), case

@@ -160,15 +160,22 @@ def test_ten_times_kill_9_loses_no_call(replicas: Replicas, tmp_path: Path) -> N
     assert not callers.failures and callers.resumed > 0
 
 
-@pytest.mark.slow
-def test_adapters_stay_on_their_replicas(replicas: Replicas, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "callers",
+    [
+        # One call at a time: no replica is full, so the choices do not depend on times.
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(ADAPTER_CALLERS, marks=pytest.mark.soak),
+    ],
+)
+def test_adapters_stay_on_their_replicas(replicas: Replicas, tmp_path: Path, callers: int) -> None:
     """Ring hashing finds more prefixes in the cache, and loads adapters less often."""
     hit_rates, loads = {}, {}
     for policy in ("ROUND_ROBIN", ""):
         with envoy(replicas.servers, tmp_path, policy) as address:
-            _call_adapters(address, 3 * ADAPTERS, seed=1)  # Warm up.
+            _call_adapters(address, 2 * ADAPTERS, seed=1, callers=callers)  # Warm up.
             before = _counters(replicas)
-            _call_adapters(address, 6 * ADAPTERS, seed=2)
+            _call_adapters(address, 3 * ADAPTERS, seed=2, callers=callers)
             hits, prompts, loaded = (
                 after - first for after, first in zip(_counters(replicas), before, strict=True)
             )
@@ -199,7 +206,7 @@ def _counters(replicas: Replicas) -> list[float]:
 
 
 def _call_adapters(
-    address: str, calls: int, seed: int, exponent: float = 0.0, callers: int = ADAPTER_CALLERS
+    address: str, calls: int, seed: int, exponent: float = 0.0, *, callers: int
 ) -> None:
     """Call adapters by Zipf's law; with exponent 0, all equally often."""
     rng = random.Random(seed)

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -36,8 +37,7 @@ HTTP_PORT = 9001
 PROMPT = "past: I walk ->"
 TOKENS = 24
 STREAM_TOKENS = 200
-STARTS = 3
-SOAK_STARTS = 20
+STARTS = 20
 SETTINGS = {"insecure": True, "metrics_host": "0.0.0.0", "metrics_port": METRICS_PORT}
 
 
@@ -142,6 +142,8 @@ def running_group(folder: Path, *, rendezvous: str = "static") -> Iterator[Group
     with ExitStack() as resources:
         network = resources.enter_context(PodNetwork(names, hosts))
         group = Group(network, [])
+        # Not in `folder`: the path of a socket has at most 107 characters.
+        runtime = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="pods-")))
         resources.callback(_end, group)
         for index, pod in enumerate(network.pods):
             role = "leaderTemplate" if index == 0 else "workerTemplate"
@@ -153,10 +155,8 @@ def running_group(folder: Path, *, rendezvous: str = "static") -> Iterator[Group
             command = _local_command(template[role]["spec"], variables, settings)
             if rendezvous == "c10d":
                 command = _with_c10d(command, variables["LWS_LEADER_ADDRESS"])
-            # A short path, because the path of a socket has at most 107 characters.
-            runtime = folder / f"r{index}"
-            runtime.mkdir()
-            environment = {**os.environ, **variables, "XDG_RUNTIME_DIR": str(runtime)}
+            (runtime / str(index)).mkdir()
+            environment = {**os.environ, **variables, "XDG_RUNTIME_DIR": str(runtime / str(index))}
             output = resources.enter_context((folder / f"{pod.name}.log").open("w"))
             group.agents.append(pod.start(command, environment, output, ROOT))
         try:
@@ -250,16 +250,9 @@ def start_groups(folder: Path, starts: int) -> list[list[str]]:
     return frontends
 
 
-@pytest.mark.slow
-def test_the_frontend_is_in_the_leaders_pod_at_every_start(tmp_path: Path) -> None:
-    # The test above is the first start.
-    frontends = start_groups(tmp_path, STARTS - 1)
-    assert frontends == [["preamble-lws-0"]] * (STARTS - 1)
-
-
 @pytest.mark.soak
 def test_the_frontend_is_in_the_leaders_pod_at_twenty_starts(tmp_path: Path) -> None:
-    assert start_groups(tmp_path, SOAK_STARTS) == [["preamble-lws-0"]] * SOAK_STARTS
+    assert start_groups(tmp_path, STARTS) == [["preamble-lws-0"]] * STARTS
 
 
 @pytest.mark.soak

@@ -6,27 +6,54 @@ tests. A holder process keeps the namespaces of a pod; it ends when the tests en
 """
 
 import ctypes
+import os
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import IO, Self
 
+from tests.support.servers import ROOT
+
 NETWORK = "10.99.0."
 NAMESPACES = ("--net", "--uts", "--mount")
 _CLONE_NEWNET = 0x40000000
+PROBE_PORT = 29000
+PROBE_S = 60.0
+LISTEN = (
+    "import socket; server = socket.create_server(('', PORT)); print(flush=True); server.accept()"
+)
+CONNECT = "import socket; socket.create_connection(ADDRESS, 10).close()"
 
 
 @cache
 def unavailable_reason() -> str | None:
-    """Return why this machine has no network namespaces; None if it has."""
+    """Return why this machine has no network namespaces that reach each other; None if it has."""
     try:
-        with PodNetwork(["probe"], Path("/dev/null")):
-            return None
-    except (OSError, subprocess.CalledProcessError) as error:
+        with PodNetwork(["listener", "caller"], Path("/dev/null")) as network:
+            _connect_pods(*network.pods)
+    except (OSError, subprocess.SubprocessError) as error:
         stderr = getattr(error, "stderr", "") or ""
         return f"no network namespaces: {error} {stderr}".strip()
+    return None
+
+
+def _connect_pods(listener: "Pod", caller: "Pod") -> None:
+    """Connect from one pod to another: a bridge may exist, but a packet filter may block it."""
+    address = f"('{listener.address}', {PROBE_PORT})"
+    with listener.start_python(LISTEN.replace("PORT", str(PROBE_PORT))) as server:
+        try:
+            assert server.stdout is not None
+            server.stdout.readline()
+            with caller.start_python(CONNECT.replace("ADDRESS", address)) as call:
+                _, stderr = call.communicate(timeout=PROBE_S)
+            if call.returncode:
+                last_line = stderr.strip().rpartition("\n")[2]
+                raise OSError(f"a pod cannot connect to another: {last_line}")
+        finally:
+            server.kill()
 
 
 class Pod:
@@ -38,13 +65,21 @@ class Pod:
         self._holder = holder
 
     def start(
-        self, command: Sequence[str], environment: Mapping[str, str], output: IO[str], folder: Path
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        output: IO[str] | int,
+        folder: Path,
     ) -> "subprocess.Popen[str]":
         """Start a process in the pod."""
         enter = ["nsenter", "--target", str(self._holder), *NAMESPACES, f"--wd={folder}", "--"]
         return subprocess.Popen(
             [*enter, *command], env=environment, stdout=output, stderr=output, text=True
         )
+
+    def start_python(self, program: str) -> "subprocess.Popen[str]":
+        """Start a Python program in the pod, with pipes for its output."""
+        return self.start([sys.executable, "-c", program], os.environ, subprocess.PIPE, ROOT)
 
 
 class PodNetwork:
