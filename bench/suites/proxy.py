@@ -1,10 +1,11 @@
-"""Proxy benchmark: the requests per second of four replicas behind Envoy, and without a proxy.
+"""Proxy benchmark: the requests per second of replicas behind a proxy, and without one.
 
-The load is the same on both sides: generators, one for each replica, whose streaming calls go to
-the replicas themselves, or all to Envoy, which distributes them in turn. The two sides run in turn.
-All processes share the machine, so that the CPU time of Envoy is part of the result. The demo model
-is so small that the front ends, the generators and Envoy use most of the CPU time: it shows the
-worst case.
+Envoy distributes the calls to four replicas of `preamble serve`. The load is the same on both
+sides: generators, one for each replica, whose streaming calls go to the replicas themselves, or all
+to Envoy. A replica in Ray is compared with a server of its own, through both proxies of Ray Serve,
+the Python proxy and HAProxy. The sides run in turn. All processes share the machine, so that the
+CPU time of a proxy is part of the result. The demo model is so small that the front ends, the
+generators and the proxy use most of the CPU time: it shows the worst case.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,17 +23,20 @@ import yaml
 
 from bench.harness.envoy_process import CONFIG, ROOT, envoy_process, find_envoy, set_endpoints
 from bench.harness.offline_engine import GPT2_SMALL
+from bench.harness.ray_cluster import RayCluster, find_ray
 from bench.harness.record import SuiteOutput
 from bench.harness.server_process import running_server, saved_random_checkpoint
-from bench.harness.targets import measured_row, not_run_row
+from bench.harness.targets import Row, measured_row, not_run_row
 from clients.client import CallError, Client
 from clients.load.generator import LengthSampler, LoadSpec, ServerEndpoint, run_load_async
 from clients.load.percentiles import quantile
 from gpt.config import GPTConfig
 
 DEMO_MODEL = ROOT / "examples/demo/checkpoint"
-PARTS = ("gpt2", "demo")
-READY_S = 30.0  # Time limit for the start of Envoy.
+PARTS = ("gpt2", "demo", "ray")
+READY_S = 30.0  # Time limit until a proxy answers.
+# Environment variables of Ray that select the proxy of Serve.
+RAY_PROXIES = {"Python proxy": {}, "HAProxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"}}
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,10 @@ class ProxySizes:
     prompt_tokens: int = 32
     new_tokens: int = 32
     # Requests of a round for each replica, by model.
-    requests: Mapping[str, int] = field(default_factory=lambda: {"gpt2": 24, "demo": 150})
+    requests: Mapping[str, int] = field(
+        default_factory=lambda: {"gpt2": 24, "demo": 150, "ray": 400}
+    )
+    ray_calls: int = 32  # In flight for the replica in Ray.
 
 
 @dataclass(frozen=True)
@@ -66,18 +73,20 @@ def run_suite(
 ) -> Iterator[SuiteOutput]:
     """Run the selected parts, or all parts if none is selected."""
     for name in parts or PARTS:
+        if name == "ray":
+            yield from _ray_part(sizes)
+            continue
         binary = find_envoy()
         if binary is None:
             yield not_run_row(f"proxy/{name}", "Envoy is not installed; run: make clients-tools")
         elif name == "gpt2":
             with saved_random_checkpoint(network) as model:
-                yield from _compare(name, model, binary, sizes)
+                yield from _envoy_part(name, model, binary, sizes)
         else:
-            yield from _compare(name, DEMO_MODEL, binary, sizes)
+            yield from _envoy_part(name, DEMO_MODEL, binary, sizes)
 
 
-def _compare(name: str, model: Path, binary: Path, sizes: ProxySizes) -> Iterator[SuiteOutput]:
-    rounds: dict[str, list[Round]] = {"direct": [], "Envoy": []}
+def _envoy_part(name: str, model: Path, binary: Path, sizes: ProxySizes) -> Iterator[SuiteOutput]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         stack.enter_context(_limited_threads())
@@ -86,27 +95,82 @@ def _compare(name: str, model: Path, binary: Path, sizes: ProxySizes) -> Iterato
         config = yaml.safe_load(CONFIG.read_text())
         set_endpoints(config, {"grpc": addresses, "http": addresses}, "ROUND_ROBIN")
         address = stack.enter_context(envoy_process(binary, config, folder, _free_port()))
-        _wait_until_ready(address)
-        for number in range(sizes.rounds + 1):
-            for side, targets in (("direct", addresses), ("Envoy", [address] * sizes.replicas)):
-                figures = asyncio.run(_run_round(targets, sizes, sizes.requests[name], number))
-                if number:  # The first round is for warm-up.
-                    rounds[side].append(figures)
-                    yield f"{name}, {side}: {figures}"
-    rates = {side: [figures.requests_per_s for figures in rounds[side]] for side in rounds}
-    ratios = [
-        proxied / direct for direct, proxied in zip(rates["direct"], rates["Envoy"], strict=True)
-    ]
+        sides = {"direct": addresses, "Envoy": [address] * sizes.replicas}
+        rounds = yield from _run_rounds(name, sides, sizes, sizes.calls)
+    yield _ratio_row(name, rounds, "Envoy")
+
+
+def _ray_part(sizes: ProxySizes) -> Iterator[SuiteOutput]:
+    python = find_ray()
+    if python is None:
+        yield not_run_row("proxy/ray-haproxy", "Ray is not installed; run: make clients-tools")
+        return
+    with ExitStack() as stack:
+        stack.enter_context(_limited_threads())
+        sides = {"direct": [stack.enter_context(running_server(DEMO_MODEL)).address]}
+        for proxy, variables in RAY_PROXIES.items():
+            sides[proxy] = [stack.enter_context(_ray_replica(python, variables))]
+        rounds = yield from _run_rounds("ray", sides, sizes, sizes.ray_calls)
+    yield f"ray, Python proxy: {_ratio(rounds, 'Python proxy'):.2f} x direct"
+    yield _ratio_row("ray-haproxy", rounds, "HAProxy")
+
+
+@contextmanager
+def _ray_replica(python: Path, variables: Mapping[str, str]) -> Iterator[str]:
+    """Deploy a replica of the demo model in a cluster of its own; yield the proxy's address."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        cluster = RayCluster(python, folder, _free_port(), variables, head_cpus=1)
+        stack.enter_context(cluster)
+        port, http_port = _free_port(), _free_port()
+        flags = ("--insecure", "--port", str(port), "--http-port", str(http_port))
+        process = cluster.run("deploy", DEMO_MODEL, *flags)
+        if process.returncode:
+            raise RuntimeError(process.stdout + process.stderr)
+        yield f"127.0.0.1:{port}"
+
+
+def _run_rounds(
+    name: str, sides: Mapping[str, Sequence[str]], sizes: ProxySizes, concurrency: int
+) -> Generator[SuiteOutput, None, dict[str, list[Round]]]:
+    """Load the addresses of each side in turn; return the rounds of each side."""
+    rounds: dict[str, list[Round]] = {side: [] for side in sides}
+    for addresses in sides.values():
+        for address in addresses:
+            _wait_until_ready(address)
+    for number in range(sizes.rounds + 1):
+        for side, addresses in sides.items():
+            figures = asyncio.run(
+                _run_round(addresses, sizes, concurrency, sizes.requests[name], number)
+            )
+            if number:  # The first round is for warm-up.
+                rounds[side].append(figures)
+                yield f"{name}, {side}: {figures}"
+    return rounds
+
+
+def _ratio_row(name: str, rounds: Mapping[str, Sequence[Round]], proxied: str) -> Row:
+    sides = {side: rounds[side] for side in ("direct", proxied)}
+    rates = {side: [figures.requests_per_s for figures in sides[side]] for side in sides}
+    ttfts = {side: [figures.ttft_ms for figures in sides[side]] for side in sides}
     summary = ", ".join(
         f"{side} {statistics.median(rates[side]):.1f} requests/s and TTFT "
-        f"{statistics.median(figures.ttft_ms for figures in rounds[side]):.1f} ms"
-        for side in rounds
+        f"{statistics.median(ttfts[side]):.1f} ms"
+        for side in sides
     )
-    yield measured_row(f"proxy/{name}", statistics.median(ratios), summary, samples=rates)
+    return measured_row(f"proxy/{name}", _ratio(rounds, proxied), summary, samples=rates)
+
+
+def _ratio(rounds: Mapping[str, Sequence[Round]], proxied: str) -> float:
+    """Return the median ratio of the requests per second of a round, proxied to direct."""
+    return statistics.median(
+        with_proxy.requests_per_s / direct.requests_per_s
+        for direct, with_proxy in zip(rounds["direct"], rounds[proxied], strict=True)
+    )
 
 
 async def _run_round(
-    addresses: Sequence[str], sizes: ProxySizes, requests: int, seed: int
+    addresses: Sequence[str], sizes: ProxySizes, concurrency: int, requests: int, seed: int
 ) -> Round:
     start = time.monotonic()
     runs = await asyncio.gather(
@@ -114,7 +178,7 @@ async def _run_round(
             run_load_async(
                 ServerEndpoint(address),
                 LoadSpec(
-                    concurrency=sizes.calls,
+                    concurrency=concurrency,
                     requests_max=requests,
                     warmup_requests=0,
                     prompt_length=LengthSampler.parse(str(sizes.prompt_tokens)),

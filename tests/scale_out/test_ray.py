@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bench.harness.ray_cluster import RayCluster
 from clients.adapter_client import AdapterCalls
 from clients.client import CallError, Client, Options, Retries
 from tests.support.client_environments import interpreter
-from tests.support.ray_cluster import RayCluster
 from tests.support.servers import (
     WAIT_S,
     eventually,
@@ -58,7 +58,7 @@ def cluster(ports: Ports, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         "RAY_SERVE_WORKER_PROXY_GRPC_PORT": str(ports.worker),
         "RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(worker_http),
     }
-    with RayCluster(python, tmp_path_factory.mktemp("ray"), port, **variables) as cluster:
+    with RayCluster(python, tmp_path_factory.mktemp("ray"), port, variables) as cluster:
         yield cluster
 
 
@@ -253,7 +253,10 @@ def test_a_model_that_fits_nowhere_is_refused(
 def test_changes_of_a_deployment_lose_no_call(
     cluster: RayCluster, ports: Ports, checkpoint: Path, expected: list[list[int]]
 ) -> None:
-    """Another version beside the first, other settings without a restart, a node drained."""
+    """Another version beside the first, other settings without a restart, a node drained.
+
+    Then each replica is terminated, which loses no call of a client that repeats calls.
+    """
     with nodes(cluster, 2, CPU=1) as names, ExitStack() as stack:
         process = stack.enter_context(deployed(cluster, ports, checkpoint, "--replicas", "2"))
         assert process.returncode == 0, process.stdout + process.stderr
@@ -283,7 +286,20 @@ def test_changes_of_a_deployment_lose_no_call(
         with client_of(ports.head) as client:
             assert client.info().model.name == "renamed"
         assert not callers.failures, callers.failures
-    print(f"{callers.calls} calls")
+        print(f"{callers.calls} calls")
+        terminate_replicas(cluster, Callers(ports.head, expected, attempts=8))
+
+
+def terminate_replicas(cluster: RayCluster, callers: Callers) -> None:
+    """Terminate each of two replicas without a drain: clients repeat and resume its calls."""
+    with callers.running(4):
+        for replica in [parent_of(pid) for pid in rank_pids(cluster)]:
+            callers.wait_for_calls(20)
+            old = cluster.replicas()["RUNNING"]
+            os.kill(replica, signal.SIGTERM)
+            eventually(lambda: _has_moved(cluster, old), BUSY * WAIT_S)  # noqa: B023
+        callers.wait_for_calls(20)
+    assert not callers.failures, callers.failures
 
 
 def _has_moved(cluster: RayCluster, old: list[str]) -> bool:

@@ -1,16 +1,18 @@
-"""A Ray cluster of several nodes on this machine, and `preamble ray` commands on it.
+"""Ray cluster: several nodes on this machine, and `preamble ray` commands on them.
 
-Ray is not installed in the environment of the tests, but in one of its own, like a third-party
-client. This module is also the program of the cluster's process, which runs with that environment
-and reads commands as lines of JSON.
+Ray is not installed in .venv, but in an environment of its own, like a third-party client; `make
+clients-tools` installs it under build/clients. This module is also the program of the cluster's
+process, which runs with that environment and reads commands as lines of JSON.
 """
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,11 +20,29 @@ OBJECT_STORE_BYTES = 100_000_000
 COMMAND_S = 300.0  # Against hangs.
 
 
-class RayCluster:
-    """A cluster in a process of its own. Its first node, the head, has no CPUs for replicas."""
+def find_ray() -> Path | None:
+    """Return Python in the environment of Ray; None: it is not installed."""
+    folder = ROOT / "build/clients/ray"
+    return folder / "bin/python" if (folder / "installed").exists() else None
 
-    def __init__(self, python: Path, folder: Path, port: int, **variables: str) -> None:
+
+class RayCluster:
+    """A cluster in a process of its own.
+
+    `port`: of the head, which is the first node. `variables`: environment variables of all nodes.
+    `head_cpus`: CPUs of the head for replicas.
+    """
+
+    def __init__(
+        self,
+        python: Path,
+        folder: Path,
+        port: int,
+        variables: Mapping[str, str] = MappingProxyType({}),
+        head_cpus: int = 0,
+    ) -> None:
         self.python = python
+        self._head_cpus = head_cpus
         self.folder = folder
         self.address = f"127.0.0.1:{port}"
         self._environment = {
@@ -47,7 +67,7 @@ class RayCluster:
             stderr=self._log,
             text=True,
         )
-        self._call("head")
+        self.start_head()
 
     def add_node(self, **resources: float) -> str:
         """Add a node with these resources, such as CPU=2; return its ID in Ray."""
@@ -66,7 +86,7 @@ class RayCluster:
         self._call("kill_head")
 
     def start_head(self) -> None:
-        self._call("head")
+        self._call("head", cpus=self._head_cpus)
 
     def run(
         self, *words: str | Path, timeout_s: float = COMMAND_S
@@ -136,7 +156,7 @@ def run_cluster(port: int) -> None:
         action = command.pop("action")
         answer: object = None
         if action == "head":
-            cluster.add_node(num_cpus=0, gcs_server_port=port, **options)
+            cluster.add_node(num_cpus=command["cpus"], gcs_server_port=port, **options)
         elif action == "replicas":
             answer = _replicas(cluster.address)
         elif action == "kill_head":
