@@ -32,6 +32,8 @@ PATHS = (
 RECONFIGURABLE = ("calls_max", "slow_reader_s")
 ROUTING_STATS_S = 1.0
 HEALTH_CHECK_S = 2.0
+# After the calls of a replica have ended, it writes usage records and spans, and stops its ranks.
+CLOSE_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def application_config(
         "placement_group_strategy": "PACK",
         "ray_actor_options": _actor_options(bundles[0]),
         "max_ongoing_requests": config.network_config.calls_max,
-        "graceful_shutdown_timeout_s": config.network_config.drain_s,
+        "graceful_shutdown_timeout_s": config.network_config.drain_s + CLOSE_S,
         "graceful_shutdown_wait_loop_s": 0.5,
         "health_check_period_s": HEALTH_CHECK_S,
         "max_surge_percent": surge_percent,
@@ -115,11 +117,15 @@ def application_config(
 
 def cluster_config(ports: Ports, applications: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the configuration of Serve with all its applications."""
+    return {**proxy_options(ports), "applications": applications}
+
+
+def proxy_options(ports: Ports) -> dict[str, Any]:
+    """Return the options of Serve's proxies, which all applications share."""
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": "127.0.0.1", "port": ports.http},
         "grpc_options": {"port": ports.grpc, "grpc_servicer_functions": [SERVICER_FUNCTION]},
-        "applications": applications,
     }
 
 
@@ -130,10 +136,21 @@ def changed_settings(config: ServerConfig) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for key, value in settings.items():
         if key == "model" or value != defaults[key]:
-            if key in PATHS and "://" not in value:
-                value = str(Path(value).absolute())
+            if key in PATHS:
+                value = _absolute_path(value)
+            elif key == "lora_modules":  # NAME=PATH
+                value = [_absolute_module(module) for module in value]
             changed[key] = list(value) if isinstance(value, tuple) else value
     return changed
+
+
+def _absolute_path(path: str) -> str:
+    return path if "://" in path else str(Path(path).absolute())
+
+
+def _absolute_module(module: str) -> str:
+    name, separator, path = module.partition("=")
+    return f"{name}={_absolute_path(path)}" if separator else module
 
 
 def _actor_options(bundle: Mapping[str, float]) -> dict[str, Any]:

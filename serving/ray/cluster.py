@@ -7,23 +7,27 @@ of the others.
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import serve
 from ray._private.state import available_resources_per_node
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ServeDeploySchema
 
 from gpt.errors import ConfigError
-from serving.ray.application import DEPLOYMENT, Ports, cluster_config
+from serving.ray.application import DEPLOYMENT, Ports, cluster_config, proxy_options
 from serving.ray.grpc_services import SERVICER_FUNCTION
 from serving.ray.placement import NodeResources, describe_shortage
 
 DRAIN_REASON_PREEMPTION = 2  # The node will go away at the deadline, whatever runs there.
 REPLICA_GROUP_PREFIX = "SERVE_REPLICA::"
+LOCK_KEY, LOCK_NAMESPACE = b"deployment_lock", b"preamble"
+LOCK_S = 20.0  # A deployment holds the lock for less than a second.
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,6 @@ class ApplicationState:
     @property
     def running(self) -> int:
         return sum(replica.state == "RUNNING" for replica in self.replicas)
-
-    @property
-    def has_failed(self) -> bool:
-        return self.state in ("DEPLOY_FAILED", "UNHEALTHY")
 
     @property
     def is_complete(self) -> bool:
@@ -92,27 +92,62 @@ def node_resources() -> list[NodeResources]:
 
 def deploy(application: dict[str, Any], ports: Ports) -> None:
     """Deploy an application or change it; the other applications stay as they are."""
-    grpc_options = {"port": ports.grpc, "grpc_servicer_functions": [SERVICER_FUNCTION]}
-    serve.start(
-        proxy_location="EveryNode",
-        http_options={"host": "127.0.0.1", "port": ports.http},
-        grpc_options=grpc_options,
-    )
+    serve.start(**proxy_options(ports))
     client = _client()
-    running_options = ray.get(client._controller.get_grpc_config.remote())
-    if SERVICER_FUNCTION not in running_options.grpc_servicer_functions:
+    _check_proxies(ray.get(client._controller.get_grpc_config.remote()), ports)
+    with _deployment_lock():
+        others = [
+            details["deployed_app_config"]
+            for name, details in client.get_serve_details()["applications"].items()
+            if name != application["name"] and details.get("deployed_app_config")
+        ]
+        config = cluster_config(ports, [*others, application])
+        client.deploy_apps(ServeDeploySchema.model_validate(config))
+
+
+def _check_proxies(running: Any, ports: Ports) -> None:
+    """Raise ConfigError if Serve runs with other options, which cannot be changed."""
+    if SERVICER_FUNCTION not in running.grpc_servicer_functions:
         raise ConfigError(
             "Ray Serve already runs in this cluster without the gRPC services of Preamble, and "
             "cannot add them while it runs; run `serve shutdown`, or start Serve with "
             f"grpc_servicer_functions: [{SERVICER_FUNCTION}]"
         )
-    others = [
-        details["deployed_app_config"]
-        for name, details in client.get_serve_details()["applications"].items()
-        if name != application["name"] and details.get("deployed_app_config")
-    ]
-    config = cluster_config(ports, [*others, application])
-    client.deploy_apps(ServeDeploySchema.model_validate(config))
+    if running.port != ports.grpc:
+        raise ConfigError(
+            f"Ray Serve already runs in this cluster with the gRPC port {running.port}, and cannot "
+            f"change it while it runs; deploy with --port {running.port}, or run `serve shutdown`"
+        )
+
+
+@contextmanager
+def _deployment_lock() -> Iterator[None]:
+    """Exclude other deployments: each submits all applications, and would revert the others.
+
+    The lock is a key of the cluster's key-value store. A command that was killed leaves it behind,
+    so it is valid for some seconds only.
+    """
+    deadline = time.monotonic() + 3 * LOCK_S
+    while not _try_lock():
+        if time.monotonic() > deadline:
+            raise ConfigError("another deployment is in progress; try again")
+        time.sleep(0.2)
+    try:
+        yield
+    finally:
+        _internal_kv_del(LOCK_KEY, namespace=LOCK_NAMESPACE)
+
+
+def _try_lock() -> bool:
+    now = time.time()
+    expiry = str(now + LOCK_S).encode()
+    # The function returns whether the key exists already.
+    if not _internal_kv_put(LOCK_KEY, expiry, overwrite=False, namespace=LOCK_NAMESPACE):
+        return True
+    held_until = _internal_kv_get(LOCK_KEY, namespace=LOCK_NAMESPACE)
+    if held_until is not None and float(held_until) < now:
+        _internal_kv_del(LOCK_KEY, namespace=LOCK_NAMESPACE)
+    return False
 
 
 def wait_until_complete(name: str, timeout_s: float) -> Iterator[ApplicationState]:

@@ -166,10 +166,11 @@ def _deploy(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         return 0
     cluster = _import_cluster()
     cluster.connect(args.address)
-    node_ranks = args.node_ranks
-    if node_ranks is None or not args.later:
-        fitting = choose_node_ranks(parallel, resources, cluster.node_resources())
-        node_ranks = node_ranks or fitting
+    if args.later:
+        node_ranks = args.node_ranks or parallel.stage_ranks
+    else:
+        nodes = cluster.node_resources()
+        node_ranks = choose_node_ranks(parallel, resources, nodes, args.node_ranks)
     bundles = replica_bundles(parallel, node_ranks, resources)
     application = application_config(args.name, config, bundles, scale, args.surge)
     cluster.deploy(application, ports)

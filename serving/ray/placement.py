@@ -43,18 +43,23 @@ def replica_bundles(
 
 
 def choose_node_ranks(
-    parallel: ParallelConfig, rank_resources: Resources, nodes: Sequence[NodeResources]
+    parallel: ParallelConfig,
+    rank_resources: Resources,
+    nodes: Sequence[NodeResources],
+    requested: int | None = None,
 ) -> int:
     """Return the largest number of ranks of a bundle for which the cluster has nodes.
 
-    Raise ConfigError if no node has the resources of one rank.
+    `requested`: the only number to try. Raise ConfigError if a replica has no place in the cluster.
     """
-    for node_ranks in reversed(_node_ranks_choices(parallel)):
+    choices = _node_ranks_choices(parallel)
+    for node_ranks in reversed(choices) if requested is None else [requested]:
         bundles = replica_bundles(parallel, node_ranks, rank_resources)
         if not missing_bundles(bundles, [node.total for node in nodes]):
             return node_ranks
+    on_nodes = "" if requested is None else f" with {requested} on a node"
     raise ConfigError(
-        f"a replica of {parallel.ranks} ranks ({parallel.flags}), each with "
+        f"a replica of {parallel.ranks} ranks ({parallel.flags}){on_nodes}, each with "
         f"{describe(rank_resources)}, does not fit into this cluster, even without its other work: "
         f"{describe_nodes(nodes, 'total')}; add nodes, or deploy with --node-ranks and "
         "--later if an autoscaler adds them"

@@ -117,8 +117,10 @@ class Replica:
 
     async def __del__(self) -> None:
         """Stop: Serve calls this after the last call has ended."""
-        await self._frontend.drain()
-        await self._resources.aclose()
+        try:
+            await self._frontend.drain()
+        finally:
+            await self._resources.aclose()
 
     async def _call_unary(
         self, method: str, messages: AsyncIterator[bytes], serve_context: Any

@@ -33,6 +33,7 @@ from tests.support.kubernetes_types import (
     read_table,
 )
 from tests.support.manifests import (
+    FOLDER,
     ContainerOfPod,
     Manifest,
     manifest,
@@ -600,3 +601,11 @@ def test_config_maps_of_volumes_exist() -> None:
     for path in (ROOT / "deploy/kubernetes").glob("*.yaml"):
         used = set(re.findall(r"configMap: \{name: ([\w-]+)\}", path.read_text()))
         assert used <= names
+
+
+def test_only_the_group_of_the_pod_reads_its_secrets() -> None:
+    """The server refuses a file of tokens that every user can read."""
+    text = "\n".join(path.read_text() for path in FOLDER.glob("*.yaml"))
+    volumes = re.findall(r"secret: (\{secretName: .*\})", text)
+    assert len(volumes) > 4
+    assert {yaml.safe_load(volume).get("defaultMode") for volume in volumes} == {0o440}

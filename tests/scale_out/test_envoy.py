@@ -10,10 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc
 import pytest
 
 from bench.harness.envoy_process import CONFIG
 from clients.client import Client, Options, Retries
+from protos.preamble.v1 import admin_pb2, admin_pb2_grpc
 from tests.support.envoy import envoy, envoy_binary
 from tests.support.replicas import Replicas
 from tests.support.servers import WAIT_S, write_adapter, write_checkpoint
@@ -135,6 +137,15 @@ def test_the_configuration_is_valid() -> None:
     arguments = [str(envoy_binary()), "--mode", "validate", "-c", str(CONFIG)]
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=WAIT_S)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+def test_a_drain_does_not_reach_a_replica_by_chance(replicas: Replicas, tmp_path: Path) -> None:
+    with envoy(replicas.servers, tmp_path) as address, grpc.insecure_channel(address) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest(), timeout=WAIT_S)
+        assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
+    assert all(server.get("/health/ready")[0] == 200 for server in replicas.servers)
 
 
 @pytest.mark.slow

@@ -250,6 +250,27 @@ def test_a_model_that_fits_nowhere_is_refused(
     assert "a replica of 2 ranks (--tp 2 --pp 1), each with CPU 64, does not fit" in process.stderr
 
 
+def test_deployments_at_the_same_time_keep_each_other(
+    cluster: RayCluster, ports: Ports, checkpoint: Path
+) -> None:
+    """Serve deploys all applications together. There are no nodes for their replicas."""
+    names, port = ("first", "second", "third"), str(ports.head)
+    flags = ("--insecure", "--later", "--wait", "0", "--http-port", str(ports.head_http))
+    with ThreadPoolExecutor(len(names)) as pool:
+        runs = pool.map(
+            lambda name: cluster.run("deploy", checkpoint, *flags, "--name", name, "--port", port),
+            names,
+        )
+        for process in runs:
+            assert process.returncode == 0, process.stdout + process.stderr
+    status = cluster.run("status").stdout
+    assert all(f"{name}: " in status for name in names), status
+    process = cluster.run("deploy", checkpoint, *flags, "--port", "1")
+    assert process.returncode == 1 and f"deploy with --port {port}" in process.stderr
+    for name in names:
+        assert cluster.run("remove", name).returncode == 0
+
+
 def test_changes_of_a_deployment_lose_no_call(
     cluster: RayCluster, ports: Ports, checkpoint: Path, expected: list[list[int]]
 ) -> None:

@@ -25,7 +25,9 @@ def deployment(config: Any) -> Any:
 def test_the_manifest_has_the_output_of_the_command_in_its_comment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    comment = [line.removeprefix("#") for line in MANIFEST.read_text().splitlines() if "#" in line]
+    comment = [
+        line.removeprefix("#") for line in MANIFEST.read_text().splitlines() if line[:1] == "#"
+    ]
     lines = [line.removeprefix("   ") for line in comment if line.startswith("   ")]
     command = " ".join(line.rstrip("\\").strip() for line in lines[:2]).split()
     settings = tmp_path / "ray.yaml"
@@ -34,7 +36,7 @@ def test_the_manifest_has_the_output_of_the_command_in_its_comment(
     flags = [str(settings) if word == "ray.yaml" else word for word in command[3:]]
     config = print_config(capsys, *flags[:-1])
     assert config["applications"][0]["args"].pop("version")
-    document = yaml.safe_load(MANIFEST.read_text())
+    document = next(yaml.safe_load_all(MANIFEST.read_text()))
     assert yaml.safe_load(document["spec"]["serveConfigV2"]) == config
 
 
@@ -44,6 +46,19 @@ def test_relative_paths_become_absolute_and_urls_stay(capsys: pytest.CaptureFixt
     assert settings["model"] == str(Path("model").absolute())
     assert settings["adapters"] == str(Path("adapters").absolute())
     assert settings["tokenizer"] == "s3://bucket/tokens"
+    modules = ("--lora-modules", "mood=folder/mood", "sum=/adapters/sum")
+    settings = print_config(capsys, "model", "--insecure", "--adapters", "a", *modules)
+    lora_modules = settings["applications"][0]["args"]["settings"]["lora_modules"]
+    assert lora_modules == [f"mood={Path('folder/mood').absolute()}", "sum=/adapters/sum"]
+
+
+def test_a_replica_has_time_to_close_after_its_calls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("drain_s: 20.0\n")
+    config = print_config(capsys, "model", "--insecure", "--config", str(settings))
+    assert deployment(config)["graceful_shutdown_timeout_s"] == 35.0
 
 
 def test_settings_that_change_while_serving_do_not_restart_replicas(

@@ -48,6 +48,13 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_resources_of_the_nodes() 
         choose_node_ranks(ParallelConfig(tp=4), GPU, nodes(1, 2))
 
 
+def test_a_requested_number_of_ranks_must_fit() -> None:
+    parallel = ParallelConfig(tp=4)
+    assert choose_node_ranks(parallel, GPU, nodes(4, 4), requested=2) == 2
+    with pytest.raises(ConfigError, match=r"with 4 on a node, .* does not fit into this cluster"):
+        choose_node_ranks(parallel, GPU, nodes(2, 2), requested=4)
+
+
 def test_ranks_that_do_not_divide_a_stage_are_refused() -> None:
     with pytest.raises(ConfigError, match="--node-ranks is 3, but --tp 4 --pp 1 can have 1, 2, 4"):
         replica_bundles(ParallelConfig(tp=4), 3, GPU)
