@@ -193,15 +193,20 @@ class ObjectMirror:
         Raises UnavailableError if the store does not answer. Names that the store does not have
         are ignored.
         """
-        for text in names:
-            try:
-                requested = parse_name(text)
-            except RequestError:  # The admission refuses the name.
-                continue
-            with self._unavailable_errors():
+        owned: list[tuple[OwnedName, int | None]] = []
+        with self._unavailable_errors():
+            for text in names:
+                try:
+                    requested = parse_name(text)
+                except RequestError:  # The admission refuses the name.
+                    continue
                 owner = self._find_owner(requested, tenant)
                 if owner is not None:
-                    self._load(owner, requested.version)
+                    owned.append((owner, requested.version))
+                    # Before any fetch, which must not evict another adapter of the same request.
+                    self.record_name_use(owner)
+            for owner, version in owned:
+                self._load(owner, version)
 
     def _find_owner(self, requested: AdapterName, tenant: str) -> OwnedName | None:
         """Return the owner of a name; look for an unknown name or version in the store."""
@@ -238,6 +243,7 @@ class ObjectMirror:
                     raise
                 self.refresh(name)  # The objects have changed since the listing.
                 self._sync(name, {version} if version else set())
+            self.record_name_use(name)  # The fetch may have taken long.
             self.registry.scan(name.tenant)
             if version is not None or self.registry.has_loaded(name.tenant, name.name):
                 return
@@ -479,7 +485,6 @@ class ObjectMirror:
             entry.size,
             time.monotonic() - began,
         )
-        self._used_at.setdefault(name, time.monotonic())
         return True
 
     def free_capacity(self, new_name: OwnedName, size: int) -> None:
@@ -506,6 +511,7 @@ class ObjectMirror:
                     nbytes -= copy.size
                     count -= 1
                 self.folder.remove_alias(name)
+                self._used_at.pop(name, None)
             finally:
                 lock.release()
             tenants.add(name.tenant)

@@ -408,6 +408,28 @@ def test_copies_that_were_not_used_lately_are_removed_for_others(
     assert reason_of(lambda: tiny.adapters.resolve("a0")) == "ADAPTER_UNUSABLE"
 
 
+def test_the_adapters_of_one_request_do_not_evict_each_other(
+    open_replica: OpenReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = open_replica("writer")
+    for number in range(4):
+        writer.upload(f"a{number}")
+    reader = open_replica("mirror", adapters_max=2)
+    monkeypatch.setattr(object_mirror, "EVICTION_IDLE_S", 0.0)
+    for number in range(4):  # a0 and a1 were used, and evicted.
+        assert reader.adapters.resolve(f"a{number}").key == f"a{number}@1"
+    assert reader.files() == ["a2@1.safetensors", "a3@1.safetensors"]
+    idle_s = 2.0  # Longer than the fetches of one request take.
+    monkeypatch.setattr(object_mirror, "EVICTION_IDLE_S", idle_s)
+    time.sleep(idle_s)
+    reader.adapters.find_new(["a0", "a1"], "")
+    assert reader.files() == ["a0@1.safetensors", "a1@1.safetensors"]
+    # A loaded adapter stays, too, also if its name follows that of an unknown one.
+    time.sleep(idle_s)
+    reader.adapters.find_new(["a2", "a0"], "")
+    assert reader.files() == ["a0@1.safetensors", "a2@1.safetensors"]
+
+
 def test_a_full_disk_keeps_what_there_is(replicas: list[Replica]) -> None:
     first = replicas[0]
     first.upload("tax")
