@@ -11,7 +11,7 @@ unloaded long ago; `serving.adapters.object_storage` makes the other changes.
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -46,6 +46,9 @@ ALIAS_READERS = 8
 NAME_LOCKS = 64
 # An adapter that was used within this time is not evicted.
 EVICTION_IDLE_S = 60.0
+# A hidden copy is not removed within this time. A request that looked up its adapter before is then
+# in the engine, or has ended.
+HIDDEN_KEEP_S = 60.0
 # Time after which the object of an unloaded version is deleted. It exceeds the time that an upload
 # of the same version can take.
 UNLOADED_OBJECT_KEEP_S = 3600.0
@@ -99,6 +102,7 @@ class ObjectMirror:
         self._bytes_max = bytes_max
         self._adapters_max = adapters_max
         self._registry: AdapterRegistry | None = None
+        self._used_files: Callable[[], Collection[str]] = frozenset
         # Guards the fields below; never held during a request or a file access.
         self._lock = threading.Lock()
         self._index: dict[OwnedName, NameObjects] = {}
@@ -118,9 +122,15 @@ class ObjectMirror:
         self._name_locks = [threading.RLock() for _ in range(NAME_LOCKS)]
         self._log_throttle = LogThrottle(FAILURE_LOG_PERIOD_S)
 
-    def attach(self, registry: AdapterRegistry) -> None:
-        """Set the registry, which scans the folder."""
+    def attach(
+        self, registry: AdapterRegistry, used_files: Callable[[], Collection[str]] = frozenset
+    ) -> None:
+        """Set the registry, which scans the folder.
+
+        `used_files` returns the absolute paths of the files that unfinished requests use.
+        """
         self._registry = registry
+        self._used_files = used_files
 
     @property
     def registry(self) -> AdapterRegistry:
@@ -312,6 +322,7 @@ class ObjectMirror:
     def poll(self) -> bool:
         """List the store, and fetch what has become current; return whether the store answered."""
         with self._poll_lock:
+            self._remove_hidden()  # Also while the store does not answer.
             began_at, began_monotonic = time.time(), time.monotonic()
             try:
                 with self._requests(is_poll=True):
@@ -487,12 +498,22 @@ class ObjectMirror:
         )
         return True
 
+    def _remove_hidden(self) -> None:
+        try:
+            self.folder.remove_hidden(time.monotonic() - HIDDEN_KEEP_S, self._used_files())
+        except OSError as error:  # The next poll tries again.
+            self.record_failure(error)
+
     def free_capacity(self, new_name: OwnedName, size: int) -> None:
         """Remove the copies of names that have not been used for the longest time.
 
         Names that were used a short time ago stay, even if a limit is exceeded.
         """
-        nbytes = self.folder.nbytes + size
+        self._remove_hidden()
+        # Copies that were hidden a short time ago are removed soon, so no others are evicted for
+        # them.
+        soon_removed = self.folder.bytes_hidden_since(time.monotonic() - HIDDEN_KEEP_S)
+        nbytes = self.folder.nbytes - soon_removed + size
         count = 1 + sum(len(self.folder.copies(name)) for name in self.folder.names())
         if nbytes <= self._bytes_max and count <= self._adapters_max:
             return

@@ -78,7 +78,8 @@ class Replica:
         self.adapters = AdapterRegistry(
             folder, refuse_negative, adapters_max=adapters_max, catalog=self.mirror
         )
-        self.mirror.attach(self.adapters)
+        self.used_files: set[str] = set()  # Of unfinished requests.
+        self.mirror.attach(self.adapters, lambda: self.used_files)
         changes = ObjectRecordLog(store, ".changes/changes")
         self.store = AdapterStore(
             self.adapters,
@@ -115,6 +116,9 @@ class Replica:
 
     def files(self) -> list[str]:
         return sorted(path.name for path in self.folder.folder.glob("[!.]*"))
+
+    def hidden_files(self) -> list[str]:
+        return sorted(path.name for path in self.folder.folder.glob(f"{UNLOADED_PREFIX}*"))
 
 
 OpenReplica = Callable[..., Replica]
@@ -250,8 +254,7 @@ def test_an_unloaded_version_disappears_everywhere_and_its_number_is_not_used_ag
     first.store.unload("tax@2", "")
     second.poll()
     # Requests that use it still read its file.
-    hidden = [path.name for path in second.folder.folder.glob(f"{UNLOADED_PREFIX}*")]
-    assert hidden == [f"{UNLOADED_PREFIX}tax@2.safetensors"]
+    assert second.hidden_files() == [f"{UNLOADED_PREFIX}tax@2.safetensors"]
     assert second.adapters.resolve("tax").key == "tax@1"
     assert third.adapters.resolve("tax").key == "tax@1"
     assert reason_of(lambda: second.store.unload("tax@2", "")) == "UNKNOWN_ADAPTER"
@@ -266,6 +269,35 @@ def test_an_unloaded_version_disappears_everywhere_and_its_number_is_not_used_ag
     keys = {entry.key for entry in first.mirror.store.list(after=object_mirror.HIDDEN_KEYS_END)}
     assert keys == {"tax.current", "tax@1.safetensors", "tax@3.safetensors"}
     assert reason_of(lambda: second.upload("tax@2")) == "ALREADY_EXISTS"
+
+
+def test_hidden_copies_count_and_are_removed_when_no_request_uses_them(
+    replicas: list[Replica], open_replica: OpenReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third, _ = replicas
+    first.upload("tax")
+    first.upload("toll", tenant="acme")
+    for server in (second, third):
+        server.used_files.add(server.adapters.resolve("tax").adapter_ref.file)
+        server.adapters.resolve("toll", "acme")
+    nbytes = second.folder.nbytes
+    first.store.unload("tax@1", "")
+    second.poll()
+    hidden = [f"{UNLOADED_PREFIX}tax@1.safetensors"]
+    assert (second.hidden_files(), second.folder.nbytes) == (hidden, nbytes)
+    monkeypatch.setattr(object_mirror, "HIDDEN_KEEP_S", 0.0)
+    second.poll()
+    assert second.hidden_files() == hidden, "a request uses it"
+    second.used_files.clear()
+    second.poll()
+    assert second.hidden_files() == []
+    assert second.folder.nbytes == nbytes - len(content("tax"))
+    assert second.adapters.resolve("toll", "acme").key == "toll@1"
+    # The requests of an earlier process have ended.
+    third.poll()
+    assert third.hidden_files() == hidden
+    third.folder.close()
+    assert open_replica(third.folder.folder.name).hidden_files() == []
 
 
 def test_a_tenant_has_adapters_of_its_own_that_hide_shared_ones(replicas: list[Replica]) -> None:
