@@ -505,9 +505,10 @@ class ObjectMirror:
             self.record_failure(error)
 
     def free_capacity(self, new_name: OwnedName, size: int) -> None:
-        """Remove the copies of names that have not been used for the longest time.
+        """Hide the copies of names that have not been used for the longest time.
 
-        Names that were used a short time ago stay, even if a limit is exceeded.
+        Names that were used a short time ago, or that an unfinished request uses, stay, even if a
+        limit is exceeded.
         """
         self._remove_hidden()
         # Copies that were hidden a short time ago are removed soon, so no others are evicted for
@@ -517,7 +518,7 @@ class ObjectMirror:
         count = 1 + sum(len(self.folder.copies(name)) for name in self.folder.names())
         if nbytes <= self._bytes_max and count <= self._adapters_max:
             return
-        idle_before = time.monotonic() - EVICTION_IDLE_S
+        idle_before, used_files = time.monotonic() - EVICTION_IDLE_S, self._used_files()
         tenants: set[str] = set()
         for name in sorted(self.folder.names(), key=lambda name: self._used_at.get(name, 0.0)):
             if nbytes <= self._bytes_max and count <= self._adapters_max:
@@ -527,8 +528,12 @@ class ObjectMirror:
             if name == new_name or is_recent or not lock.acquire(blocking=False):
                 continue
             try:
-                for version, copy in self.folder.copies(name).items():
-                    self.folder.remove(name, version)
+                copies = self.folder.copies(name)
+                if any(str(copy.path.absolute()) in used_files for copy in copies.values()):
+                    continue
+                for version, copy in copies.items():
+                    # A request may look the adapter up until the scan below.
+                    self.folder.hide(name, version)
                     nbytes -= copy.size
                     count -= 1
                 self.folder.remove_alias(name)

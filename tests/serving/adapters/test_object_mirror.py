@@ -462,6 +462,31 @@ def test_the_adapters_of_one_request_do_not_evict_each_other(
     assert reader.files() == ["a0@1.safetensors", "a2@1.safetensors"]
 
 
+def test_accepted_requests_keep_the_files_of_their_adapters(
+    open_replica: OpenReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = open_replica("writer")
+    for number in range(4):
+        writer.upload(f"a{number}")
+    reader = open_replica("mirror", bytes_max=2 * len(content("a0")) + 100)
+    monkeypatch.setattr(object_mirror, "EVICTION_IDLE_S", 0.0)
+    reader.used_files.add(reader.adapters.resolve("a0").adapter_ref.file)
+    reader.adapters.resolve("a1")
+    reader.adapters.resolve("a2")
+    assert reader.files() == ["a0@1.safetensors", "a2@1.safetensors"]
+    # A request that has looked up a1, and is not in the engine yet, reads the hidden file.
+    assert reader.hidden_files() == [f"{UNLOADED_PREFIX}a1@1.safetensors"]
+    reader.used_files.clear()
+    reader.adapters.resolve("a3")
+    assert reader.files() == ["a2@1.safetensors", "a3@1.safetensors"]
+    assert len(reader.hidden_files()) == 2, "hidden copies evict no others"
+    monkeypatch.setattr(object_mirror, "HIDDEN_KEEP_S", 0.0)
+    assert reader.adapters.resolve("a1").key == "a1@1"
+    assert reader.hidden_files() == [f"{UNLOADED_PREFIX}a2@1.safetensors"]
+    reader.poll()
+    assert reader.hidden_files() == []
+
+
 def test_a_full_disk_keeps_what_there_is(replicas: list[Replica]) -> None:
     first = replicas[0]
     first.upload("tax")
