@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from gpt.adapters.adapter_file import Adapter, Card, build_adapter, encode_adapter
+from gpt.adapters.change_log import AdapterChangeLog
 from gpt.errors import AdapterError, ConfigError, PreambleError
 from gpt.object_store.object_store import ObjectStore
 from gpt.object_store.record_log import ObjectRecordLog
@@ -148,8 +149,11 @@ def reason_of(call: Callable[[], object]) -> str:
     try:
         call()
     except PreambleError as error:
-        return to_call_failure(error).reason.name
-    return ""
+        failure = to_call_failure(error)
+    else:
+        return ""
+    assert "s3://" not in str(failure), "clients must not see the bucket"
+    return failure.reason.name
 
 
 def test_an_upload_is_found_by_every_server_and_fetched_when_it_is_asked_for(
@@ -407,6 +411,23 @@ def test_a_store_that_refuses_requests_is_reported(
     with pytest.raises(ConfigError, match="403 SignatureDoesNotMatch"):
         stranger.mirror.check_access()
     assert reason_of(lambda: stranger.adapters.resolve("tax")) == "STORAGE_TIMEOUT"
+
+
+def test_a_change_that_cannot_be_recorded_is_refused(
+    replicas: list[Replica], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = replicas[0]
+    first.upload("tax")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    unreachable_log = ObjectRecordLog(ObjectStore(url), ".changes/changes")
+    first.store.changes = AdapterChangeLog(
+        first.folder.folder, changes_log=unreachable_log, reason_name=reason_name
+    )
+    assert reason_of(lambda: first.upload("tax")) == "STORAGE_TIMEOUT"
+    assert reason_of(lambda: first.store.promote("tax@1", "")) == "STORAGE_TIMEOUT"
+    assert reason_of(lambda: first.store.unload("tax@1", "")) == "STORAGE_TIMEOUT"
+    keys = [entry.key for entry in first.mirror.store.list(after=object_mirror.HIDDEN_KEYS_END)]
+    assert keys == ["tax@1.safetensors"]
 
 
 def test_copies_that_were_not_used_lately_are_removed_for_others(
