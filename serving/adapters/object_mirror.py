@@ -277,9 +277,8 @@ class ObjectMirror:
                 entries.append(entry)
             others = (self.store.find(key) for key in (name.unversioned_key, name.alias_key))
             entries += [entry for entry in others if entry is not None]
-            objects = build_index(entries).get(name, NO_OBJECTS)
-            self._set_objects(name, objects)
-            self._read_alias(name)
+        self._set_objects(name, build_index(entries).get(name, NO_OBJECTS))
+        self._read_alias(name)
 
     def alias(self, name: OwnedName) -> AliasContent:
         """Return the alias record that the last refresh of a name has read."""
@@ -374,7 +373,7 @@ class ObjectMirror:
 
         def read(name: OwnedName) -> None:
             # An error is logged; the next poll reads the record.
-            with suppress(ObjectStoreError), self._requests():
+            with suppress(ObjectStoreError):
                 self._read_alias(name)
 
         if names:
@@ -384,18 +383,24 @@ class ObjectMirror:
                 self._state += 1
 
     def _read_alias(self, name: OwnedName) -> None:
+        """Read the alias record of a name, unless the record of its listed object was read."""
         entry = self.objects(name).alias
         if entry is not None and entry.etag == self.alias(name).etag:
             return
         alias = NO_ALIAS
         if entry is not None:
-            try:
-                alias = AliasContent(*self.store.read(name.alias_key, ALIAS_BYTES_MAX + 1))
-            except ObjectStoreError as error:
-                if error.problem != "missing":
-                    raise
+            with self._requests():
+                alias = self._read_stored_alias(name)
         with self._lock:
             self._aliases[name] = alias
+
+    def _read_stored_alias(self, name: OwnedName) -> AliasContent:
+        try:
+            return AliasContent(*self.store.read(name.alias_key, ALIAS_BYTES_MAX + 1))
+        except ObjectStoreError as error:
+            if error.problem != "missing":
+                raise
+            return NO_ALIAS
 
     def _sync_names(self) -> None:
         """Make the copies of all names in use equal to the store."""
@@ -448,8 +453,7 @@ class ObjectMirror:
         versions = objects.versions
         has_changed = False
         if versions:
-            with self._requests():
-                self._read_alias(name)
+            self._read_alias(name)
             selected = self.selected_version(name)
             for version in sorted({*requested_versions, selected or 0} & versions.keys()):
                 has_changed |= self._fetch(name, version, versions[version])

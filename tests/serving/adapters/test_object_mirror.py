@@ -1,5 +1,6 @@
 """Servers with one object store of adapters, in this process, each with a mirror of its own."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch
 from gpt.adapters.adapter_file import Adapter, Card, build_adapter, encode_adapter
 from gpt.adapters.change_log import AdapterChangeLog
 from gpt.errors import AdapterError, ConfigError, PreambleError
-from gpt.object_store.object_store import ObjectStore
+from gpt.object_store.object_store import ObjectStore, ObjectStoreError
 from gpt.object_store.record_log import ObjectRecordLog
 from serving.adapters import object_mirror
 from serving.adapters.directory_layout import UNLOADED_PREFIX
@@ -393,6 +394,24 @@ def test_copies_survive_a_restart_and_a_store_that_is_gone(
     eventually(second.poll)
     assert second.mirror.counts.fetches == 0
     assert second.adapters.resolve("tax@2").key == "tax@2"
+
+
+def test_only_a_request_shows_that_the_store_answers_again(
+    replicas: list[Replica], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    first, name = replicas[0], OwnedName("", "tax")
+    first.upload("tax")
+    first.store.promote("tax@1", "")
+    monkeypatch.setattr(object_mirror, "FAILURE_DELAY_S", 0.0)
+    first.mirror.record_failure(ObjectStoreError("it does not answer", "unavailable"))
+    first.mirror.sync_copies(name)
+    assert "event=adapter_store_answers" not in caplog.text
+    assert first.poll()
+    assert "event=adapter_store_answers" in caplog.text
+    monkeypatch.setattr(object_mirror, "FAILURE_DELAY_S", 60.0)
+    first.mirror.record_failure(ObjectStoreError("it does not answer", "unavailable"))
+    first.mirror.sync_copies(name)  # Although the store may not be asked yet.
 
 
 def test_a_store_that_refuses_requests_is_reported(
