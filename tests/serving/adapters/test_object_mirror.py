@@ -449,6 +449,31 @@ def test_a_change_that_cannot_be_recorded_is_refused(
     assert keys == ["tax@1.safetensors"]
 
 
+def test_a_change_whose_result_cannot_be_read_is_not_repeated(
+    replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = replicas
+    for _ in range(3):
+        first.upload("tax")
+    for version in (1, 2):
+        first.store.promote(f"tax@{version}", "")
+    replace, store = first.mirror.store.replace, first.mirror.store
+
+    def refuse_read(key: str, bytes_max: int) -> tuple[bytes, str]:
+        raise ObjectStoreError("it does not answer", "unavailable")
+
+    with monkeypatch.context() as faults:
+
+        def lose_response(key: str, content: bytes, *, etag: str) -> str:
+            replace(key, content, etag=etag)
+            faults.setattr(store, "read", refuse_read)
+            raise ObjectStoreError("the repeated request finds another object", "changed")
+
+        faults.setattr(store, "replace", lose_response)
+        assert reason_of(lambda: first.store.rollback("tax", "")) == "DEADLINE_PASSED"
+    assert second.adapters.resolve("tax").key == "tax@1"
+
+
 def test_copies_that_were_not_used_lately_are_removed_for_others(
     open_replica: OpenReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
