@@ -44,6 +44,9 @@ ABSENT_NAMES_MAX = 10_000
 ALIASES_READ_MAX = 1000  # Alias records that one poll reads for the listing of adapters.
 ALIAS_READERS = 8
 NAME_LOCKS = 64
+# Time for which a request waits while another thread fetches its adapter. A waiting request takes
+# one of the few threads of its tenant.
+LOCK_WAIT_S = 5.0
 # An adapter that was used within this time is not evicted.
 EVICTION_IDLE_S = 60.0
 # A hidden copy is not removed within this time. A request that looked up its adapter before is then
@@ -245,7 +248,7 @@ class ObjectMirror:
         return None
 
     def _load(self, name: OwnedName, version: int | None) -> None:
-        with self._lock_of(name):
+        with self._limited_lock(name, LOCK_WAIT_S):
             try:
                 self._sync(name, {version} if version else set())
             except ObjectStoreError as error:
@@ -409,15 +412,16 @@ class ObjectMirror:
             objects = self.objects(name)
             if self._synced.get(name) == objects:
                 continue
-            with self._lock_of(name):
-                try:
+            try:
+                # Without a wait: a slow fetch must not delay the other names.
+                with self._limited_lock(name, 0.0):
                     if self._sync(name, set()):
                         changed_tenants.add(name.tenant)
-                except ObjectStoreError:  # It is recorded. The next poll tries again.
-                    continue
-                except (PreambleError, OSError) as error:
-                    self.record_failure(error)
-                    continue
+            except ObjectStoreError:  # An error of the store is recorded. The next poll retries.
+                continue
+            except (PreambleError, OSError) as error:
+                self.record_failure(error)
+                continue
             self._synced[name] = objects
         for tenant in changed_tenants:
             with suppress(OSError):  # The poll of the directory scans again.
@@ -617,6 +621,17 @@ class ObjectMirror:
 
     def _lock_of(self, name: OwnedName) -> "threading.RLock":
         return self._name_locks[hash(name) % NAME_LOCKS]
+
+    @contextmanager
+    def _limited_lock(self, name: OwnedName, wait_s: float) -> Iterator[None]:
+        """Hold the lock of a name; raise an error if another thread holds it for too long."""
+        lock = self._lock_of(name)
+        if not lock.acquire(timeout=wait_s):
+            raise ObjectStoreError(f"{name.name} is being fetched", "unavailable")
+        try:
+            yield
+        finally:
+            lock.release()
 
 
 def _owned_names(requested: AdapterName, tenant: str) -> list[OwnedName]:

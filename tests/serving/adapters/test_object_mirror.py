@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import torch
 from gpt.adapters.adapter_file import Adapter, Card, build_adapter, encode_adapter
 from gpt.adapters.change_log import AdapterChangeLog
 from gpt.errors import AdapterError, ConfigError, PreambleError
-from gpt.object_store.object_store import ObjectStore, ObjectStoreError
+from gpt.object_store.object_store import ObjectInfo, ObjectStore, ObjectStoreError
 from gpt.object_store.record_log import ObjectRecordLog
 from serving.adapters import object_mirror
 from serving.adapters.directory_layout import UNLOADED_PREFIX
@@ -44,6 +46,7 @@ pytestmark = pytest.mark.slow  # The store starts in seconds.
 
 CONFIG = AdapterConfig()
 LISTED_ADAPTERS = 10_000
+WAIT_S = 15.0  # For calls that must not wait for a fetch.
 
 
 @pytest.fixture(scope="module")
@@ -550,6 +553,41 @@ def test_accepted_requests_keep_the_files_of_their_adapters(
     assert reader.hidden_files() == [f"{UNLOADED_PREFIX}a2@1.safetensors"]
     reader.poll()
     assert reader.hidden_files() == []
+
+
+def test_a_slow_fetch_delays_neither_other_requests_nor_the_poll(
+    replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = replicas
+    first.upload("tax")
+    second.adapters.resolve("tax")
+    first.upload("tax")
+    first.upload("toll")
+    download, began, may_end = second.mirror.store.download, threading.Event(), threading.Event()
+
+    def download_slowly(entry: ObjectInfo, file: BinaryIO) -> None:
+        began.set()
+        may_end.wait(WAIT_S)
+        download(entry, file)
+
+    monkeypatch.setattr(object_mirror, "LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr(second.mirror.store, "download", download_slowly)
+    with ThreadPoolExecutor(3) as pool:
+        fetch = pool.submit(second.adapters.resolve, "tax@2")
+        try:
+            assert began.wait(WAIT_S)
+            monkeypatch.setattr(second.mirror.store, "download", download)
+            request = pool.submit(reason_of, lambda: second.adapters.resolve("tax@2"))
+            assert request.result(WAIT_S) == "STORAGE_TIMEOUT"
+            assert pool.submit(second.poll).result(WAIT_S)
+            assert second.adapters.has("toll")
+            assert second.adapters.resolve("tax").key == "tax@1"
+            assert second.mirror.delay_s == 0.0, "the store answers"
+        finally:
+            may_end.set()
+        assert fetch.result(WAIT_S).key == "tax@2"
+    second.poll()
+    assert second.adapters.resolve("tax").key == "tax@2"
 
 
 def test_a_full_disk_keeps_what_there_is(replicas: list[Replica]) -> None:
