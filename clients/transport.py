@@ -47,13 +47,15 @@ class CallError(Exception):
 
     @property
     def is_connection_loss(self) -> bool:
-        """Whether the server was unreachable, or was lost during the call.
+        """Whether the server was unreachable, was lost during the call, or serves no call now.
 
         gRPC reports a reset of the call's stream as UNKNOWN or INTERNAL; an error of a Preamble
-        server has a reason.
+        server has a reason. A server whose storage does not answer serves other calls, and the
+        storage is often that of all servers.
         """
         is_reset = self.code in ("UNKNOWN", "INTERNAL") and not self.reason
-        return self.code == "UNAVAILABLE" or is_reset
+        is_lost = self.code == "UNAVAILABLE" and self.reason != "STORAGE_TIMEOUT"
+        return is_lost or is_reset
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 from gpt.files.json_lines_log import JsonLinesLog
+from gpt.object_store.object_store import ObjectStoreError
 
 FOLDER = ".changes"
 CHANGES_FILE, REFUSALS_FILE = "changes.jsonl", "refusals.jsonl"
@@ -49,6 +50,7 @@ OPEN_RECORDS_MAX = 1000
 ChangeAction = Literal["upload", "promote", "rollback", "unload"]
 ChangeStatus = Literal["begun", "done", "failed", "refused", "unfinished"]
 ChangeRecord = Mapping[str, Any]
+LogError = OSError | ObjectStoreError  # Why a record cannot be written.
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class ChangeAuthor:
 
 
 class RecordLog(Protocol):
-    """A log of records. An append writes all its records, or raises an OSError."""
+    """A log of records. An append writes all its records, or raises a LogError."""
 
     def append(self, records: Iterable[ChangeRecord]) -> object: ...
 
@@ -101,7 +103,7 @@ class AdapterChangeLog:
         bytes_max: int = LOG_BYTES_MAX,
         files_max: int = LOG_FILES_MAX,
         reason_name: Callable[[BaseException], str] = _class_name,
-        on_unwritten: Callable[[OSError], object] = lambda error: None,
+        on_unwritten: Callable[[LogError], object] = lambda error: None,
     ) -> None:
         self.reason_name = reason_name
         self._on_unwritten = on_unwritten
@@ -144,7 +146,7 @@ class AdapterChangeLog:
             self._folder.mkdir(exist_ok=True)
 
     def check_writable(self) -> None:
-        """Raise an OSError if no change can be recorded."""
+        """Raise a LogError if no change can be recorded."""
         if self._folder is not None:
             self.create_folder()
             self._changes.append([])
@@ -174,7 +176,7 @@ class AdapterChangeLog:
     def append(self, record: ChangeRecord, *, required: bool) -> None:
         """Write a record, after the records that could not be written before.
 
-        If it cannot be written, raise the OSError if it is `required`, else keep the record.
+        If it cannot be written, raise the LogError if it is `required`, else keep the record.
         """
         if self._folder is None:
             return
@@ -200,7 +202,7 @@ class AdapterChangeLog:
         try:
             self.create_folder()
             log.append([*unwritten, record])
-        except OSError as error:
+        except (OSError, ObjectStoreError) as error:
             if required:
                 raise
             unwritten.append(record)
@@ -246,7 +248,7 @@ class AdapterChange:
         }
 
     def begin(self, version: int, current_before: int | None, digest: str = "") -> None:
-        """Record the change before the directory changes; raise an OSError if that is impossible.
+        """Record the change before the directory changes; raise a LogError if that is impossible.
 
         `current_before`: the version that the name selects before the change; None: no version.
         """

@@ -57,7 +57,7 @@ def is_object_url(path: str) -> bool:
 class ObjectStoreError(PreambleError):
     """A request to an object store failed; `problem` is the kind of the failure.
 
-    `may_be_written`: the request was a write without an answer, so the store may have made it.
+    `may_be_written`: it is not known whether the store has made the write.
     """
 
     def __init__(self, message: str, problem: Problem, *, may_be_written: bool = False) -> None:
@@ -200,7 +200,7 @@ class ObjectStore:
             if error.problem not in ("exists", "changed"):
                 raise
             # If a response is lost, the request is sent again, and then finds its own object.
-            with self._errors("read", key):
+            with unconfirmed_writes(), self._errors("read", key):
                 result = self._obstore.get(self._store, key, options={"head": True})
             if result.attributes.get(WRITE_ATTRIBUTE) == token:
                 return str(result.meta["e_tag"])
@@ -244,6 +244,20 @@ class ObjectStore:
                 problem,
                 may_be_written=problem == "unavailable" and action not in READ_ACTIONS,
             ) from None
+
+
+@contextmanager
+def unconfirmed_writes() -> Iterator[None]:
+    """Convert the error of a request that reads whether a write was made.
+
+    "missing" is an answer: the write was not made.
+    """
+    try:
+        yield
+    except ObjectStoreError as error:
+        if error.problem == "missing":
+            raise
+        raise ObjectStoreError(str(error), "unavailable", may_be_written=True) from None
 
 
 def _import_obstore() -> ModuleType:

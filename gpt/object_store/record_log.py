@@ -5,7 +5,6 @@ so the keys sort by time. An object is never changed or deleted by this module; 
 the bucket can delete old ones.
 """
 
-import errno
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +26,7 @@ class ObjectRecordLog:
     folder: str
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Create an object with the records; raise an OSError if that is impossible."""
+        """Create an object with the records; raise an ObjectStoreError if that is impossible."""
         lines = b"".join(
             json.dumps(record, separators=(",", ":")).encode() + b"\n" for record in records
         )
@@ -37,7 +36,8 @@ class ObjectRecordLog:
         try:
             self.store.create(f"{self.folder}/{time}-{secrets.token_hex(4)}.jsonl", lines)
         except ObjectStoreError as error:
-            raise OSError(errno.EIO, str(error)) from None
+            # `may_be_written` is false: it is about the change, which is made after its record.
+            raise ObjectStoreError(str(error), error.problem) from None
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield all records, the oldest first; damaged lines are skipped."""

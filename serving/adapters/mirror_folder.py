@@ -2,14 +2,16 @@
 
 The folder is an adapter directory, which `serving.adapters.directory_scan` reads. Each copy has a
 hidden file with the ETag of its object, written before the copy gets its name, so a process that is
-killed leaves no copy of unknown origin. One server at a time uses a folder. This module sends no
-requests.
+killed leaves no copy of unknown origin. A copy that is not needed any more gets a hidden name,
+since accepted requests may still use it, and is removed later. One server at a time uses a folder.
+This module sends no requests.
 """
 
 import fcntl
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,12 @@ from gpt.files.abandoned_files import remove_abandoned_partials
 from gpt.files.atomic_files import open_atomic, rename_durable, write_atomic
 from serving.adapters.adapter_storage import hide_file
 from serving.adapters.alias_record import alias_path, write_alias_content
-from serving.adapters.directory_layout import adapter_file_name, parse_file_name
+from serving.adapters.directory_layout import (
+    UNLOADED_PREFIX,
+    adapter_file_name,
+    parse_file_name,
+    unloaded_path,
+)
 from serving.adapters.object_index import OwnedName
 
 MARKER = ".mirror"  # Has the URL of the store, and is locked by the server.
@@ -37,14 +44,27 @@ class LocalCopy:
     size: int
 
 
+@dataclass(frozen=True)
+class HiddenCopy:
+    """A copy with a hidden name."""
+
+    size: int
+    hidden_at: float  # On the monotonic clock.
+
+
 class MirrorFolder:
     """The copies in `folder`, which must be empty or a mirror of `url`."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder = folder
         self._lock_file = _lock_folder(folder, url)
-        self._lock = threading.Lock()  # Guards `_copies`; never held during a file access.
+        # Guards `_copies` and `_hidden`; never held during a file access.
+        self._lock = threading.Lock()
         self._copies: dict[OwnedName, dict[int, LocalCopy]] = {}
+        # By the path before the copy was hidden, which adapter references have.
+        self._hidden: dict[Path, HiddenCopy] = {}
+        # Held while a copy is hidden or removed: a later copy can get the same hidden name.
+        self._hide_lock = threading.Lock()
         # The state of each alias file; a file of an earlier process has no known state.
         self._alias_etags: dict[OwnedName, str] = {}
         self._find_copies()
@@ -54,8 +74,15 @@ class MirrorFolder:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all copies, including hidden ones."""
         with self._lock:
-            return sum(copy.size for copies in self._copies.values() for copy in copies.values())
+            nbytes = sum(copy.size for copies in self._copies.values() for copy in copies.values())
+            return nbytes + sum(copy.size for copy in self._hidden.values())
+
+    def bytes_hidden_since(self, time_s: float) -> int:
+        """Return the bytes of the copies that were hidden after a time on the monotonic clock."""
+        with self._lock:
+            return sum(copy.size for copy in self._hidden.values() if copy.hidden_at > time_s)
 
     def names(self) -> list[OwnedName]:
         with self._lock:
@@ -86,12 +113,28 @@ class MirrorFolder:
         return self._record(name, version, LocalCopy(path, etag, size))
 
     def hide(self, name: OwnedName, version: int) -> None:
-        """Give a copy a hidden name. Requests may still use it; the adapter store removes it."""
+        """Give a copy a hidden name. Requests may still use it; `remove_hidden` removes it."""
         copy = self._forget(name, version)
         if copy is not None:
-            with suppress(FileNotFoundError):
+            with self._hide_lock, suppress(FileNotFoundError):
                 hide_file(copy.path)
+                with self._lock:
+                    self._hidden[copy.path] = HiddenCopy(copy.size, time.monotonic())
             _etag_path(copy.path).unlink(missing_ok=True)
+
+    def remove_hidden(self, before_s: float, used_files: Collection[str]) -> None:
+        """Remove the copies that were hidden before a time on the monotonic clock.
+
+        `used_files`: the absolute paths, before they were hidden, of copies that must stay.
+        """
+        with self._hide_lock:
+            with self._lock:
+                hidden = list(self._hidden.items())
+            for path, copy in hidden:
+                if copy.hidden_at < before_s and str(path.absolute()) not in used_files:
+                    unloaded_path(path).unlink(missing_ok=True)
+                    with self._lock:
+                        self._hidden.pop(path, None)
 
     def remove(self, name: OwnedName, version: int) -> None:
         copy = self._forget(name, version)
@@ -136,10 +179,12 @@ class MirrorFolder:
             return copy
 
     def _find_copies(self) -> None:
-        """Find the copies of an earlier process; remove adapter files that are no copies."""
+        """Find the copies of an earlier process; remove its hidden copies, and other files."""
         for tenant, folder in self._folders():
             remove_abandoned_partials(folder)
             for path in sorted(folder.iterdir()):
+                if path.name.startswith(UNLOADED_PREFIX):  # Its requests have ended.
+                    path.unlink()
                 adapter_name = None if path.name.startswith(".") else parse_file_name(path.name)
                 if adapter_name is None or not adapter_name.version:
                     continue

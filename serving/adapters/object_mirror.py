@@ -11,7 +11,7 @@ unloaded long ago; `serving.adapters.object_storage` makes the other changes.
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -44,8 +44,14 @@ ABSENT_NAMES_MAX = 10_000
 ALIASES_READ_MAX = 1000  # Alias records that one poll reads for the listing of adapters.
 ALIAS_READERS = 8
 NAME_LOCKS = 64
+# Time for which a request waits while another thread fetches its adapter. A waiting request takes
+# one of the few threads of its tenant.
+LOCK_WAIT_S = 5.0
 # An adapter that was used within this time is not evicted.
 EVICTION_IDLE_S = 60.0
+# A hidden copy is not removed within this time. A request that looked up its adapter before is then
+# in the engine, or has ended.
+HIDDEN_KEEP_S = 60.0
 # Time after which the object of an unloaded version is deleted. It exceeds the time that an upload
 # of the same version can take.
 UNLOADED_OBJECT_KEEP_S = 3600.0
@@ -99,6 +105,7 @@ class ObjectMirror:
         self._bytes_max = bytes_max
         self._adapters_max = adapters_max
         self._registry: AdapterRegistry | None = None
+        self._used_files: Callable[[], Collection[str]] = frozenset
         # Guards the fields below; never held during a request or a file access.
         self._lock = threading.Lock()
         self._index: dict[OwnedName, NameObjects] = {}
@@ -118,9 +125,15 @@ class ObjectMirror:
         self._name_locks = [threading.RLock() for _ in range(NAME_LOCKS)]
         self._log_throttle = LogThrottle(FAILURE_LOG_PERIOD_S)
 
-    def attach(self, registry: AdapterRegistry) -> None:
-        """Set the registry, which scans the folder."""
+    def attach(
+        self, registry: AdapterRegistry, used_files: Callable[[], Collection[str]] = frozenset
+    ) -> None:
+        """Set the registry, which scans the folder.
+
+        `used_files` returns the absolute paths of the files that unfinished requests use.
+        """
         self._registry = registry
+        self._used_files = used_files
 
     @property
     def registry(self) -> AdapterRegistry:
@@ -193,15 +206,20 @@ class ObjectMirror:
         Raises UnavailableError if the store does not answer. Names that the store does not have
         are ignored.
         """
-        for text in names:
-            try:
-                requested = parse_name(text)
-            except RequestError:  # The admission refuses the name.
-                continue
-            with self._unavailable_errors():
+        owned: list[tuple[OwnedName, int | None]] = []
+        with self._unavailable_errors():
+            for text in names:
+                try:
+                    requested = parse_name(text)
+                except RequestError:  # The admission refuses the name.
+                    continue
                 owner = self._find_owner(requested, tenant)
                 if owner is not None:
-                    self._load(owner, requested.version)
+                    owned.append((owner, requested.version))
+                    # Before any fetch, which must not evict another adapter of the same request.
+                    self.record_name_use(owner)
+            for owner, version in owned:
+                self._load(owner, version)
 
     def _find_owner(self, requested: AdapterName, tenant: str) -> OwnedName | None:
         """Return the owner of a name; look for an unknown name or version in the store."""
@@ -230,7 +248,7 @@ class ObjectMirror:
         return None
 
     def _load(self, name: OwnedName, version: int | None) -> None:
-        with self._lock_of(name):
+        with self._limited_lock(name, LOCK_WAIT_S):
             try:
                 self._sync(name, {version} if version else set())
             except ObjectStoreError as error:
@@ -238,6 +256,7 @@ class ObjectMirror:
                     raise
                 self.refresh(name)  # The objects have changed since the listing.
                 self._sync(name, {version} if version else set())
+            self.record_name_use(name)  # The fetch may have taken long.
             self.registry.scan(name.tenant)
             if version is not None or self.registry.has_loaded(name.tenant, name.name):
                 return
@@ -261,9 +280,8 @@ class ObjectMirror:
                 entries.append(entry)
             others = (self.store.find(key) for key in (name.unversioned_key, name.alias_key))
             entries += [entry for entry in others if entry is not None]
-            objects = build_index(entries).get(name, NO_OBJECTS)
-            self._set_objects(name, objects)
-            self._read_alias(name)
+        self._set_objects(name, build_index(entries).get(name, NO_OBJECTS))
+        self._read_alias(name)
 
     def alias(self, name: OwnedName) -> AliasContent:
         """Return the alias record that the last refresh of a name has read."""
@@ -306,6 +324,7 @@ class ObjectMirror:
     def poll(self) -> bool:
         """List the store, and fetch what has become current; return whether the store answered."""
         with self._poll_lock:
+            self._remove_hidden()  # Also while the store does not answer.
             began_at, began_monotonic = time.time(), time.monotonic()
             try:
                 with self._requests(is_poll=True):
@@ -357,7 +376,7 @@ class ObjectMirror:
 
         def read(name: OwnedName) -> None:
             # An error is logged; the next poll reads the record.
-            with suppress(ObjectStoreError), self._requests():
+            with suppress(ObjectStoreError):
                 self._read_alias(name)
 
         if names:
@@ -367,18 +386,24 @@ class ObjectMirror:
                 self._state += 1
 
     def _read_alias(self, name: OwnedName) -> None:
+        """Read the alias record of a name, unless the record of its listed object was read."""
         entry = self.objects(name).alias
         if entry is not None and entry.etag == self.alias(name).etag:
             return
         alias = NO_ALIAS
         if entry is not None:
-            try:
-                alias = AliasContent(*self.store.read(name.alias_key, ALIAS_BYTES_MAX + 1))
-            except ObjectStoreError as error:
-                if error.problem != "missing":
-                    raise
+            with self._requests():
+                alias = self._read_stored_alias(name)
         with self._lock:
             self._aliases[name] = alias
+
+    def _read_stored_alias(self, name: OwnedName) -> AliasContent:
+        try:
+            return AliasContent(*self.store.read(name.alias_key, ALIAS_BYTES_MAX + 1))
+        except ObjectStoreError as error:
+            if error.problem != "missing":
+                raise
+            return NO_ALIAS
 
     def _sync_names(self) -> None:
         """Make the copies of all names in use equal to the store."""
@@ -387,15 +412,16 @@ class ObjectMirror:
             objects = self.objects(name)
             if self._synced.get(name) == objects:
                 continue
-            with self._lock_of(name):
-                try:
+            try:
+                # Without a wait: a slow fetch must not delay the other names.
+                with self._limited_lock(name, 0.0):
                     if self._sync(name, set()):
                         changed_tenants.add(name.tenant)
-                except ObjectStoreError:  # It is recorded. The next poll tries again.
-                    continue
-                except (PreambleError, OSError) as error:
-                    self.record_failure(error)
-                    continue
+            except ObjectStoreError:  # An error of the store is recorded. The next poll retries.
+                continue
+            except (PreambleError, OSError) as error:
+                self.record_failure(error)
+                continue
             self._synced[name] = objects
         for tenant in changed_tenants:
             with suppress(OSError):  # The poll of the directory scans again.
@@ -431,8 +457,7 @@ class ObjectMirror:
         versions = objects.versions
         has_changed = False
         if versions:
-            with self._requests():
-                self._read_alias(name)
+            self._read_alias(name)
             selected = self.selected_version(name)
             for version in sorted({*requested_versions, selected or 0} & versions.keys()):
                 has_changed |= self._fetch(name, version, versions[version])
@@ -479,19 +504,29 @@ class ObjectMirror:
             entry.size,
             time.monotonic() - began,
         )
-        self._used_at.setdefault(name, time.monotonic())
         return True
 
-    def free_capacity(self, new_name: OwnedName, size: int) -> None:
-        """Remove the copies of names that have not been used for the longest time.
+    def _remove_hidden(self) -> None:
+        try:
+            self.folder.remove_hidden(time.monotonic() - HIDDEN_KEEP_S, self._used_files())
+        except OSError as error:  # The next poll tries again.
+            self.record_failure(error)
 
-        Names that were used a short time ago stay, even if a limit is exceeded.
+    def free_capacity(self, new_name: OwnedName, size: int) -> None:
+        """Hide the copies of names that have not been used for the longest time.
+
+        Names that were used a short time ago, or that an unfinished request uses, stay, even if a
+        limit is exceeded.
         """
-        nbytes = self.folder.nbytes + size
+        self._remove_hidden()
+        # Copies that were hidden a short time ago are removed soon, so no others are evicted for
+        # them.
+        soon_removed = self.folder.bytes_hidden_since(time.monotonic() - HIDDEN_KEEP_S)
+        nbytes = self.folder.nbytes - soon_removed + size
         count = 1 + sum(len(self.folder.copies(name)) for name in self.folder.names())
         if nbytes <= self._bytes_max and count <= self._adapters_max:
             return
-        idle_before = time.monotonic() - EVICTION_IDLE_S
+        idle_before, used_files = time.monotonic() - EVICTION_IDLE_S, self._used_files()
         tenants: set[str] = set()
         for name in sorted(self.folder.names(), key=lambda name: self._used_at.get(name, 0.0)):
             if nbytes <= self._bytes_max and count <= self._adapters_max:
@@ -501,11 +536,16 @@ class ObjectMirror:
             if name == new_name or is_recent or not lock.acquire(blocking=False):
                 continue
             try:
-                for version, copy in self.folder.copies(name).items():
-                    self.folder.remove(name, version)
+                copies = self.folder.copies(name)
+                if any(str(copy.path.absolute()) in used_files for copy in copies.values()):
+                    continue
+                for version, copy in copies.items():
+                    # A request may look the adapter up until the scan below.
+                    self.folder.hide(name, version)
                     nbytes -= copy.size
                     count -= 1
                 self.folder.remove_alias(name)
+                self._used_at.pop(name, None)
             finally:
                 lock.release()
             tenants.add(name.tenant)
@@ -581,6 +621,17 @@ class ObjectMirror:
 
     def _lock_of(self, name: OwnedName) -> "threading.RLock":
         return self._name_locks[hash(name) % NAME_LOCKS]
+
+    @contextmanager
+    def _limited_lock(self, name: OwnedName, wait_s: float) -> Iterator[None]:
+        """Hold the lock of a name; raise an error if another thread holds it for too long."""
+        lock = self._lock_of(name)
+        if not lock.acquire(timeout=wait_s):
+            raise ObjectStoreError(f"{name.name} is being fetched", "unavailable")
+        try:
+            yield
+        finally:
+            lock.release()
 
 
 def _owned_names(requested: AdapterName, tenant: str) -> list[OwnedName]:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from gpt.object_store.object_store import ObjectInfo, ObjectStoreError
+from gpt.object_store.object_store import ObjectInfo, ObjectStoreError, unconfirmed_writes
 from serving.adapters.adapter_storage import AliasChangedError, StoredAlias
 from serving.adapters.alias_record import ALIAS_BYTES_MAX, AliasRecord, encode_alias
 from serving.adapters.object_index import OwnedName
@@ -63,7 +63,7 @@ class ObjectStorage:
                 raise
             # If the response of a write is lost, the request is sent again, and then finds the
             # record that it has written.
-            stored_content, etag = self._read(key)
+            stored_content, etag = self._read_written(key)
             if not _is_written_by(stored_content, token):
                 raise AliasChangedError from None
         self._mirror.set_alias(owned_name, AliasContent(content, etag))
@@ -97,10 +97,15 @@ class ObjectStorage:
                 raise
         self._mirror.remove_version(owned_name, version, _new_object(key, 0, etag))
 
-    def _read(self, key: str) -> tuple[bytes, str]:
-        with suppress(ObjectStoreError):
-            return self._store.read(key, ALIAS_BYTES_MAX)
-        return b"", ""
+    def _read_written(self, key: str) -> tuple[bytes, str]:
+        """Return the content and the ETag of an object that may have been written."""
+        try:
+            with unconfirmed_writes():
+                return self._store.read(key, ALIAS_BYTES_MAX)
+        except ObjectStoreError as error:
+            if error.problem != "missing":
+                raise
+            return b"", ""
 
 
 def _is_written_by(content: bytes, token: str) -> bool:

@@ -165,14 +165,24 @@ class AdapterRegistry:
     def find_new(self, names: Iterable[str], tenant: str) -> None:
         """Load the adapters of unknown names, if they exist."""
         if self._catalog is not None:
-            self._catalog.find([name for name in names if self._is_unknown(name, tenant)], tenant)
+            self._catalog.find(self._record_loaded(names, tenant), tenant)
         self.scan_if_stale(tenant)
 
-    def _is_unknown(self, name: str, tenant: str) -> bool:
-        try:
-            return bool(name) and self._find(parse_name(name).name, name, tenant) is None
-        except RequestError:
-            return False
+    def _record_loaded(self, names: Iterable[str], tenant: str) -> list[str]:
+        """Record the use of the names that are loaded, and return the unknown ones.
+
+        The loaded ones must stay while the others are copied for the same request.
+        """
+        unknown: list[str] = []
+        for name in names:
+            try:
+                if name:
+                    self.lookup(name, tenant)
+            except UnknownAdapterError:
+                unknown.append(name)
+            except RequestError:  # The admission refuses the name.
+                continue
+        return unknown
 
     def scan_if_stale(self, tenant: str) -> None:
         """Scan the directories in which the tenant looks up names, if they may have changed."""

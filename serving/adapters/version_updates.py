@@ -32,6 +32,7 @@ from gpt.adapters.change_log import (
     AdapterChangeLog,
     ChangeAction,
     ChangeAuthor,
+    LogError,
     RecordLog,
 )
 from gpt.errors import AdapterError, ConfigError, RequestError
@@ -308,7 +309,7 @@ class AdapterStore:
     ) -> AbstractContextManager[AdapterChange]:
         return self.changes.recording(action, name, author or ChangeAuthor(tenant), tenant)
 
-    def _warn_of_unwritten_records(self, error: OSError) -> None:
+    def _warn_of_unwritten_records(self, error: LogError) -> None:
         suppressed = self._log_throttle.claim_line("adapter_log")
         if suppressed is not None:
             log.warning("event=adapter_log_not_written reason=%r unsaid=%d", str(error), suppressed)

@@ -145,10 +145,23 @@ class Engine:
     def adapter_residency(self) -> ResidencySnapshot:
         """Return which adapters are on the device, and which ones requests wait for."""
         with self._lock:
-            sequences = list(self._sequences.values())
-            sequences += [sequence for job in self._awaiting_ranks for sequence in job.unfinished]
-            waiting = [sequence.answer for sequence in sequences if not sequence.has_generated]
+            waiting = [
+                sequence.answer
+                for sequence in self._unfinished_sequences()
+                if not sequence.has_generated
+            ]
             return self._adapter_residency.snapshot(waiting)
+
+    def adapter_files(self) -> set[str]:
+        """Return the files of the adapters of unfinished requests.
+
+        They may be read again, for example by new ranks.
+        """
+        with self._lock:
+            adapter_refs = [
+                sequence.answer.adapter_ref for sequence in self._unfinished_sequences()
+            ]
+        return {adapter_ref.file for adapter_ref in adapter_refs if adapter_ref is not None}
 
     def submit(
         self, request: Request, deadline: float | None = None, *, final_only: bool = False
@@ -306,6 +319,10 @@ class Engine:
             + sum(len(job.unfinished) for job in self._awaiting_ranks)
             + reserved
         )
+
+    def _unfinished_sequences(self) -> list[TrackedSequence]:
+        sequences = list(self._sequences.values())
+        return sequences + [sequence for job in self._awaiting_ranks for sequence in job.unfinished]
 
     def _check_capacity(self, new_sequences: int, pending: int = 0) -> None:
         if self._closed:

@@ -386,7 +386,7 @@ class Service:
     def _open_adapter_store(self, config: AdapterConfig) -> AdapterStore:
         if self.mirror is None:
             return AdapterStore(self.adapters, config, reason_name)
-        self.mirror.attach(self.adapters)
+        self.mirror.attach(self.adapters, self._used_adapter_files)
         return AdapterStore(
             self.adapters,
             config,
@@ -394,6 +394,9 @@ class Service:
             storage=ObjectStorage(self.mirror),
             changes_log=ObjectRecordLog(self.mirror.store, OBJECTS_FOLDER),
         )
+
+    def _used_adapter_files(self) -> set[str]:
+        return self._engine.adapter_files() if self._engine else set()
 
     def _adapter_directory(self, config: AdapterConfig) -> Path | None:
         """Return the adapter directory; None: there is none.

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from clients.servers import Balance, Route, Server, Servers, split_addresses
-from clients.transport import CallError
+from clients.transport import Attempts, CallError, Retries
 
 LOST = CallError("UNAVAILABLE", "the connection was reset")
 
@@ -89,6 +89,18 @@ def test_a_refusal_makes_no_server_unreachable() -> None:
     route.record_failure(CallError("RESOURCE_EXHAUSTED", "full", "QUEUE_FULL", retry_s=1.0))
     assert servers.route("read").next_server() is server
     assert route.next_server() is not server
+
+
+def test_a_storage_timeout_makes_no_server_unreachable_and_is_not_retried_at_once() -> None:
+    servers = open_servers(2)
+    route = servers.route("read")
+    server = route.next_server()
+    error = CallError("UNAVAILABLE", "try again later", "STORAGE_TIMEOUT", retry_s=5.0)
+    assert route.record_failure(error), "the next server was not called yet"
+    assert servers.route("read").next_server() is server
+    assert Attempts(Retries(), 60.0).next_wait_s(error, fails_over=True) >= 5.0
+    loading = CallError("UNAVAILABLE", "try again later", "LOADING", retry_s=5.0)
+    assert Attempts(Retries(), 60.0).next_wait_s(loading, fails_over=True) == 0.0
 
 
 def test_calls_without_an_adapter_take_turns() -> None:

@@ -57,6 +57,22 @@ def test_one_of_several_creations_of_a_key_succeeds(store: ObjectStore) -> None:
     assert store.read("key", 10)[0] == str(winner).encode()
 
 
+def test_a_creation_is_unconfirmed_if_the_key_cannot_be_read(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import obstore.exceptions
+
+    store.create("key", b"1")
+
+    def refuse(*args: object, **options: object) -> None:
+        raise obstore.exceptions.GenericError("Error performing GET http://127.0.0.1: timed out")
+
+    monkeypatch.setattr(obstore, "get", refuse)
+    with pytest.raises(ObjectStoreError, match="did not answer in time") as caught:
+        store.create("key", b"2")
+    assert (caught.value.problem, caught.value.may_be_written) == ("unavailable", True)
+
+
 def test_no_replacement_overwrites_another(store: ObjectStore) -> None:
     store.create("count", b"0")
 

@@ -1,20 +1,24 @@
 """Servers with one object store of adapters, in this process, each with a mirror of its own."""
 
+import logging
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
 
 from gpt.adapters.adapter_file import Adapter, Card, build_adapter, encode_adapter
+from gpt.adapters.change_log import AdapterChangeLog
 from gpt.errors import AdapterError, ConfigError, PreambleError
-from gpt.object_store.object_store import ObjectStore
+from gpt.object_store.object_store import ObjectInfo, ObjectStore, ObjectStoreError
 from gpt.object_store.record_log import ObjectRecordLog
 from serving.adapters import object_mirror
 from serving.adapters.directory_layout import UNLOADED_PREFIX
@@ -42,6 +46,7 @@ pytestmark = pytest.mark.slow  # The store starts in seconds.
 
 CONFIG = AdapterConfig()
 LISTED_ADAPTERS = 10_000
+WAIT_S = 15.0  # For calls that must not wait for a fetch.
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +83,8 @@ class Replica:
         self.adapters = AdapterRegistry(
             folder, refuse_negative, adapters_max=adapters_max, catalog=self.mirror
         )
-        self.mirror.attach(self.adapters)
+        self.used_files: set[str] = set()  # Of unfinished requests.
+        self.mirror.attach(self.adapters, lambda: self.used_files)
         changes = ObjectRecordLog(store, ".changes/changes")
         self.store = AdapterStore(
             self.adapters,
@@ -116,6 +122,9 @@ class Replica:
     def files(self) -> list[str]:
         return sorted(path.name for path in self.folder.folder.glob("[!.]*"))
 
+    def hidden_files(self) -> list[str]:
+        return sorted(path.name for path in self.folder.folder.glob(f"{UNLOADED_PREFIX}*"))
+
 
 OpenReplica = Callable[..., Replica]
 
@@ -144,8 +153,11 @@ def reason_of(call: Callable[[], object]) -> str:
     try:
         call()
     except PreambleError as error:
-        return to_call_failure(error).reason.name
-    return ""
+        failure = to_call_failure(error)
+    else:
+        return ""
+    assert "s3://" not in str(failure), "clients must not see the bucket"
+    return failure.reason.name
 
 
 def test_an_upload_is_found_by_every_server_and_fetched_when_it_is_asked_for(
@@ -250,8 +262,7 @@ def test_an_unloaded_version_disappears_everywhere_and_its_number_is_not_used_ag
     first.store.unload("tax@2", "")
     second.poll()
     # Requests that use it still read its file.
-    hidden = [path.name for path in second.folder.folder.glob(f"{UNLOADED_PREFIX}*")]
-    assert hidden == [f"{UNLOADED_PREFIX}tax@2.safetensors"]
+    assert second.hidden_files() == [f"{UNLOADED_PREFIX}tax@2.safetensors"]
     assert second.adapters.resolve("tax").key == "tax@1"
     assert third.adapters.resolve("tax").key == "tax@1"
     assert reason_of(lambda: second.store.unload("tax@2", "")) == "UNKNOWN_ADAPTER"
@@ -266,6 +277,35 @@ def test_an_unloaded_version_disappears_everywhere_and_its_number_is_not_used_ag
     keys = {entry.key for entry in first.mirror.store.list(after=object_mirror.HIDDEN_KEYS_END)}
     assert keys == {"tax.current", "tax@1.safetensors", "tax@3.safetensors"}
     assert reason_of(lambda: second.upload("tax@2")) == "ALREADY_EXISTS"
+
+
+def test_hidden_copies_count_and_are_removed_when_no_request_uses_them(
+    replicas: list[Replica], open_replica: OpenReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third, _ = replicas
+    first.upload("tax")
+    first.upload("toll", tenant="acme")
+    for server in (second, third):
+        server.used_files.add(server.adapters.resolve("tax").adapter_ref.file)
+        server.adapters.resolve("toll", "acme")
+    nbytes = second.folder.nbytes
+    first.store.unload("tax@1", "")
+    second.poll()
+    hidden = [f"{UNLOADED_PREFIX}tax@1.safetensors"]
+    assert (second.hidden_files(), second.folder.nbytes) == (hidden, nbytes)
+    monkeypatch.setattr(object_mirror, "HIDDEN_KEEP_S", 0.0)
+    second.poll()
+    assert second.hidden_files() == hidden, "a request uses it"
+    second.used_files.clear()
+    second.poll()
+    assert second.hidden_files() == []
+    assert second.folder.nbytes == nbytes - len(content("tax"))
+    assert second.adapters.resolve("toll", "acme").key == "toll@1"
+    # The requests of an earlier process have ended.
+    third.poll()
+    assert third.hidden_files() == hidden
+    third.folder.close()
+    assert open_replica(third.folder.folder.name).hidden_files() == []
 
 
 def test_a_tenant_has_adapters_of_its_own_that_hide_shared_ones(replicas: list[Replica]) -> None:
@@ -359,6 +399,24 @@ def test_copies_survive_a_restart_and_a_store_that_is_gone(
     assert second.adapters.resolve("tax@2").key == "tax@2"
 
 
+def test_only_a_request_shows_that_the_store_answers_again(
+    replicas: list[Replica], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    first, name = replicas[0], OwnedName("", "tax")
+    first.upload("tax")
+    first.store.promote("tax@1", "")
+    monkeypatch.setattr(object_mirror, "FAILURE_DELAY_S", 0.0)
+    first.mirror.record_failure(ObjectStoreError("it does not answer", "unavailable"))
+    first.mirror.sync_copies(name)
+    assert "event=adapter_store_answers" not in caplog.text
+    assert first.poll()
+    assert "event=adapter_store_answers" in caplog.text
+    monkeypatch.setattr(object_mirror, "FAILURE_DELAY_S", 60.0)
+    first.mirror.record_failure(ObjectStoreError("it does not answer", "unavailable"))
+    first.mirror.sync_copies(name)  # Although the store may not be asked yet.
+
+
 def test_a_store_that_refuses_requests_is_reported(
     replicas: list[Replica], open_replica: OpenReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,6 +433,48 @@ def test_a_store_that_refuses_requests_is_reported(
     with pytest.raises(ConfigError, match="403 SignatureDoesNotMatch"):
         stranger.mirror.check_access()
     assert reason_of(lambda: stranger.adapters.resolve("tax")) == "STORAGE_TIMEOUT"
+
+
+def test_a_change_that_cannot_be_recorded_is_refused(
+    replicas: list[Replica], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = replicas[0]
+    first.upload("tax")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    unreachable_log = ObjectRecordLog(ObjectStore(url), ".changes/changes")
+    first.store.changes = AdapterChangeLog(
+        first.folder.folder, changes_log=unreachable_log, reason_name=reason_name
+    )
+    assert reason_of(lambda: first.upload("tax")) == "STORAGE_TIMEOUT"
+    assert reason_of(lambda: first.store.promote("tax@1", "")) == "STORAGE_TIMEOUT"
+    assert reason_of(lambda: first.store.unload("tax@1", "")) == "STORAGE_TIMEOUT"
+    keys = [entry.key for entry in first.mirror.store.list(after=object_mirror.HIDDEN_KEYS_END)]
+    assert keys == ["tax@1.safetensors"]
+
+
+def test_a_change_whose_result_cannot_be_read_is_not_repeated(
+    replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = replicas
+    for _ in range(3):
+        first.upload("tax")
+    for version in (1, 2):
+        first.store.promote(f"tax@{version}", "")
+    replace, store = first.mirror.store.replace, first.mirror.store
+
+    def refuse_read(key: str, bytes_max: int) -> tuple[bytes, str]:
+        raise ObjectStoreError("it does not answer", "unavailable")
+
+    with monkeypatch.context() as faults:
+
+        def lose_response(key: str, content: bytes, *, etag: str) -> str:
+            replace(key, content, etag=etag)
+            faults.setattr(store, "read", refuse_read)
+            raise ObjectStoreError("the repeated request finds another object", "changed")
+
+        faults.setattr(store, "replace", lose_response)
+        assert reason_of(lambda: first.store.rollback("tax", "")) == "DEADLINE_PASSED"
+    assert second.adapters.resolve("tax").key == "tax@1"
 
 
 def test_copies_that_were_not_used_lately_are_removed_for_others(
@@ -406,6 +506,88 @@ def test_copies_that_were_not_used_lately_are_removed_for_others(
     assert len(few.adapters) == 2
     tiny = open_replica("tiny", bytes_max=size - 100)
     assert reason_of(lambda: tiny.adapters.resolve("a0")) == "ADAPTER_UNUSABLE"
+
+
+def test_the_adapters_of_one_request_do_not_evict_each_other(
+    open_replica: OpenReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = open_replica("writer")
+    for number in range(4):
+        writer.upload(f"a{number}")
+    reader = open_replica("mirror", adapters_max=2)
+    monkeypatch.setattr(object_mirror, "EVICTION_IDLE_S", 0.0)
+    for number in range(4):  # a0 and a1 were used, and evicted.
+        assert reader.adapters.resolve(f"a{number}").key == f"a{number}@1"
+    assert reader.files() == ["a2@1.safetensors", "a3@1.safetensors"]
+    idle_s = 2.0  # Longer than the fetches of one request take.
+    monkeypatch.setattr(object_mirror, "EVICTION_IDLE_S", idle_s)
+    time.sleep(idle_s)
+    reader.adapters.find_new(["a0", "a1"], "")
+    assert reader.files() == ["a0@1.safetensors", "a1@1.safetensors"]
+    # A loaded adapter stays, too, also if its name follows that of an unknown one.
+    time.sleep(idle_s)
+    reader.adapters.find_new(["a2", "a0"], "")
+    assert reader.files() == ["a0@1.safetensors", "a2@1.safetensors"]
+
+
+def test_accepted_requests_keep_the_files_of_their_adapters(
+    open_replica: OpenReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = open_replica("writer")
+    for number in range(4):
+        writer.upload(f"a{number}")
+    reader = open_replica("mirror", bytes_max=2 * len(content("a0")) + 100)
+    monkeypatch.setattr(object_mirror, "EVICTION_IDLE_S", 0.0)
+    reader.used_files.add(reader.adapters.resolve("a0").adapter_ref.file)
+    reader.adapters.resolve("a1")
+    reader.adapters.resolve("a2")
+    assert reader.files() == ["a0@1.safetensors", "a2@1.safetensors"]
+    # A request that has looked up a1, and is not in the engine yet, reads the hidden file.
+    assert reader.hidden_files() == [f"{UNLOADED_PREFIX}a1@1.safetensors"]
+    reader.used_files.clear()
+    reader.adapters.resolve("a3")
+    assert reader.files() == ["a2@1.safetensors", "a3@1.safetensors"]
+    assert len(reader.hidden_files()) == 2, "hidden copies evict no others"
+    monkeypatch.setattr(object_mirror, "HIDDEN_KEEP_S", 0.0)
+    assert reader.adapters.resolve("a1").key == "a1@1"
+    assert reader.hidden_files() == [f"{UNLOADED_PREFIX}a2@1.safetensors"]
+    reader.poll()
+    assert reader.hidden_files() == []
+
+
+def test_a_slow_fetch_delays_neither_other_requests_nor_the_poll(
+    replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = replicas
+    first.upload("tax")
+    second.adapters.resolve("tax")
+    first.upload("tax")
+    first.upload("toll")
+    download, began, may_end = second.mirror.store.download, threading.Event(), threading.Event()
+
+    def download_slowly(entry: ObjectInfo, file: BinaryIO) -> None:
+        began.set()
+        may_end.wait(WAIT_S)
+        download(entry, file)
+
+    monkeypatch.setattr(object_mirror, "LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr(second.mirror.store, "download", download_slowly)
+    with ThreadPoolExecutor(3) as pool:
+        fetch = pool.submit(second.adapters.resolve, "tax@2")
+        try:
+            assert began.wait(WAIT_S)
+            monkeypatch.setattr(second.mirror.store, "download", download)
+            request = pool.submit(reason_of, lambda: second.adapters.resolve("tax@2"))
+            assert request.result(WAIT_S) == "STORAGE_TIMEOUT"
+            assert pool.submit(second.poll).result(WAIT_S)
+            assert second.adapters.has("toll")
+            assert second.adapters.resolve("tax").key == "tax@1"
+            assert second.mirror.delay_s == 0.0, "the store answers"
+        finally:
+            may_end.set()
+        assert fetch.result(WAIT_S).key == "tax@2"
+    second.poll()
+    assert second.adapters.resolve("tax").key == "tax@2"
 
 
 def test_a_full_disk_keeps_what_there_is(replicas: list[Replica]) -> None:

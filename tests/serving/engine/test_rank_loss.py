@@ -7,6 +7,7 @@ import asyncio
 import random
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -25,11 +26,13 @@ from serving.request import (
 from tests.support.engine_requests import (
     DRAWN,
     LONG,
+    VOCABULARY,
     generate_alone,
     is_idle,
     read_tokens,
     run_async,
     single_request,
+    write_adapter,
 )
 from tests.support.lossy_engine import engine_with_lossy_transport
 from tests.support.models import CLASSIC, build
@@ -92,6 +95,29 @@ def test_requests_without_output_survive_a_rank_loss_and_others_are_unavailable(
         # The engine loop's thread may report the first start after `wait` has returned.
         assert changes[-2:] == [False, True] and len(changes) <= 3
         eventually(lambda: is_idle(engine))
+    finally:
+        engine.close()
+
+
+def test_the_adapter_files_of_unfinished_requests_are_known_during_a_rank_loss(
+    model: GPT, tmp_path: Path
+) -> None:
+    transport, engine = engine_with_lossy_transport(model)
+    adapter_ref = write_adapter(tmp_path, "tax", 2)
+
+    async def work() -> None:
+        transport.gate.allow(0)
+        stream = engine.submit(single_request((VOCABULARY, 2), rows=adapter_ref), final_only=True)
+        engine.submit(single_request((1, 2))).close()
+        assert engine.adapter_files() == {adapter_ref.file}
+        await asyncio.to_thread(transport.lose)
+        assert engine.adapter_files() == {adapter_ref.file}
+        transport.start(engine)
+        await collect_completions(stream)
+        assert engine.adapter_files() == set()
+
+    try:
+        run_async(work)
     finally:
         engine.close()
 
