@@ -265,7 +265,7 @@ class Client:
         """Call a unary method directly, with deadline and retries.
 
         `method` returns the method of a server's stubs. `adapter`: the adapter of the call, if any.
-        `idempotent`: if the server is lost during the call, the call fails over to another one.
+        `idempotent`: the call is repeated if its server is lost.
         """
         attempts = Attempts(self.retries, self.timeout_s if timeout_s is None else timeout_s)
         route = self._servers.route(adapter)
@@ -276,5 +276,5 @@ class Client:
                 return method(server)(message, timeout=attempts.remaining_s, metadata=metadata)
             except grpc.RpcError as error:
                 failure = read_call_error(error, server.address)
-            fails_over = route.record_failure(failure) and idempotent
-            time.sleep(attempts.next_wait_s(failure, fails_over=fails_over))
+            fails_over = route.record_failure(failure)
+            time.sleep(attempts.next_wait_s(failure, fails_over=fails_over, idempotent=idempotent))

@@ -1,7 +1,7 @@
 """Client transport: gRPC channel options, TLS, call errors and retries with backoff.
 
-Both clients use this module. A call is retried only if the server's error allows it by stating the
-wait before a retry (RetryInfo or `grpc-retry-pushback-ms`).
+Both clients use this module. A call is retried if the server's error allows it by stating the wait
+before a retry (RetryInfo or `grpc-retry-pushback-ms`), or if its server was lost.
 """
 
 import random
@@ -17,7 +17,7 @@ from google.rpc.status_pb2 import Status
 
 # The scores of a long prompt can exceed gRPC's default limit of 4 MiB.
 RESPONSE_BYTES_MAX = 256 << 20
-RESUMPTION_WAIT_S = 0.2  # The first wait before a lost server is called again.
+LOST_WAIT_S = 0.2  # The first wait before a lost server is called again.
 # The wait doubles after each failure; random jitter spreads the retries of many clients.
 BACKOFF_FACTOR, BACKOFF_JITTER = 2.0, 0.25
 
@@ -116,20 +116,27 @@ class Attempts:
     def remaining_s(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def next_wait_s(self, error: CallError, *, fails_over: bool = False) -> float:
+    def next_wait_s(
+        self, error: CallError, *, fails_over: bool = False, idempotent: bool = True
+    ) -> float:
         """Return the wait before the next attempt, in seconds.
 
-        `fails_over`: if the server was lost, the next attempt is at one that was not called yet.
-        Raises `error` if no further attempt is allowed.
+        `fails_over`: the next attempt is at a server that was not called yet. `idempotent`: the
+        call may be repeated if its server was lost. Raises `error` if no further attempt is
+        allowed.
         """
         self._failures += 1
         if self._failures >= self._retries.attempts_max:
             raise error
-        if fails_over and error.is_connection_loss:
+        is_lost = error.is_connection_loss and idempotent
+        if is_lost and fails_over:
             return 0.0
-        if error.retry_s is None:
+        # Behind a proxy, another server answers at the same address. An error with a reason is an
+        # answer of the server that this address still has.
+        if error.retry_s is None and (not is_lost or error.reason):
             raise error
-        return self._backoff_s(error, error.retry_s, self._failures)
+        wait_s = LOST_WAIT_S if error.retry_s is None else error.retry_s
+        return self._backoff_s(error, wait_s, self._failures)
 
     def resumption_wait_s(
         self, error: CallError, *, fails_over: bool, was_refused: bool = False
@@ -153,7 +160,7 @@ class Attempts:
             raise error
         if fails_over:
             return 0.0
-        wait_s = RESUMPTION_WAIT_S if error.retry_s is None else error.retry_s
+        wait_s = LOST_WAIT_S if error.retry_s is None else error.retry_s
         return self._backoff_s(error, wait_s, self._failures + 1)
 
     def _backoff_s(self, error: CallError, first_wait_s: float, failures: int) -> float:

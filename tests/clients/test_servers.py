@@ -103,6 +103,18 @@ def test_a_storage_timeout_makes_no_server_unreachable_and_is_not_retried_at_onc
     assert Attempts(Retries(), 60.0).next_wait_s(loading, fails_over=True) == 0.0
 
 
+def test_a_lost_call_is_repeated_at_the_same_address_if_it_may_be() -> None:
+    lost = CallError("UNAVAILABLE", "socket closed")
+    assert 0.2 <= Attempts(Retries(), 60.0).next_wait_s(lost) < 0.3
+    with pytest.raises(CallError, match="socket closed"):
+        Attempts(Retries(), 60.0).next_wait_s(lost, idempotent=False)
+    with pytest.raises(CallError, match="socket closed"):
+        Attempts(Retries(attempts_max=1), 60.0).next_wait_s(lost)
+    draining = CallError("UNAVAILABLE", "use another server", "DRAINING")
+    with pytest.raises(CallError, match="another server"):
+        Attempts(Retries(), 60.0).next_wait_s(draining)
+
+
 def test_calls_without_an_adapter_take_turns() -> None:
     servers = open_servers(3)
     assert len({chosen(servers.route("")) for _ in range(3)}) == 3

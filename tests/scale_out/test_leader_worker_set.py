@@ -157,6 +157,7 @@ def running_group(folder: Path, *, rendezvous: str = "static") -> Iterator[Group
                 command = _with_c10d(command, variables["LWS_LEADER_ADDRESS"])
             (runtime / str(index)).mkdir()
             environment = {**os.environ, **variables, "XDG_RUNTIME_DIR": str(runtime / str(index))}
+            environment.pop("GLOO_SOCKET_IFNAME", None)  # Other tests set it to the loopback.
             output = resources.enter_context((folder / f"{pod.name}.log").open("w"))
             group.agents.append(pod.start(command, environment, output, ROOT))
         try:
