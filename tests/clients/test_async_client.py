@@ -194,7 +194,7 @@ def serve_script(
     service = ScriptedServer(list(script))
     server = grpc.server(ThreadPoolExecutor(2))
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(service, server)
-    address = "localhost:0"
+    address = "127.0.0.1:0"  # With localhost, another program may have the port at ::1.
     port = (
         server.add_secure_port(address, credentials)
         if credentials
@@ -202,7 +202,8 @@ def serve_script(
     )
     server.start()
     try:
-        yield f"localhost:{port}", service
+        # The certificate of the tests is for localhost.
+        yield f"{'localhost' if credentials else '127.0.0.1'}:{port}", service
     finally:
         server.stop(None).wait(WAIT_S)
 
