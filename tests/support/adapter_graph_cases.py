@@ -28,8 +28,7 @@ def interpreting_runner(
     return runner
 
 
-@pytest.mark.parametrize("name", ["classic", "modern"])
-@pytest.mark.parametrize("capturer", [None, eager_capturer])
+@pytest.mark.parametrize(("name", "capturer"), [("classic", None), ("modern", eager_capturer)])
 def test_steps_have_the_tokens_of_the_torch_reference(
     name: str, capturer: Capturer | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

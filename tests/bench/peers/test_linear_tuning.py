@@ -51,7 +51,7 @@ def test_examples_of_activated_lora_contain_the_invocation_once() -> None:
         assert not set(INVOCATION) & set(example[:start] + example[end:])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_each_method_yields_rows_of_speed_and_memory() -> None:
     pytest.importorskip("peft")
     outputs = list(linear_tuning.run_suite(("gpt2",), SIZES, **NETWORK))

@@ -66,7 +66,7 @@ def test_prompts_of_a_length_sorted_batch_have_similar_lengths() -> None:
     assert len({len(batch[0]) for batch in batches}) >= 6
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_each_case_yields_rows_of_speed_memory_and_loss() -> None:
     pytest.importorskip("peft")
     outputs = list(prompt_tuning.run_suite((), SIZES, **NETWORK))

@@ -37,7 +37,7 @@ def test_chosen_settings_are_judged_against_the_grid() -> None:
     assert lines[0].endswith("MISSED") and lines[1].endswith("MISSED")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_plan_choice_suite_measures_the_grid_and_the_chosen_settings() -> None:
     sizes = plan_choice.PlanChoiceSizes(1, 0.2, 1, 2, (1, 2), (8.0, 12.0), (6.0, 8.0))
     lines = list(plan_choice.run_suite(CLASSIC, sizes))
