@@ -144,8 +144,8 @@ def _try_lock() -> bool:
     # The function returns whether the key exists already.
     if not _internal_kv_put(LOCK_KEY, expiry, overwrite=False, namespace=LOCK_NAMESPACE):
         return True
-    held_until = _internal_kv_get(LOCK_KEY, namespace=LOCK_NAMESPACE)
-    if held_until is not None and float(held_until) < now:
+    old_expiry = _internal_kv_get(LOCK_KEY, namespace=LOCK_NAMESPACE)
+    if old_expiry is not None and float(old_expiry) < now:
         _internal_kv_del(LOCK_KEY, namespace=LOCK_NAMESPACE)
     return False
 
