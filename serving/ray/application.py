@@ -70,8 +70,12 @@ def application_config(
     bundles: list[dict[str, float]],
     scale: Scale,
     surge_percent: int,
+    *,
+    has_router: bool = True,
 ) -> dict[str, Any]:
     """Return the configuration of an application.
+
+    `has_router`: calls are distributed by `serving.ray.router`, not by HAProxy.
 
     If `args` changes, Serve replaces the replicas one after the other. It changes `user_config` and
     the number of replicas without a restart.
@@ -88,11 +92,12 @@ def application_config(
         "health_check_period_s": HEALTH_CHECK_S,
         "max_surge_percent": surge_percent,
         "user_config": {key: settings.pop(key) for key in RECONFIGURABLE if key in settings},
-        "request_router_config": {
+    }
+    if has_router:
+        deployment["request_router_config"] = {
             "request_router_class": "serving.ray.router:AdapterRouter",
             "request_routing_stats_period_s": ROUTING_STATS_S,
-        },
-    }
+        }
     if scale.minimum == scale.maximum:
         deployment["num_replicas"] = scale.minimum
     else:

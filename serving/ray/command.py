@@ -116,6 +116,11 @@ def _add_deploy_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--port", type=int, default=9000, help="gRPC port of Serve's proxies (default: 9000)")
     add("--http-port", type=int, default=8000, help="HTTP port of Serve's proxies (default: 8000)")
+    add(
+        "--haproxy",
+        action="store_true",
+        help="the cluster's proxies are HAProxy (RAY_SERVE_ENABLE_HA_PROXY=1 on all nodes)",
+    )
     add("--host", help=argparse.SUPPRESS)
 
 
@@ -161,7 +166,9 @@ def _deploy(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if args.print:
         node_ranks = args.node_ranks or parallel.stage_ranks
         bundles = replica_bundles(parallel, node_ranks, resources)
-        application = application_config(args.name, config, bundles, scale, args.surge)
+        application = application_config(
+            args.name, config, bundles, scale, args.surge, has_router=not args.haproxy
+        )
         yaml.safe_dump(cluster_config(ports, [application]), sys.stdout, sort_keys=False)
         return 0
     cluster = _import_cluster()
@@ -172,7 +179,9 @@ def _deploy(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         nodes = cluster.node_resources()
         node_ranks = choose_node_ranks(parallel, resources, nodes, args.node_ranks)
     bundles = replica_bundles(parallel, node_ranks, resources)
-    application = application_config(args.name, config, bundles, scale, args.surge)
+    application = application_config(
+        args.name, config, bundles, scale, args.surge, has_router=not args.haproxy
+    )
     cluster.deploy(application, ports)
     if args.wait == 0:
         return 0

@@ -52,6 +52,12 @@ def test_relative_paths_become_absolute_and_urls_stay(capsys: pytest.CaptureFixt
     assert lora_modules == [f"mood={Path('folder/mood').absolute()}", "sum=/adapters/sum"]
 
 
+def test_haproxy_takes_the_place_of_the_router(capsys: pytest.CaptureFixture[str]) -> None:
+    routed = deployment(print_config(capsys, "model", "--insecure"))
+    assert routed.pop("request_router_config")
+    assert deployment(print_config(capsys, "model", "--insecure", "--haproxy")) == routed
+
+
 def test_a_replica_has_time_to_close_after_its_calls(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
