@@ -53,7 +53,7 @@ CAPTURE = (
 )
 INTERPRETED_STEPS = (
     "tests/gpt/attention/test_triton_paged.py::"
-    "test_random_steps_in_the_interpreter_equal_the_reference[0]"
+    "test_random_steps_in_the_interpreter_equal_the_reference"
 )
 CAPTURE_FAILURE = (
     "tests/serving/worker/test_graph_capture.py::"

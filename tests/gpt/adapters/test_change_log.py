@@ -18,6 +18,7 @@ from gpt.adapters.change_log import (
     REFUSALS_FILE,
     AdapterChangeLog,
     ChangeAuthor,
+    LogError,
 )
 from gpt.errors import AdapterError
 from tests.support.privileges import plain_user
@@ -149,7 +150,7 @@ def test_hostile_names_stay_in_one_bounded_line(tmp_path: Path, name: str) -> No
 
 
 def test_a_log_that_cannot_be_written_refuses_changes_and_keeps_refusals(tmp_path: Path) -> None:
-    errors: list[OSError] = []
+    errors: list[LogError] = []
     log = AdapterChangeLog(tmp_path, on_unwritten=errors.append)
     log.create_folder()
     folder = tmp_path / FOLDER
