@@ -5,7 +5,7 @@ sequence parallelism and activation checkpointing, also with fewer KV heads than
 """
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -218,9 +218,9 @@ def cases_of(split: tuple[int, int, int]) -> list[Case]:
     return [case for n, case in enumerate(CASES) if (n - SPLITS.index(split)) % 3 == 0]
 
 
-def run_split(_: int, tp: int, pp: int, dp: int) -> list[Result]:
+def run_split(_: int, tp: int, pp: int, dp: int, cases: Sequence[Case]) -> list[Result]:
     results = []
-    for case in cases_of((tp, pp, dp)):
+    for case in cases:
         is_parallel = case.sequence_parallel and tp > 1
         results.append(train(case, Mesh.create(tp, pp, dp, sequence_parallel=is_parallel)))
     return results
@@ -229,9 +229,19 @@ def run_split(_: int, tp: int, pp: int, dp: int) -> list[Result]:
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS, ids=["x".join(map(str, split)) for split in SPLITS])
 def test_gradients_and_steps_equal_those_of_one_rank(split: tuple[int, int, int]) -> None:
+    check_split(split, cases_of(split), timeout_s=300)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("split", SPLITS, ids=["x".join(map(str, split)) for split in SPLITS])
+def test_twenty_steps_of_every_case_equal_those_of_one_rank(split: tuple[int, int, int]) -> None:
+    check_split(split, [replace(case, steps=LONG_STEPS) for case in CASES], timeout_s=1800)
+
+
+def check_split(split: tuple[int, int, int], cases: Sequence[Case], timeout_s: float) -> None:
     tp, pp, dp = split
-    results = ranks(tp * pp * dp, run_split, tp, pp, dp, timeout_s=300)
-    for case, rank_results in zip(cases_of(split), zip(*results, strict=True), strict=True):
+    results = ranks(tp * pp * dp, run_split, tp, pp, dp, cases, timeout_s=timeout_s)
+    for case, rank_results in zip(cases, zip(*results, strict=True), strict=True):
         check(case, rank_results)
 
 
