@@ -17,7 +17,7 @@ from google.rpc.status_pb2 import Status
 
 # The scores of a long prompt can exceed gRPC's default limit of 4 MiB.
 RESPONSE_BYTES_MAX = 256 << 20
-LOST_WAIT_S = 0.2  # The first wait before a lost server is called again.
+INITIAL_BACKOFF_S = 0.2  # The wait before the first retry after a lost connection.
 # The wait doubles after each failure; random jitter spreads the retries of many clients.
 BACKOFF_FACTOR, BACKOFF_JITTER = 2.0, 0.25
 
@@ -64,7 +64,7 @@ class Retries:
 
     attempts_max: int = 4  # Includes the first attempt; 1: no retries.
     # How often a stream that has begun is continued by another server, after its server was lost.
-    # `attempts_max` limits the attempts of each time, of which the servers may refuse some.
+    # Servers may refuse to continue it: each resumption has at most `attempts_max` attempts.
     resumptions_max: int = 3
     wait_s_max: float = 30.0  # If the wait before a retry would be longer, the call fails.
 
@@ -128,14 +128,14 @@ class Attempts:
         self._failures += 1
         if self._failures >= self._retries.attempts_max:
             raise error
-        is_lost = error.is_connection_loss and idempotent
-        if is_lost and fails_over:
+        can_repeat = error.is_connection_loss and idempotent
+        if can_repeat and fails_over:
             return 0.0
-        # Behind a proxy, another server answers at the same address. An error with a reason is an
-        # answer of the server that this address still has.
-        if error.retry_s is None and (not is_lost or error.reason):
+        # Behind a proxy, another server answers at the same address. An error with a reason comes
+        # from the server itself, and says by its delay whether a retry can help.
+        if error.retry_s is None and (not can_repeat or error.reason):
             raise error
-        wait_s = LOST_WAIT_S if error.retry_s is None else error.retry_s
+        wait_s = INITIAL_BACKOFF_S if error.retry_s is None else error.retry_s
         return self._backoff_s(error, wait_s, self._failures)
 
     def resumption_wait_s(
@@ -160,7 +160,7 @@ class Attempts:
             raise error
         if fails_over:
             return 0.0
-        wait_s = LOST_WAIT_S if error.retry_s is None else error.retry_s
+        wait_s = INITIAL_BACKOFF_S if error.retry_s is None else error.retry_s
         return self._backoff_s(error, wait_s, self._failures + 1)
 
     def _backoff_s(self, error: CallError, first_wait_s: float, failures: int) -> float:

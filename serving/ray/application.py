@@ -71,11 +71,11 @@ def application_config(
     scale: Scale,
     surge_percent: int,
     *,
-    has_router: bool = True,
+    haproxy: bool = False,
 ) -> dict[str, Any]:
     """Return the configuration of an application.
 
-    `has_router`: calls are distributed by `serving.ray.router`, not by HAProxy.
+    `haproxy`: the proxies are HAProxy, which has no request router.
 
     If `args` changes, Serve replaces the replicas one after the other. It changes `user_config` and
     the number of replicas without a restart.
@@ -93,7 +93,7 @@ def application_config(
         "max_surge_percent": surge_percent,
         "user_config": {key: settings.pop(key) for key in RECONFIGURABLE if key in settings},
     }
-    if has_router:
+    if not haproxy:
         deployment["request_router_config"] = {
             "request_router_class": "serving.ray.router:AdapterRouter",
             "request_routing_stats_period_s": ROUTING_STATS_S,

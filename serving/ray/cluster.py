@@ -14,7 +14,6 @@ from typing import Any
 import ray
 from ray import serve
 from ray._private.state import available_resources_per_node
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ServeDeploySchema
@@ -26,8 +25,8 @@ from serving.ray.placement import NodeResources, describe_shortage
 
 DRAIN_REASON_PREEMPTION = 2  # The node will go away at the deadline, whatever runs there.
 REPLICA_GROUP_PREFIX = "SERVE_REPLICA::"
-LOCK_KEY, LOCK_NAMESPACE = b"deployment_lock", b"preamble"
-LOCK_S = 20.0  # A deployment holds the lock for less than a second.
+LOCK_NAME = "preamble_deployment_lock"
+LOCK_WAIT_S = 120.0  # A deployment holds the lock for seconds, longer if it starts Serve.
 
 
 @dataclass(frozen=True)
@@ -92,10 +91,10 @@ def node_resources() -> list[NodeResources]:
 
 def deploy(application: dict[str, Any], ports: Ports) -> None:
     """Deploy an application or change it; the other applications stay as they are."""
-    serve.start(**proxy_options(ports))
-    client = _client()
-    _check_proxies(ray.get(client._controller.get_grpc_config.remote()), ports)
     with _deployment_lock():
+        serve.start(**proxy_options(ports))
+        client = _client()
+        _check_proxies(ray.get(client._controller.get_grpc_config.remote()), ports)
         others = [
             details["deployed_app_config"]
             for name, details in client.get_serve_details()["applications"].items()
@@ -120,34 +119,30 @@ def _check_proxies(running: Any, ports: Ports) -> None:
         )
 
 
+class DeploymentLock:
+    """An actor whose name is the lock: a cluster has one actor of a name."""
+
+
 @contextmanager
 def _deployment_lock() -> Iterator[None]:
     """Exclude other deployments: each submits all applications, and would revert the others.
 
-    The lock is a key of the cluster's key-value store. A command that was killed leaves it behind,
-    so it is valid for some seconds only.
+    Serve itself can also be started only once. Ray ends the actor if this process is killed, so that the lock is released.
     """
-    deadline = time.monotonic() + 3 * LOCK_S
-    while not _try_lock():
-        if time.monotonic() > deadline:
-            raise ConfigError("another deployment is in progress; try again")
-        time.sleep(0.2)
+    actor_class: Any = ray.remote(num_cpus=0)(DeploymentLock)
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            lock = actor_class.options(name=LOCK_NAME).remote()
+            break
+        except ValueError:  # The name is taken.
+            if time.monotonic() > deadline:
+                raise ConfigError("another deployment is in progress; try again") from None
+            time.sleep(0.2)
     try:
         yield
     finally:
-        _internal_kv_del(LOCK_KEY, namespace=LOCK_NAMESPACE)
-
-
-def _try_lock() -> bool:
-    now = time.time()
-    expiry = str(now + LOCK_S).encode()
-    # The function returns whether the key exists already.
-    if not _internal_kv_put(LOCK_KEY, expiry, overwrite=False, namespace=LOCK_NAMESPACE):
-        return True
-    old_expiry = _internal_kv_get(LOCK_KEY, namespace=LOCK_NAMESPACE)
-    if old_expiry is not None and float(old_expiry) < now:
-        _internal_kv_del(LOCK_KEY, namespace=LOCK_NAMESPACE)
-    return False
+        ray.kill(lock)
 
 
 def wait_until_complete(name: str, timeout_s: float) -> Iterator[ApplicationState]:

@@ -167,7 +167,7 @@ def _deploy(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         node_ranks = args.node_ranks or parallel.stage_ranks
         bundles = replica_bundles(parallel, node_ranks, resources)
         application = application_config(
-            args.name, config, bundles, scale, args.surge, has_router=not args.haproxy
+            args.name, config, bundles, scale, args.surge, haproxy=args.haproxy
         )
         yaml.safe_dump(cluster_config(ports, [application]), sys.stdout, sort_keys=False)
         return 0
@@ -180,7 +180,7 @@ def _deploy(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         node_ranks = choose_node_ranks(parallel, resources, nodes, args.node_ranks)
     bundles = replica_bundles(parallel, node_ranks, resources)
     application = application_config(
-        args.name, config, bundles, scale, args.surge, has_router=not args.haproxy
+        args.name, config, bundles, scale, args.surge, haproxy=args.haproxy
     )
     cluster.deploy(application, ports)
     if args.wait == 0:

@@ -46,18 +46,19 @@ def choose_node_ranks(
     parallel: ParallelConfig,
     rank_resources: Resources,
     nodes: Sequence[NodeResources],
-    requested: int | None = None,
+    node_ranks: int | None = None,
 ) -> int:
     """Return the largest number of ranks of a bundle for which the cluster has nodes.
 
-    `requested`: the only number to try. Raise ConfigError if a replica has no place in the cluster.
+    `node_ranks`: the value of --node-ranks, which is checked instead. Raise ConfigError if a
+    replica does not fit into the cluster.
     """
-    choices = _node_ranks_choices(parallel)
-    for node_ranks in reversed(choices) if requested is None else [requested]:
-        bundles = replica_bundles(parallel, node_ranks, rank_resources)
+    choices = [node_ranks] if node_ranks else reversed(_node_ranks_choices(parallel))
+    for choice in choices:
+        bundles = replica_bundles(parallel, choice, rank_resources)
         if not missing_bundles(bundles, [node.total for node in nodes]):
-            return node_ranks
-    on_nodes = "" if requested is None else f" with {requested} on a node"
+            return choice
+    on_nodes = f" with {node_ranks} on a node" if node_ranks else ""
     raise ConfigError(
         f"a replica of {parallel.ranks} ranks ({parallel.flags}){on_nodes}, each with "
         f"{describe(rank_resources)}, does not fit into this cluster, even without its other work: "

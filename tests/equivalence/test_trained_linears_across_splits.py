@@ -273,7 +273,8 @@ def test_experts_on_other_ranks_have_the_gradients_of_one_rank(split: tuple[int,
 
 def check(case: Case, results: Sequence[Result]) -> None:
     want = single_rank(case)
-    assert want.losses[-1] < want.losses[0] - 0.004 * case.steps, case
+    decrease_min = 0.2 if case.steps == LONG_STEPS else 0.02
+    assert want.losses[-1] < want.losses[0] - decrease_min, case
     for result in results:
         assert result.losses == pytest.approx(want.losses, abs=TOLERANCE * want.losses[0]), case
         assert result.task_losses == pytest.approx(want.task_losses, abs=1e-9), case

@@ -178,6 +178,27 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def test_deployments_at_the_same_time_keep_each_other(
+    cluster: RayCluster, ports: Ports, checkpoint: Path
+) -> None:
+    """They also start Serve. There are no nodes for their replicas."""
+    names, port = ("first", "second", "third"), str(ports.head)
+    flags = ("--insecure", "--later", "--wait", "0", "--http-port", str(ports.head_http))
+    with ThreadPoolExecutor(len(names)) as pool:
+        runs = pool.map(
+            lambda name: cluster.run("deploy", checkpoint, *flags, "--name", name, "--port", port),
+            names,
+        )
+        for process in runs:
+            assert process.returncode == 0, process.stdout + process.stderr
+    status = cluster.run("status").stdout
+    assert all(f"{name}: " in status for name in names), status
+    process = cluster.run("deploy", checkpoint, *flags, "--port", "1")
+    assert process.returncode == 1 and f"deploy with --port {port}" in process.stderr
+    for name in names:
+        assert cluster.run("remove", name).returncode == 0
+
+
 def test_ranks_on_four_nodes_give_the_tokens_of_one_process(
     cluster: RayCluster, ports: Ports, checkpoint: Path, expected: list[list[int]]
 ) -> None:
@@ -250,25 +271,36 @@ def test_a_model_that_fits_nowhere_is_refused(
     assert "a replica of 2 ranks (--tp 2 --pp 1), each with CPU 64, does not fit" in process.stderr
 
 
-def test_deployments_at_the_same_time_keep_each_other(
+HOLD_LOCK = """
+import sys, time
+from serving.ray.cluster import _deployment_lock, connect
+connect(sys.argv[1])
+with _deployment_lock():
+    print(flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_deployment_does_not_block_others(
     cluster: RayCluster, ports: Ports, checkpoint: Path
 ) -> None:
-    """Serve deploys all applications together. There are no nodes for their replicas."""
-    names, port = ("first", "second", "third"), str(ports.head)
-    flags = ("--insecure", "--later", "--wait", "0", "--http-port", str(ports.head_http))
-    with ThreadPoolExecutor(len(names)) as pool:
-        runs = pool.map(
-            lambda name: cluster.run("deploy", checkpoint, *flags, "--name", name, "--port", port),
-            names,
-        )
-        for process in runs:
-            assert process.returncode == 0, process.stdout + process.stderr
-    status = cluster.run("status").stdout
-    assert all(f"{name}: " in status for name in names), status
-    process = cluster.run("deploy", checkpoint, *flags, "--port", "1")
-    assert process.returncode == 1 and f"deploy with --port {port}" in process.stderr
-    for name in names:
-        assert cluster.run("remove", name).returncode == 0
+    command = [str(cluster.python), "-c", HOLD_LOCK, cluster.address]
+    with subprocess.Popen(
+        command, cwd=cluster.folder, env=cluster.environment, stdout=subprocess.PIPE
+    ) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == b"\n"
+            flags = ("--later", "--wait", "0", "--name", "later")
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(deploy, cluster, ports, checkpoint, *flags)
+                with pytest.raises(TimeoutError):
+                    waiting.result(WAIT_S / 3)
+                holder.kill()
+                process = waiting.result(BUSY * WAIT_S)
+        finally:
+            holder.kill()
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert cluster.run("remove", "later").returncode == 0
 
 
 def test_changes_of_a_deployment_lose_no_call(

@@ -50,9 +50,9 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_resources_of_the_nodes() 
 
 def test_a_requested_number_of_ranks_must_fit() -> None:
     parallel = ParallelConfig(tp=4)
-    assert choose_node_ranks(parallel, GPU, nodes(4, 4), requested=2) == 2
+    assert choose_node_ranks(parallel, GPU, nodes(4, 4), node_ranks=2) == 2
     with pytest.raises(ConfigError, match=r"with 4 on a node, .* does not fit into this cluster"):
-        choose_node_ranks(parallel, GPU, nodes(2, 2), requested=4)
+        choose_node_ranks(parallel, GPU, nodes(2, 2), node_ranks=4)
 
 
 def test_ranks_that_do_not_divide_a_stage_are_refused() -> None:
