@@ -26,7 +26,7 @@ from tests.support.process_memory import anonymous_bytes
 from tests.support.servers import Server, eventually, serving, write_adapter, write_checkpoint
 
 WARM_UP_COUNT = 5_000
-COUNT = 40_000
+COUNT = 80_000
 AT_ONCE = 24
 DEADLINE_S = 0.4
 # Codes of server faults.
