@@ -172,21 +172,23 @@ def test_ten_times_kill_9_loses_no_call(replicas: Replicas, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "callers",
+    ("callers", "calls"),
     [
         # One call at a time: no replica is full, so the choices do not depend on times.
-        pytest.param(1, marks=pytest.mark.slow),
-        pytest.param(ADAPTER_CALLERS, marks=pytest.mark.soak),
+        pytest.param(1, 3 * ADAPTERS, marks=pytest.mark.slow),
+        pytest.param(ADAPTER_CALLERS, 6 * ADAPTERS, marks=pytest.mark.soak),
     ],
 )
-def test_adapters_stay_on_their_replicas(replicas: Replicas, tmp_path: Path, callers: int) -> None:
+def test_adapters_stay_on_their_replicas(
+    replicas: Replicas, tmp_path: Path, callers: int, calls: int
+) -> None:
     """Ring hashing finds more prefixes in the cache, and loads adapters less often."""
     hit_rates, loads = {}, {}
     for policy in ("ROUND_ROBIN", ""):
         with envoy(replicas.servers, tmp_path, policy) as address:
-            _call_adapters(address, 2 * ADAPTERS, seed=1, callers=callers)  # Warm up.
+            _call_adapters(address, calls // 2, seed=1, callers=callers)  # Warm up.
             before = _counters(replicas)
-            _call_adapters(address, 3 * ADAPTERS, seed=2, callers=callers)
+            _call_adapters(address, calls, seed=2, callers=callers)
             hits, prompts, loaded = (
                 after - first for after, first in zip(_counters(replicas), before, strict=True)
             )
