@@ -127,7 +127,8 @@ class DeploymentLock:
 def _deployment_lock() -> Iterator[None]:
     """Exclude other deployments: each submits all applications, and would revert the others.
 
-    Serve itself can also be started only once. Ray ends the actor if this process is killed, so that the lock is released.
+    Serve itself can also be started only once. Ray ends the actor if this process is killed, so
+    that the lock is released.
     """
     actor_class: Any = ray.remote(num_cpus=0)(DeploymentLock)
     deadline = time.monotonic() + LOCK_WAIT_S
