@@ -115,7 +115,7 @@ class FileThreads:
         if waiting < waiting_max:
             return self.submit(owner, _call_logged, function)
         if (suppressed := self._log_throttle.claim_line(owner)) is not None:
-            log.warning("event=file_access_dropped owner=%s unsaid=%d", owner, suppressed)
+            log.warning("event=file_access_dropped owner=%s suppressed=%d", owner, suppressed)
         dropped: Future[None] = Future()
         dropped.cancel()
         return dropped

@@ -83,7 +83,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
                 logging.WARNING,
                 __file__,
                 0,
-                "event=log_lines_dropped unsaid=%d",
+                "event=log_lines_dropped suppressed=%d",
                 (self._dropped_lines,),
                 None,
             )

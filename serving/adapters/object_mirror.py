@@ -576,7 +576,7 @@ class ObjectMirror:
         self.counts.errors += 1
         if not isinstance(error, ObjectStoreError):
             if (suppressed := self._log_throttle.claim_line("mirror")) is not None:
-                log.warning("event=adapter_mirror_failed error=%r unsaid=%d", error, suppressed)
+                log.warning("event=adapter_mirror_failed error=%r suppressed=%d", error, suppressed)
             return
         if error.problem == "unavailable":
             with self._lock:
@@ -585,7 +585,7 @@ class ObjectMirror:
                 self._retry_at = time.monotonic() + delay_s
         if (suppressed := self._log_throttle.claim_line("store")) is not None:
             text = str(error)
-            log.warning("event=adapter_store_failed error=%r unsaid=%d", text, suppressed)
+            log.warning("event=adapter_store_failed error=%r suppressed=%d", text, suppressed)
 
     def _check_answers(self) -> None:
         """Raise an error if the store did not answer a short time ago."""

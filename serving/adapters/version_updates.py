@@ -312,7 +312,9 @@ class AdapterStore:
     def _warn_of_unwritten_records(self, error: LogError) -> None:
         suppressed = self._log_throttle.claim_line("adapter_log")
         if suppressed is not None:
-            log.warning("event=adapter_log_not_written reason=%r unsaid=%d", str(error), suppressed)
+            log.warning(
+                "event=adapter_log_not_written reason=%r suppressed=%d", str(error), suppressed
+            )
 
     def _parse_name(self, name: str, field: str) -> AdapterName:
         try:

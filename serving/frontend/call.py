@@ -408,10 +408,10 @@ class Frontend:
             reason.status in LOGGED_STATUSES
             and (suppressed := self._log_throttle.claim_line(reason.name)) is not None
         ):
-            # `label` is the request ID, and `unsaid` the number of suppressed lines.
+            # `label` is the request ID, and `suppressed` the number of suppressed lines.
             log.warning(
                 "event=call_ended reason=%s wire=%s method=%s tenant=%r accepted=%s took_ms=%.1f "
-                "label=%r trace=%r unsaid=%d",
+                "label=%r trace=%r suppressed=%d",
                 reason.name,
                 *labels,
                 call.caller.tenant,

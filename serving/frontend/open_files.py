@@ -80,9 +80,9 @@ def log_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
         if context.get("message") != ACCEPT_MESSAGE:
             loop.default_exception_handler(context)
         elif (suppressed := throttle.claim_line(ACCEPT_MESSAGE)) is not None:
-            # `unsaid` is the number of suppressed lines.
+            # `suppressed` is the number of suppressed lines.
             log.warning(
-                "event=accept_paused reason=%r unsaid=%d", str(context["exception"]), suppressed
+                "event=accept_paused reason=%r suppressed=%d", str(context["exception"]), suppressed
             )
 
     loop.set_exception_handler(handle_error)

@@ -256,7 +256,7 @@ class SpanBatchExporter(SpanProcessor):
             suppressed = self._log_throttle.claim_line(reason)
         if suppressed is not None:
             log.warning(
-                "event=traces_dropped spans=%d reason=%r address=%s unsaid=%d",
+                "event=traces_dropped spans=%d reason=%r address=%s suppressed=%d",
                 count,
                 reason,
                 self._endpoint,

@@ -128,7 +128,7 @@ class UsageFile:
         self._has_failed = True
         if (suppressed := self._throttle.claim_line("usage")) is not None:
             log.warning(
-                "event=usage_not_written reason=%r seconds=%.0f unsaid=%d",
+                "event=usage_not_written reason=%r seconds=%.0f suppressed=%d",
                 str(error),
                 self._clock() - self._written_until,
                 suppressed,

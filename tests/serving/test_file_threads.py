@@ -156,7 +156,7 @@ def test_the_number_of_waiting_logged_accesses_is_bounded(
     asyncio.run(main())
     assert calls == [2, 1, 1, 1]
     assert [record.message for record in caplog.records] == [
-        "event=file_access_dropped owner=a unsaid=0"
+        "event=file_access_dropped owner=a suppressed=0"
     ]
 
 

@@ -292,7 +292,7 @@ def test_the_json_log_has_overload_lines_and_no_prompt(scraped_server: ScrapedSe
     first = ended[0]["fields"]
     assert (first["wire"], first["method"], first["accepted"]) == ("preamble", "Generate", "False")
     # The lines of one second are throttled to one; the next line has the count of the others.
-    assert 1 <= len(ended) + sum(int(line["fields"]["unsaid"]) for line in ended) <= 3
+    assert 1 <= len(ended) + sum(int(line["fields"]["suppressed"]) for line in ended) <= 3
 
 
 def scrape_openmetrics(server: Server) -> dict[str, Metric]:
