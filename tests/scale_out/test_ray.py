@@ -1,4 +1,7 @@
-"""Replicas in a real Ray cluster of several nodes on this machine, through Serve's gRPC proxies."""
+"""Replicas in a real Ray cluster of several nodes on this machine, through the proxies of Serve.
+
+The slow tests use Serve's Python proxy; the soak tests repeat them with HAProxy.
+"""
 
 import os
 import signal
@@ -27,12 +30,11 @@ from tests.support.servers import (
     write_checkpoint,
 )
 
-pytestmark = pytest.mark.slow  # A cluster of its own.
-
 PROMPTS = ["hello", "a second prompt", "one more"]
 ANSWER = Options(max_new_tokens=24, temperature=1.0, seed=7, ignore_ends=True)
 # Times on a quiet machine, and the factor by which a busy one may exceed them.
 READY_S, RESTART_S, BUSY = 40.0, 15.0, 5.0
+HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"  # Of the nodes; `deploy` has the flag --haproxy.
 ADAPTERS = 15  # Odd: two replicas do not have the same number of them.
 
 
@@ -50,13 +52,22 @@ def ports() -> Ports:
     return Ports(*free_ports(3))
 
 
-@pytest.fixture(scope="module")
-def cluster(ports: Ports, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param({}, id="python-proxy", marks=pytest.mark.slow),
+        pytest.param({HAPROXY_VARIABLE: "1"}, id="haproxy", marks=pytest.mark.soak),
+    ],
+)
+def cluster(
+    request: pytest.FixtureRequest, ports: Ports, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RayCluster]:
     python = interpreter("ray")
     *_, port, worker_http = free_ports(5)
     variables = {
         "RAY_SERVE_WORKER_PROXY_GRPC_PORT": str(ports.worker),
         "RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(worker_http),
+        **request.param,
     }
     with RayCluster(python, tmp_path_factory.mktemp("ray"), port, variables) as cluster:
         yield cluster
@@ -105,6 +116,8 @@ def deploy(
     if "--config" not in flags:
         words += ["--config", settings, "--insecure"]
     words += ["--port", str(ports.head), "--http-port", str(ports.head_http)]
+    if HAPROXY_VARIABLE in cluster.environment:
+        words.append("--haproxy")
     return cluster.run(*words, *flags)
 
 
