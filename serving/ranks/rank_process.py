@@ -6,6 +6,7 @@ which runs until its ranks have ended, so the kernel kills a rank only if the su
 ends before the rank.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -37,6 +38,8 @@ def main() -> int:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     frontend = None if spec.frontend_fd is None else Channel(socket.socket(fileno=spec.frontend_fd))
 
+    # Imports create many objects and little garbage. `Rank.run` enables the collector again.
+    gc.disable()
     from serving.ranks.rank import Rank
 
     set_thread_count(spec.position.local_world_size)
