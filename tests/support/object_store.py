@@ -52,6 +52,7 @@ class RunningStore:
         self.endpoint = f"http://127.0.0.1:{self._ports['s3.port']}"
         self.tls_endpoint = f"https://127.0.0.1:{self._ports['s3.port.https']}"
         self.ca_file = folder / "ca.pem"
+        self.certificate = folder / "server.pem"  # Its key is beside it.
 
     @property
     def variables(self) -> dict[str, str]:
@@ -74,7 +75,7 @@ class RunningStore:
             _make_certificates(self._folder)
         arguments = [f"-{flag}={port}" for flag, port in self._ports.items()]
         arguments += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={data}", "-filer", "-s3"]
-        arguments += [f"-s3.cert.file={self._folder / 'server.pem'}"]
+        arguments += [f"-s3.cert.file={self.certificate}"]
         arguments += [f"-s3.key.file={self._folder / 'server.key'}"]
         arguments += [f"-s3.config={identities}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
         arguments += ["-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=30"]

@@ -15,6 +15,7 @@ from gpt.errors import ConfigError
 from gpt.object_store import object_store
 from gpt.object_store.object_store import ObjectStore, ObjectStoreError, ObjectUrl
 from gpt.object_store.record_log import ObjectRecordLog
+from tests.support.credential_service import CredentialService
 from tests.support.object_store import (
     BUCKET,
     KEY_ID,
@@ -28,6 +29,7 @@ from tests.support.object_store import (
 pytestmark = pytest.mark.slow  # The store starts in seconds.
 
 WRITERS = 8
+IDENTITY_TOKEN = "only-for-tests/identity-Zr6NwT2b"
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +191,38 @@ def test_keys_come_from_the_shared_files_of_a_profile(
     with pytest.raises(ConfigError, match="not a valid configuration file") as caught:
         ObjectStore(str(store.url))
     assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("role", ["web-identity", "container"])
+def test_keys_come_from_a_role(
+    running: RunningStore,
+    role: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    service = CredentialService(KEY_ID, SECRET, IDENTITY_TOKEN)
+    token_file = tmp_path / "token"
+    token_file.write_text(IDENTITY_TOKEN)
+    with service.running(running.certificate if role == "web-identity" else None) as url:
+        if role == "web-identity":  # obstore requests these keys only with TLS.
+            monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token_file))
+            monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/tests")
+            monkeypatch.setenv("AWS_ENDPOINT_URL_STS", url)
+            monkeypatch.setenv("AWS_CA_BUNDLE", str(running.ca_file))
+        else:
+            monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/keys")
+            monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(token_file))
+        with_role = ObjectStore(f"s3://{BUCKET}/{role}")
+        with_role.create("key", b"1")
+        assert with_role.read("key", 10)[0] == b"1"
+        assert service.requests == 1  # The keys are valid for both requests.
+        token_file.write_text("only-for-tests/false-token")
+        with pytest.raises(ObjectStoreError) as caught:
+            ObjectStore(f"s3://{BUCKET}/{role}").create("new", b"1")
+    assert "false-token" not in str(caught.value) and url not in str(caught.value)
+    assert caught.value.problem == "denied"
 
 
 def test_an_endpoint_without_tls_must_be_on_this_machine_or_allowed(
