@@ -6,7 +6,6 @@ Modules that take seconds to import are imported only after the flags have been 
 
 import argparse
 import asyncio
-import gc
 import logging
 import os
 import sys
@@ -24,6 +23,7 @@ from clients.cli.generate import (
 )
 from gpt.cpu_threads import limit_openmp_spinning, set_thread_count
 from gpt.errors import ConfigError, PreambleError
+from gpt.garbage_collection import imports_without_collections
 from serving.config import TOOL_CALL_FORMATS, ServerConfig
 from serving.logs import log_to_stderr
 from serving.profiles import PROFILES
@@ -238,19 +238,18 @@ def _serve(argv: list[str]) -> int:
     profile = flags.pop("profile")
     notes = list[str]()
     config = ServerConfig.read(config_path, flags, profile=profile, on_note=notes.append)
-    # Imports create half a million objects and little garbage: collections would take 15 % of their
-    # time. The collector is enabled again when the service, or the rank, is ready.
-    gc.disable()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Torchrun started this process, so it becomes a rank. One rank starts the front end.
         # `run_worker` does not return.
-        from serving.ranks.torchrun_worker import run_worker
+        with imports_without_collections():
+            from serving.ranks.torchrun_worker import run_worker
 
         run_worker(config, argv)
     log_to_stderr(config.observability_config.log_format)
     for note in notes:
         log.info("%s", note)
-    from serving.server import serve
+    with imports_without_collections():
+        from serving.server import serve
 
     return asyncio.run(serve(config, lambda line: print(line, flush=True)))
 

@@ -202,7 +202,6 @@ def attach_service(frontend: Frontend, service: Service) -> "list[asyncio.Task[A
     gc.collect()
     # Exclude all present objects from later garbage collections, which would take 0.1 s.
     gc.freeze()
-    gc.enable()
     _watch_engine(frontend.metrics, service)
     frontend.attach_service(service)
     golden_replays = service.golden_checker.start(

@@ -112,7 +112,6 @@ class Rank:
         # The objects of the start-up live until the process ends. If they were not frozen, the
         # garbage collector would scan them again, which would delay a step by 0.1 s.
         gc.freeze()
-        gc.enable()
         model_runner.prefault_kv_pool()  # Returns at once: a background thread does the work.
         if self._position.rank > 0:
             return self._run_follower(model_runner)

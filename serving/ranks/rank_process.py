@@ -6,7 +6,6 @@ which runs until its ranks have ended, so the kernel kills a rank only if the su
 ends before the rank.
 """
 
-import gc
 import logging
 import os
 import signal
@@ -17,6 +16,7 @@ import msgspec
 
 from gpt.child_processes import die_with_parent
 from gpt.cpu_threads import set_thread_count
+from gpt.garbage_collection import imports_without_collections
 from serving.config import ServerConfig, is_loopback
 from serving.logs import log_to_stderr
 from serving.ranks.message_socket import Channel
@@ -38,9 +38,8 @@ def main() -> int:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     frontend = None if spec.frontend_fd is None else Channel(socket.socket(fileno=spec.frontend_fd))
 
-    # Imports create many objects and little garbage. `Rank.run` enables the collector again.
-    gc.disable()
-    from serving.ranks.rank import Rank
+    with imports_without_collections():
+        from serving.ranks.rank import Rank
 
     set_thread_count(spec.position.local_world_size)
     return Rank(spec.position, config, _open_store(spec), spec.host, frontend).run()
