@@ -350,10 +350,11 @@ def _describe(error: Exception, exceptions: ModuleType) -> tuple[str, Problem]:
     text = str(error)
     status = re.search(r"non-2xx status code: (\d{3})", text)
     code = re.search(r"<Code>([A-Za-z]{1,60})</Code>", text)
+    if "DeleteFailed {" in text:  # A response to DeleteObjects has a code for each object.
+        code = re.search(r'\bcode: "([A-Za-z]{1,60})"', text)
     number = int(status[1]) if status else 0
-    reason = f"status {number}" if number else ""
-    if code:
-        reason += f" {code[1]}"
+    parts = [f"status {number}"] if number else []
+    reason = " ".join([*parts, code[1]] if code else parts)
     kinds: Mapping[type[Exception], Problem] = {
         exceptions.AlreadyExistsError: "exists",
         exceptions.PreconditionError: "changed",
@@ -366,10 +367,10 @@ def _describe(error: Exception, exceptions: ModuleType) -> tuple[str, Problem]:
             return reason or problem, problem
     # The URL and the key of the request can contain any word.
     url = re.search(r"Error performing [A-Z]+ (\S+)", text)
-    line = re.sub(r"(Error performing [A-Z]+|path|location) \S+", "", text.partition("\n")[0])
+    line = re.sub(r"(Error performing [A-Z]+|path|location|key) \S+", "", text.partition("\n")[0])
     if (url and METADATA_HOST in url[1]) or "credential" in line.lower():
         return "no credentials were found, or their source did not answer", "denied"
-    if number in (401, 403):
+    if number in (401, 403) or (code and code[1] == "AccessDenied"):
         return reason, "denied"
     if number == 404:
         return reason, "missing"

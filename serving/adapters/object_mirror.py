@@ -56,6 +56,7 @@ HIDDEN_KEEP_S = 60.0
 # of the same version can take.
 UNLOADED_OBJECT_KEEP_S = 3600.0
 UNLOADED_DELETES_MAX = 100  # Versions whose objects one poll deletes.
+REFUSED_DELETION_DELAY_S = 3600.0  # Time until the next deletion if the store refuses one.
 FAILURE_LOG_PERIOD_S = 10.0
 
 
@@ -120,6 +121,7 @@ class ObjectMirror:
         self._retry_at = 0.0
         # The objects with which each name in use was last made equal.
         self._synced: dict[OwnedName, NameObjects] = {}
+        self._next_deletion_at = 0.0
         self._poll_lock = threading.Lock()
         # Each name has one of these locks, which is held during its requests and file accesses.
         self._name_locks = [threading.RLock() for _ in range(NAME_LOCKS)]
@@ -294,7 +296,7 @@ class ObjectMirror:
         with self._lock:
             self._aliases[name] = alias
         self._set_objects(name, NameObjects(objects.stored, entry, objects.tombstones))
-        self.sync_copies(name)
+        self.sync_changed_copies(name)
 
     def add_version(self, name: OwnedName, version: int, entry: ObjectInfo) -> None:
         """Record a version that this server has uploaded."""
@@ -308,16 +310,35 @@ class ObjectMirror:
         objects = self.objects(name)
         tombstones = {**objects.tombstones, version: tombstone}
         self._set_objects(name, NameObjects(objects.stored, objects.alias, tombstones))
-        self.sync_copies(name)
+        self.sync_changed_copies(name)
 
     def record_name_use(self, name: OwnedName) -> None:
         self._used_at[name] = time.monotonic()
 
     def sync_copies(self, name: OwnedName) -> None:
         """Make the copies of a name that is in use equal to the store, and load them."""
-        with self._lock_of(name):
-            if self.folder.copies(name) and self._sync(name, set()):
+        with self._limited_lock(name, LOCK_WAIT_S):
+            if not self.folder.copies(name):
+                return
+            try:
+                has_changed = self._sync(name, set())
+            except (PreambleError, OSError):
+                self.registry.scan(name.tenant)  # A part may have changed.
+                raise
+            if has_changed:
                 self.registry.scan(name.tenant)
+
+    def sync_changed_copies(self, name: OwnedName) -> None:
+        """Do the same after a change that the store has made; the next poll repeats a failure.
+
+        The failure must not reach the caller, who would make the change again.
+        """
+        try:
+            self.sync_copies(name)
+        except ObjectStoreError:  # It is recorded, or another thread fetches an adapter.
+            return
+        except (PreambleError, OSError) as error:
+            self.record_failure(error)
 
     # The poll.
 
@@ -347,18 +368,18 @@ class ObjectMirror:
 
     def _set_index(self, entries: list[ObjectInfo], began_at: float) -> None:
         with self._lock:
-            recent = {name for name, at in self._refreshed_at.items() if at >= began_at}
             is_unchanged = entries == self._listed_entries and not self._refreshed_at
         if is_unchanged:
             return
         index = build_index(entries)
         with self._lock:
-            # What was read after the listing began is newer than the listing.
+            # What was read or changed after the listing began is newer than the listing.
+            recent = {name: at for name, at in self._refreshed_at.items() if at >= began_at}
             for name in recent:
                 index.pop(name, None)
                 if name in self._index:
                     index[name] = self._index[name]
-            self._refreshed_at = {name: self._refreshed_at[name] for name in recent}
+            self._refreshed_at = recent
             self._listed_entries = entries
             self._index = index
             self._aliases = {name: alias for name, alias in self._aliases.items() if name in index}
@@ -431,6 +452,8 @@ class ObjectMirror:
 
     def _delete_unloaded(self) -> None:
         """Delete the objects of versions that were unloaded long ago, and their tombstones."""
+        if time.monotonic() < self._next_deletion_at:
+            return
         now, deleted = datetime.now(UTC), 0
         for objects in list(self._index.values()):
             for version, tombstone in objects.tombstones.items():
@@ -438,12 +461,18 @@ class ObjectMirror:
                 if age_s < UNLOADED_OBJECT_KEEP_S or deleted >= UNLOADED_DELETES_MAX:
                     continue
                 deleted += 1
-                with suppress(ObjectStoreError), self._requests():
-                    # The alias record has the number of the version, so no upload uses it again.
-                    if version in objects.stored:
-                        self.store.delete(objects.stored[version].key)
-                    self.store.delete(tombstone.key)
-                    log.info("event=adapter_object_deleted key=%s", tombstone.key)
+                try:
+                    with self._requests():
+                        # The alias record has the number of the version, so no upload uses it
+                        # again.
+                        if version in objects.stored:
+                            self.store.delete(objects.stored[version].key)
+                        self.store.delete(tombstone.key)
+                        log.info("event=adapter_object_deleted key=%s", tombstone.key)
+                except ObjectStoreError as error:
+                    if error.problem == "denied":  # This server may not delete objects.
+                        self._next_deletion_at = time.monotonic() + REFUSED_DELETION_DELAY_S
+                        return
 
     # Copies. The caller holds the lock of the name.
 
@@ -456,20 +485,22 @@ class ObjectMirror:
         objects = self.objects(name)
         versions = objects.versions
         has_changed = False
-        if versions:
-            self._read_alias(name)
-            selected = self.selected_version(name)
-            for version in sorted({*requested_versions, selected or 0} & versions.keys()):
-                has_changed |= self._fetch(name, version, versions[version])
-        alias = self.alias(name)
-        # After its version, so that the folder never selects a version that it does not have.
-        if versions and alias.etag:
-            has_changed |= self.folder.write_alias(name, alias.content, alias.etag)
-        else:
-            has_changed |= self.folder.remove_alias(name)
-        for version in self.folder.copies(name).keys() - versions.keys():
-            self.folder.hide(name, version)
-            has_changed = True
+        try:
+            if versions:
+                self._read_alias(name)
+                selected = self.selected_version(name)
+                for version in sorted({*requested_versions, selected or 0} & versions.keys()):
+                    has_changed |= self._fetch(name, version, versions[version])
+            alias = self.alias(name)
+            # After its version, so that the folder never selects a version that it does not have.
+            if versions and alias.etag:
+                has_changed |= self.folder.write_alias(name, alias.content, alias.etag)
+            else:
+                has_changed |= self.folder.remove_alias(name)
+        finally:  # An unloaded version is not served any more, even if no other can be fetched.
+            for version in self.folder.copies(name).keys() - versions.keys():
+                self.folder.hide(name, version)
+                has_changed = True
         return has_changed
 
     def _fetch(self, name: OwnedName, version: int, entry: ObjectInfo) -> bool:

@@ -235,11 +235,10 @@ class AdapterStore:
         adapter_name, _ = self._parse_name(name, "name"), self._tenant_folder(tenant)
         if adapter_name.version is not None:
             raise RequestError(f"name is {name!r}; give it without a version", "name")
-        self._resolve_own(name, tenant)
-        restored = 0
+        adapter = self._resolve_own(name, tenant)
 
         def restore_previous() -> None:
-            nonlocal restored
+            nonlocal adapter
             alias, state = self.read_alias(tenant, name)
             versions = self.storage.versions(tenant, name)
             previous = [version for version in alias.previous if version in versions]
@@ -251,15 +250,16 @@ class AdapterStore:
                     "name",
                 )
             change.begin(previous[0], self.storage.selected_version(tenant, name))
+            # Before the change, so that nothing is changed if this server cannot fetch the version.
+            adapter = self._resolve_own(f"{name}@{previous[0]}", tenant)
             record = AliasRecord(previous[0], tuple(previous[1:]), alias.unloaded_max)
             self.storage.write_alias(tenant, name, record, state)
-            restored = previous[0]
-            change.finish(restored)
+            change.finish(adapter.version)
 
         self._change_alias(tenant, name, restore_previous)
         self._rescan(tenant)
-        log.info("event=adapter_rolled_back adapter=%s@%d tenant=%s", name, restored, tenant)
-        return self._resolve_own(name, tenant)
+        log.info("event=adapter_rolled_back adapter=%s tenant=%s", adapter.key, tenant)
+        return adapter
 
     def _change_alias(self, tenant: str, name: str, change: Callable[[], None]) -> None:
         """Call `change`, which changes the alias record of a name, under the tenant's lock.

@@ -148,6 +148,9 @@ def test_errors_name_the_status_and_no_credential(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", READER_ID)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", READER_SECRET)
     fail("denied", "cannot create .*403 AccessDenied")
+    with pytest.raises(ObjectStoreError, match=r"cannot delete .*: AccessDenied") as refusal:
+        ObjectStore(str(store.url)).delete("key")
+    assert refusal.value.problem == "denied"
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     fail("missing", "404 NoSuchBucket", "s3://no-such-bucket/a")

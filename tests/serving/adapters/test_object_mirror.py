@@ -20,7 +20,7 @@ from gpt.adapters.change_log import AdapterChangeLog
 from gpt.errors import AdapterError, ConfigError, PreambleError
 from gpt.object_store.object_store import ObjectInfo, ObjectStore, ObjectStoreError
 from gpt.object_store.record_log import ObjectRecordLog
-from serving.adapters import object_mirror
+from serving.adapters import object_index, object_mirror
 from serving.adapters.directory_layout import UNLOADED_PREFIX
 from serving.adapters.mirror_folder import MirrorFolder
 from serving.adapters.object_index import OwnedName
@@ -475,6 +475,77 @@ def test_a_change_whose_result_cannot_be_read_is_not_repeated(
         faults.setattr(store, "replace", lose_response)
         assert reason_of(lambda: first.store.rollback("tax", "")) == "DEADLINE_PASSED"
     assert second.adapters.resolve("tax").key == "tax@1"
+
+
+def test_a_change_is_made_once_if_its_version_cannot_be_fetched(
+    replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = replicas
+    for _ in range(3):
+        first.upload("tax")
+    for version in (1, 2, 3):
+        first.store.promote(f"tax@{version}", "")
+    second.poll()
+    assert second.adapters.resolve("tax").key == "tax@3"
+    assert second.files() == ["tax.current", "tax@3.safetensors"]
+
+    def refuse_download(entry: ObjectInfo, file: BinaryIO) -> None:
+        raise ObjectStoreError("it does not answer", "unavailable")
+
+    monkeypatch.setattr(object_mirror, "FAILURE_DELAY_S", 0.0)
+    with monkeypatch.context() as faults:
+        faults.setattr(second.mirror.store, "download", refuse_download)
+        # The version to restore must be on the server, so nothing is changed.
+        assert reason_of(lambda: second.store.rollback("tax", "")) == "STORAGE_TIMEOUT"
+        first.poll()
+        assert first.adapters.resolve("tax").key == "tax@3"
+        # The version that becomes current need not be: the change is made, and reported as made.
+        assert reason_of(lambda: second.store.unload("tax@3", "")) == ""
+        assert second.files() == ["tax.current"], "an unloaded version is not served any more"
+        assert second.poll()
+    second.poll()
+    assert second.adapters.resolve("tax").key == "tax@2"
+    assert second.store.rollback("tax", "").key == "tax@2"
+    assert second.store.rollback("tax", "").key == "tax@1"
+    assert first.poll() and first.adapters.resolve("tax").key == "tax@1"
+
+
+def test_a_poll_keeps_a_change_that_is_made_meanwhile(
+    replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = replicas[0]
+    first.upload("tax")
+    replicas[1].upload("toll")  # The listing is not the last one, so the index is built.
+    build_index = object_index.build_index
+
+    def build_slowly(entries: list[ObjectInfo]) -> dict[OwnedName, object_index.NameObjects]:
+        index = build_index(entries)
+        monkeypatch.setattr(object_mirror, "build_index", build_index)
+        assert first.upload("tax") == "tax@2"
+        return index
+
+    monkeypatch.setattr(object_mirror, "build_index", build_slowly)
+    first.poll()
+    assert first.adapters.resolve("tax").key == "tax@2"
+    assert first.files() == ["tax@1.safetensors", "tax@2.safetensors"]
+
+
+def test_a_server_that_may_not_delete_does_not_try_again_at_once(
+    replicas: list[Replica], open_replica: OpenReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = replicas[0]
+    for version in range(3):
+        first.upload("tax", float(version))
+    for version in (1, 2):
+        first.store.unload(f"tax@{version}", "")
+    monkeypatch.setattr(object_mirror, "UNLOADED_OBJECT_KEEP_S", 0.0)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", READER_ID)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", READER_SECRET)
+    reader = open_replica("reader")
+    reader.poll()
+    assert reader.mirror.counts.errors == 1
+    first.poll()
+    assert [key for key, *_ in first.listed()] == ["tax@3"]
 
 
 def test_copies_that_were_not_used_lately_are_removed_for_others(
