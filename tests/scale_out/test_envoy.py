@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import openai
 import pytest
 
 from bench.harness.envoy_process import CONFIG
@@ -22,7 +23,8 @@ from tests.support.servers import WAIT_S, write_adapter, write_checkpoint
 
 PROMPTS = 8
 NEW_TOKENS = 48
-CALLERS = 8  # Of each kind.
+CALLERS = 8  # Of unary calls, and of streams.
+HTTP_CALLERS = 2
 ADAPTERS = 200
 ROWS = 64
 TEXT_TOKENS = 48  # Of a prompt; no two prompts are equal.
@@ -89,6 +91,22 @@ class Callers:
                     self.resumed += bool(piece.resumed_at)
                 self._record(number, token_ids)
 
+    def generate_http(self) -> None:
+        """Non-streaming calls of an OpenAI client, which does not repeat calls."""
+        with openai.OpenAI(
+            base_url=f"http://{self.address}/v1", api_key="none", max_retries=0, timeout=WAIT_S
+        ) as client:
+            for number in self._numbers():
+                answer = client.completions.create(
+                    model="checkpoint",
+                    prompt=f"prompt {number}",
+                    max_tokens=NEW_TOKENS,
+                    temperature=float(number % 2),
+                    seed=number,
+                    extra_body={"ignore_eos": True, "return_token_ids": True},
+                )
+                self._record(number, getattr(answer.choices[0], "token_ids"))  # noqa: B009
+
     def _numbers(self) -> Iterator[int]:
         rng = random.Random(threading.get_ident())
         while not self.stopped.is_set():
@@ -114,9 +132,10 @@ def _call_while(address: str, replicas: Replicas, events: int, number: int) -> C
         answers = [client.generate(f"prompt {n}", _options(n)) for n in range(PROMPTS)]
     callers = Callers(address, [answer.token_ids for answer in answers])
     rng = random.Random(0)
-    with ThreadPoolExecutor(2 * CALLERS) as pool:
+    with ThreadPoolExecutor(2 * CALLERS + HTTP_CALLERS) as pool:
         running = [pool.submit(callers.generate) for _ in range(CALLERS)]
         running += [pool.submit(callers.stream) for _ in range(CALLERS)]
+        running += [pool.submit(callers.generate_http) for _ in range(HTTP_CALLERS)]
         try:
             for event in range(events):
                 time.sleep(rng.uniform(0.5, 1.5))
