@@ -6,8 +6,10 @@ before a retry (RetryInfo or `grpc-retry-pushback-ms`), or if its server was los
 
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import grpc
@@ -131,9 +133,11 @@ class Attempts:
         can_repeat = error.is_connection_loss and idempotent
         if can_repeat and fails_over:
             return 0.0
-        # Behind a proxy, another server answers at the same address. An error with a reason comes
-        # from the server itself, and says by its delay whether a retry can help.
-        if error.retry_s is None and (not can_repeat or error.reason):
+        # Behind a proxy or a name, another server may answer at the same address. An error with a
+        # reason comes from the server itself, and says by its delay whether a retry can help. A
+        # draining server has not begun the call.
+        may_reach_another = (can_repeat and not error.reason) or error.reason == "DRAINING"
+        if error.retry_s is None and not may_reach_another:
             raise error
         wait_s = INITIAL_BACKOFF_S if error.retry_s is None else error.retry_s
         return self._backoff_s(error, wait_s, self._failures)
@@ -181,9 +185,12 @@ def channel_options(tls: Tls | None) -> list[tuple[str, Any]]:
     return options
 
 
-def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the gRPC metadata of each call: the bearer token."""
-    return (("authorization", f"Bearer {token}"),) if token else ()
+def call_metadata(
+    token: str | None, further: Mapping[str, str] = MappingProxyType({})
+) -> tuple[tuple[str, str], ...]:
+    """Return the gRPC metadata of each call: the bearer token, and `further` entries."""
+    credentials = (("authorization", f"Bearer {token}"),) if token else ()
+    return (*credentials, *further.items())
 
 
 def read_call_error(error: Any, address: str = "") -> CallError:
