@@ -5,9 +5,9 @@ event loop; its calls can run concurrently.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from operator import attrgetter
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import grpc
@@ -60,11 +60,12 @@ class AsyncClient:
         retries: Retries = DEFAULT_RETRIES,
         balance: Balance = "round_robin",
         tenant: str = "",
+        metadata: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.address = address
         self.timeout_s = timeout_s
         self.retries = retries
-        self.metadata = call_metadata(token)
+        self.metadata = call_metadata(token, metadata)
 
         def open_channel(address: str, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
             if tls is None:

@@ -6,9 +6,9 @@ protos, but no code of the server. `clients.async_client` has the same methods f
 """
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from operator import attrgetter
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import grpc
@@ -83,7 +83,8 @@ class Client:
 
     `timeout_s` limits each call, including its retries, and each stream as a whole. The methods
     `generate`, `completions`, `stream`, `score` and `call` accept another `timeout_s` for one call.
-    `token` is sent as a bearer token; with `tls` the channel is encrypted.
+    `token` is sent as a bearer token; with `tls` the channel is encrypted. `metadata` is sent with
+    each call, such as `application` for a deployment in Ray Serve.
     """
 
     def __init__(
@@ -96,11 +97,12 @@ class Client:
         retries: Retries = DEFAULT_RETRIES,
         balance: Balance = "round_robin",
         tenant: str = "",
+        metadata: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.address = address
         self.timeout_s = timeout_s
         self.retries = retries
-        self.metadata = call_metadata(token)
+        self.metadata = call_metadata(token, metadata)
 
         def open_channel(address: str, options: list[tuple[str, Any]]) -> grpc.Channel:
             if tls is None:

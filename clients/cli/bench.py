@@ -34,7 +34,9 @@ def bench_command(argv: list[str]) -> int:
             check_plot()
         token, tls = read_credentials(args)
         load_run = run_load(
-            ServerEndpoint(args.server, token, tls), spec, None if args.quiet else _print_progress
+            ServerEndpoint(args.server, token, tls, dict(args.metadata)),
+            spec,
+            None if args.quiet else _print_progress,
         )
         report = LoadReport.from_run(load_run, slo)
         if args.plot:

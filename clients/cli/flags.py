@@ -1,4 +1,4 @@
-"""Server flags of the client commands: address, timeout, token and TLS.
+"""Server flags of the client commands: address, timeout, token, TLS and metadata.
 
 The token can be read from a file, because all users of a machine can see command-line arguments.
 """
@@ -39,6 +39,15 @@ def add_server_flags(parser: argparse.ArgumentParser, *, several: bool = True) -
     add("--ca", metavar="FILE", help="use TLS with the root certificates in this file (PEM)")
     add("--cert", metavar="FILE", help="client certificate (PEM), for mutual TLS")
     add("--key", metavar="FILE", help="private key of the client certificate (PEM)")
+    add(
+        "--metadata",
+        metavar="KEY=VALUE",
+        type=_parse_metadata,
+        action="append",
+        default=[],
+        help="gRPC metadata of each call, such as application=NAME for a deployment in Ray Serve; "
+        "may be repeated",
+    )
 
 
 def _parse_addresses(text: str) -> str:
@@ -62,10 +71,21 @@ def _parse_address(text: str) -> str:
     return text
 
 
+def _parse_metadata(text: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
+    is_valid = re.fullmatch(r"[0-9a-z_.-]+", key) and value.isascii() and value.isprintable()
+    if not separator or not is_valid or key.startswith("grpc-") or key.endswith("-bin"):
+        raise argparse.ArgumentTypeError(
+            f"{text[:100]!a} is not metadata of a call; give KEY=VALUE with a key of lower case "
+            "letters, such as application=preamble"
+        )
+    return key, value
+
+
 def open_client(args: argparse.Namespace) -> Client:
     """Create the client from the flags. Raises ValueError if a file cannot be read."""
     token, tls = read_credentials(args)
-    return Client(args.server, args.timeout_s, token=token, tls=tls)
+    return Client(args.server, args.timeout_s, token=token, tls=tls, metadata=dict(args.metadata))
 
 
 def read_credentials(args: argparse.Namespace) -> tuple[str | None, Tls | None]:

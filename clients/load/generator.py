@@ -168,6 +168,7 @@ class ServerEndpoint:
     address: str  # HOST:PORT.
     token: str | None = None
     tls: Tls | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     def open_channel(self) -> grpc.aio.Channel:
         # Retries are off, because a refused call must count as an error.
@@ -188,7 +189,7 @@ async def run_load_async(
     endpoint: ServerEndpoint, spec: LoadSpec, progress: ProgressCallback | None = None
 ) -> LoadRun:
     async with endpoint.open_channel() as channel:
-        metadata = call_metadata(endpoint.token)
+        metadata = call_metadata(endpoint.token, endpoint.metadata)
         return await _LoadGenerator(
             channel, spec, await _server_limits(channel, metadata, endpoint.address), metadata
         ).run(progress)

@@ -121,9 +121,12 @@ def deploy(
     return cluster.run(*words, *flags)
 
 
-def client_of(port: int, *, token: str | None = None, attempts: int = 1) -> Client:
+def client_of(
+    port: int, *, token: str | None = None, attempts: int = 1, application: str = ""
+) -> Client:
     retries = Retries(attempts_max=attempts)
-    return Client(f"127.0.0.1:{port}", WAIT_S, token=token, retries=retries)
+    metadata = {"application": application} if application else {}
+    return Client(f"127.0.0.1:{port}", WAIT_S, token=token, retries=retries, metadata=metadata)
 
 
 @dataclass
@@ -349,8 +352,12 @@ def test_changes_of_a_deployment_lose_no_call(
             assert cluster.run("drain", names[0], "--deadline", "300").returncode == 0
             eventually(lambda: _has_moved(cluster, second), BUSY * WAIT_S)
             callers.wait_for_calls(20)
-        with client_of(ports.head) as client:
+        with client_of(ports.head, application="preamble") as client:
             assert client.info().model.name == "renamed"
+        with client_of(ports.head, application="other") as client:
+            with pytest.raises(CallError, match="other") as refusal:
+                client.info()
+            assert refusal.value.code == "NOT_FOUND"
         assert not callers.failures, callers.failures
         print(f"{callers.calls} calls")
         terminate_replicas(cluster, Callers(ports.head, expected, attempts=8))

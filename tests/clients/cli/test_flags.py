@@ -1,16 +1,20 @@
-"""Server flags of the client commands: the addresses that they accept."""
+"""Server flags of the client commands: the addresses and the metadata that they accept."""
 
 import argparse
 
 import pytest
 
-from clients.cli.flags import add_server_flags
+from clients.cli.flags import add_server_flags, open_client
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_server_flags(parser)
+    return parser.parse_args(flags)
 
 
 def parse_server(address: str) -> str:
-    parser = argparse.ArgumentParser()
-    add_server_flags(parser)
-    server: str = parser.parse_args(["--server", address]).server
+    server: str = parse("--server", address).server
     return server
 
 
@@ -50,3 +54,22 @@ def test_texts_that_are_no_address_are_refused_with_advice(
     message = capsys.readouterr().err
     assert "--server" in message and "such as localhost:9000" in message
     assert len(message) < 1000
+
+
+def test_metadata_is_sent_beside_the_token() -> None:
+    flags = ["--metadata", "application=b", "--metadata", "x-team=a=1", "--token", "t"]
+    with open_client(parse("--server", "localhost:9000", *flags)) as client:
+        assert client.metadata == (
+            ("authorization", "Bearer t"),
+            ("application", "b"),
+            ("x-team", "a=1"),
+        )
+
+
+@pytest.mark.parametrize("text", ["application", "=b", "Name=b", "grpc-x=b", "a-bin=b", "a=\n"])
+def test_metadata_that_grpc_does_not_allow_is_refused(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse("--server", "localhost:9000", "--metadata", text)
+    assert "such as application=preamble" in capsys.readouterr().err
