@@ -10,6 +10,7 @@ chose, and its address is in the data that each rank starts with.
 
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -216,8 +217,10 @@ class RaySupervisor(LocalSupervisor):
 
     def _wait_for_actors(self, started: Sequence[Any]) -> None:
         """Wait until the actors have started their ranks; raise if one of them cannot."""
-        pending = list(started)
+        pending, deadline = list(started), time.monotonic() + self._config.parallel_config.load_s
         while pending:
+            if time.monotonic() > deadline:
+                raise NodeLostError(f"{len(pending)} actors have not started within load_s")
             ended, pending = ray.wait(pending, timeout=START_POLL_S)
             ray.get(ended)
             if self._is_closing:
