@@ -47,8 +47,8 @@ plan|planning|protocol|queue|sampling|scheduling|server|serving|throughput|traci
 checkpoint|checksum|CRC-32|CSV|FasterTransformer|gRPC|HTML|HTTP|Hugging Face|JSON|KServe|manifest
 Megatron|msgpack|NeMo|OpenAI|PEFT|pickle|PNG|proto|PyTorch|safetensors|SentencePiece|SVG|tar
 TensorBoard|TGI|TGIS|TLS|torch_dist|Transformer Engine|Triton|YAML
-atomic file|command|configuration|CPU|exception|GPU|kernel|memory|process|progress bar|regression
-settings|terminal|thread
+atomic file|command|configuration|CPU|exception|garbage collection|GPU|kernel|memory|process
+progress bar|regression|settings|terminal|thread
 """.strip()
     .replace("\n", "|")
     .split("|")

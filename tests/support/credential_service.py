@@ -71,9 +71,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, token: str, content: str) -> None:
         self.server.requests += 1
-        is_known = token == self.server.identity_token
-        body = (content if is_known else REFUSAL).encode()
-        self.send_response(200 if is_known else 403)
+        status = 200 if token == self.server.identity_token else 403
+        body = (content if status == 200 else REFUSAL).encode()
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
