@@ -33,7 +33,13 @@ from gpt.adapters.change_log import AdapterChange, AdapterChangeLog, ChangeAutho
 from gpt.adapters.import_bridge import find_bridge_adapter, open_bridge
 from gpt.adapters.import_nemo import is_nemo_prompt, open_nemo_prompt
 from gpt.adapters.import_peft import open_peft, open_tgis
-from gpt.adapters.linear_check import LINEARS_MAX, TENSORS_MAX, check_linears
+from gpt.adapters.linear_check import (
+    LINEARS_MAX,
+    SCALE_MAX,
+    TENSORS_MAX,
+    check_linears,
+    is_scale,
+)
 from gpt.checkpoint.files.safetensors_file import read_safetensors
 from gpt.checkpoint.logical_tensor import Checkpoint, ModelIdentity, StoredTensor
 from gpt.config import GPTConfig
@@ -43,6 +49,7 @@ from gpt.files.abandoned_files import remove_abandoned_partials
 from gpt.files.atomic_files import write_atomic
 from gpt.files.buffer_pool import BufferPool
 from gpt.linear_adapter import TENSOR_NAMES, LinearAdapter
+from gpt.settings import short_repr
 
 __all__ = [
     "Adapter",
@@ -383,6 +390,12 @@ def _read_linears(tensors: Mapping[str, StoredTensor], card: Card) -> dict[str, 
         key, _, tensor_name = name.rpartition(".")
         if name != TABLE:
             by_key.setdefault(key, {})[tensor_name] = stored.tensor()
+    for key, scale in card.scales.items():
+        if not is_scale(scale):
+            raise AdapterError(
+                f"the card of {card.name!r} has the scale {short_repr(scale)} of {key[:200]}; it "
+                f"must be a number below {SCALE_MAX:g}: export the adapter again"
+            )
     linears = {
         key: LinearAdapter(**linear_tensors, scale=float(card.scales.get(key, 1.0)))
         for key, linear_tensors in by_key.items()

@@ -26,6 +26,24 @@ def count_cuts(entry: ChunkedTensor, dimension: int) -> int:
     return len(offsets) if are_equal else 0
 
 
+def _covers_exactly(entry: ChunkedTensor) -> bool:
+    """Tell whether the chunks are all cells of a grid over the whole tensor, each once."""
+    ends: list[dict[int, int]] = []  # The end of each interval of a dimension, by its start.
+    for dimension, size in enumerate(entry.shape):
+        starts = sorted({chunk.offsets[dimension] for chunk in entry.chunks})
+        if starts[:1] != [0]:
+            return False
+        ends.append(dict(zip(starts, [*starts[1:], size], strict=True)))
+    cells = {tuple(chunk.offsets) for chunk in entry.chunks}
+    if len(cells) != len(entry.chunks) or len(cells) != math.prod(map(len, ends)):
+        return False
+    return all(
+        offset + size == intervals[offset]
+        for chunk in entry.chunks
+        for offset, size, intervals in zip(chunk.offsets, chunk.sizes, ends, strict=True)
+    )
+
+
 def ranks_to_halves(rows: Tensor, tp: int) -> Tensor:
     """Place the first halves of all tensor ranks' rows above the second halves."""
     return rows.view(tp, 2, -1, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
@@ -51,9 +69,10 @@ def layer_tensors(
             f"the adapter has {entry.key[:200]!r} in {entry.dtype} with the shape {entry.shape}; "
             f"this model has {num_layers} layers: give the model that it was trained on"
         )
-    if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != elements:
+    if not _covers_exactly(entry):
         raise AdapterError(
-            f"the adapter lacks chunks of {entry.key[:200]!r}; copy the checkpoint again"
+            f"the adapter's chunks of {entry.key[:200]!r} do not cover it exactly; copy the "
+            "checkpoint again"
         )
     stacked = torch.empty(entry.shape)
     for chunk in entry.chunks:

@@ -13,7 +13,6 @@ the context of the run. Each change acts as LoRA, with these exceptions:
 The number of tensor ranks is known from the chunks: A of a column-parallel linear is cut by rank.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ from gpt.adapters.fused_linears import (
     with_weight_norms,
 )
 from gpt.adapters.import_nemo_linears import without_zeros
-from gpt.adapters.linear_check import RANK_MAX
+from gpt.adapters.linear_check import RANK_MAX, SCALE_MAX, is_scale
 from gpt.checkpoint.files.file_tree import scan_folder, scan_folder_recursive
 from gpt.checkpoint.files.torch_dcp import ChunkedTensor, read_index
 from gpt.checkpoint.logical_tensor import Checkpoint, summarize_names
@@ -121,10 +120,13 @@ def open_bridge(path: Path, folder: Path, base: Checkpoint | None) -> Adapter:
             placed = _with_trained_rows(changes, base.config, tp)
             notes += [] if placed.keys() == changes.keys() else [BLOCKS_NOTE]
             changes = placed
-    linears = fold_linears(without_zeros(changes), base.config)
     if settings.method == "dora":
         _check_dora(settings, base.config)
-        linears = with_weight_norms(linears, base)
+        # A magnitude can have an effect without a product, which its weight norm shows.
+        linears = with_weight_norms(fold_linears(changes, base.config), base)
+        linears = without_zeros(linears)
+    else:
+        linears = fold_linears(without_zeros(changes), base.config)
     card = Card(
         card_name(path),
         method=settings.method,
@@ -179,12 +181,12 @@ def _check_settings(
             "train one of these"
         )
     rank, alpha = record.get("dim", 32), record.get("alpha", 64 if name == "DoRA" else 32)
-    is_alpha = isinstance(alpha, int | float) and not isinstance(alpha, bool)
     is_rank = type(rank) is int and 1 <= rank <= RANK_MAX
-    if not is_rank or not is_alpha or not math.isfinite(alpha):
+    if not is_rank or not is_scale(alpha):
         raise AdapterError(
             f"{source} has dim {short_repr(rank)} and alpha {short_repr(alpha)}; dim must be from "
-            f"1 to {RANK_MAX}, and alpha a number: copy the file from the training run"
+            f"1 to {RANK_MAX}, and alpha a number below {SCALE_MAX:g}: copy the file from the "
+            "training run"
         )
     tp = tp if type(tp) is int else 0
     return _Settings(METHODS[name], rank, alpha, tp, source, has_blocks)

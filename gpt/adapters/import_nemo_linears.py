@@ -21,7 +21,7 @@ from torch import Tensor
 from gpt.adapters.card import Adapter, Card, build_adapter, card_name
 from gpt.adapters.distributed_tensors import DTYPES, layer_tensors
 from gpt.adapters.fused_linears import fold_linears
-from gpt.adapters.linear_check import LINEARS_BYTES_MAX, has_effect
+from gpt.adapters.linear_check import LINEARS_BYTES_MAX, SCALE_MAX, has_effect, is_scale
 from gpt.checkpoint.files.file_tree import FileTree
 from gpt.checkpoint.files.torch_dcp import read_index
 from gpt.checkpoint.files.torch_file import read_torch_span
@@ -431,7 +431,7 @@ def _join_shards(
     by_columns = site.tensor_name == "lora_a" and linear.is_row_parallel
     joined = _concat(path, site, [shard.float() for shard in shards], 1 if by_columns else 0)
     if site.tensor_name == "lora_b" and not site.part and "gate" in linear.parts:
-        joined = _regroup_gates(joined, tp)
+        joined = _regroup_gates(path, joined, tp)
     outputs = len(part_rows(linear, site.part, config))
     dimension, expected = -1, linear.in_features
     if site.tensor_name != "lora_a" and not (
@@ -458,10 +458,13 @@ def _concat(path: Path, site: _Site, shards: list[Tensor], dimension: int) -> Te
     return torch.cat(shards, dimension)
 
 
-def _regroup_gates(joined: Tensor, tp: int) -> Tensor:
+def _regroup_gates(path: Path, joined: Tensor, tp: int) -> Tensor:
     """Place all gates above all ups; each rank's shard has its own gates above its own ups."""
     if len(joined) % (2 * tp):
-        return joined  # Refused by its shape.
+        raise AdapterError(
+            f"{path} has linear_fc1 with {len(joined)} rows, which {tp} tensor ranks cannot hold "
+            "with equal gates and ups; copy the archive again"
+        )
     halves = joined.view(tp, 2, -1, joined.shape[1])
     return halves.transpose(0, 1).reshape(joined.shape)
 
@@ -472,10 +475,10 @@ def _with_scales(
     """Set the scales alpha / adapter_dim; alpha is adapter_dim if it is not set."""
     rank = tuning.get("adapter_dim", 32)
     alpha = tuning.get("alpha", rank)
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
+    if type(rank) is not int or rank < 1 or not is_scale(alpha):
         raise AdapterError(
             f"{tuning.location} has adapter_dim {short_repr(rank)} and alpha {short_repr(alpha)}; "
-            "they must be numbers: copy the archive again"
+            f"they must be numbers, and alpha below {SCALE_MAX:g}: copy the archive again"
         )
     for key, change in linears.items():
         if change.lora_a is None or change.lora_b is None or change.rank != rank:

@@ -6,6 +6,7 @@ unreadable file raises a CheckpointError, which `open_adapter` converts to an Ad
 formats do not record the digest of the base model, so the card has no base digest.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +165,13 @@ def _task_rows(tensors: dict[str, Tensor], task: str | None, weights: Path) -> T
         raise AdapterError(
             f"{weights} has {tasks} tasks; set task to a number from 0 to {tasks - 1}"
         )
-    task_numbers = {str(number): number for number in range(tasks)}
-    if task is not None and task not in task_numbers:
-        raise AdapterError(f"{weights} has no task {task[:20]}; its tasks are 0 to {tasks - 1}")
-    number = task_numbers[task or "0"]
+    number = int(task) if task and re.fullmatch(r"0|[1-9][0-9]{0,8}", task) else -1
+    if task is None and tasks == 1:
+        number = 0
+    if not 0 <= number < tasks:
+        raise AdapterError(
+            f"{weights} has no task {str(task)[:20]}; its tasks are 0 to {tasks - 1}"
+        )
     return prompt * (cols[number] @ rows[number])
 
 

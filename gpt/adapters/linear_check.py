@@ -6,7 +6,7 @@ The checks refuse a change that cannot be applied, and one that has no effect.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from gpt.parallel.adapter_sharding import part_rows
 
 RANK_MAX = 512  # Of a low-rank product; also the largest size of a bottleneck.
 BOTTLENECK_LINEARS = (".self_attention.linear_proj", ".mlp.linear_fc2")
+SCALE_MAX = 1e9  # Of a scale, and of an alpha.
 LINEARS_BYTES_MAX = 8 << 30  # Size of all tensors in fp32.
 # Limit of changed linears and parts. 128 experts in each of 80 layers have 30,720 of them.
 LINEARS_MAX = 32768
@@ -173,6 +174,13 @@ def check_linears(name: str, linears: Mapping[str, LinearAdapter], config: GPTCo
             f"adapter {name!r} has no effect: all its products are zero and all its scales are "
             "one; it was probably saved before training: give a trained adapter"
         )
+
+
+def is_scale(value: object) -> TypeGuard[float]:
+    """Tell whether a value of a file is a number that is usable in a scale."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) < SCALE_MAX  # Refuses NaN too.
 
 
 def has_effect(linear: LinearAdapter) -> bool:

@@ -7,6 +7,7 @@ lookbehinds, flags and possessive repeats; an expression with these is refused.
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,8 +23,11 @@ STEPS_MAX = 1_000_000  # Half a second.
 PLAIN_NAME = re.compile(r"[\w.-]*", re.ASCII)
 _ESCAPED_SETS: Mapping[str, Callable[[str], bool]] = {
     "d": str.isdecimal,
+    "D": lambda character: not character.isdecimal(),
     "s": str.isspace,
+    "S": lambda character: not character.isspace(),
     "w": lambda character: character.isalnum() or character == "_",
+    "W": lambda character: not (character.isalnum() or character == "_"),
 }
 _SPECIAL = set("\\[](){}*+?|^$.")
 
@@ -311,16 +315,10 @@ class _Parser:
                 return _Position(lambda text, at: at == 0)
             case "Z":
                 return _Position(lambda text, at: at == len(text))
-        condition = self._escaped_set(character)
+        condition = _ESCAPED_SETS.get(character)
         if condition is not None:
             return _CharacterSet(condition)
         return _Literal(self._escaped_character(character))
-
-    def _escaped_set(self, character: str) -> Callable[[str], bool] | None:
-        condition = _ESCAPED_SETS.get(character.lower())
-        if condition is None or character.islower():
-            return condition
-        return lambda other: not condition(other)
 
     def _escaped_character(self, character: str) -> str:
         if not character or character.isalnum():
@@ -329,13 +327,14 @@ class _Parser:
 
     def _bracket(self) -> Callable[[str], bool]:
         is_negative = self._take("^")
-        members: list[Callable[[str], bool]] = []
+        ranges: list[tuple[str, str]] = []
+        sets: set[Callable[[str], bool]] = set()
         is_first = True
         while is_first or not self._take("]"):
             is_first = False
             first = self._member()
             if callable(first):
-                members.append(first)
+                sets.add(first)
                 continue
             last = first
             if self._peek() == "-" and self.pattern[self.index + 1 : self.index + 2] not in "]":
@@ -344,10 +343,13 @@ class _Parser:
                 if callable(end) or end < first:
                     raise _PatternError("it has a range of characters that is invalid")
                 last = end
-            members.append(_range_condition(first, last))
+            ranges.append((first, last))
+        starts, ends = _disjoint_ranges(ranges)
 
         def contains(other: str) -> bool:
-            return any(member(other) for member in members) != is_negative
+            index = bisect_right(starts, other) - 1
+            is_in_range = index >= 0 and other <= ends[index]
+            return (is_in_range or any(holds(other) for holds in sets)) != is_negative
 
         return contains
 
@@ -360,12 +362,24 @@ class _Parser:
             return character
         escaped = self._peek()
         self.index += 1
-        condition = self._escaped_set(escaped)
+        condition = _ESCAPED_SETS.get(escaped)
         return self._escaped_character(escaped) if condition is None else condition
 
 
-def _range_condition(first: str, last: str) -> Callable[[str], bool]:
-    return lambda character: first <= character <= last
+def _disjoint_ranges(ranges: Iterable[tuple[str, str]]) -> tuple[list[str], list[str]]:
+    """Return the first and the last characters of the ranges, sorted and merged.
+
+    A class of characters can have thousands of members; so it takes few comparisons.
+    """
+    starts: list[str] = []
+    ends: list[str] = []
+    for first, last in sorted(ranges):
+        if ends and first <= ends[-1]:
+            ends[-1] = max(ends[-1], last)
+        else:
+            starts.append(first)
+            ends.append(last)
+    return starts, ends
 
 
 class ModulePattern:

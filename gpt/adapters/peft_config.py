@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt.adapters.card import INTEGER_MAX, INVOCATION_TOKENS_MAX
-from gpt.adapters.linear_check import LINEARS_MAX, RANK_MAX
+from gpt.adapters.linear_check import LINEARS_MAX, RANK_MAX, SCALE_MAX, is_scale
 from gpt.adapters.module_pattern import Budget, ModulePattern, PatternList, path_ends
 from gpt.errors import AdapterError
 from gpt.settings import short_repr
@@ -329,10 +329,8 @@ class PeftLinearConfig:
         return value
 
     def _checked_alpha(self, field: str, value: object) -> float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not abs(value) < 1e9:  # type: ignore[arg-type]  # Refuses NaN too.
-            raise self._error(field, value, "a number below 1e9")
-        assert isinstance(value, int | float)
+        if not is_scale(value):
+            raise self._error(field, value, f"a number below {SCALE_MAX:g}")
         return value
 
     def _error(self, field: str, value: object, expected: str) -> AdapterError:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,10 +19,11 @@ from gpt.adapters.adapter_file import (
     open_adapter,
     save_adapter,
 )
+from gpt.adapters.distributed_tensors import layer_tensors
 from gpt.adapters.export_bridge import convert_linears_to_bridge
 from gpt.adapters.fused_linears import product_rows, with_weight_norms
-from gpt.checkpoint.files.file_tree import scan_folder
-from gpt.checkpoint.files.torch_dcp import read_index
+from gpt.checkpoint.files.file_tree import Span, scan_folder
+from gpt.checkpoint.files.torch_dcp import Chunk, ChunkedTensor, read_index
 from gpt.checkpoint.logical_tensor import Checkpoint
 from gpt.errors import AdapterError
 from gpt.linear_adapter import LinearAdapter
@@ -211,6 +212,41 @@ def test_dora_of_one_tensor_rank_gets_the_norms_of_the_base(
         open_adapter(sharded, base=base)
 
 
+def test_dora_without_a_product_in_some_layers_is_imported(
+    tmp_path: Path, base: Checkpoint
+) -> None:
+    linears = with_weight_norms(changes("dora"), base)
+    (first, second, *_) = [key for key in linears if "linear_proj" in key]
+    lora_b = linears[first].lora_b
+    assert lora_b is not None
+    zeros = torch.zeros_like(lora_b)
+    linears[first] = replace(linears[first], lora_b=zeros, magnitude=linears[first].weight_norm)
+    linears[second] = replace(linears[second], lora_b=zeros)  # Its magnitude has an effect.
+    linears = with_weight_norms(linears, base)
+    linears[first] = replace(linears[first], magnitude=linears[first].weight_norm)
+    tensors = bridge_tensors(linears, stacked=True)
+    root = write_bridge_adapter(tmp_path / "run", tensors, CONFIG, peft=DORA)
+    adapter = open_adapter(root, base=base)
+    assert set(linears) - set(adapter.linears) == {first}
+
+
+def test_chunks_that_do_not_cover_their_tensor_are_refused() -> None:
+    """Their sizes alone would add up to the tensor's."""
+
+    def entry(*offsets: tuple[int, int]) -> ChunkedTensor:
+        span = Span(cast(Any, None), 0, 32, Path("data"))  # The tensor is given.
+        chunks = [
+            Chunk("key", offset, (2, 4), torch.float32, span, torch.ones(2, 4))
+            for offset in offsets
+        ]
+        return ChunkedTensor("key", (4, 4), torch.float32, tuple(chunks))
+
+    assert [number for number, _ in layer_tensors(entry((0, 0), (2, 0)), "7", 2, 8)] == [7]
+    for offsets in [((0, 0), (0, 0)), ((0, 0), (1, 0)), ((0, 0), (3, 0)), ((2, 0), (4, 0))]:
+        with pytest.raises(AdapterError, match="do not cover it exactly"):
+            list(layer_tensors(entry(*offsets), "7", 2, 8))
+
+
 Tensors = dict[str, Tensor]
 QKV = "decoder.layers.self_attention.linear_qkv.adapter"
 FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], Mapping[str, Any], str]] = {
@@ -219,6 +255,7 @@ FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], Mapping[str, Any], str]] =
     "huge dim": (dict, {"dim": 10**9}, "dim must be from 1 to 512"),
     "nan": (dict, {"alpha": math.nan}, "alpha a number"),
     "text": (dict, {"alpha": "32"}, "alpha a number"),
+    "huge alpha": (dict, {"alpha": 10**400}, "alpha a number below 1e+09"),
     "dora without magnitudes": (dict, DORA, "but a dora adapter has"),
     "no B": (
         lambda tensors: {key: t for key, t in tensors.items() if "qkv.adapter.linear_o" not in key},

@@ -90,8 +90,15 @@ def test_multitask_prompt_is_reduced_to_the_chosen_task(tmp_path: Path) -> None:
     assert torch.allclose(open_adapter(multitask, task="1").table, expected, atol=0, rtol=1e-6)
     with pytest.raises(AdapterError, match="has 2 tasks; set task to a number from 0 to 1"):
         open_adapter(multitask)
-    with pytest.raises(AdapterError, match="has no task 2"):
-        open_adapter(multitask, task="2")
+    for absent in ("2", "01", "-1", "1" * 5000):
+        with pytest.raises(AdapterError, match=f"has no task {absent[:20]}"):
+            open_adapter(multitask, task=absent)
+    many = {
+        "prefix_task_cols": torch.empty(1 << 40, 3, 0),
+        "prefix_task_rows": torch.empty(1 << 40, 0, 4),
+    }
+    peft_folder(tmp_path / "many", config, prompt_embeddings=TABLE, **many)
+    assert not open_adapter(tmp_path / "many", task="7").table.any()  # At once.
     single_task = {"prefix_task_cols": cols[:1], "prefix_task_rows": rows[:1]}
     peft_folder(multitask, config, prompt_embeddings=TABLE, **single_task)
     assert open_adapter(multitask).table.shape == (3, 4)

@@ -1,5 +1,6 @@
 """Adapter files with adapter weights: round trips, digests, and refusals by name."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -208,6 +209,24 @@ def test_experts_may_have_adapters() -> None:
     absent = {f"{EXPERT}.5.linear_fc2": LinearAdapter(A, B)}
     with pytest.raises(AdapterError, match="no linear of this model with 4 layers and 5 experts"):
         check_adapter(build_adapter(CARD, None, absent), EXPERTS, BASE)
+
+
+@pytest.mark.parametrize("scale", ['"x"', "null", "true", "1" + "0" * 400, '"2.0"'])
+def test_a_scale_that_is_no_number_is_refused(scale: str, tmp_path: Path) -> None:
+    adapter = make_adapter()
+    path = tmp_path / "task.safetensors"
+    save_adapter(adapter, path)
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    (field,) = [name for name, text in metadata.items() if '"scales"' in text]
+    key = next(iter(adapter.card.scales))
+    card = json.loads(metadata[field])
+    text = json.dumps(card | {"scales": card["scales"] | {key: "SCALE"}})
+    metadata[field] = text.replace('"SCALE"', scale)
+    safetensors.torch.save_file(tensors, path, metadata)
+    with pytest.raises(AdapterError, match="scale"):
+        open_adapter(path)
 
 
 def test_cards_of_many_experts_may_have_more_bytes() -> None:

@@ -247,7 +247,8 @@ FAULTS: dict[str, tuple[Callable[[State], State], Mapping[str, Any], str]] = {
     "huge dim": (dict, {"adapter_dim": 10**9}, "has adapter_dim 1000000000, but"),
     "no dim": (dict, {"adapter_dim": "x"}, "they must be numbers"),
     "alpha": (dict, {"alpha": "8"}, "they must be numbers"),
-    "nan alpha": (dict, {"alpha": math.nan}, "must be finite"),
+    "nan alpha": (dict, {"alpha": math.nan}, "they must be numbers"),
+    "huge alpha": (dict, {"alpha": 10**400}, "alpha below 1e+09"),
     "layers": (dict, {"layer_selection": [1, 2]}, "but its config selects 2 layers"),
     "layer list": (dict, {"layer_selection": "all"}, "must be a list"),
     "a layer less": (

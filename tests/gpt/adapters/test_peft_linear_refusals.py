@@ -454,6 +454,8 @@ PATTERNS = [
     r"\w+\.\w*\.\d+\.[a-z_]+.*k_proj|[^.]+",
     r"[]a-z_]+|{x",
     r"self_attn\.\S{6}",
+    r"[a-fc-z_.\d]+",
+    r"[^\W_.]+[\D]*",
     r"",
     "q_proj",
     "layers.1.self_attn.q_proj",
@@ -489,6 +491,16 @@ def test_the_first_of_several_expressions_counts() -> None:
         table = PatternList(patterns, "a test", Budget())
         for name in NAMES:
             assert table.first_match(name) == first_in_python(patterns, name), name
+
+
+def test_a_class_of_many_characters_is_matched_quickly() -> None:
+    """Its members are sorted: each comparison with all of them would take hours here."""
+    members = [chr(0x4E00 + 2 * number) for number in range(30_000)]
+    pattern = ModulePattern(f"([{''.join(members)}b-eac-f]|x)*", "a test", Budget())
+    for number in range(300):
+        assert not pattern.matches(f"model.layers.{number}.self_attn.q_proj" * 10)
+    assert pattern.matches(f"xabcdef{members[7]}{members[-1]}")
+    assert not pattern.matches("xg") and not pattern.matches(chr(0x4E01))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
