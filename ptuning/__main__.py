@@ -132,7 +132,7 @@ def tune_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="show rendered examples, token counts and memory, without training or writing files",
+        help="show rendered examples, token counts and memory, without training",
     )
     parser.add_argument(
         "--restart",

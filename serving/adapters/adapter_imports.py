@@ -268,8 +268,8 @@ class AdapterImporter:
         try:
             folder = self._folder.resolve()
             source = (folder / path).resolve()
-            # A file in the adapter's folder may be a link.
-            files = [source, *(source.iterdir() if source.is_dir() else ())]
+            # A file in the adapter's folder, or in a folder of its weights, may be a link.
+            files = [source, *(source.rglob("*") if source.is_dir() else ())]
             is_inside = all(file.resolve().is_relative_to(folder) for file in files)
             if is_inside and source.exists():
                 return source

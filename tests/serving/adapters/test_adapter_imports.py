@@ -164,6 +164,9 @@ def test_only_paths_below_the_import_directory_are_read(imports: Imports, tmp_pa
     leak.mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (leak / name).symlink_to(tmp_path / "secret" / name)
+    weights = imports.folder / "checkpoint" / "weights"
+    weights.mkdir(parents=True)
+    (weights / "__0_0.distcp").symlink_to(tmp_path / "secret" / "adapter_model.safetensors")
     outside = (
         "..",
         "../secret",
@@ -172,6 +175,7 @@ def test_only_paths_below_the_import_directory_are_read(imports: Imports, tmp_pa
         "/etc/passwd",
         "link",
         "leak",
+        "checkpoint",
     )
     for path in outside:
         with pytest.raises(PreambleError, match="outside the directory") as caught:
@@ -189,7 +193,7 @@ def test_only_paths_below_the_import_directory_are_read(imports: Imports, tmp_pa
     assert imports.load("x", "alias").key == "x@1"
     log = AdapterChangeLog.find(imports.adapters)
     assert log is not None
-    assert sum(record["status"] == "refused" for record in log.read()) == 18
+    assert sum(record["status"] == "refused" for record in log.read()) == 19
 
 
 def test_without_an_import_directory_no_path_is_read(tmp_path: Path, base: Checkpoint) -> None:
