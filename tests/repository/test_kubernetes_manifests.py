@@ -445,7 +445,9 @@ def test_services_pools_and_monitors_select_only_pods_with_a_frontend() -> None:
         selectors += [
             item.object["spec"]["selector"]["matchLabels"] for item in objects_of_kind(kind)
         ]
-    selectors = [selector for selector in selectors if selector != {"app": "preamble-picker"}]
+    # KubeRay adds the label ray.io/serve to the pods with a front end.
+    others = ({"app": "preamble-picker"}, {"app": "preamble-ray", "ray.io/serve": "true"})
+    selectors = [selector for selector in selectors if selector not in others]
     assert len(selectors) == 6
     for selector in selectors:
         pods = pods_with(selector)
@@ -460,6 +462,11 @@ def test_ports_of_services_pools_and_monitors_are_those_of_their_pods() -> None:
         if "picker" in item.name:
             pod = manifest("Deployment", "preamble-picker")["spec"]["template"]["spec"]
             containers = pod["containers"]
+        elif item.name == "preamble-ray":
+            cluster = manifest("RayService", "preamble-ray")["spec"]["rayClusterConfig"]
+            (group,) = cluster["workerGroupSpecs"]
+            assert group["template"]["metadata"]["labels"]["app"] == spec["selector"]["app"]
+            containers = group["template"]["spec"]["containers"]
         else:
             selector = spec["selector"].get("matchLabels", spec["selector"])
             containers = [pod.container for pod in pods_with(selector) if "ports" in pod.container]
