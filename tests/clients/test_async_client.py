@@ -148,7 +148,7 @@ def test_refusals_raise_the_same_error(server: Server) -> None:
 # ----------------------------------------------------------------------------------------- retries
 
 LOADING = CallFailure(REASONS["LOADING"], "not yet", retry_s=0.02)
-DRAINING = CallFailure(REASONS["DRAINING"], "not any more")
+STOPPED = CallFailure(REASONS["STOPPED"], "not any more")
 RETRY_IN_AN_HOUR = CallFailure(REASONS["LOADING"], "not for long", retry_s=3600.0)
 
 
@@ -257,7 +257,7 @@ def test_attempts_are_limited_and_wait_as_told(way: CallMethod) -> None:
 
 
 @CALL_METHODS
-@pytest.mark.parametrize("failure", [DRAINING, RETRY_IN_AN_HOUR], ids=["never", "too late"])
+@pytest.mark.parametrize("failure", [STOPPED, RETRY_IN_AN_HOUR], ids=["never", "too late"])
 def test_calls_are_not_retried_beyond_the_deadline(way: CallMethod, failure: CallFailure) -> None:
     with serve_script((0, failure)) as (address, service):
         with pytest.raises(CallError) as raised:

@@ -326,7 +326,7 @@ def test_both_generate_commands_have_the_same_flags() -> None:
 
     client_flags = flags(client_parser())
     local_flags = flags(local_parser())
-    calls = {"server", "timeout_s", "token", "tls", "ca", "cert", "key"}
+    calls = {"server", "timeout_s", "token", "tls", "ca", "cert", "key", "metadata"}
     assert set(client_flags) - set(local_flags) == calls
     loads = {"model", "tokenizer", "true_vocab_size", "config_json", "adapters", "device", "dtype"}
     assert set(local_flags) - set(client_flags) == loads
