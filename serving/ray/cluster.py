@@ -27,6 +27,8 @@ DRAIN_REASON_PREEMPTION = 2  # The node will go away at the deadline, whatever r
 REPLICA_GROUP_PREFIX = "SERVE_REPLICA::"
 LOCK_NAME = "preamble_deployment_lock"
 LOCK_WAIT_S = 120.0  # A deployment holds the lock for seconds, longer if it starts Serve.
+REMOVAL_S_MAX = 3600.0  # Limits the wait for the drain of a removed application.
+REMOVAL_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,13 @@ def remove(name: str) -> None:
     """Finish the calls of an application, then end its replicas."""
     if name not in application_states():
         raise ConfigError(f"no application is called {name!r}; `preamble ray status` lists them")
-    serve.delete(name)
+    # The wait of Serve itself ends after 60 s, which a drain can exceed.
+    serve.delete(name, _blocking=False)
+    deadline = time.monotonic() + REMOVAL_S_MAX
+    while name in application_states():
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{name!r} is still being removed; see `preamble ray status`")
+        time.sleep(REMOVAL_POLL_S)
 
 
 def _client() -> Any:
