@@ -1,7 +1,7 @@
 """Client transport: gRPC channel options, TLS, call errors and retries with backoff.
 
 Both clients use this module. A call is retried if the server's error allows it by stating the wait
-before a retry (RetryInfo or `grpc-retry-pushback-ms`), or if its server was lost.
+before a retry (RetryInfo or `grpc-retry-pushback-ms`), or if its server was lost or is draining.
 """
 
 import random

@@ -369,7 +369,7 @@ class _Parser:
 def _disjoint_ranges(ranges: Iterable[tuple[str, str]]) -> tuple[list[str], list[str]]:
     """Return the first and the last characters of the ranges, sorted and merged.
 
-    A class of characters can have thousands of members; so it takes few comparisons.
+    A character class can have thousands of members; a binary search takes few comparisons.
     """
     starts: list[str] = []
     ends: list[str] = []

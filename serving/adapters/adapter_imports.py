@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from gpt.adapters.adapter_file import Adapter, build_adapter, open_adapter, parse_name
@@ -23,6 +24,8 @@ from gpt.errors import AdapterError, ConfigError, PreambleError, RequestError
 from serving.adapters.registry import AdapterRegistry, LoadedAdapter
 from serving.adapters.version_updates import AdapterStore
 from serving.request import RefusedError, UnknownAdapterError
+
+ENTRIES_MAX = 10_000  # Files and folders below the path of an adapter.
 
 log = logging.getLogger(__name__)
 
@@ -268,9 +271,7 @@ class AdapterImporter:
         try:
             folder = self._folder.resolve()
             source = (folder / path).resolve()
-            # A file in the adapter's folder, or in a folder of its weights, may be a link.
-            files = [source, *(source.rglob("*") if source.is_dir() else ())]
-            is_inside = all(file.resolve().is_relative_to(folder) for file in files)
+            is_inside = source.is_relative_to(folder) and _has_only_links_into(folder, source)
             if is_inside and source.exists():
                 return source
         except (OSError, ValueError, RuntimeError):  # For example, a null byte, or a loop of links.
@@ -285,6 +286,18 @@ class AdapterImporter:
 
     def _lock(self, tenant: str) -> threading.Lock:
         return self._locks.setdefault(tenant, threading.Lock())
+
+
+def _has_only_links_into(folder: Path, source: Path) -> bool:
+    """Tell whether all paths below an adapter's path lead into `folder`; links may not."""
+    paths = list(islice(source.rglob("*"), ENTRIES_MAX + 1)) if source.is_dir() else []
+    if len(paths) > ENTRIES_MAX:
+        raise RequestError(
+            f"path has more than {ENTRIES_MAX} files and folders below it; give the folder of one "
+            "adapter",
+            "path",
+        )
+    return all(path.resolve().is_relative_to(folder) for path in paths)
 
 
 def _folder_state(folder: Path) -> _FolderState:

@@ -296,7 +296,7 @@ class ObjectMirror:
         with self._lock:
             self._aliases[name] = alias
         self._set_objects(name, NameObjects(objects.stored, entry, objects.tombstones))
-        self.sync_changed_copies(name)
+        self.sync_copies_after_change(name)
 
     def add_version(self, name: OwnedName, version: int, entry: ObjectInfo) -> None:
         """Record a version that this server has uploaded."""
@@ -310,7 +310,7 @@ class ObjectMirror:
         objects = self.objects(name)
         tombstones = {**objects.tombstones, version: tombstone}
         self._set_objects(name, NameObjects(objects.stored, objects.alias, tombstones))
-        self.sync_changed_copies(name)
+        self.sync_copies_after_change(name)
 
     def record_name_use(self, name: OwnedName) -> None:
         self._used_at[name] = time.monotonic()
@@ -328,7 +328,7 @@ class ObjectMirror:
             if has_changed:
                 self.registry.scan(name.tenant)
 
-    def sync_changed_copies(self, name: OwnedName) -> None:
+    def sync_copies_after_change(self, name: OwnedName) -> None:
         """Do the same after a change that the store has made; the next poll repeats a failure.
 
         The failure must not reach the caller, who would make the change again.

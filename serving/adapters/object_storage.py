@@ -85,7 +85,7 @@ class ObjectStorage:
         except OSError as error:  # The version is published.
             self._mirror.record_failure(error)
         self._mirror.add_version(owned_name, version, _new_object(key, size, etag))
-        self._mirror.sync_changed_copies(owned_name)
+        self._mirror.sync_copies_after_change(owned_name)
 
     def unload(self, tenant: str, name: str, version: int) -> None:
         owned_name = OwnedName(tenant, name)

@@ -122,7 +122,7 @@ def _check_proxies(running: Any, ports: Ports) -> None:
 
 
 class DeploymentLock:
-    """An actor whose name is the lock: a cluster has one actor of a name."""
+    """A named actor without methods. Names are unique in a cluster, so only one process has it."""
 
 
 @contextmanager

@@ -173,6 +173,7 @@ def test_only_paths_below_the_import_directory_are_read(imports: Imports, tmp_pa
         "one/../../secret",
         str(tmp_path / "secret"),
         "/etc/passwd",
+        "/",  # Its files are not listed, which would take minutes.
         "link",
         "leak",
         "checkpoint",
@@ -193,7 +194,7 @@ def test_only_paths_below_the_import_directory_are_read(imports: Imports, tmp_pa
     assert imports.load("x", "alias").key == "x@1"
     log = AdapterChangeLog.find(imports.adapters)
     assert log is not None
-    assert sum(record["status"] == "refused" for record in log.read()) == 19
+    assert sum(record["status"] == "refused" for record in log.read()) == 20
 
 
 def test_without_an_import_directory_no_path_is_read(tmp_path: Path, base: Checkpoint) -> None:
