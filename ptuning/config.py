@@ -516,6 +516,10 @@ class TuneConfig(ComposedSettings):
                 "measure is not all",
             ),
             "golden_examples": (method != "full", "method is not full"),
+            **dict.fromkeys(
+                ("initial", "encoder_dropout", "encoder_from"),
+                (self.method_config.has_virtual_tokens, "the method learns virtual tokens"),
+            ),
         }
         values = self.to_dict()
         defaults = setting_fields(type(self))
@@ -586,6 +590,11 @@ class TuneConfig(ComposedSettings):
                 raise ConfigError("name is missing; set it to the name of the adapter")
             _check_path("data", task.data or "")
             task.check_invocation(method_config.method)
+            if task.initial_text and not method_config.has_virtual_tokens:
+                raise ConfigError(
+                    f"initial_text is set, but method {method_config.method} learns no virtual "
+                    "tokens; remove it"
+                )
 
     def with_fields(self, **settings: Any) -> Self:
         """Return a copy with changed settings; the constructors check all values again."""

@@ -206,6 +206,18 @@ def test_method_settings_that_a_task_cannot_have_are_refused(
         several([{"name": "a"}, {"name": "b", **task}], **changes)
 
 
+@pytest.mark.parametrize("method", ["lora", "ia3", "bottleneck", "full"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("initial_text", "x"), ("initial", "random"), ("encoder_from", "x"), ("encoder_dropout", 0.1)],
+)
+def test_settings_of_virtual_tokens_are_refused_without_them(
+    method: str, name: str, value: object
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is .*learns (no )?virtual tokens; remove it"):
+        TuneConfig("m", data="d", name="n", method=method, **{name: value})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
