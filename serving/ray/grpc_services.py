@@ -39,6 +39,11 @@ class ResponseMessage:
         return self.data
 
 
+# Ends a stream with an error. Serve passes the status on with messages only, so this one brings it
+# to the proxy, where `ProxyHandler` removes it. No message of protobuf begins with a zero byte.
+END_OF_STREAM = ResponseMessage(b"\0")
+
+
 class ServiceMethod(NamedTuple):
     """A gRPC method of the replicas."""
 
@@ -83,7 +88,7 @@ class ProxyHandler(grpc.GenericRpcHandler):
 
     If the replica of a call is lost, Serve reports INTERNAL. Clients do not repeat such a call, so
     this class reports UNAVAILABLE, as gRPC does if a server is lost. An error that a replica itself
-    reports has details.
+    reports has details. In a stream, END_OF_STREAM comes before the status of such an error.
     """
 
     def __init__(self, handlers: dict[str, Any]) -> None:
@@ -103,7 +108,8 @@ class ProxyHandler(grpc.GenericRpcHandler):
 
         async def call_stream(request: Any, context: Any) -> Any:
             async for response in function(request, context):
-                yield response
+                if response != END_OF_STREAM.data:
+                    yield response
             _set_lost_status(context)
 
         return handler._replace(**{kind: call_stream if handler.response_streaming else call})

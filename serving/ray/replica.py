@@ -22,6 +22,7 @@ from serving.logs import log_to_stderr
 from serving.protocols.grpc_services import all_services
 from serving.ray.call_context import CallContext, Handler, single_message
 from serving.ray.grpc_services import (
+    END_OF_STREAM,
     RequestMessage,
     ResponseMessage,
     ServiceMethod,
@@ -133,7 +134,7 @@ class Replica:
         self, method: str, messages: AsyncIterator[bytes], serve_context: Any
     ) -> AsyncIterator[ResponseMessage]:
         if (handler := self._find_handler(method, serve_context)) is None:
-            yield ResponseMessage()
+            yield END_OF_STREAM
             return
         async for response in CallContext(serve_context).run_stream(handler, messages):
             yield response
