@@ -94,7 +94,7 @@ def node_resources() -> list[NodeResources]:
 def deploy(application: dict[str, Any], ports: Ports) -> None:
     """Deploy an application or change it; the other applications stay as they are."""
     with _deployment_lock():
-        serve.start(**proxy_options(ports))
+        _start_serve(ports)
         client = _client()
         _check_proxies(ray.get(client._controller.get_grpc_config.remote()), ports)
         others = [
@@ -104,6 +104,17 @@ def deploy(application: dict[str, Any], ports: Ports) -> None:
         ]
         config = cluster_config(ports, [*others, application])
         client.deploy_apps(ServeDeploySchema.model_validate(config))
+
+
+def _start_serve(ports: Ports) -> None:
+    """Start Serve with its proxies, unless it runs."""
+    try:
+        serve.start(**proxy_options(ports))
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        raise ConfigError(
+            f"the proxies of Ray Serve did not start ({str(error).splitlines()[0]}); "
+            "logs/serve/controller_*.log in the folder of the Ray session says why; deploy again"
+        ) from None
 
 
 def _check_proxies(running: Any, ports: Ports) -> None:

@@ -5,6 +5,9 @@ A replica reports its running and waiting requests and the part of its capacity 
 replicas suffice if they can take over the capacity in use. Serve applies the delays and the bounds
 of its autoscaling_config to the result. Without a replica, calls wait in the proxies of Serve, and
 need the first one.
+
+The reports of the replicas are means of 10 s, which the start of other replicas disturbs where they
+share processors. Replicas that are starting are therefore not removed while there are calls.
 """
 
 import math
@@ -15,14 +18,21 @@ from typing import Any
 POLICY = "serving.ray.scaling:choose_replica_count"
 # The part of the capacity that fewer replicas may use. The rest is for growth while one starts.
 USED_MAX = 0.7
+# A replica that has not started by then probably has no place in the cluster.
+START_S_MAX = 600.0
 
 
 def choose_replica_count(context: Any) -> tuple[int, dict[str, Any]]:
     """Return the target number of replicas, and the state of this policy, which has none."""
     metrics = context.aggregated_metrics or {}
+    # Seconds since the target was last increased.
+    increased_s = context.current_time - (context.last_scale_up_time or -math.inf)
     return (
         replica_count(
             context.current_num_replicas,
+            starting=context.target_num_replicas - context.current_num_replicas
+            if increased_s < START_S_MAX
+            else 0,
             calls=context.total_num_requests,
             running=_sum(metrics, "running"),
             waiting=_sum(metrics, "waiting"),
@@ -33,18 +43,22 @@ def choose_replica_count(context: Any) -> tuple[int, dict[str, Any]]:
 
 
 def replica_count(
-    replicas: int, *, calls: float, running: float, waiting: float, used: float
+    replicas: int, *, starting: int = 0, calls: float, running: float, waiting: float, used: float
 ) -> int:
     """Return the target number of replicas.
 
-    `calls`: open calls, also those in the proxies. `used`: the sum over the replicas of the part of
-    the capacity that each uses.
+    `replicas`, `starting`: those that run, and those that will. `calls`: open calls, also those in
+    the proxies. `used`: the sum over the replicas of the part of the capacity that each uses.
     """
-    if replicas == 0 or calls == 0:
-        return 1 if calls > 0 else 0
-    if waiting >= 1:
-        return math.ceil(replicas * (1 + waiting / max(1.0, running)))
-    return max(1, min(replicas, math.ceil(used / USED_MAX)))
+    if calls == 0:
+        return 0
+    if replicas == 0:
+        needed = 1
+    elif waiting >= 1:
+        needed = math.ceil(replicas * (1 + waiting / max(1.0, running)))
+    else:
+        needed = max(1, min(replicas, math.ceil(used / USED_MAX)))
+    return max(needed, replicas + starting) if starting > 0 else needed
 
 
 def _sum(metrics: Mapping[str, Mapping[Any, float]], name: str) -> float:

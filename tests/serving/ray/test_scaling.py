@@ -1,8 +1,10 @@
 """Number of replicas by waiting requests and used capacity."""
 
+from dataclasses import dataclass
+
 import pytest
 
-from serving.ray.scaling import replica_count
+from serving.ray.scaling import START_S_MAX, choose_replica_count, replica_count
 
 
 @pytest.mark.parametrize(
@@ -22,5 +24,47 @@ from serving.ray.scaling import replica_count
 def test_waiting_requests_add_replicas_and_unused_capacity_removes_them(
     replicas: int, calls: int, running: int, waiting: int, used: float, replica_target: int
 ) -> None:
-    counts = replica_count(replicas, calls=calls, running=running, waiting=waiting, used=used)
-    assert counts == replica_target
+    count = replica_count(replicas, calls=calls, running=running, waiting=waiting, used=used)
+    assert count == replica_target
+
+
+@pytest.mark.parametrize(
+    ("replicas", "starting", "calls", "waiting", "replica_target"),
+    [
+        (1, 2, 6, 0, 3),  # The waiting requests of the last report are gone, the calls are not.
+        (1, 2, 6, 4, 3),
+        (1, 1, 16, 14, 8),
+        (0, 1, 3, 0, 1),
+        (1, 2, 0, 0, 0),
+        (3, -1, 6, 0, 2),  # One is stopping.
+    ],
+)
+def test_replicas_that_start_are_kept_while_there_are_calls(
+    replicas: int, starting: int, calls: int, waiting: int, replica_target: int
+) -> None:
+    count = replica_count(
+        replicas, starting=starting, calls=calls, running=2, waiting=waiting, used=1.0
+    )
+    assert count == replica_target
+
+
+@dataclass
+class Context:
+    """The part of Ray Serve's AutoscalingContext that the policy reads."""
+
+    current_num_replicas: int
+    target_num_replicas: int
+    last_scale_up_time: float | None
+    current_time: float = 10_000.0
+    total_num_requests: float = 6.0
+    aggregated_metrics: dict[str, dict[str, float]] | None = None
+
+
+@pytest.mark.parametrize(
+    ("increased_at", "replica_target"),
+    [(9_990.0, 3), (10_000.0 - START_S_MAX, 1), (None, 1)],
+)
+def test_a_replica_without_a_place_is_not_kept_for_ever(
+    increased_at: float | None, replica_target: int
+) -> None:
+    assert choose_replica_count(Context(1, 3, increased_at)) == (replica_target, {})
