@@ -52,6 +52,13 @@ class RayCluster:
             "RAY_memory_usage_threshold": "0.99",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEDUP_LOGS": "0",
+            # By default, workers have a lower priority than other processes of the machine, and the
+            # controller replaces a proxy that does not answer within seconds.
+            "RAY_worker_niceness": "0",
+            "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+            "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+            # The autoscaler sees the load of the last seconds (docs/scale-out.md).
+            "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
             "RAY_gcs_storage": "rocksdb",
             "RAY_gcs_storage_path": str(folder / "gcs"),
             **variables,

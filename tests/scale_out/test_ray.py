@@ -466,9 +466,14 @@ def test_replicas_check_tokens_and_keep_adapters_apart(
                 "UNAUTHENTICATED",
                 "UNAUTHENTICATED",
             )
+            pieces = []
             with pytest.raises(CallError) as refusal:
-                list(client.stream("hello", ANSWER))
-            assert refusal.value.code == "UNAUTHENTICATED"
+                pieces.extend(client.stream("hello", ANSWER))
+            assert (refusal.value.code, refusal.value.reason) == (
+                "UNAUTHENTICATED",
+                "UNAUTHENTICATED",
+            )
+            assert not pieces
         with client_of(ports.head, token="secret-of-tenant-a") as client:
             for number in range(3 * ADAPTERS):
                 options = Options(max_new_tokens=2, adapter=f"a{number % ADAPTERS}")
