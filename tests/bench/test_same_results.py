@@ -47,7 +47,7 @@ CONVERSIONS = (
 )
 
 
-@pytest.mark.slow  # Each conversion is a process in either checkout, and takes seconds.
+@pytest.mark.soak  # Each conversion is a process in either checkout, and takes seconds.
 def test_a_copy_of_this_checkout_has_the_same_conversions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ from tests.support.engine_scenarios import (
     shared_document_scenario,
 )
 from tests.support.models import CONFIGS, build
+from tests.support.suites import divided, sized
 
 SPLITS = [(2, 1), (1, 2), (2, 2)]
 
@@ -153,13 +154,13 @@ def test_tokens_do_not_depend_on_the_batch_with_every_backend(
     run_with_backend(backend, ["modern"], range(1), adapters, monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("seeds", sized(FP32_SEEDS[:1], FP32_SEEDS))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_scenarios_with_every_backend(
-    backend: str, adapters: AdapterFiles, monkeypatch: pytest.MonkeyPatch
+    backend: str, seeds: range, adapters: AdapterFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_resources_were_scarce(
-        run_with_backend(backend, list(CONFIGS), FP32_SEEDS, adapters, monkeypatch)
+        run_with_backend(backend, list(CONFIGS), seeds, adapters, monkeypatch)
     )
 
 
@@ -211,18 +212,23 @@ def test_speculation_does_not_change_tokens(adapters: AdapterFiles, tmp_path: Pa
     )
 
 
-@pytest.mark.slow
+def networks_of(split: tuple[int, int]) -> list[str]:
+    """Every third network; the splits of several ranks have different ones."""
+    return list(CONFIGS)[SPLITS.index(split) :: 3] if split in SPLITS else list(CONFIGS)
+
+
+@pytest.mark.parametrize("has_all", sized(slow=False, soak=True))
 @pytest.mark.parametrize("split", [(1, 1), *SPLITS])
 def test_many_scenarios_with_speculation_on_any_split(
-    split: tuple[int, int], adapters: AdapterFiles, tmp_path: Path
+    split: tuple[int, int], has_all: bool, adapters: AdapterFiles, tmp_path: Path
 ) -> None:
-    count = 2 if split == (1, 1) else 1
-    scenarios = speculating_scenarios(list(CONFIGS), adapters, range(300, 300 + count))
+    names = list(CONFIGS) if has_all else networks_of(split)
+    count = 2 if split == (1, 1) and has_all else 1
+    scenarios = speculating_scenarios(names, adapters, range(300, 300 + count))
     assert_speculated(run_and_check(scenarios, split, tmp_path, adapters, 600))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("split", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("split", divided([((1, 1),)], [((2, 2),)]))
 def test_many_scenarios_in_fp32(
     split: tuple[int, int], adapters: AdapterFiles, tmp_path: Path
 ) -> None:
@@ -232,14 +238,18 @@ def test_many_scenarios_in_fp32(
     assert coverage.ties <= coverage.requests // 10
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("has_all", sized(slow=False, soak=True))
 @pytest.mark.parametrize("split", [(1, 1), *SPLITS])
 def test_many_scenarios_on_any_split(
-    split: tuple[int, int], adapters: AdapterFiles, tmp_path: Path
+    split: tuple[int, int], has_all: bool, adapters: AdapterFiles, tmp_path: Path
 ) -> None:
-    count = 4 if split == (1, 1) else 1
-    assert_resources_were_scarce(
-        run_and_check(
-            draw_scenarios(adapters, range(100, 100 + count)), split, tmp_path, adapters, 600
-        )
-    )
+    count = 1
+    if split == (1, 1):
+        count = 4 if has_all else 2
+    names = list(CONFIGS) if has_all else networks_of(split)
+    scenarios = [
+        scenario
+        for scenario in draw_scenarios(adapters, range(100, 100 + count))
+        if scenario.name in names
+    ]
+    assert_resources_were_scarce(run_and_check(scenarios, split, tmp_path, adapters, 600))

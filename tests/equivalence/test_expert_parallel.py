@@ -14,6 +14,7 @@ from tests.support.engine_scenarios import (
     shared_document_scenario,
 )
 from tests.support.models import EIGHT_EXPERTS
+from tests.support.suites import divided
 
 NAME = "eight experts"
 
@@ -24,15 +25,16 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> AdapterFiles:
     return AdapterFiles.make(folder, EIGHT_EXPERTS.hidden_size, SIZES)
 
 
+# Tensor, pipeline and expert ranks.
+SIZES_OF_RANKS = [sizes for sizes in product((1, 2), (1, 2), (2, 4)) if sizes != (1, 1, 2)]
+SLOW_SIZES = [(2, 1, 2), (1, 2, 2), (2, 2, 4)]
+
+
 @pytest.mark.parametrize(
     ("tp", "pp", "ep"),
     [
         (1, 1, 2),
-        *(
-            pytest.param(*sizes, marks=pytest.mark.slow)
-            for sizes in product((1, 2), (1, 2), (2, 4))
-            if sizes != (1, 1, 2)
-        ),
+        *divided(SLOW_SIZES, [sizes for sizes in SIZES_OF_RANKS if sizes not in SLOW_SIZES]),
     ],
 )
 def test_tokens_are_equal_with_preemption_and_prefix_hits(

@@ -24,6 +24,7 @@ from tests.support.linear_adapters import random_linears
 from tests.support.models import SERVED_CONFIGS, build
 from tests.support.prefix_adapters import draw_prefix_table
 from tests.support.ranks import ranks
+from tests.support.suites import divided
 
 RULE = SamplingParams(max_new_tokens=6, logprobs=1)
 INVOCATION = (11, 12)
@@ -227,9 +228,15 @@ def test_a_small_memory_evicts_and_writes_adapters_again(tmp_path: Path) -> None
     check_answers(build(config), scenario, scenario_run)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("name", NETWORKS)
+RANK_CASES = [(name, *split) for name in NETWORKS for split in ((2, 1), (1, 2), (2, 2))]
+# Each network has the largest split, and each split a network.
+SLOW_RANK_CASES = [*((name, 2, 2) for name in NETWORKS), ("modern", 2, 1), ("experts", 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "pp"),
+    divided(SLOW_RANK_CASES, [case for case in RANK_CASES if case not in SLOW_RANK_CASES]),
+)
 def test_ranks_equal_each_prompt_alone(name: str, tp: int, pp: int, tmp_path: Path) -> None:
     config = SERVED_CONFIGS[name]
     scenario = mixed_scenario(name, make_adapters(config, tmp_path))

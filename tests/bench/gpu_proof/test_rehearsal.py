@@ -17,7 +17,6 @@ from gpt.child_processes import ChildProcess, module_command
 from gpt.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
-pytestmark = pytest.mark.slow
 
 
 # Starts the loopback interface, which is down in a new network namespace, and then a command.
@@ -45,6 +44,7 @@ def rehearse(target: str, folder: Path, *, without_network: bool) -> dict[str, A
     return read_proof(folder / "gpu_proof.json")
 
 
+@pytest.mark.slow
 def test_all_stages_run_without_a_network(tmp_path: Path) -> None:
     proof = rehearse("gpu-proof", tmp_path, without_network=True)
     statuses = {stage["name"]: stage["status"] for stage in proof["stages"]}
@@ -57,6 +57,7 @@ def test_all_stages_run_without_a_network(tmp_path: Path) -> None:
         check_source(proof)
 
 
+@pytest.mark.soak
 def test_all_stages_of_a_node_run_with_two_ranks(tmp_path: Path) -> None:
     # The ranks need the loopback interface.
     proof = rehearse("gpu-proof-node", tmp_path, without_network=False)
@@ -78,6 +79,7 @@ def test_all_stages_of_a_node_run_with_two_ranks(tmp_path: Path) -> None:
         check_source(proof)
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_time_leaves_valid_results(tmp_path: Path) -> None:
     path = tmp_path / "gpu_proof.json"
     arguments = ["bench.gpu_proof", "--out", str(tmp_path), "--device", "cpu"]

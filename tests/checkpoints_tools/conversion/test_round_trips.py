@@ -24,7 +24,7 @@ from gpt.formats.registry import open_checkpoint
 from tests.support.models import lively
 
 EXAMPLES = 12
-SLOW_EXAMPLES = 100
+SLOW_EXAMPLES = 50
 
 
 # Fields that a Hugging Face family can express; the rest is drawn as for any other model.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.suites import sized
 from tests.support.triton_compiled import (
     CORE_CASES,
     GOLDEN,
@@ -18,21 +19,20 @@ from tests.support.triton_compiled import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-CASES = 30
-ROTARY_CASES = 20
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: make tools"),
-]
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="Triton is not installed: make tools"
+)
 
 
-def test_random_steps_in_the_interpreter_equal_the_reference() -> None:
-    run_interpreted("tests.support.attention_cases", CASES)
+@pytest.mark.parametrize("count", sized(12, 30))
+def test_random_steps_in_the_interpreter_equal_the_reference(count: int) -> None:
+    run_interpreted("tests.support.attention_cases", count)
 
 
-def test_random_rotary_steps_in_the_interpreter_equal_the_reference() -> None:
-    run_interpreted("tests.support.rotary_cases", ROTARY_CASES)
+@pytest.mark.parametrize("count", sized(8, 20))
+def test_random_rotary_steps_in_the_interpreter_equal_the_reference(count: int) -> None:
+    run_interpreted("tests.support.rotary_cases", count)
 
 
 def run_interpreted(module: str, count: int) -> None:
@@ -49,6 +49,7 @@ def run_interpreted(module: str, count: int) -> None:
     assert process.returncode == 0, process.stdout + process.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CORE_CASES)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_kernels_of_a_step_compile_within_the_golden_resources(version: str, case: str) -> None:

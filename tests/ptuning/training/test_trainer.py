@@ -36,6 +36,7 @@ from tests.support.models import (
     lively,
 )
 from tests.support.ranks import ranks
+from tests.support.suites import divided
 from tests.support.trainers import examples, learn, settings, trainer
 
 
@@ -216,8 +217,16 @@ def train_fully(
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FULL_TRAINING_CONFIGS)
+SLOW_FULL_TRAINING = ("odd", "experts", "post norms")
+
+
+@pytest.mark.parametrize(
+    "name",
+    divided(
+        SLOW_FULL_TRAINING,
+        [name for name in FULL_TRAINING_CONFIGS if name not in SLOW_FULL_TRAINING],
+    ),
+)
 def test_full_training_is_equal_for_every_split(name: str) -> None:
     expected_by_drops = {
         drops: train_fully(0, name, (1, 1, 1, 1, False), drops) for drops in (False, True)

@@ -31,6 +31,7 @@ from tests.support.beam_cases import (
 )
 from tests.support.engine_requests import VOCABULARY
 from tests.support.models import CONFIGS
+from tests.support.suites import sized
 
 
 def check_cases(model: GPT, count: int, seed: int) -> None:
@@ -53,11 +54,11 @@ def test_beam_search_matches_transformers(name: str) -> None:
     check_cases(flat_model(CONFIGS[name]), 6, seed=1)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("count", sized(60, 200))
 @pytest.mark.parametrize(("seed", "name"), list(enumerate(CONFIGS, 2)))
-def test_random_beam_searches_match_transformers(seed: int, name: str) -> None:
+def test_random_beam_searches_match_transformers(seed: int, name: str, count: int) -> None:
     # The scorer knows no network, so each network has its own cases.
-    check_cases(flat_model(CONFIGS[name]), 200, seed)
+    check_cases(flat_model(CONFIGS[name]), count, seed)
 
 
 Language = Callable[[tuple[int, ...]], list[tuple[int, float]]]

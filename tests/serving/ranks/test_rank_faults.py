@@ -27,6 +27,7 @@ from serving.ranks.supervisor import LocalSupervisor
 from tests.support.models import lively
 from tests.support.recording_receiver import RecordingReceiver, complete, until_ready
 from tests.support.servers import CONFIG, START_S, WAIT_S, Stalls, eventually, write_checkpoint
+from tests.support.suites import divided
 
 DETECTION_S_MAX = 2.0
 STEP_S = 5.0
@@ -73,17 +74,12 @@ def four_ranks(config: ServerConfig) -> Iterator[tuple[LocalSupervisor, Recordin
         supervisor.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "signal_number"),
-    [
-        (0, signal.SIGKILL),
-        (1, signal.SIGKILL),
-        (2, signal.SIGKILL),
-        (3, signal.SIGKILL),
-        (0, signal.SIGSTOP),
-        (3, signal.SIGSTOP),
-    ],
+    divided(
+        [(0, signal.SIGKILL), (3, signal.SIGKILL), (3, signal.SIGSTOP)],
+        [(1, signal.SIGKILL), (2, signal.SIGKILL), (0, signal.SIGSTOP)],
+    ),
 )
 def test_any_rank_can_be_killed_or_stopped_under_load(
     four_ranks: tuple[LocalSupervisor, RecordingReceiver],
