@@ -28,7 +28,7 @@ from tests.support.models import CLASSIC, EIGHT_EXPERTS, EXPERTS, LAYERED, MODER
 from tests.support.ranks import ranks
 from tests.support.trained_linears import random_trainable_linears
 
-STEPS = 4
+STEPS = 5
 LONG_STEPS = 20  # Of one case of each method: each step has some hundred collectives.
 TOLERANCE = 1e-10
 # Each case runs on two of them, which differ in TP, and in PP or DP.

@@ -19,7 +19,7 @@ import yaml
 
 from bench.harness.ray_cluster import RayCluster
 from clients.adapter_client import AdapterCalls
-from clients.client import CallError, Client, Options, Retries
+from clients.client import CallError, Client, Options, Piece, Retries
 from tests.support.client_environments import interpreter
 from tests.support.servers import (
     WAIT_S,
@@ -199,7 +199,11 @@ def test_deployments_at_the_same_time_keep_each_other(
 ) -> None:
     """They also start Serve. There are no nodes for their replicas."""
     names, port = ("first", "second", "third"), str(ports.head)
-    flags = ("--insecure", "--later", "--wait", "0", "--http-port", str(ports.head_http))
+    # Serve gives a replica without a place this time to shut down, too.
+    settings = cluster.folder / "no_drain.yaml"
+    settings.write_text(yaml.safe_dump({"drain_s": 1.0}))
+    flags: tuple[str | Path, ...] = ("--insecure", "--later", "--wait", "0", "--config", settings)
+    flags += ("--http-port", str(ports.head_http))
     with ThreadPoolExecutor(len(names)) as pool:
         runs = pool.map(
             lambda name: cluster.run("deploy", checkpoint, *flags, "--name", name, "--port", port),
@@ -466,7 +470,7 @@ def test_replicas_check_tokens_and_keep_adapters_apart(
                 "UNAUTHENTICATED",
                 "UNAUTHENTICATED",
             )
-            pieces = []
+            pieces: list[Piece] = []
             with pytest.raises(CallError) as refusal:
                 pieces.extend(client.stream("hello", ANSWER))
             assert (refusal.value.code, refusal.value.reason) == (
