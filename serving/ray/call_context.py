@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from serving.ray.grpc_services import END_OF_STREAM, RequestMessage, ResponseMessage
+from serving.ray.grpc_services import TRAILERS_ONLY, RequestMessage, ResponseMessage
 
 # A handler of `serving.frontend.grpc_transport`.
 Handler = Callable[[AsyncIterator[bytes], Any], Awaitable[Message | None]]
@@ -73,7 +73,7 @@ class CallContext:
     ) -> AsyncIterator[ResponseMessage]:
         """Run the handler of a call with several responses, and yield them.
 
-        After an error the last response is END_OF_STREAM, which the client does not get.
+        After an error the last response is TRAILERS_ONLY, which the client does not get.
         """
         task = asyncio.ensure_future(self._run_to_end(handler, messages))
         task.add_done_callback(lambda _: self._responses.put_nowait(None))
@@ -89,7 +89,7 @@ class CallContext:
         try:
             await handler(messages, self)
         except CallAbortedError:
-            self._responses.put_nowait(END_OF_STREAM)
+            self._responses.put_nowait(TRAILERS_ONLY)
 
 
 async def single_message(request: RequestMessage) -> AsyncIterator[bytes]:

@@ -39,9 +39,10 @@ class ResponseMessage:
         return self.data
 
 
-# Ends a stream with an error. Serve passes the status on with messages only, so this one brings it
-# to the proxy, where `ProxyHandler` removes it. No message of protobuf begins with a zero byte.
-END_OF_STREAM = ResponseMessage(b"\0")
+# The last response of a stream that has an error. Serve passes the status and the trailers on with
+# messages only, so this one brings them to the proxy, where `ProxyHandler` removes it. No protobuf
+# message begins with a zero byte.
+TRAILERS_ONLY = ResponseMessage(b"\0")
 
 
 class ServiceMethod(NamedTuple):
@@ -88,7 +89,7 @@ class ProxyHandler(grpc.GenericRpcHandler):
 
     If the replica of a call is lost, Serve reports INTERNAL. Clients do not repeat such a call, so
     this class reports UNAVAILABLE, as gRPC does if a server is lost. An error that a replica itself
-    reports has details. In a stream, END_OF_STREAM comes before the status of such an error.
+    reports has details. In a stream, TRAILERS_ONLY comes before the status of such an error.
     """
 
     def __init__(self, handlers: dict[str, Any]) -> None:
@@ -108,7 +109,7 @@ class ProxyHandler(grpc.GenericRpcHandler):
 
         async def call_stream(request: Any, context: Any) -> Any:
             async for response in function(request, context):
-                if response != END_OF_STREAM.data:
+                if response != TRAILERS_ONLY.data:
                     yield response
             _set_lost_status(context)
 

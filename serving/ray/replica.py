@@ -22,7 +22,7 @@ from serving.logs import log_to_stderr
 from serving.protocols.grpc_services import all_services
 from serving.ray.call_context import CallContext, Handler, single_message
 from serving.ray.grpc_services import (
-    END_OF_STREAM,
+    TRAILERS_ONLY,
     RequestMessage,
     ResponseMessage,
     ServiceMethod,
@@ -134,7 +134,7 @@ class Replica:
         self, method: str, messages: AsyncIterator[bytes], serve_context: Any
     ) -> AsyncIterator[ResponseMessage]:
         if (handler := self._find_handler(method, serve_context)) is None:
-            yield END_OF_STREAM
+            yield TRAILERS_ONLY
             return
         async for response in CallContext(serve_context).run_stream(handler, messages):
             yield response

@@ -6,8 +6,8 @@ replicas suffice if they can take over the capacity in use. Serve applies the de
 of its autoscaling_config to the result. Without a replica, calls wait in the proxies of Serve, and
 need the first one.
 
-The reports of the replicas are means of 10 s, which the start of other replicas disturbs where they
-share processors. Replicas that are starting are therefore not removed while there are calls.
+Starting replicas take processor time from the running ones, whose reports then show fewer waiting
+requests for a moment. Replicas that are starting are therefore not removed while there are calls.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import Any
 POLICY = "serving.ray.scaling:choose_replica_count"
 # The part of the capacity that fewer replicas may use. The rest is for growth while one starts.
 USED_MAX = 0.7
-# A replica that has not started by then probably has no place in the cluster.
+# Time after which a replica that is still starting counts as unschedulable.
 START_S_MAX = 600.0
 
 
@@ -47,8 +47,8 @@ def replica_count(
 ) -> int:
     """Return the target number of replicas.
 
-    `replicas`, `starting`: those that run, and those that will. `calls`: open calls, also those in
-    the proxies. `used`: the sum over the replicas of the part of the capacity that each uses.
+    `replicas`, `starting`: running and starting replicas. `calls`: open calls, also those in the
+    proxies. `used`: the sum over the replicas of the part of the capacity that each uses.
     """
     if calls == 0:
         return 0

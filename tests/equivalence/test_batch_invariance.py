@@ -28,7 +28,7 @@ from tests.support.engine_scenarios import (
     shared_document_scenario,
 )
 from tests.support.models import CONFIGS, build
-from tests.support.suites import divided, sized
+from tests.support.suites import by_suite, cases_by_suite
 
 SPLITS = [(2, 1), (1, 2), (2, 2)]
 
@@ -154,7 +154,7 @@ def test_tokens_do_not_depend_on_the_batch_with_every_backend(
     run_with_backend(backend, ["modern"], range(1), adapters, monkeypatch)
 
 
-@pytest.mark.parametrize("seeds", sized(FP32_SEEDS[:1], FP32_SEEDS))
+@pytest.mark.parametrize("seeds", by_suite(FP32_SEEDS[:1], FP32_SEEDS))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_scenarios_with_every_backend(
     backend: str, seeds: range, adapters: AdapterFiles, monkeypatch: pytest.MonkeyPatch
@@ -217,7 +217,7 @@ def networks_of(split: tuple[int, int]) -> list[str]:
     return list(CONFIGS)[SPLITS.index(split) :: 3] if split in SPLITS else list(CONFIGS)
 
 
-@pytest.mark.parametrize("has_all", sized(slow=False, soak=True))
+@pytest.mark.parametrize("has_all", by_suite(slow=False, soak=True))
 @pytest.mark.parametrize("split", [(1, 1), *SPLITS])
 def test_many_scenarios_with_speculation_on_any_split(
     split: tuple[int, int], has_all: bool, adapters: AdapterFiles, tmp_path: Path
@@ -228,7 +228,7 @@ def test_many_scenarios_with_speculation_on_any_split(
     assert_speculated(run_and_check(scenarios, split, tmp_path, adapters, 600))
 
 
-@pytest.mark.parametrize("split", divided([((1, 1),)], [((2, 2),)]))
+@pytest.mark.parametrize("split", cases_by_suite([((1, 1),)], [((2, 2),)]))
 def test_many_scenarios_in_fp32(
     split: tuple[int, int], adapters: AdapterFiles, tmp_path: Path
 ) -> None:
@@ -238,7 +238,7 @@ def test_many_scenarios_in_fp32(
     assert coverage.ties <= coverage.requests // 10
 
 
-@pytest.mark.parametrize("has_all", sized(slow=False, soak=True))
+@pytest.mark.parametrize("has_all", by_suite(slow=False, soak=True))
 @pytest.mark.parametrize("split", [(1, 1), *SPLITS])
 def test_many_scenarios_on_any_split(
     split: tuple[int, int], has_all: bool, adapters: AdapterFiles, tmp_path: Path

@@ -14,7 +14,7 @@ from tests.support.engine_scenarios import (
     shared_document_scenario,
 )
 from tests.support.models import EIGHT_EXPERTS
-from tests.support.suites import divided
+from tests.support.suites import cases_by_suite
 
 NAME = "eight experts"
 
@@ -26,15 +26,17 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> AdapterFiles:
 
 
 # Tensor, pipeline and expert ranks.
-SIZES_OF_RANKS = [sizes for sizes in product((1, 2), (1, 2), (2, 4)) if sizes != (1, 1, 2)]
-SLOW_SIZES = [(2, 1, 2), (1, 2, 2), (2, 2, 4)]
+RANK_SIZES = [sizes for sizes in product((1, 2), (1, 2), (2, 4)) if sizes != (1, 1, 2)]
+SLOW_RANK_SIZES = [(2, 1, 2), (1, 2, 2), (2, 2, 4)]
 
 
 @pytest.mark.parametrize(
     ("tp", "pp", "ep"),
     [
         (1, 1, 2),
-        *divided(SLOW_SIZES, [sizes for sizes in SIZES_OF_RANKS if sizes not in SLOW_SIZES]),
+        *cases_by_suite(
+            SLOW_RANK_SIZES, [sizes for sizes in RANK_SIZES if sizes not in SLOW_RANK_SIZES]
+        ),
     ],
 )
 def test_tokens_are_equal_with_preemption_and_prefix_hits(

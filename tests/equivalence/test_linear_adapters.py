@@ -24,7 +24,7 @@ from tests.support.linear_adapters import random_linears
 from tests.support.models import SERVED_CONFIGS, build
 from tests.support.prefix_adapters import draw_prefix_table
 from tests.support.ranks import ranks
-from tests.support.suites import divided
+from tests.support.suites import cases_by_suite
 
 RULE = SamplingParams(max_new_tokens=6, logprobs=1)
 INVOCATION = (11, 12)
@@ -235,7 +235,7 @@ SLOW_RANK_CASES = [*((name, 2, 2) for name in NETWORKS), ("modern", 2, 1), ("exp
 
 @pytest.mark.parametrize(
     ("name", "tp", "pp"),
-    divided(SLOW_RANK_CASES, [case for case in RANK_CASES if case not in SLOW_RANK_CASES]),
+    cases_by_suite(SLOW_RANK_CASES, [case for case in RANK_CASES if case not in SLOW_RANK_CASES]),
 )
 def test_ranks_equal_each_prompt_alone(name: str, tp: int, pp: int, tmp_path: Path) -> None:
     config = SERVED_CONFIGS[name]

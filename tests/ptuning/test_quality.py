@@ -32,7 +32,7 @@ from ptuning.training.learning_rate import learning_rate_factor
 from serving.config import ServerConfig
 from serving.request import Ask
 from tests.support import toy_tasks
-from tests.support.suites import divided, sized
+from tests.support.suites import by_suite, cases_by_suite
 
 VIRTUAL = 8
 STEPS = 200
@@ -202,7 +202,7 @@ def test_base_model_follows_instructions_and_guesses_without(
     ("task", "method"),
     [*((task, "prompt-tuning") for task in TASKS), (HARDEST_TASK, "tpmlp"), ("kana", "tpmlp")],
 )
-@pytest.mark.parametrize("seeds", sized(SEEDS[:1], SEEDS))
+@pytest.mark.parametrize("seeds", by_suite(SEEDS[:1], SEEDS))
 def test_adapter_is_as_good_as_the_written_instruction(
     trained_adapters: TrainedAdapters, seeds: Sequence[int], task: str, method: str
 ) -> None:
@@ -218,7 +218,7 @@ def test_adapter_is_as_good_as_the_written_instruction(
     assert all(value.grad is None for value in trained_adapters.model.parameters())
 
 
-@pytest.mark.parametrize("seeds", sized(SEEDS[:1], SEEDS))
+@pytest.mark.parametrize("seeds", by_suite(SEEDS[:1], SEEDS))
 def test_prefix_is_as_good_as_the_written_instruction(
     trained_adapters: TrainedAdapters, seeds: Sequence[int]
 ) -> None:
@@ -240,7 +240,7 @@ def test_prompt_does_not_learn_an_untaught_task(
     assert trained_adapters.control(method) <= UNTRAINED_SCORE_MAX
 
 
-@pytest.mark.parametrize("method", divided(["lstm"], ["mlp", "peft-mlp"]))
+@pytest.mark.parametrize("method", cases_by_suite(["lstm"], ["mlp", "peft-mlp"]))
 def test_every_encoder_is_as_good_with_its_defaults(
     trained_adapters: TrainedAdapters, method: str
 ) -> None:
@@ -302,7 +302,7 @@ def test_virtual_tokens_after_the_text_are_compared_with_those_before(
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # Between peft and transformers.
-@pytest.mark.parametrize("method", divided(["prompt-tuning"], ["peft-mlp"]))
+@pytest.mark.parametrize("method", cases_by_suite(["prompt-tuning"], ["peft-mlp"]))
 def test_prompt_tuning_is_as_good_as_peft_after_equal_steps(
     trained_adapters: TrainedAdapters, method: str
 ) -> None:

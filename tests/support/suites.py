@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 
-def sized(slow: object, soak: object) -> list[Any]:
-    """Return a size for each suite, such as a number of random cases."""
+def by_suite(slow: object, soak: object) -> list[Any]:
+    """Return a value for each suite, such as a number of random cases."""
     return [
         pytest.param(slow, marks=pytest.mark.slow, id="slow"),
         pytest.param(soak, marks=pytest.mark.soak, id="soak"),
     ]
 
 
-def divided(slow: Sequence[object], soak: Sequence[object]) -> list[Any]:
+def cases_by_suite(slow: Sequence[object], soak: Sequence[object]) -> list[Any]:
     """Return the cases of the slow suite, and those that only the soak suite has."""
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)

@@ -23,7 +23,7 @@ from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
 from gpt.errors import CheckpointError
 from gpt.formats.registry import open_checkpoint
-from tests.support.suites import sized
+from tests.support.suites import by_suite
 
 RUNS_MAX = 500
 MODEL = GPTConfig(
@@ -88,7 +88,7 @@ def wait_for_exit(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("kills", sized(6, 15))
+@pytest.mark.parametrize("kills", by_suite(6, 15))
 @pytest.mark.parametrize("case", CASES)
 def test_killed_run_never_looks_complete_and_resumes_to_the_same_files(
     case: str, kills: int, tmp_path: Path

@@ -24,7 +24,7 @@ from gpt.formats.registry import open_checkpoint
 from tests.support.models import lively
 
 EXAMPLES = 12
-SLOW_EXAMPLES = 50
+SLOW_EXAMPLES, SOAK_EXAMPLES = 50, 100
 
 
 # Fields that a Hugging Face family can express; the rest is drawn as for any other model.
@@ -162,4 +162,11 @@ def test_round_trip_is_bit_exact(draws: st.DataObject) -> None:
 @settings(without_health_checks, max_examples=SLOW_EXAMPLES)
 @given(st.data())
 def test_many_round_trips_are_bit_exact(draws: st.DataObject) -> None:
+    check_round_trip(draws)
+
+
+@pytest.mark.soak
+@settings(without_health_checks, max_examples=SOAK_EXAMPLES)
+@given(st.data())
+def test_more_round_trips_are_bit_exact(draws: st.DataObject) -> None:
     check_round_trip(draws)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.suites import sized
+from tests.support.suites import by_suite
 from tests.support.triton_compiled import (
     CORE_CASES,
     GOLDEN,
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("count", sized(12, 30))
+@pytest.mark.parametrize("count", by_suite(12, 30))
 def test_random_steps_in_the_interpreter_equal_the_reference(count: int) -> None:
     run_interpreted("tests.support.attention_cases", count)
 
 
-@pytest.mark.parametrize("count", sized(8, 20))
+@pytest.mark.parametrize("count", by_suite(8, 20))
 def test_random_rotary_steps_in_the_interpreter_equal_the_reference(count: int) -> None:
     run_interpreted("tests.support.rotary_cases", count)
 

@@ -45,7 +45,7 @@ from serving.config import ServerConfig
 from serving.worker import kv_cache_size
 from serving.worker.kv_cache_size import available_kv_blocks
 from serving.worker.model_runner import ModelRunner
-from tests.support.suites import sized
+from tests.support.suites import by_suite
 
 MODEL = GPTConfig(
     num_layers=24,
@@ -347,7 +347,7 @@ def test_random_workloads_in_limited_memory_nearly_take_the_schedulers_times() -
     check_random_workloads_in_limited_memory(range(12))
 
 
-@pytest.mark.parametrize("count", sized(100, 300))
+@pytest.mark.parametrize("count", by_suite(100, 300))
 def test_many_random_workloads_match_the_scheduler(count: int) -> None:
     check_random_workloads(range(40, 40 + count))
     check_random_workloads_in_limited_memory(range(12, 12 + 2 * count // 3))

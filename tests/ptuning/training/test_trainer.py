@@ -36,7 +36,7 @@ from tests.support.models import (
     lively,
 )
 from tests.support.ranks import ranks
-from tests.support.suites import divided
+from tests.support.suites import cases_by_suite
 from tests.support.trainers import examples, learn, settings, trainer
 
 
@@ -222,7 +222,7 @@ SLOW_FULL_TRAINING = ("odd", "experts", "post norms")
 
 @pytest.mark.parametrize(
     "name",
-    divided(
+    cases_by_suite(
         SLOW_FULL_TRAINING,
         [name for name in FULL_TRAINING_CONFIGS if name not in SLOW_FULL_TRAINING],
     ),

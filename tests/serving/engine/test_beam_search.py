@@ -31,7 +31,7 @@ from tests.support.beam_cases import (
 )
 from tests.support.engine_requests import VOCABULARY
 from tests.support.models import CONFIGS
-from tests.support.suites import sized
+from tests.support.suites import by_suite
 
 
 def check_cases(model: GPT, count: int, seed: int) -> None:
@@ -54,7 +54,7 @@ def test_beam_search_matches_transformers(name: str) -> None:
     check_cases(flat_model(CONFIGS[name]), 6, seed=1)
 
 
-@pytest.mark.parametrize("count", sized(60, 200))
+@pytest.mark.parametrize("count", by_suite(60, 200))
 @pytest.mark.parametrize(("seed", "name"), list(enumerate(CONFIGS, 2)))
 def test_random_beam_searches_match_transformers(seed: int, name: str, count: int) -> None:
     # The scorer knows no network, so each network has its own cases.

@@ -14,7 +14,7 @@ from serving.request import RefusedError
 from serving.service.metrics import Metrics
 from tests.support.process_memory import anonymous_bytes
 from tests.support.servers import serving, write_checkpoint
-from tests.support.suites import sized
+from tests.support.suites import by_suite
 
 # A refused prompt takes about 80 MB, so 30 of them would take 2.4 GB.
 PROMPT_TOKENS = 2_000_000
@@ -52,7 +52,7 @@ def test_the_variables_of_a_refused_call_are_freed() -> None:
     assert message() is None
 
 
-@pytest.mark.parametrize("calls", sized(12, 30))
+@pytest.mark.parametrize("calls", by_suite(12, 30))
 def test_refused_prompts_are_freed(calls: int, tmp_path: Path) -> None:
     with serving(write_checkpoint(tmp_path)) as server:
         before = anonymous_bytes(server.process.pid)

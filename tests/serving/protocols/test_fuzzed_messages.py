@@ -24,7 +24,7 @@ from serving.protocols.grpc_services import all_services
 from tests.support.broken.protobuf_messages import messages
 from tests.support.process_memory import anonymous_bytes
 from tests.support.servers import Server, eventually, serving, write_adapter, write_checkpoint
-from tests.support.suites import sized
+from tests.support.suites import by_suite
 
 WARM_UP_COUNT = 5_000
 AT_ONCE = 24
@@ -132,7 +132,7 @@ def successful_calls(server: Server, path: str) -> float:
     return server.metric(f"preamble_requests_total{{{labels}}}")
 
 
-@pytest.mark.parametrize("count", sized(25_000, 80_000))
+@pytest.mark.parametrize("count", by_suite(25_000, 80_000))
 def test_random_messages_do_not_affect_the_server(count: int, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path)
     adapters = tmp_path / "adapters"

@@ -18,7 +18,7 @@ from gpt.sampling_params import SamplingParams
 from serving.config import ParallelConfig
 from tests.support.models import EIGHT_EXPERTS, lively
 from tests.support.servers import WAIT_S, command, eventually, serving
-from tests.support.suites import divided
+from tests.support.suites import cases_by_suite
 
 # Megatron cannot express the other fields of `EIGHT_EXPERTS`.
 CONFIG = EIGHT_EXPERTS.with_fields(
@@ -44,7 +44,7 @@ def test_a_stage_has_as_many_ranks_as_the_larger_size(
     assert ParallelConfig(tp=tp, pp=pp, ep=ep).ranks == ranks
 
 
-@pytest.mark.parametrize(("tp", "pp", "ep"), divided([(1, 2, 2)], [(1, 1, 2), (2, 1, 2)]))
+@pytest.mark.parametrize(("tp", "pp", "ep"), cases_by_suite([(1, 2, 2)], [(1, 1, 2), (2, 1, 2)]))
 def test_a_checkpoint_of_expert_ranks_is_served_by_expert_ranks(
     tp: int, pp: int, ep: int, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ from serving.ranks.supervisor import LocalSupervisor
 from tests.support.models import lively
 from tests.support.recording_receiver import RecordingReceiver, complete, until_ready
 from tests.support.servers import CONFIG, START_S, WAIT_S, Stalls, eventually, write_checkpoint
-from tests.support.suites import divided
+from tests.support.suites import cases_by_suite
 
 DETECTION_S_MAX = 2.0
 STEP_S = 5.0
@@ -76,7 +76,7 @@ def four_ranks(config: ServerConfig) -> Iterator[tuple[LocalSupervisor, Recordin
 
 @pytest.mark.parametrize(
     ("rank", "signal_number"),
-    divided(
+    cases_by_suite(
         [(0, signal.SIGKILL), (3, signal.SIGKILL), (3, signal.SIGSTOP)],
         [(1, signal.SIGKILL), (2, signal.SIGKILL), (0, signal.SIGSTOP)],
     ),

@@ -32,7 +32,7 @@ from tests.support.graph_runners import CONFIG, eager_capturer, make_runner, run
 from tests.support.graph_steps import PROMPT, RULES, V, next_step, prefill_step
 from tests.support.models import CLASSIC, CONFIGS, EXPERTS, MODERN, build
 from tests.support.stub_collectives import StubGroup, stub_mesh
-from tests.support.suites import divided
+from tests.support.suites import cases_by_suite
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,9 @@ def test_pipeline_stages_replay_their_layers(adapter_files: AdapterFiles, tmp_pa
 SPLIT_CONFIGS = ("modern", "odd", "experts", "post norms", "sinks", "ALiBi")
 
 
-@pytest.mark.parametrize("name", divided(SPLIT_CONFIGS[1:4], SPLIT_CONFIGS[:1] + SPLIT_CONFIGS[4:]))
+@pytest.mark.parametrize(
+    "name", cases_by_suite(SPLIT_CONFIGS[1:4], SPLIT_CONFIGS[:1] + SPLIT_CONFIGS[4:])
+)
 def test_tensor_ranks_replay_steps_with_the_tokens_of_single_requests(
     name: str, adapter_files: AdapterFiles, tmp_path: Path
 ) -> None:
