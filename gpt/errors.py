@@ -11,6 +11,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; Ray's have many, and some errors have none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 class PreambleError(Exception):
     """The base class of all errors whose message is written for a user.
 

@@ -18,7 +18,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ServeDeploySchema
 
-from gpt.errors import ConfigError
+from gpt.errors import ConfigError, first_line
 from serving.ray.application import DEPLOYMENT, Ports, cluster_config, proxy_options
 from serving.ray.grpc_services import SERVICER_FUNCTION
 from serving.ray.placement import NodeResources, describe_shortage
@@ -76,7 +76,7 @@ def connect(address: str) -> None:
         ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"no Ray cluster answers at {address} ({str(error).splitlines()[0]}); run this command "
+            f"no Ray cluster answers at {address} ({first_line(error)}); run this command "
             "on a node of the cluster, and give --address HOST:PORT of its head"
         ) from None
 
@@ -112,7 +112,7 @@ def _start_serve(ports: Ports) -> None:
         serve.start(**proxy_options(ports))
     except (ray.exceptions.RayError, TimeoutError) as error:
         raise ConfigError(
-            f"the proxies of Ray Serve did not start ({str(error).splitlines()[0]}); "
+            f"the proxies of Ray Serve did not start ({first_line(error)}); "
             "logs/serve/controller_*.log in the folder of the Ray session says why; deploy again"
         ) from None
 

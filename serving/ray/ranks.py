@@ -26,6 +26,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gpt.child_processes import ChildProcess, child_environment
+from gpt.errors import first_line
 from serving.config import ServerConfig
 from serving.ranks.message_socket import Channel
 from serving.ranks.rank_position import RankPosition, WorkerSpec
@@ -257,11 +258,6 @@ class RaySupervisor(LocalSupervisor):
     def _describe_exit(self, rank: int) -> str | None:
         remote_rank = self._remote_ranks.get(rank)
         return super()._describe_exit(rank) if remote_rank is None else remote_rank.describe_exit()
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of the message of an error of Ray, which has many."""
-    return str(error).strip().partition("\n")[0]
 
 
 def _rank_environment(

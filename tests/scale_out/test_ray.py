@@ -240,10 +240,16 @@ def test_ranks_on_four_nodes_give_the_tokens_of_one_process(
                 for kills_actor in (False, True):
                     # The rank that started last is not the replica's own.
                     victim = parent_of(pids[-1]) if kills_actor else pids[-1]
-                    os.kill(victim, signal.SIGKILL)
-                    began = time.monotonic()
-                    eventually(lambda: answers_again(client, expected[0]), BUSY * RESTART_S)
-                    restarts.append(time.monotonic() - began)
+                    # Clients resume the streams, and repeat the calls that are refused meanwhile.
+                    callers = Callers(ports.head, expected, attempts=8)
+                    with callers.running(2):
+                        callers.wait_for_calls(4)
+                        os.kill(victim, signal.SIGKILL)
+                        began = time.monotonic()
+                        eventually(lambda: answers_again(client, expected[0]), BUSY * RESTART_S)
+                        restarts.append(time.monotonic() - began)
+                        callers.wait_for_calls(4)
+                    assert not callers.failures, callers.failures
                     assert not set(pids) & set(rank_pids(cluster))  # All were started again.
                     pids = rank_pids(cluster)
     print(f"ready after {ready_s:.1f} s, serving again after {restarts} s")
@@ -494,6 +500,8 @@ def test_replicas_check_tokens_and_keep_adapters_apart(
             assert AdapterCalls(client).upload("own", own).name == "own"
             answer = client.generate("hello", Options(max_new_tokens=2, adapter="own"))
             assert len(answer.token_ids) == 2
+    if HAPROXY_VARIABLE in cluster.environment:
+        pytest.skip("the adapters were not counted: HAProxy has no request router")
     assert len(residents) == 2
     assert sum(residents) == ADAPTERS, residents
 
@@ -506,6 +514,8 @@ def _residents(client: Client) -> list[int]:
 def test_replicas_answer_while_the_head_is_lost(
     cluster: RayCluster, ports: Ports, checkpoint: Path, expected: list[list[int]]
 ) -> None:
+    if HAPROXY_VARIABLE in cluster.environment:
+        pytest.skip("only one node of a machine can have HAProxy: its metrics have a fixed port")
     with nodes(cluster, 1, CPU=1), deployed(cluster, ports, checkpoint) as process:
         assert process.returncode == 0, process.stdout + process.stderr
         replicas = cluster.replicas()["RUNNING"]
