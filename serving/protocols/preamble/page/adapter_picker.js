@@ -95,6 +95,7 @@ async function search(contains, pageToken = "", previous = []) {
   const query = new URLSearchParams({ page_size: PAGE_SIZE, contains, page_token: pageToken });
   try {
     const page = await getJson(`v1/adapters?${query}`, controller.signal);
+    if (controller.signal.aborted) return;
     showAdapters(contains, [...previous, ...page.adapters], page.next_page_token);
   } catch (error) {
     if (!controller.signal.aborted) showChoices([{ name: sentence(error.message) }]);
@@ -162,6 +163,7 @@ function cancel() {
 const isOpen = () => !list.hidden;
 
 input.addEventListener("input", () => {
+  searching?.abort(); // Its list would be of the text before this change, but count as current.
   isStale = true;
   showError("");
   clearTimeout(searchTimer);

@@ -355,6 +355,32 @@ def test_an_unknown_adapter_is_an_error_and_never_the_base(deployment: PageServe
     assert tab.text(f"{LAST} .who") == "checkpoint"
 
 
+def test_a_list_of_an_earlier_text_selects_nothing(deployment: PageServer) -> None:
+    """Enter chose "None", the base model, of a list that arrived after the text was changed."""
+    tab = deployment.ready()
+    tab.value("""(() => {
+        const fetchNow = window.fetch;
+        window.fetch = async (...call) => {
+            const response = await fetchNow(...call);
+            await new Promise((arrive) => { window.arrive = arrive; });
+            window.fetch = fetchNow;
+            return response;
+        };
+    })()""")
+    tab.click("#adapter")
+    tab.wait("Boolean(window.arrive)")
+    tab.value("""(async () => {
+        const input = document.querySelector("#adapter");
+        input.value = "zzz";
+        input.dispatchEvent(new Event("input"));
+        window.arrive();
+        await new Promise((done) => setTimeout(done, 20));  // The search for "zzz" starts later.
+    })()""")
+    tab.press("Enter")
+    assert "“zzz”" in tab.read("#adapter-error", NO_ADAPTER)
+    assert tab.value("document.querySelector('#adapter').value") == "zzz"
+
+
 def test_error_messages_of_the_server_are_shown(deployment: PageServer) -> None:
     tab = deployment.ready()
     submit_prompt(tab, TEXT, 100_000)
