@@ -57,8 +57,6 @@ class RayCluster:
             "RAY_worker_niceness": "0",
             "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
             "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
-            # The autoscaler sees the load of the last seconds (docs/scale-out.md).
-            "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
             "RAY_gcs_storage": "rocksdb",
             "RAY_gcs_storage_path": str(folder / "gcs"),
             **variables,

@@ -7,7 +7,8 @@ of its autoscaling_config to the result. Without a replica, calls wait in the pr
 need the first one.
 
 Starting replicas take processor time from the running ones, whose reports then show fewer waiting
-requests for a moment. Replicas that are starting are therefore not removed while there are calls.
+requests for a moment, and a new deployment has no calls yet. Replicas that are starting are therefore
+not removed.
 """
 
 import math
@@ -20,13 +21,16 @@ POLICY = "serving.ray.scaling:choose_replica_count"
 USED_MAX = 0.7
 # Time after which a replica that is still starting counts as unschedulable.
 START_S_MAX = 600.0
+DEPLOYED_AT = "deployed_at"  # In the state of the policy: the time of its first decision.
 
 
 def choose_replica_count(context: Any) -> tuple[int, dict[str, Any]]:
-    """Return the target number of replicas, and the state of this policy, which has none."""
+    """Return the target number of replicas, and the state of this policy."""
     metrics = context.aggregated_metrics or {}
+    # Serve has no time of an increase for the first replicas of a deployment.
+    deployed_at = context.policy_state.get(DEPLOYED_AT, context.current_time)
     # Seconds since the target was last increased.
-    increased_s = context.current_time - (context.last_scale_up_time or -math.inf)
+    increased_s = context.current_time - max(context.last_scale_up_time or -math.inf, deployed_at)
     return (
         replica_count(
             context.current_num_replicas,
@@ -38,7 +42,7 @@ def choose_replica_count(context: Any) -> tuple[int, dict[str, Any]]:
             waiting=_sum(metrics, "waiting"),
             used=_sum(metrics, "used"),
         ),
-        {},
+        {DEPLOYED_AT: deployed_at},
     )
 
 
@@ -51,8 +55,8 @@ def replica_count(
     proxies. `used`: the sum over the replicas of the part of the capacity that each uses.
     """
     if calls == 0:
-        return 0
-    if replicas == 0:
+        needed = 0
+    elif replicas == 0:
         needed = 1
     elif waiting >= 1:
         needed = math.ceil(replicas * (1 + waiting / max(1.0, running)))

@@ -1,10 +1,10 @@
 """Number of replicas by waiting requests and used capacity."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
-from serving.ray.scaling import START_S_MAX, choose_replica_count, replica_count
+from serving.ray.scaling import DEPLOYED_AT, START_S_MAX, choose_replica_count, replica_count
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,12 @@ def test_waiting_requests_add_replicas_and_unused_capacity_removes_them(
         (1, 2, 6, 4, 3),
         (1, 1, 16, 14, 8),
         (0, 1, 3, 0, 1),
-        (1, 2, 0, 0, 0),
+        (1, 2, 0, 0, 3),
+        (0, 1, 0, 0, 1),  # The first replica of a deployment.
         (3, -1, 6, 0, 2),  # One is stopping.
     ],
 )
-def test_replicas_that_start_are_kept_while_there_are_calls(
+def test_replicas_that_start_are_kept(
     replicas: int, starting: int, calls: int, waiting: int, replica_target: int
 ) -> None:
     count = replica_count(
@@ -58,13 +59,29 @@ class Context:
     current_time: float = 10_000.0
     total_num_requests: float = 6.0
     aggregated_metrics: dict[str, dict[str, float]] | None = None
+    policy_state: dict[str, float] = field(default_factory=dict)
 
 
 @pytest.mark.parametrize(
-    ("increased_at", "replica_target"),
-    [(9_990.0, 3), (10_000.0 - START_S_MAX, 1), (None, 1)],
+    ("increased_at", "deployed_at", "replica_target"),
+    [
+        (9_990.0, 0.0, 3),
+        (None, 9_990.0, 3),
+        (10_000.0 - START_S_MAX, 0.0, 1),
+        (None, 10_000.0 - START_S_MAX, 1),
+    ],
 )
 def test_a_replica_without_a_place_is_not_kept_for_ever(
-    increased_at: float | None, replica_target: int
+    increased_at: float | None, deployed_at: float, replica_target: int
 ) -> None:
-    assert choose_replica_count(Context(1, 3, increased_at)) == (replica_target, {})
+    state = {DEPLOYED_AT: deployed_at}
+    context = Context(1, 3, increased_at, policy_state=state)
+    assert choose_replica_count(context) == (replica_target, state)
+
+
+def test_the_first_replica_of_a_deployment_is_kept_without_calls() -> None:
+    context = Context(0, 1, None, total_num_requests=0.0)
+    count, context.policy_state = choose_replica_count(context)
+    assert count == 1
+    context.current_time += START_S_MAX
+    assert choose_replica_count(context)[0] == 0
