@@ -48,7 +48,6 @@ TRAINING_SEED = 11
 EVALUATION_SEED = 12
 
 METHODS = ("prompt-tuning", "tpmlp")
-TASKS = ("reverse", "rotate", "next", "kana")
 HARDEST_TASK = "reverse"  # The task that takes the most steps.
 SLACK = 0.02  # Allowed difference from the oracle or a peer: five words of 256.
 GUESS_SCORE_MAX = 0.1  # Limit without a prompt, when the task is undetermined.
@@ -199,17 +198,29 @@ def test_base_model_follows_instructions_and_guesses_without(
 
 
 @pytest.mark.parametrize(
-    ("task", "method"),
-    [*((task, "prompt-tuning") for task in TASKS), (HARDEST_TASK, "tpmlp"), ("kana", "tpmlp")],
+    ("task", "method", "seeds"),
+    cases_by_suite(
+        [
+            (HARDEST_TASK, "prompt-tuning", SEEDS[:1]),
+            ("next", "prompt-tuning", SEEDS[:1]),
+            ("kana", "prompt-tuning", SEEDS[:1]),
+            (HARDEST_TASK, "tpmlp", SEEDS[:1]),
+        ],
+        [
+            (HARDEST_TASK, "prompt-tuning", SEEDS[1:]),
+            (HARDEST_TASK, "tpmlp", SEEDS[1:]),
+            ("rotate", "prompt-tuning", SEEDS[:1]),
+            ("kana", "tpmlp", SEEDS[:1]),
+        ],
+    ),
 )
-@pytest.mark.parametrize("seeds", by_suite(SEEDS[:1], SEEDS))
 def test_adapter_is_as_good_as_the_written_instruction(
-    trained_adapters: TrainedAdapters, seeds: Sequence[int], task: str, method: str
+    trained_adapters: TrainedAdapters, task: str, method: str, seeds: Sequence[int]
 ) -> None:
     digest_before = trained_adapters.digest
     scores = [
         trained_adapters.score(task, trained_adapters.learned(task, method, seed)[STEPS])
-        for seed in (seeds if task == HARDEST_TASK else SEEDS[:1])
+        for seed in seeds
     ]
     print(f"\n{task}, {method}: {spread(scores)}; {trained_adapters.comparison(task)}")
     assert min(scores) >= trained_adapters.oracle(task) - SLACK
