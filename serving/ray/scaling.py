@@ -7,8 +7,8 @@ of its autoscaling_config to the result. Without a replica, calls wait in the pr
 need the first one.
 
 Starting replicas take processor time from the running ones, whose reports then show fewer waiting
-requests for a moment, and a new deployment has no calls yet. Replicas that are starting are therefore
-not removed.
+requests for a moment, and a new deployment has no calls yet. Replicas that are starting are
+therefore not removed.
 """
 
 import math
