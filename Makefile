@@ -9,7 +9,8 @@ PROTOS := $(wildcard protos/preamble/v1/*.proto protos/foreign/*.proto)
 # Two test processes; each runs one test file at a time. While a process waits for a server, the
 # other one can compute.
 PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist loadfile
-# The tests start about a thousand processes. Without files of bytecode, each one compiles all modules.
+# The tests start about a thousand processes. Without the bytecode caches (__pycache__), each one
+# compiles all modules.
 unexport PYTHONDONTWRITEBYTECODE
 # Stages of the environment: interpreter, runtime dependencies, development dependencies, gRPC stubs.
 INTERPRETER := $(VENV)/bin/python$(MINOR)

@@ -31,7 +31,7 @@ PATHS = (
 # Settings that a replica changes while it serves (`Replica.reconfigure`).
 RECONFIGURABLE = ("calls_max", "slow_reader_s")
 ROUTING_STATS_S = 1.0
-LOAD_REPORT_S = 2.0  # Between the reports of a replica to the autoscaler; by default 10 s.
+METRICS_INTERVAL_S = 2.0  # Between the reports of a replica to the autoscaler; Serve's own is 10 s.
 HEALTH_CHECK_S = 2.0
 # After the calls of a replica have ended, it writes usage records and spans, and stops its ranks.
 CLOSE_S = 15.0
@@ -108,7 +108,7 @@ def application_config(
             "max_replicas": scale.maximum,
             "upscale_delay_s": scale.up_after_s,
             "downscale_delay_s": scale.down_after_s,
-            "metrics_interval_s": LOAD_REPORT_S,
+            "metrics_interval_s": METRICS_INTERVAL_S,
             "look_back_period_s": 10.0,
             "policy": {"policy_function": POLICY},
         }

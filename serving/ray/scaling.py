@@ -21,21 +21,21 @@ POLICY = "serving.ray.scaling:choose_replica_count"
 USED_MAX = 0.7
 # Time after which a replica that is still starting counts as unschedulable.
 START_S_MAX = 600.0
-DEPLOYED_AT = "deployed_at"  # In the state of the policy: the time of its first decision.
+# In the state of the policy, which Serve resets at each `deploy`: the time of its first decision.
+DEPLOYED_AT = "deployed_at"
 
 
 def choose_replica_count(context: Any) -> tuple[int, dict[str, Any]]:
     """Return the target number of replicas, and the state of this policy."""
     metrics = context.aggregated_metrics or {}
-    # Serve has no time of an increase for the first replicas of a deployment.
+    # last_scale_up_time does not count the initial replicas of a deployment.
     deployed_at = context.policy_state.get(DEPLOYED_AT, context.current_time)
-    # Seconds since the target was last increased.
-    increased_s = context.current_time - max(context.last_scale_up_time or -math.inf, deployed_at)
+    scaled_up_at = max(context.last_scale_up_time or -math.inf, deployed_at)
     return (
         replica_count(
             context.current_num_replicas,
             starting=context.target_num_replicas - context.current_num_replicas
-            if increased_s < START_S_MAX
+            if context.current_time - scaled_up_at < START_S_MAX
             else 0,
             calls=context.total_num_requests,
             running=_sum(metrics, "running"),

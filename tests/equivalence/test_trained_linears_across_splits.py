@@ -109,9 +109,8 @@ CASES = (
 )
 
 
-# The slow tests run all steps of these on few ranks, and the soak tests of all on all splits.
+# The slow tests run all steps of these, and the soak tests of all.
 SLOW_LONG_CASES = (("classic", "lora"), ("experts", "lora"))
-SLOW_LONG_RANKS_MAX = 2
 LOW_RANK_SETTINGS = {"rank": 3, "alpha": 5.0, "lora_plus_ratio": 2.0}
 RANK_SETTINGS: dict[str, dict[str, float]] = {"ia3": {}, "bottleneck": {"rank": 3}}
 
@@ -219,20 +218,17 @@ def single_rank(case: Case) -> Result:
 
 
 def slow_cases(split: tuple[int, int, int]) -> list[Case]:
-    ranks = prod(split)
     # A step of eight ranks takes as long as several of fewer ranks.
-    period = 6 if ranks == 8 else 3
+    period = 6 if prod(split) == 8 else 3
     cases = [case for n, case in enumerate(CASES) if (n - SPLITS.index(split)) % period == 0]
     return [
-        case
-        if (case.model, case.method) in SLOW_LONG_CASES and ranks <= SLOW_LONG_RANKS_MAX
-        else replace(case, steps=STEPS)
+        case if (case.model, case.method) in SLOW_LONG_CASES else replace(case, steps=STEPS)
         for case in cases
     ]
 
 
 def run_split(_: int, tp: int, pp: int, dp: int, cases: Sequence[Case]) -> list[Result]:
-    # A mesh has groups of processes with threads of their own, so the cases share it.
+    # The threads of a process group stay until the process ends, so the cases share a mesh.
     mesh = cache(lambda parallel: Mesh.create(tp, pp, dp, sequence_parallel=parallel))
     return [train(case, mesh(case.sequence_parallel and tp > 1)) for case in cases]
 

@@ -45,8 +45,7 @@ def test_groups_of_many_rows_agree_with_torch() -> None:
 
 
 def test_a_row_does_not_depend_on_the_other_rows() -> None:
-    # The interpreter takes four times as long for all shapes.
-    check_rows_are_independent(CPU, shapes=("qkv",))
+    check_rows_are_independent(CPU)
 
 
 def test_selected_rows_agree_with_torch() -> None:

@@ -163,7 +163,7 @@ function cancel() {
 const isOpen = () => !list.hidden;
 
 input.addEventListener("input", () => {
-  searching?.abort(); // Its list would be of the text before this change, but count as current.
+  searching?.abort(); // showChoices would reset isStale with the results of the previous text.
   isStale = true;
   showError("");
   clearTimeout(searchTimer);
