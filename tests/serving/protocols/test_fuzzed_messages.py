@@ -160,7 +160,8 @@ def fuzz_and_check(server: Server, log: Path, count: int) -> None:
         eventually(lambda: server.metric("preamble_scheduler_running_requests") == 0)
         growth = anonymous_bytes(server.process.pid) - size
         assert client.generate("hello world", options).token_ids == expected
-    assert min(map(Counter.total, codes.values())) > count // 40
+    # The methods are drawn at random, so their numbers of calls differ.
+    assert min(map(Counter.total, codes.values())) > count / len(codes) / 2
     codes |= {path: warm_up_codes[path] for path in unimplemented}
     for path, counts in codes.items():
         print(path, {code.name: count for code, count in counts.most_common()})
