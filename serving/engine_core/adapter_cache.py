@@ -10,6 +10,7 @@ in the adapter pool or in KV blocks.
 """
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -58,9 +59,9 @@ class _CachedRows:
 class AdapterCache:
     """Adapter rows by digest.
 
-    The engine loop calls all methods, from its thread. A thread of the adapter reader calls
-    `on_read` after each read; the engine loop then calls `insert`, and `pin` for each sequence that
-    waits.
+    The engine loop calls the methods from its thread, except `prefetch`. A thread of the adapter
+    reader calls `on_read` after each read; the engine loop then calls `insert`, and `pin` for each
+    sequence that waits.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class AdapterCache:
     ) -> None:
         self._model_config = model_config
         self._bytes_max = bytes_max
+        self._lock = threading.Lock()  # Guards the attributes below, which `prefetch` reads.
         self._cache: OrderedDict[str, _CachedRows] = OrderedDict()  # Least recently used first.
         self._cached_bytes = 0
         self._pinned_bytes = 0
@@ -85,13 +87,27 @@ class AdapterCache:
         If the state is not "pinned", the caller must call this again when an adapter was read or
         unpinned. No order is kept: smaller adapters may delay a large one that does not fit yet.
         """
-        cached_rows = self._cache.get(adapter_ref.digest)
-        if cached_rows is not None:
+        with self._lock:
+            cached_rows = self._cache.get(adapter_ref.digest)
+            if cached_rows is None:
+                return self._begin_read(adapter_ref)
             if not cached_rows.pins:
                 self._pinned_bytes += cached_rows.nbytes
             cached_rows.pins += 1
             self._cache.move_to_end(adapter_ref.digest)
             return "pinned"
+
+    def prefetch(self, adapter_ref: AdapterRef) -> None:
+        """Queue an adapter for reading before its sequence is pinned; may be called in any thread.
+
+        The engine loop handles messages between steps; the read runs during the current step.
+        """
+        with self._lock:
+            if adapter_ref.digest not in self._cache:
+                self._begin_read(adapter_ref)
+
+    def _begin_read(self, adapter_ref: AdapterRef) -> PinState:
+        """Queue an adapter for reading if it fits. The caller must hold the lock."""
         if adapter_ref in self._reading:
             return "reading"
         # An adapter that is larger than the limit is read when no other adapter is pinned or being
@@ -107,11 +123,12 @@ class AdapterCache:
 
     def unpin(self, digest: str) -> None:
         """Remove the pin of one sequence, which has ended."""
-        cached_rows = self._cache[digest]
-        cached_rows.pins -= 1
-        if not cached_rows.pins:
-            self._pinned_bytes -= cached_rows.nbytes
-            self._evict()
+        with self._lock:
+            cached_rows = self._cache[digest]
+            cached_rows.pins -= 1
+            if not cached_rows.pins:
+                self._pinned_bytes -= cached_rows.nbytes
+                self._evict()
 
     def insert(self, read_result: AdapterReadResult) -> None:
         """Cache the rows that were read; after a failed read, cache nothing.
@@ -119,15 +136,16 @@ class AdapterCache:
         The rows are not pinned yet, and the next `unpin` or `insert` may evict them. Before that,
         the caller must call `pin` for the sequences that wait.
         """
-        self._reading.discard(read_result.adapter_ref)
-        if read_result.reason or read_result.adapter_ref.digest in self._cache:
-            return
-        nbytes = len(read_result.data) + read_result.adapter_ref.linear_bytes
-        self._cache[read_result.adapter_ref.digest] = _CachedRows(
-            read_result.data, read_result.linears, nbytes
-        )
-        self._cached_bytes += nbytes
-        self._evict(protected_digest=read_result.adapter_ref.digest)
+        with self._lock:
+            self._reading.discard(read_result.adapter_ref)
+            if read_result.reason or read_result.adapter_ref.digest in self._cache:
+                return
+            nbytes = len(read_result.data) + read_result.adapter_ref.linear_bytes
+            self._cache[read_result.adapter_ref.digest] = _CachedRows(
+                read_result.data, read_result.linears, nbytes
+            )
+            self._cached_bytes += nbytes
+            self._evict(protected_digest=read_result.adapter_ref.digest)
 
     def pinned_rows(self, digest: str) -> bytes:
         """The rows of a pinned adapter."""
@@ -151,7 +169,7 @@ class AdapterCache:
         return adapter_ref.row_count * row_bytes + adapter_ref.linear_bytes
 
     def _evict(self, protected_digest: str = "") -> None:
-        """Evict adapters, least recently used first, until the limit is met.
+        """Evict adapters, least recently used first, until the limit is met. Needs the lock.
 
         Pinned adapters and `protected_digest` are not evicted.
         """

@@ -158,8 +158,11 @@ class EngineLoop:
         self.flight_recorder = FlightRecorder(observability_config.flight_steps_max)
 
     def put_message(self, message: ToEngineLoop) -> None:
-        """Queue a message for the loop; thread-safe, never blocks."""
+        """Queue a message for the loop; thread-safe, never waits for a step or a file."""
         self._inbox.put(message)
+        # After the message: the loop must handle the result of the read after the submission.
+        if isinstance(message, Submission) and message.adapter_ref is not None:
+            self._adapter_cache.prefetch(message.adapter_ref)
 
     def record_compilation(self, kernel: str, seconds: float | None) -> None:
         """Count a kernel that Triton has compiled; `seconds` is None while it compiles the kernel.

@@ -39,6 +39,8 @@ class AdmissionResult(Enum):
     NO_ADAPTER_ROWS = auto()
     # The adapter's weights do not fit into the adapter memory, or are being written.
     NO_ADAPTER_LINEARS = auto()
+    # The next step completes the write of the adapter's weights, and must not have the prefill too.
+    ADAPTER_WRITE_IN_FLIGHT = auto()
     BLOCK_COPY_IN_FLIGHT = auto()  # A step in flight writes into the block that must be copied.
     NO_SPACE = auto()  # Too few slots or blocks.
 
@@ -341,6 +343,8 @@ class ResourceAllocator:
             return AdmissionResult.NO_ADAPTER_ROWS
         if sequence.changes_linears and not self._has_linears(sequence, may_load=may_load_linears):
             return AdmissionResult.NO_ADAPTER_LINEARS
+        if sequence.changes_linears and not self._allows_prefill(sequence):
+            return AdmissionResult.ADAPTER_WRITE_IN_FLIGHT
         if any(map(self._prefix_cache.has_write_in_flight, prefix_match.partial_blocks)):
             return AdmissionResult.BLOCK_COPY_IN_FLIGHT
         # The matching blocks are retained first, so that they do not count as available.
@@ -464,7 +468,9 @@ class ResourceAllocator:
 
         `bytes_max`: limit of the bytes that the next step writes.
         """
-        self._updates.linear_writes += self._adapter_memory.begin_step(bytes_max)
+        self._updates.linear_writes += self._adapter_memory.begin_step(
+            bytes_max, is_running=bool(self._running)
+        )
 
     @property
     def writes_linears(self) -> bool:
@@ -488,6 +494,11 @@ class ResourceAllocator:
             sequence.pin_adapter_pages(page_start)
             self._updates.linear_writes += self._adapter_memory.write_pieces(adapter_ref.digest)
         return self._adapter_memory.is_written(adapter_ref.digest)
+
+    def _allows_prefill(self, sequence: Sequence) -> bool:
+        adapter_ref = sequence.submission.adapter_ref
+        assert adapter_ref is not None
+        return self._adapter_memory.allows_prefill(adapter_ref.digest)
 
     def unpin_linears(self, sequence: Sequence) -> None:
         """Unpin the adapter weights of a sequence that has ended, or that is preempted."""

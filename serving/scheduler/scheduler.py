@@ -357,14 +357,16 @@ class Scheduler:
                     # has pinned adapter memory must be able to run and to free it.
                     may_load_linears = False
                     skipped_sequences.append(sequence)
-                case AdmissionResult.BLOCK_COPY_IN_FLIGHT:
+                case AdmissionResult.ADAPTER_WRITE_IN_FLIGHT | AdmissionResult.BLOCK_COPY_IN_FLIGHT:
                     skipped_sequences.append(sequence)
                 case AdmissionResult.NO_SPACE:
                     is_full = True
                     skipped_sequences.append(sequence)
         for sequence in skipped_sequences:
             self._waiting.push(sequence)
-        if is_full and not allocator.can_preempt_for(skipped_sequences[-1]):
+        # A sequence whose adapter is being written may be admitted in the next plan.
+        is_blocked = is_full and not allocator.writes_linears
+        if is_blocked and not allocator.can_preempt_for(skipped_sequences[-1]):
             self._block_admission(now)
 
     def _count_prompt(self, sequence: Sequence) -> None:

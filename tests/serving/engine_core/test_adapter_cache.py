@@ -88,6 +88,23 @@ def test_an_adapter_requested_twice_is_read_once(tmp_path: Path) -> None:
     adapters.cache.close()
 
 
+def test_a_prefetched_adapter_is_read_once_and_not_pinned(tmp_path: Path) -> None:
+    adapters = CachedAdapters(tmp_path, BYTES)
+    _, first = adapters.save("first", 1)
+    _, second = adapters.save("second", 2)
+    adapters.cache.prefetch(first)
+    assert adapters.cache.pin(first) == "reading"
+    assert adapters.take().adapter_ref == first
+    adapters.cache.prefetch(first)  # It is cached.
+    adapters.cache.prefetch(second)
+    assert adapters.take().adapter_ref == second
+    assert not adapters.has(first) and adapters.read_results.empty()
+    assert adapters.cache.pin(second) == "pinned"
+    adapters.cache.prefetch(first)  # It does not fit beside the pinned adapter.
+    assert adapters.cache.pin(first) == "full"
+    adapters.cache.close()
+
+
 def test_eviction_is_lru_and_spares_pinned_adapters(tmp_path: Path) -> None:
     adapters = CachedAdapters(tmp_path, 2 * BYTES)
     adapter_refs = [adapters.save(name, seed)[1] for seed, name in enumerate("abc")]

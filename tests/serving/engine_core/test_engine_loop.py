@@ -284,6 +284,36 @@ def test_steps_continue_while_an_adapter_is_read(
     assert outputs[0].phases is not None and outputs[0].phases.queue_s >= waited_s > 0
 
 
+def test_an_adapter_is_read_during_the_step_in_which_its_request_arrives(
+    caller: Caller, model: GPT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, adapter_ref = save_rows(tmp_path, "read", draw_table(2))
+    step_began, file_was_read = threading.Event(), threading.Event()
+
+    def open_and_report(path: Path) -> Adapter:
+        adapter = open_adapter(path)
+        file_was_read.set()
+        return adapter
+
+    def hold_step(*_: object) -> None:
+        step_began.set()
+        assert file_was_read.wait(WAIT_S), "the read waited for the end of the step"
+
+    monkeypatch.setattr(adapter_cache_module, "open_adapter", open_and_report)
+    assert model.embedding is not None
+    hook = model.embedding.register_forward_pre_hook(hold_step)
+    try:
+        running = caller.ask([1, 2])
+        assert step_began.wait(WAIT_S)
+        sequence_id = caller.ask([V, V + 1, 3], adapter_ref=adapter_ref)
+        assert caller.answer(running).end == "length"
+    finally:
+        file_was_read.set()
+        hook.remove()
+    tokens = generate_alone(model, [V, V + 1, 3], adapter.table)
+    assert caller.answer(sequence_id).tokens == tokens
+
+
 def test_nonfinite_values_end_only_their_own_request(tmp_path: Path) -> None:
     model = build(CLASSIC, dtype=torch.float32)
     # After the fault, all KV blocks are needed again.

@@ -4,6 +4,7 @@ import pytest
 
 from serving.memory_budget import ADAPTER_PAGE_BYTES
 from serving.messages import AdapterRef, Step
+from serving.scheduler.adapter_memory_pool import JOINT_WRITE_BYTES_MAX
 from serving.scheduler.scheduler import IDLE_WRITE_BYTES_MAX, LINEAR_WRITE_BYTES_MAX
 from tests.support.fake_ranks import make_adapter_ref, text_ids
 from tests.support.scheduler_harness import SchedulerHarness
@@ -54,8 +55,34 @@ def test_a_large_adapter_is_written_in_pieces_beside_running_sequences() -> None
     for step in writing:
         assert written_bytes(step, large) <= LINEAR_WRITE_BYTES_MAX
         assert running in harness.first_token_steps and step.token_ids
-    # The last piece and the first tokens are in one step.
-    assert len(writing[-1].slots) == 2
+    # The first tokens are in the step after the last piece.
+    assert [len(step.slots) for step in steps] == [1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_beside_running_sequences_a_prefill_is_not_in_the_step_of_a_long_write(
+    is_small: bool,
+) -> None:
+    harness = make_harness()
+    harness.submit(text_ids(4), new=60)
+    next_step(harness)
+    small, other = adapter("a", 48), adapter("b", 480)
+    assert small.linear_bytes <= JOINT_WRITE_BYTES_MAX < other.linear_bytes
+    harness.submit(text_ids(4), adapter_ref=small if is_small else other)
+    first, second = next_step(harness), next_step(harness)
+    assert first.linear_writes and not second.linear_writes
+    assert [len(first.slots), len(second.slots)] == ([2, 2] if is_small else [1, 2])
+
+
+def test_several_adapters_are_written_in_one_step_before_their_prefills() -> None:
+    harness = make_harness()
+    harness.submit(text_ids(4), new=60)
+    next_step(harness)
+    for name in "abc":
+        harness.submit(text_ids(4), adapter_ref=adapter(name, 480))
+    first, second = next_step(harness), next_step(harness)
+    assert [write.digest for write in first.linear_writes] == ["a", "b", "c"]
+    assert [len(first.slots), len(second.slots)] == [1, 4]
 
 
 def test_without_running_sequences_larger_pieces_are_written() -> None:
