@@ -27,6 +27,7 @@ CALLERS = 8  # Of unary calls, and of streams.
 HTTP_CALLERS = 2
 ADAPTERS = 200
 ROWS = 64
+PAUSE_S = 0.02  # Of callers while replicas start, which need the cores too.
 TEXT_TOKENS = 48  # Of a prompt; no two prompts are equal.
 ADAPTER_CALLERS = 32
 # With so many, Envoy's bound of 1.5 times the mean allows 25 of the calls on one replica.
@@ -71,6 +72,7 @@ class Callers:
 
     address: str
     expected: list[list[int]]
+    pause_s: float  # Before each call.
     stopped: threading.Event = field(default_factory=threading.Event)
     calls: int = 0
     resumed: int = 0
@@ -109,7 +111,7 @@ class Callers:
 
     def _numbers(self) -> Iterator[int]:
         rng = random.Random(threading.get_ident())
-        while not self.stopped.is_set():
+        while not self.stopped.wait(self.pause_s):
             yield rng.randrange(PROMPTS)
 
     def _record(self, number: int, token_ids: list[int]) -> None:
@@ -126,11 +128,13 @@ def _options(number: int) -> Options:
     )
 
 
-def _call_while(address: str, replicas: Replicas, events: int, number: int) -> Callers:
+def _call_while(
+    address: str, replicas: Replicas, events: int, number: int, pause_s: float = PAUSE_S
+) -> Callers:
     """Send a signal to a replica and start it again, `events` times, under all callers."""
     with replicas.servers[0].client() as client:
         answers = [client.generate(f"prompt {n}", _options(n)) for n in range(PROMPTS)]
-    callers = Callers(address, [answer.token_ids for answer in answers])
+    callers = Callers(address, [answer.token_ids for answer in answers], pause_s)
     rng = random.Random(0)
     with ThreadPoolExecutor(2 * CALLERS + HTTP_CALLERS) as pool:
         running = [pool.submit(callers.generate) for _ in range(CALLERS)]
@@ -185,7 +189,7 @@ def test_kill_9_of_a_replica_loses_no_call(replicas: Replicas, tmp_path: Path) -
 @pytest.mark.soak
 def test_ten_times_kill_9_loses_no_call(replicas: Replicas, tmp_path: Path) -> None:
     with envoy(replicas.servers, tmp_path) as address:
-        callers = _call_while(address, replicas, 10, signal.SIGKILL)
+        callers = _call_while(address, replicas, 10, signal.SIGKILL, pause_s=0.0)
     print(f"{callers.calls} calls, {callers.resumed} resumed")
     assert not callers.failures and callers.resumed > 0
 

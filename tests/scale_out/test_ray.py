@@ -34,6 +34,7 @@ PROMPTS = ["hello", "a second prompt", "one more"]
 ANSWER = Options(max_new_tokens=24, temperature=1.0, seed=7, ignore_ends=True)
 # Times on a quiet machine, and the factor by which a busy one may exceed them.
 READY_S, RESTART_S, BUSY = 40.0, 15.0, 5.0
+PAUSE_S = 0.05  # Of callers while replicas start, which need the cores too.
 HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"  # Of the nodes; `deploy` has the flag --haproxy.
 ADAPTERS = 15  # Odd: two replicas do not have the same number of them.
 
@@ -137,6 +138,7 @@ class Callers:
     expected: list[list[int]]
     attempts: int = 1  # 1: each lost call is a failure.
     streams: bool = True  # Every second caller streams.
+    pause_s: float = PAUSE_S  # After each call.
     calls: int = 0
     failures: list[str] = field(default_factory=list)
     stopped: threading.Event = field(default_factory=threading.Event)
@@ -172,6 +174,7 @@ class Callers:
                     if token_ids != self.expected[index]:
                         self.failures.append(f"prompt {index}: {token_ids}")
                 self.calls += 1
+                self.stopped.wait(self.pause_s)
 
 
 def rank_pids(cluster: RayCluster) -> list[int]:
@@ -430,7 +433,7 @@ def test_the_number_of_replicas_follows_the_load(
     flags += ("--scale-up-after", "1", "--scale-down-after", "3")
     with nodes(cluster, 3, CPU=1), deployed(cluster, ports, checkpoint, *flags) as process:
         assert process.returncode == 0, process.stdout + process.stderr
-        callers = Callers(ports.head, expected)
+        callers = Callers(ports.head, expected, pause_s=0.0)
         with callers.running(8):
             began = time.monotonic()
             eventually(lambda: len(cluster.replicas().get("RUNNING", [])) == 3, BUSY * 60)
