@@ -74,7 +74,9 @@ class AdapterCache:
     ) -> None:
         self._model_config = model_config
         self._bytes_max = bytes_max
-        self._lock = threading.Lock()  # Guards the attributes below, which `prefetch` reads.
+        # Guards `_cache`, its sizes and `_reading`. Only the loop's thread changes `_cache`, and
+        # reads it without the lock.
+        self._lock = threading.Lock()
         self._cache: OrderedDict[str, _CachedRows] = OrderedDict()  # Least recently used first.
         self._cached_bytes = 0
         self._pinned_bytes = 0
@@ -169,9 +171,9 @@ class AdapterCache:
         return adapter_ref.row_count * row_bytes + adapter_ref.linear_bytes
 
     def _evict(self, protected_digest: str = "") -> None:
-        """Evict adapters, least recently used first, until the limit is met. Needs the lock.
+        """Evict adapters, least recently used first, until the limit is met.
 
-        Pinned adapters and `protected_digest` are not evicted.
+        Pinned adapters and `protected_digest` are not evicted. The caller must hold the lock.
         """
         for digest in list(self._cache):
             if self._cached_bytes <= self._bytes_max:

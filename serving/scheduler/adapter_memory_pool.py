@@ -13,11 +13,6 @@ from serving.memory_budget import ADAPTER_PAGE_BYTES
 from serving.messages import AdapterLinearsWrite, AdapterRef
 from serving.scheduler.adapter_pool import AdapterPool
 
-# Beside running sequences, a step that writes more bytes than this, in fp32, has no prefill of the
-# adapters that it writes. The running sequences would wait for both; the longest step is shorter if
-# the prefill is in the next one. On two cores of a CPU, 1 MiB takes about 0.3 ms.
-JOINT_WRITE_BYTES_MAX = 1 << 20
-
 
 @dataclass(slots=True)
 class _Write:
@@ -39,10 +34,9 @@ class AdapterMemoryPool:
     def __init__(self, pages: int) -> None:
         self._pool = AdapterPool(pages)
         self._writes: dict[str, _Write] = {}  # By digest, in the order of their beginning.
-        # Of the next step: the bytes that it writes, and the most that it may write.
-        self._step_bytes = self._step_bytes_max = 0
-        self._completing: set[str] = set()  # Digests whose last pieces the next step writes.
-        self._is_running = False  # Whether sequences run, which wait for the writes of a step.
+        # The bytes that the next step writes, and its limits (`begin_step`).
+        self._step_bytes = self._step_bytes_max = self._prefill_bytes_max = 0
+        self._last_pieces: set[str] = set()  # Digests of the adapters that the next step completes.
 
     @property
     def resident_count(self) -> int:
@@ -74,9 +68,8 @@ class AdapterMemoryPool:
         return digest not in self._writes
 
     def allows_prefill(self, digest: str) -> bool:
-        """Whether the next step may have a prefill with a written adapter."""
-        is_long = self._is_running and self._step_bytes > JOINT_WRITE_BYTES_MAX
-        return not (is_long and digest in self._completing)
+        """Whether the next step may have the prefill of a sequence with a written adapter."""
+        return digest not in self._last_pieces or self._step_bytes <= self._prefill_bytes_max
 
     def pin(self, adapter_ref: AdapterRef) -> int | None:
         """Pin an adapter for one more sequence, and return its first page; None: no space.
@@ -98,15 +91,15 @@ class AdapterMemoryPool:
             del self._writes[digest]
             self._pool.remove(digest)
 
-    def begin_step(self, bytes_max: int, *, is_running: bool) -> list[AdapterLinearsWrite]:
+    def begin_step(self, bytes_max: int, prefill_bytes_max: int) -> list[AdapterLinearsWrite]:
         """Return the writes in progress that the next step, of at most `bytes_max`, continues.
 
-        A step writes at least one linear of the oldest write. `is_running`: sequences run, which
-        wait for the writes.
+        A step writes at least one linear of the oldest write. If it writes more than
+        `prefill_bytes_max`, it has no prefill with an adapter that it completes.
         """
         self._step_bytes, self._step_bytes_max = 0, bytes_max
-        self._completing.clear()
-        self._is_running = is_running
+        self._prefill_bytes_max = prefill_bytes_max
+        self._last_pieces.clear()
         return [piece for digest in list(self._writes) for piece in self._next_pieces(digest)]
 
     def write_pieces(self, digest: str) -> list[AdapterLinearsWrite]:
@@ -124,7 +117,7 @@ class AdapterMemoryPool:
         write.written_count += count
         if write.written_count == adapter_ref.linear_count:
             del self._writes[digest]
-            self._completing.add(digest)
+            self._last_pieces.add(digest)
         start, nbytes = (
             pages * ADAPTER_PAGE_BYTES for pages in (write.page_start, pages_for(adapter_ref))
         )

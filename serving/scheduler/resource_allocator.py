@@ -39,7 +39,7 @@ class AdmissionResult(Enum):
     NO_ADAPTER_ROWS = auto()
     # The adapter's weights do not fit into the adapter memory, or are being written.
     NO_ADAPTER_LINEARS = auto()
-    # The next step completes the write of the adapter's weights, and must not have the prefill too.
+    # The next step completes the write of the adapter's weights, so the prefill is in a later step.
     ADAPTER_WRITE_IN_FLIGHT = auto()
     BLOCK_COPY_IN_FLIGHT = auto()  # A step in flight writes into the block that must be copied.
     NO_SPACE = auto()  # Too few slots or blocks.
@@ -463,14 +463,12 @@ class ResourceAllocator:
 
     # ----------------------------------------------------------------- adapters' weights
 
-    def begin_linear_writes(self, bytes_max: int) -> None:
+    def begin_linear_writes(self, bytes_max: int, prefill_bytes_max: int) -> None:
         """Continue the writes of adapter weights that are in progress, before admissions.
 
-        `bytes_max`: limit of the bytes that the next step writes.
+        The limits are those of `AdapterMemoryPool.begin_step`.
         """
-        self._updates.linear_writes += self._adapter_memory.begin_step(
-            bytes_max, is_running=bool(self._running)
-        )
+        self._updates.linear_writes += self._adapter_memory.begin_step(bytes_max, prefill_bytes_max)
 
     @property
     def writes_linears(self) -> bool:

@@ -58,6 +58,9 @@ SKIPPED_MAX = 32
 # 3 ms. The messages of a few steps must fit into the outbox of the socket to each rank.
 LINEAR_WRITE_BYTES_MAX = 10 << 20
 IDLE_WRITE_BYTES_MAX = 16 << 20
+# Limit, beside running sequences, of the writes of a step that also has a prefill with an adapter
+# that it writes. The running sequences wait for both; in two steps, the longer wait is shorter.
+PREFILL_WRITE_BYTES_MAX = 1 << 20
 
 
 @dataclass(slots=True)
@@ -235,9 +238,10 @@ class Scheduler:
         if self._in_flight.is_full:
             return self._plan_early(now) if self._in_flight.can_plan_early else None
         builder = self._new_builder()
-        self._allocator.begin_linear_writes(
-            LINEAR_WRITE_BYTES_MAX if self._allocator.running_count else IDLE_WRITE_BYTES_MAX
-        )
+        if self._allocator.running_count:
+            self._allocator.begin_linear_writes(LINEAR_WRITE_BYTES_MAX, PREFILL_WRITE_BYTES_MAX)
+        else:
+            self._allocator.begin_linear_writes(IDLE_WRITE_BYTES_MAX, IDLE_WRITE_BYTES_MAX)
         # Admission precedes decodes, because an admission may preempt a decoding sequence.
         if len(self._waiting) and not self._is_admission_blocked(now):
             self._admit(builder, now)
@@ -364,7 +368,7 @@ class Scheduler:
                     skipped_sequences.append(sequence)
         for sequence in skipped_sequences:
             self._waiting.push(sequence)
-        # A sequence whose adapter is being written may be admitted in the next plan.
+        # The next plan may admit a sequence whose adapter this step writes.
         is_blocked = is_full and not allocator.writes_linears
         if is_blocked and not allocator.can_preempt_for(skipped_sequences[-1]):
             self._block_admission(now)

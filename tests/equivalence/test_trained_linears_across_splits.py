@@ -33,7 +33,7 @@ LONG_STEPS = 20  # Of one case of each method: each step has some hundred collec
 TOLERANCE = 1e-10
 SPLITS = ((1, 2, 1), (1, 1, 2), (2, 1, 2), (2, 2, 1), (4, 1, 1), (4, 2, 1))
 # The cases of a split in the slow suite: the first one, and the distance to the next one. Each case
-# runs at TP 2 or 4. Four tensor ranks take as long as several splits of two.
+# runs at TP 2 or 4. A split with four tensor ranks takes as long as several with two.
 SLOW_CASES = {
     (1, 2, 1): (0, 3),
     (2, 2, 1): (0, 3),

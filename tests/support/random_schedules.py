@@ -2,8 +2,10 @@
 
 from random import Random
 from typing import Any
+from unittest import mock
 
 from serving.messages import AdapterRef
+from serving.scheduler import scheduler as scheduler_module
 from tests.support.fake_ranks import VOCAB_SIZE, make_adapter_ref
 from tests.support.scheduler_harness import STEP_S, SchedulerHarness
 
@@ -57,6 +59,13 @@ class RandomSchedule:
                 windows[0] = None  # type: ignore[call-overload]
             drawn_settings["windows"] = windows
             drawn_settings["blocks"] = (blocks - 1) * groups + 1
+        # With limits below the scheduler's, small adapters are written in pieces, before prefills.
+        step_bytes = random.choice([200_000, 500_000, 10 << 20])
+        self.write_limits: dict[str, Any] = {
+            "LINEAR_WRITE_BYTES_MAX": step_bytes,
+            "IDLE_WRITE_BYTES_MAX": step_bytes * random.choice([1, 2]),
+            "PREFILL_WRITE_BYTES_MAX": random.choice([0, 300_000, 1 << 20]),
+        }
         self.harness = SchedulerHarness(**drawn_settings | settings)
         self.harness.records_steps = False
 
@@ -107,6 +116,10 @@ class RandomSchedule:
             harness.submit(prompt, new, **settings, output_tokens=output_tokens)
 
     def run(self, arrivals: int) -> None:
+        with mock.patch.multiple(scheduler_module, **self.write_limits):
+            self._run(arrivals)
+
+    def _run(self, arrivals: int) -> None:
         random = self.random
         harness = self.harness
         first_step = harness.committed

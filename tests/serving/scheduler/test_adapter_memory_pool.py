@@ -4,8 +4,11 @@ import pytest
 
 from serving.memory_budget import ADAPTER_PAGE_BYTES
 from serving.messages import AdapterRef, Step
-from serving.scheduler.adapter_memory_pool import JOINT_WRITE_BYTES_MAX
-from serving.scheduler.scheduler import IDLE_WRITE_BYTES_MAX, LINEAR_WRITE_BYTES_MAX
+from serving.scheduler.scheduler import (
+    IDLE_WRITE_BYTES_MAX,
+    LINEAR_WRITE_BYTES_MAX,
+    PREFILL_WRITE_BYTES_MAX,
+)
 from tests.support.fake_ranks import make_adapter_ref, text_ids
 from tests.support.scheduler_harness import SchedulerHarness
 
@@ -67,7 +70,7 @@ def test_beside_running_sequences_a_prefill_is_not_in_the_step_of_a_long_write(
     harness.submit(text_ids(4), new=60)
     next_step(harness)
     small, other = adapter("a", 48), adapter("b", 480)
-    assert small.linear_bytes <= JOINT_WRITE_BYTES_MAX < other.linear_bytes
+    assert small.linear_bytes <= PREFILL_WRITE_BYTES_MAX < other.linear_bytes
     harness.submit(text_ids(4), adapter_ref=small if is_small else other)
     first, second = next_step(harness), next_step(harness)
     assert first.linear_writes and not second.linear_writes
