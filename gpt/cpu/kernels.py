@@ -23,7 +23,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-ABI = 26  # Must equal ABI in gpt/cpu/src/vectors.h.
+ABI = 27  # Must equal ABI in gpt/cpu/src/vectors.h.
 DTYPES = (torch.bfloat16, torch.float32)
 HEAD_DIM_MAX = 512
 # The instruction sets (ISA levels). A level's index in this tuple is its number in the library.
@@ -83,14 +83,17 @@ _ARGUMENT_KINDS = {
     "preamble_choose_experts": "pp i pp i",
     "preamble_argmax": "p iii p i",
     "preamble_gemm_argmax": "pp i pp i",
-    "preamble_gemm_unpacked": "p iii p i p i ppp i p",
+    "preamble_gemm_unpacked": "p iii p i p p i p",
+    "preamble_low_rank_gradient": "ppp iiii p i",
     "preamble_activation_backward": "ppp iii",
     "preamble_activation": "pp iii",
     "preamble_gated_silu": "pp iii",
     "preamble_gated_silu_backward": "ppp iii",
-    "preamble_scale_backward": "ppppp iii",
+    "preamble_scale_backward": "pppp i pp iii",
     "preamble_rms_norm": "pppp iii",
     "preamble_rms_norm_backward": "ppppp iii",
+    "preamble_split_qkv": "p",
+    "preamble_split_qkv_backward": "p",
     "preamble_varlen_attention": "pp",
     "preamble_decoder_layers": "pp",
     "preamble_decoder_scratch_numel": "pi",

@@ -1,9 +1,8 @@
-"""C kernels for training on a CPU: frozen bf16 linears and varlen attention, with backward passes.
+"""C kernels for training on a CPU: activations, RMSNorm and varlen attention, with backward passes.
 
-The GEMMs of forward and backward pack panels of the weight on the fly, so no packed copy is stored.
 Attention saves its inputs, and recomputes the probabilities in the backward pass. Callers must
-check `supports_linear` or `supports_attention` first. If the result is False, they must use the
-torch versions in gpt/model/linear.py and gpt/attention/varlen.py.
+check the `supports` functions first. If the result is False, they must use the torch versions in
+gpt/model and gpt/attention/varlen.py. The linears are in gpt/cpu/training_linear.py.
 """
 
 import ctypes
@@ -16,13 +15,21 @@ from gpt.batch import Batch
 from gpt.cpu.kernels import ISA_LEVELS, isa_level, library
 from gpt.cpu.packed_linear import PANEL_COLUMNS
 
-# The activations with a backward pass in the library; the index is the library's number.
+# The activations that a linear can compute, too; the index is the library's number.
 ACTIVATIONS = (None, "gelu", "gelu_tanh")
 GATED_SILU = "gated_silu"  # A gated activation with a backward pass in the library.
-# With fewer rows, packing the panels costs more time than it saves in the GEMM.
-ROWS_MIN = 64
 
 _Pointer, _Int = ctypes.c_void_p, ctypes.c_int64
+
+
+class _QkvTensors(ctypes.Structure):
+    """The struct QkvTensors in gpt/cpu/src/training_qkv.c."""
+
+    _fields_ = (
+        *((name, _Int) for name in ("tokens", "groups", "queries", "width", "threads")),
+        ("rotary_pairs", _Int),
+        *((name, _Pointer) for name in ("cos", "sin", "qkv", "q", "k", "v")),
+    )
 
 
 class _VarlenArgs(ctypes.Structure):
@@ -41,105 +48,33 @@ class _VarlenTensors(ctypes.Structure):
     _fields_ = tuple((name, _Pointer) for name in ("q", "k", "v", "dy", "out", "dk", "dv"))
 
 
-def _has_backward(x: Tensor) -> bool:
-    return (
-        x.dtype == torch.bfloat16
-        and x.device.type == "cpu"
-        and torch.is_grad_enabled()
-        and x.requires_grad
-        and isa_level() == ISA_LEVELS[-1]
-    )
-
-
-def supports_linear(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the library supports this linear and its backward pass."""
-    return _has_backward(x) and supports_matmul(x, weight)
-
-
-def supports_matmul(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the library supports `matmul` of these rows and a frozen weight."""
-    return (
-        x.dtype == torch.bfloat16
-        and x.device.type == "cpu"
-        and isa_level() == ISA_LEVELS[-1]
-        and x.dim() == 2
-        and len(x) >= ROWS_MIN
-        and not weight.requires_grad
-        and weight.dtype == x.dtype
-        and weight.is_contiguous()
-        and all(size % PANEL_COLUMNS == 0 for size in weight.shape)
-    )
-
-
-def matmul(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    transposed: bool = False,
-) -> Tensor:
-    """Return x @ weight.T + bias + residual, or x @ weight + residual if `transposed`.
-
-    The call has no backward pass; callers must check `supports_matmul` first.
-    """
-    return _gemm(x, weight, bias, None, residual, pre_activation=None, transposed=transposed)
-
-
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
-) -> Tensor:
-    """Return activation(x @ weight.T + bias) + residual; `activation`: one of ACTIVATIONS."""
-    y = _Linear.apply(x, weight, bias, activation, residual)  # type: ignore[no-untyped-call]
-    return cast(Tensor, y)
-
-
-class _Linear(torch.autograd.Function):
-    """Autograd function of `linear`: saves the weight and the activation's input, but not `x`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: str | None,
-        residual: Tensor | None,
-    ) -> Tensor:
-        pre_activation = None if activation is None else x.new_empty(len(x), len(weight))
-        ctx.activation = activation
-        ctx.save_for_backward(weight, pre_activation)
-        epilogue = (bias, activation, residual)
-        return _gemm(x, weight, *epilogue, pre_activation=pre_activation, transposed=False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight, pre_activation = ctx.saved_tensors
-        dy = grads[0].contiguous()
-        if pre_activation is not None:
-            lib, dx = library(), torch.empty_like(dy)
-            assert lib is not None
-            lib.preamble_activation_backward(
-                pre_activation.data_ptr(),
-                dy.data_ptr(),
-                dx.data_ptr(),
-                dy.numel(),
-                ACTIVATIONS.index(ctx.activation),
-                torch.get_num_threads(),
-            )
-            dy = dx
-        dx = _gemm(dy, weight, None, None, None, pre_activation=None, transposed=True)
-        return dx, None, None, None, grads[0] if ctx.needs_input_grad[4] else None
+def supports_rows(x: Tensor) -> bool:
+    """Return whether the library supports the dtype and device of `x` on this machine."""
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and isa_level() == ISA_LEVELS[-1]
 
 
 def supports_activation(x: Tensor, activation: str) -> bool:
     """Return whether the library supports `apply_activation` of `x`, and its backward pass."""
-    return activation in (*ACTIVATIONS[1:], GATED_SILU) and _has_backward(x)
+    return activation in (*ACTIVATIONS[1:], GATED_SILU) and supports_rows(x)
 
 
 def apply_activation(x: Tensor, activation: str) -> Tensor:
     """Return activation(x), or silu(gate) * up of the columns of gates, then ups."""
     return cast(Tensor, _Activation.apply(x, activation))  # type: ignore[no-untyped-call]
+
+
+def activation_backward(x: Tensor, dy: Tensor, activation: str) -> Tensor:
+    """Return the gradient of the input of `apply_activation`, from that of its output."""
+    dy, dx = dy.contiguous(), torch.empty_like(x)
+    lib, threads = library(), torch.get_num_threads()
+    assert lib is not None, "call supports_activation() first"
+    addresses = x.data_ptr(), dy.data_ptr(), dx.data_ptr()
+    if activation == GATED_SILU:
+        lib.preamble_gated_silu_backward(*addresses, *dy.shape, threads)
+    else:
+        number = ACTIVATIONS.index(activation)
+        lib.preamble_activation_backward(*addresses, x.numel(), number, threads)
+    return dx
 
 
 class _Activation(torch.autograd.Function):
@@ -162,21 +97,12 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        dy, dx = grads[0].contiguous(), torch.empty_like(x)
-        lib, threads = library(), torch.get_num_threads()
-        assert lib is not None
-        addresses = x.data_ptr(), dy.data_ptr(), dx.data_ptr()
-        if ctx.activation == GATED_SILU:
-            lib.preamble_gated_silu_backward(*addresses, *dy.shape, threads)
-        else:
-            number = ACTIVATIONS.index(ctx.activation)
-            lib.preamble_activation_backward(*addresses, x.numel(), number, threads)
-        return dx, None
+        return activation_backward(x, grads[0], ctx.activation), None
 
 
 def supports_rms_norm(x: Tensor, weight: Tensor) -> bool:
     """Return whether the library supports `rms_norm` of `x`, and its backward pass."""
-    return _has_backward(x) and not weight.requires_grad and weight.dtype == x.dtype
+    return supports_rows(x) and not weight.requires_grad and weight.dtype == x.dtype
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -208,75 +134,114 @@ def _call_rms_norm(function: str, x: Tensor, *inputs: Tensor) -> Tensor:
     return y
 
 
-def supports_scale_backward(dy: Tensor) -> bool:
-    """Return whether the library supports `scale_backward`."""
-    return dy.dtype == torch.bfloat16 and dy.device.type == "cpu" and isa_level() == ISA_LEVELS[-1]
+def scale_columns(x: Tensor, factor: Tensor) -> Tensor:
+    """Return x times a factor of each column. Callers must check `supports_rows` first."""
+    return cast(Tensor, _ScaleColumns.apply(x, factor))  # type: ignore[no-untyped-call]
 
 
-def scale_backward(dy: Tensor, y: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return factor * dy, and the sums of dy * y over the rows in fp32.
+class _ScaleColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(x, factor)
+        return x * factor.to(x.dtype)
 
-    `factor` has one number for each column. Callers must check `supports_scale_backward` first.
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, factor = ctx.saved_tensors
+        return scale_backward(grads[0], x, factor)
+
+
+def scale_backward(
+    dy: Tensor,
+    y: Tensor,
+    factor: Tensor,
+    *,
+    late_bias: Tensor | None = None,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of y and of the factor, from that of activation(factor * y + late_bias).
+
+    `factor` has one number for each column; its gradient is in fp32. `activation`: one of
+    ACTIVATIONS. Callers must check `supports_rows` first.
     """
     lib = library()
-    assert lib is not None, "call supports_scale_backward() first"
-    dy, y, factor = dy.contiguous(), y.contiguous(), factor.to(dy.dtype).contiguous()
+    assert lib is not None, "call supports_rows() first"
+    dy, y, factor = dy.contiguous(), y.contiguous(), factor.float().contiguous()
     scaled, sums = torch.empty_like(dy), dy.new_empty(dy.shape[1], dtype=torch.float32)
-    addresses = [tensor.data_ptr() for tensor in (dy, y, factor, scaled, sums)]
-    lib.preamble_scale_backward(*addresses, *dy.shape, torch.get_num_threads())
+    lib.preamble_scale_backward(
+        *(data_ptr(x) for x in (dy, y, factor, late_bias)),
+        ACTIVATIONS.index(activation),
+        *(data_ptr(x) for x in (scaled, sums)),
+        *dy.shape,
+        torch.get_num_threads(),
+    )
     return scaled, sums
 
 
-def _gemm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    *,
-    pre_activation: Tensor | None,
-    transposed: bool,
-) -> Tensor:
-    """Return activation(x @ weight.T + bias) + residual.
-
-    `transposed`: compute x @ weight instead of x @ weight.T, for the gradient of the input.
-    `pre_activation` receives the input of the activation.
-    """
-    lib, threads = library(), torch.get_num_threads()
-    assert lib is not None, "call supports_linear() first"
-    columns, channels = weight.shape[::-1] if transposed else weight.shape
-    x = x.contiguous()
-    residual = None if residual is None else residual.contiguous()
-    assert bias is None or bias.dtype == x.dtype
-    assert residual is None or (residual.dtype == x.dtype and len(residual) == len(x))
-    y, scratch = x.new_empty(len(x), columns), x.new_empty(threads * channels * PANEL_COLUMNS)
-    lib.preamble_gemm_unpacked(
-        weight.data_ptr(),
-        channels,
-        columns,
-        transposed,
-        x.data_ptr(),
-        len(x),
-        _data_ptr(bias),
-        ACTIVATIONS.index(activation),
-        _data_ptr(residual),
-        y.data_ptr(),
-        _data_ptr(pre_activation),
-        threads,
-        scratch.data_ptr(),
-    )
-    return y
-
-
-def _data_ptr(x: Tensor | None) -> int | None:
+def data_ptr(x: Tensor | None) -> int | None:
+    """Return the address of a tensor; None: there is no tensor."""
     return None if x is None else x.data_ptr()
+
+
+def supports_split_qkv(grouped_qkv: Tensor) -> bool:
+    """Return whether the library supports `split_qkv`, and its backward pass."""
+    return supports_rows(grouped_qkv)
+
+
+def split_qkv(
+    grouped_qkv: Tensor, cos_sin: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split (T, G, H / G + 2, D) into queries (T, H, D), keys (T, G, D) and values (T, G, D).
+
+    `cos_sin` rotates the queries and keys, whose rotary embedding is not interleaved; it has their
+    dtype, and is contiguous. None: they are not rotated. The outputs are copies. Callers must check
+    `supports_split_qkv` first.
+    """
+    cos, sin = cos_sin or (None, None)
+    qkv = _SplitAndRotate.apply(grouped_qkv, cos, sin)  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, Tensor, Tensor], qkv)
+
+
+class _SplitAndRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, grouped_qkv: Tensor, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, groups, heads, d = grouped_qkv.shape
+        q = grouped_qkv.new_empty(tokens, groups * (heads - 2), d)
+        k, v = (grouped_qkv.new_empty(tokens, groups, d) for _ in range(2))
+        ctx.save_for_backward(cos, sin)
+        _call_split_qkv("preamble_split_qkv", grouped_qkv.contiguous(), (q, k, v), (cos, sin))
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dq, dk, dv = (grad.contiguous() for grad in grads)
+        tokens, groups, d = dk.shape
+        dqkv = dk.new_empty(tokens, groups, dq.shape[1] // groups + 2, d)
+        _call_split_qkv("preamble_split_qkv_backward", dqkv, (dq, dk, dv), ctx.saved_tensors)
+        return dqkv, None, None
+
+
+def _call_split_qkv(
+    function: str,
+    qkv: Tensor,
+    parts: tuple[Tensor, Tensor, Tensor],
+    cos_sin: tuple[Tensor | None, Tensor | None],
+) -> None:
+    lib, cos = library(), cos_sin[0]
+    assert lib is not None, "call supports_split_qkv() first"
+    tokens, groups, heads, d = qkv.shape
+    sizes = tokens, groups, heads - 2, d, torch.get_num_threads()
+    pairs = 0 if cos is None else cos.shape[1]
+    tensors = _QkvTensors(*sizes, pairs, *(data_ptr(x) for x in (*cos_sin, qkv, *parts)))
+    getattr(lib, function)(ctypes.byref(tensors))
 
 
 def supports_attention(q: Tensor, k: Tensor, batch: Batch, window: int | None) -> bool:
     """Return whether the library supports attention of this batch and its backward pass."""
     return (
-        # In the first layer of prefix tuning, only the keys and values need gradients.
-        (_has_backward(q) or _has_backward(k))
+        supports_rows(q)
         and q.shape[-1] % PANEL_COLUMNS == 0
         and (window is None or window >= max(batch.context_lengths))
         # Each thread computes the gradients of whole KV heads. With fewer KV heads than threads,
@@ -331,7 +296,7 @@ def _call_attention(
         q.shape[2] ** -0.5,
         *(array.data_ptr() for array in index_arrays),
     )
-    tensors = _VarlenTensors(*(_data_ptr(x) for x in (q, k, v, *grad_and_outputs)))
+    tensors = _VarlenTensors(*(data_ptr(x) for x in (q, k, v, *grad_and_outputs)))
     if lib.preamble_varlen_attention(ctypes.byref(args), ctypes.byref(tensors)):
         raise MemoryError(
             "the C library could not allocate the buffers of attention; use smaller micro-batches"

@@ -6,7 +6,8 @@ This function saves the input, which the gradient of A needs, and the low-rank a
 a magnitude or an output scale it also saves the output before the factor. The gradient of the
 weight is never computed, nor that of the input if no earlier linear is trained. The rows of a batch
 may have different adapters: the products of the weight are those of all rows, and the low-rank
-products are computed for the rows of each adapter.
+products are computed for the rows of each adapter. On a CPU, gpt/cpu/training_linear.py computes
+the low-rank products of an adapter of all rows as a part of the products of the weight.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt.cpu import training_kernels
+from gpt.cpu import training_kernels, training_linear
 from gpt.linear_adapter import LinearTerm, OutputColumns
 from gpt.model.adapted_linear import RowTerms
 
@@ -311,16 +312,16 @@ def _store_factor_grads(
 
 def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias + residual, in memory that nothing else uses."""
-    if training_kernels.supports_matmul(x, weight):
-        return training_kernels.matmul(x, weight, bias, residual)
+    if training_linear.supports_matmul(x, weight):
+        return training_linear.matmul(x, weight, bias, residual)
     y = F.linear(x, weight, bias)
     return y if residual is None else y.add_(residual)
 
 
 def _matmul_transposed(dy: Tensor, weight: Tensor, addend: Tensor | None) -> Tensor:
     """Return dy @ weight + addend; `addend` may be overwritten."""
-    if training_kernels.supports_matmul(dy, weight):
-        return training_kernels.matmul(dy, weight, None, addend, transposed=True)
+    if training_linear.supports_matmul(dy, weight):
+        return training_linear.matmul(dy, weight, None, addend, transposed=True)
     return dy @ weight if addend is None else addend.addmm_(dy, weight)
 
 
@@ -422,7 +423,7 @@ def _store_a_grads(
 
 def _scale_backward(dy: Tensor, y: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of y and of the factor, from that of factor * y."""
-    if training_kernels.supports_scale_backward(dy):
+    if training_kernels.supports_rows(dy):
         return training_kernels.scale_backward(dy, y, factor)
     sum_dtype = torch.promote_types(dy.dtype, torch.float32)
     return dy * factor, (dy * y).sum(0, dtype=sum_dtype)

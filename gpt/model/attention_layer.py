@@ -19,6 +19,7 @@ from gpt.attention.paged import KV
 from gpt.attention.varlen import AttentionDropout, unfused_attention
 from gpt.batch import Batch
 from gpt.config import LayerConfig, RopeConfig
+from gpt.cpu import training_kernels
 from gpt.dropout import Dropout
 from gpt.linear_adapter import BatchAdapters
 from gpt.model.activation_checkpointing import checkpointed
@@ -198,12 +199,21 @@ class Attention(nn.Module):
 
         In training, the keys and values of a frozen context follow those of the batch.
         """
-        q, k, v = _split_qkv(grouped_qkv)
+        rope = self.layer_config.rope
+        cos_sin = None if rope is None else context.rotary_cos_sin[rope]
+        is_rotated_by_split = False
+        if training_kernels.supports_split_qkv(grouped_qkv):
+            is_rotated_by_split = (
+                rope is not None and not rope.interleaved and not self.config.qk_layernorm
+            )
+            q, k, v = training_kernels.split_qkv(
+                grouped_qkv, cos_sin if is_rotated_by_split else None
+            )
+        else:
+            q, k, v = _split_qkv(grouped_qkv)
         if self.config.qk_layernorm:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        rope = self.layer_config.rope
-        if rope is not None:
-            cos_sin = context.rotary_cos_sin[rope]
+        if rope is not None and cos_sin is not None and not is_rotated_by_split:
             q, k = (apply_rotary_embedding(y, cos_sin, rope.interleaved) for y in (q, k))
         if context.prefix is not None:
             k, v = context.prefix.replace_kv(k, v, self.layer)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt.cpu import training_kernels
+from gpt.cpu import training_kernels, training_linear
 from gpt.fp8_rows import Fp8Rows
 from gpt.linear_adapter import BatchAdapters, LinearTerm, TermKernels
 from gpt.model.activation import ACTIVATIONS
@@ -145,16 +145,14 @@ class TorchLinear(LinearBackend):
 class TrainingLinear(TorchLinear):
     """The default backend: torch, or the C library where it is faster in training on a CPU.
 
-    The C library computes a linear only if its weight is frozen and its input needs a gradient
-    (`supports_linear` in gpt/cpu/training_kernels.py lists all conditions).
+    `training_linear.supports_matmul` lists the conditions of the C library.
     """
 
     def forward(
         self, x: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None
     ) -> Tensor:
-        is_fusable = activation in training_kernels.ACTIVATIONS
-        if is_fusable and training_kernels.supports_linear(x, self.weight):
-            return training_kernels.linear(x, self.weight, bias, activation, residual)
+        if training_linear.supports_matmul(x, self.weight):
+            return self._forward_by_kernels(x, bias, activation, residual, ())
         return super().forward(x, bias, activation, residual)
 
     def forward_adapted(
@@ -165,16 +163,39 @@ class TrainingLinear(TorchLinear):
         residual: Tensor | None,
         terms: RowTerms,
     ) -> Tensor:
+        (rows, row_group), *others = terms
+        is_of_all_rows = rows is None and not others
+        if (
+            is_of_all_rows
+            and training_linear.supports_matmul(x, self.weight)
+            and training_linear.supports_terms(row_group)
+        ):
+            return self._forward_by_kernels(x, bias, activation, residual, row_group)
         if not supports_terms(self.weight, terms):
             return super().forward_adapted(x, bias, activation, residual, terms)
         if activation is None:
             return adapted_linear(x, self.weight, bias, residual, terms)
-        y = adapted_linear(x, self.weight, bias, None, terms)
-        if training_kernels.supports_activation(y, activation):
-            y = training_kernels.apply_activation(y, activation)
-        else:
-            y = ACTIVATIONS[activation](y)
+        y = self.activate(adapted_linear(x, self.weight, bias, None, terms), activation)
         return y if residual is None else residual + y
+
+    def _forward_by_kernels(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        residual: Tensor | None,
+        terms: Sequence[LinearTerm],
+    ) -> Tensor:
+        if activation is None or activation in training_kernels.ACTIVATIONS:
+            return training_linear.linear(x, self.weight, bias, activation, residual, terms)
+        y = training_linear.linear(x, self.weight, bias, None, None, terms)
+        y = self.activate(y, activation)
+        return y if residual is None else residual + y
+
+    def activate(self, y: Tensor, activation: str) -> Tensor:
+        if training_kernels.supports_activation(y, activation):
+            return training_kernels.apply_activation(y, activation)
+        return super().activate(y, activation)
 
 
 class Linear(nn.Module):

@@ -54,7 +54,11 @@ typedef struct {
     const uint16_t *x, *bias, *residual;
     void *out;
     int64_t rows, activation;
-    uint16_t *pre_activation; /* Receives the outputs before the activation, or is NULL. */
+    /* Receives the outputs before the factors and the activation, rounded to bf16; the epilogue
+       then reads the rounded numbers. NULL: they are not stored, and there are no factors. */
+    uint16_t *unscaled;
+    const float *factors;      /* The factor of each column, or NULL. */
+    const uint16_t *late_bias; /* Added after the factors, or NULL. */
     QuantizedGroup *groups;   /* The quantized rows, if the weight is int8. */
     int64_t x_stride;         /* 16-bit words from one row of x to the next. */
     /* Memory for rows that are normed, padded or interleaved before the GEMM reads them. The first
@@ -62,6 +66,9 @@ typedef struct {
        each row of the tile, then the second pair of each row, and so on. */
     uint16_t *staged;
     int64_t interleaved_rows;
+    /* Channels of the staged rows behind those of the weight, without the first of them that are
+       skipped. The panel has them behind those of the weight, too (training_linear.c). */
+    int64_t further_channels, skipped_channels;
     /* If `argmaxes` or `bounds` is not NULL, the epilogue updates it, and does not write `out`. */
     RowArgmax *argmaxes; /* One for each thread and row. */
     Bounds *bounds;
@@ -90,6 +97,9 @@ HIDDEN void add_terms_avx2(const Gemm *p, float (*sum)[COLUMNS], int64_t first, 
 /* Defined in gemm_bf16.c. `multiply_panel` computes a panel's columns for the rows from `first` to
    `end`; for an int8 weight, always for all rows. */
 HIDDEN void multiply_panel(const Gemm *p, int64_t panel, int64_t first, int64_t end);
+/* The same for a bf16 panel and staged rows, with AVX-512. */
+HIDDEN void gemm_panel(const Gemm *p, const uint16_t *panel, int64_t column, int64_t first,
+                       int64_t end);
 /* Interleaves a tile's rows: the first pair of channels of each row, then the second pair of each
    row, and so on. */
 HIDDEN void interleave_tile(const uint16_t *from, int64_t channels, uint16_t *to);
@@ -266,10 +276,14 @@ TARGET_AVX512_BF16 INLINE void epilogue(const Gemm *p, __m512 (*sum)[2], int64_t
         for (int i = 0; i < rows; i++) {
             int64_t offset = (first + i) * w->columns + begin;
             __m512 y = sum[i][half] + bias;
-            if (p->pre_activation) { /* The activation reads the number rounded to bf16. */
+            if (p->unscaled) {
                 __m256bh rounded = _mm512_cvtneps_pbh(y);
-                _mm256_mask_storeu_epi16(p->pre_activation + offset, mask, (__m256i)rounded);
+                _mm256_mask_storeu_epi16(p->unscaled + offset, mask, (__m256i)rounded);
                 y = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)rounded), 16);
+                if (p->factors)
+                    y *= _mm512_maskz_loadu_ps(mask, p->factors + begin);
+                if (p->late_bias)
+                    y += load_bf16(p->late_bias + begin, mask);
             }
             store_output(p, offset, mask, activate_avx512(y, p->activation));
         }

@@ -12,23 +12,14 @@
 /* For fewer elements, starting a parallel loop takes longer than staging the rows. */
 #define PARALLEL_STAGING_ELEMENTS_MIN (8 << 10)
 
-/* The derivative of GELU. */
-INLINE Floats gelu_grad(Floats x, int tanh_form)
-{
-    Floats y = tanh_or_erf(x, tanh_form), density;
-    if (tanh_form)
-        density = (y * y * -1.0f + 1.0f) * (x * x * 0.134145f + 1.0f) * 0.39894228040143268f;
-    else
-        density = exp_nonpositive(x * x * -0.5f) * 0.39894228040143268f;
-    return (y + 1.0f) * 0.5f + x * density;
-}
-
 /* Computes one panel's columns for `rows` rows. Each sum adds its channels in the same order for
    any number of rows. */
 TARGET_AVX512_BF16 INLINE void gemm_tile(const Gemm *p, const uint16_t *panel, Prefetch prefetch,
                                          int64_t first, int64_t column, int rows, int interleaved)
 {
     const uint16_t *x = (interleaved ? p->staged : p->x) + first * p->x_stride;
+    const int64_t stride = interleaved ? 2 : p->x_stride, step = interleaved ? 2 * rows : 2;
+    const int64_t channels = p->weight->channels;
     __m512 sum[TILE][2];
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++)
@@ -37,8 +28,11 @@ TARGET_AVX512_BF16 INLINE void gemm_tile(const Gemm *p, const uint16_t *panel, P
     terms.is_general = 0;
     if (p->adapters)
         plan_tile_terms(p, column, first, rows, &terms);
-    accumulate_prefetching(sum, x, interleaved ? 2 : p->x_stride, interleaved ? 2 * rows : 2, panel,
-                           p->weight->channels / 2, rows, prefetch);
+    accumulate_prefetching(sum, x, stride, step, panel, channels / 2, rows, prefetch);
+    if (p->further_channels)
+        accumulate_prefetching(sum, x + (channels + p->skipped_channels) / 2 * step, stride, step,
+                               panel + channels * COLUMNS, p->further_channels / 2, rows,
+                               prefetch);
     if (p->adapters) {
         await_projection(p);
         add_tile_terms(&terms, sum, rows);
@@ -49,8 +43,7 @@ TARGET_AVX512_BF16 INLINE void gemm_tile(const Gemm *p, const uint16_t *panel, P
 #define TILE_CASE(n)                                                                               \
     case n: gemm_tile(p, panel, prefetch, first, column, n, 0); break;
 
-/* Computes one panel's columns for the rows from `first` to `end`. */
-TARGET_AVX512_BF16 static void gemm_panel(const Gemm *p, const uint16_t *panel, int64_t column,
+TARGET_AVX512_BF16 void gemm_panel(const Gemm *p, const uint16_t *panel, int64_t column,
                                           int64_t first, int64_t end)
 {
     const int64_t tiles = (end - first + TILE - 1) / TILE;
@@ -64,8 +57,7 @@ TARGET_AVX512_BF16 static void gemm_panel(const Gemm *p, const uint16_t *panel, 
         gemm_tile(p, panel, prefetch, first, column, TILE, 1);
     for (; first < end; first += tile_rows, prefetch.address += bytes / tiles)
         switch (end - first < tile_rows ? end - first : tile_rows) {
-            TILE_CASE(1) TILE_CASE(2) TILE_CASE(3) TILE_CASE(4) TILE_CASE(5) TILE_CASE(6)
-            TILE_CASE(7) TILE_CASE(8) TILE_CASE(9) TILE_CASE(10) TILE_CASE(11) TILE_CASE(12)
+            FOR_EACH_TILE_ROWS(TILE_CASE)
         }
 }
 
@@ -322,98 +314,6 @@ void preamble_gemm(const PackedWeight *weight, const uint16_t *x, int64_t rows,
                               adapters && adapters_change_linear(adapters) ? adapters : NULL};
     if (rows)
         gemm(product, x, norm, threads);
-}
-
-TARGET_AVX512_BF16 static void pack_weight_panel(const uint16_t *weight, int64_t channels,
-                                                 int64_t columns, int64_t transposed,
-                                                 int64_t column, uint16_t *to)
-{
-    if (!transposed)
-        pack_panel(weight + column * channels, channels, COLUMNS, channels, to);
-    for (int64_t c = 0; transposed && c < channels; c += 2) {
-        const uint16_t *row = weight + c * columns + column;
-        interleave_rows(row, row + columns, COLUMNS, to + c * COLUMNS);
-    }
-}
-
-/* An unpacked weight whose panels are packed in a parallel loop. */
-typedef struct {
-    const Gemm *product;
-    const uint16_t *weight;
-    int64_t transposed;
-    uint16_t *memory; /* For one panel of each thread. */
-} UnpackedWeight;
-
-static void gemm_unpacked_range(void *context, int64_t first, int64_t end)
-{
-    const UnpackedWeight *w = context;
-    const Gemm *p = w->product;
-    const int64_t channels = p->weight->channels, columns = p->weight->columns;
-    uint16_t *panel = w->memory + worker_index() * channels * COLUMNS;
-    for (int64_t column = first * COLUMNS; column < end * COLUMNS; column += COLUMNS) {
-        pack_weight_panel(w->weight, channels, columns, w->transposed, column, panel);
-        gemm_panel(p, panel, column, 0, p->rows);
-    }
-}
-
-/* Like `preamble_gemm`, but without a norm, and with an unpacked weight, whose dimensions are
-   multiples of 32. Each thread packs one panel at a time into its part of `memory`. The shape of
-   the weight is (channels, columns) if `transposed` is nonzero, else (columns, channels). If
-   `pre_activation` is not NULL, it receives the outputs before the activation, rounded to bf16, and
-   the activation reads the rounded numbers. */
-void preamble_gemm_unpacked(const uint16_t *weight, int64_t channels, int64_t columns,
-                            int64_t transposed, const uint16_t *x, int64_t rows,
-                            const uint16_t *bias, int64_t activation, const uint16_t *residual,
-                            uint16_t *out, uint16_t *pre_activation, int64_t threads,
-                            uint16_t *memory)
-{
-    const PackedWeight shape = {.channels = channels, .columns = columns};
-    const int64_t panels_per_chunk = columns / COLUMNS / (threads * 8) + 1;
-    Gemm product = {.weight = &shape,
-                    .bias = bias,
-                    .residual = residual,
-                    .out = out,
-                    .rows = rows,
-                    .activation = activation,
-                    .pre_activation = pre_activation};
-    if (!rows)
-        return;
-    plan_staging(&product, x, NULL, threads);
-    stage_rows(&product, x, NULL, threads, 1);
-    UnpackedWeight unpacked = {&product, weight, transposed, memory};
-    parallel_for(columns / COLUMNS, panels_per_chunk, threads, STEALING, gemm_unpacked_range,
-                 &unpacked);
-}
-
-typedef struct {
-    const uint16_t *pre_activation, *dy;
-    uint16_t *out;
-    int64_t count, activation;
-} ActivationBackward;
-
-/* The items are vectors of LANES numbers. */
-TARGET_AVX512_BF16 static void activation_backward_range(void *context, int64_t first, int64_t end)
-{
-    const ActivationBackward *p = context;
-    for (int64_t begin = first * LANES; begin < end * LANES; begin += LANES) {
-        __mmask16 mask = lane_mask(p->count - begin);
-        Floats slope = gelu_grad((Floats)load_bf16(p->pre_activation + begin, mask),
-                                 p->activation == GELU_TANH);
-        __m512 y = load_bf16(p->dy + begin, mask) * (__m512)slope;
-        _mm256_mask_storeu_epi16(p->out + begin, mask, (__m256i)_mm512_cvtneps_pbh(y));
-    }
-}
-
-/* Backward pass of GELU or tanh GELU: stores the gradient of the input in `out`. `dy` is the
-   gradient of the output. */
-void preamble_activation_backward(const uint16_t *pre_activation, const uint16_t *dy,
-                                  uint16_t *out, int64_t count, int64_t activation,
-                                  int64_t threads)
-{
-    ActivationBackward tensors = {pre_activation, dy, out, count, activation};
-    const int64_t vectors = (count + LANES - 1) / LANES;
-    parallel_for(vectors, items_per_chunk(vectors, threads), threads, STEALING,
-                 activation_backward_range, &tensors);
 }
 
 #endif

@@ -12,6 +12,9 @@
 
 #define COLUMNS 32 /* Columns of a panel. A panel is contiguous in memory. */
 #define TILE 12    /* Rows whose fp32 sums fit into registers. */
+#define FOR_EACH_TILE_ROWS(CASE)                                                                   \
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)                                                \
+    CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 
 /* A weight in panels of bf16, int8 or fp32. `panels` is NULL if the weight is absent. If `gated` is
    nonzero, a panel has 16 gate columns, then the 16 columns that they multiply (up), and `columns`

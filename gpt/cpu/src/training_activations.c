@@ -9,9 +9,6 @@
 
 #if defined(__x86_64__)
 
-/* Columns of a block of `preamble_scale_backward`, which keeps their sums in registers. */
-#define BLOCK_COLUMNS (4 * LANES)
-
 TARGET_AVX512_BF16 INLINE void store_lanes(uint16_t *to, __mmask16 mask, __m512 x)
 {
     _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(x));
@@ -23,14 +20,51 @@ typedef struct {
     int64_t count, activation;
 } Activation;
 
+/* 1 / (1 + exp(-x)). */
+TARGET_AVX512_BF16 INLINE __m512 sigmoid_avx512(__m512 x)
+{
+    return reciprocal(exp_avx512(-x) + 1.0f);
+}
+
+/* The derivative of GELU: its factor of x, plus x times the derivative of this factor. */
+TARGET_AVX512_BF16 INLINE __m512 gelu_grad(__m512 x, int tanh_form)
+{
+    if (tanh_form) { /* The factor is the sigmoid of a polynomial. */
+        const __m512 squares = x * x;
+        const __m512 y = sigmoid_avx512((squares * 0.044715f + 1.0f) * x * 1.59576912160573072f);
+        const __m512 slope = squares * (3.0f * 0.044715f * 1.59576912160573072f) + 1.59576912160573072f;
+        return y + x * slope * y * (1.0f - y);
+    }
+    const __m512 density = exp_avx512(x * x * -0.5f); /* Of the normal distribution, * sqrt(2 pi). */
+    const __m512 t = reciprocal(_mm512_abs_ps(x) * (0.3275911f * 0.70710678118654752f) + 1.0f);
+    __m512 p = t * 1.061405429f - 1.453152027f; /* Abramowitz and Stegun 7.1.26. */
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    const __m512 half_erfc = p * t * density * 0.5f;
+    const __mmask16 is_negative = _mm512_movepi32_mask((__m512i)x);
+    return _mm512_mask_blend_ps(is_negative, 1.0f - half_erfc, half_erfc) +
+           x * density * 0.39894228040143268f;
+}
+
 /* The items are vectors of LANES numbers. */
 TARGET_AVX512_BF16 static void activation_range(void *context, int64_t first, int64_t end)
 {
     const Activation *p = context;
     for (int64_t begin = first * LANES; begin < end * LANES; begin += LANES) {
         __mmask16 mask = lane_mask(p->count - begin);
-        Floats y = activate((Floats)load_bf16(p->x + begin, mask), p->activation);
-        store_lanes(p->out + begin, mask, (__m512)y);
+        __m512 y = activate_avx512(load_bf16(p->x + begin, mask), p->activation);
+        store_lanes(p->out + begin, mask, y);
+    }
+}
+
+TARGET_AVX512_BF16 static void activation_backward_range(void *context, int64_t first, int64_t end)
+{
+    const Activation *p = context;
+    for (int64_t begin = first * LANES; begin < end * LANES; begin += LANES) {
+        __mmask16 mask = lane_mask(p->count - begin);
+        __m512 slope = gelu_grad(load_bf16(p->x + begin, mask), p->activation == GELU_TANH);
+        store_lanes(p->out + begin, mask, load_bf16(p->dy + begin, mask) * slope);
     }
 }
 
@@ -42,6 +76,17 @@ void preamble_activation(const uint16_t *x, uint16_t *out, int64_t count, int64_
     const int64_t vectors = (count + LANES - 1) / LANES;
     parallel_for(vectors, items_per_chunk(vectors, threads), threads, STEALING, activation_range,
                  &tensors);
+}
+
+/* Backward pass of GELU or tanh GELU: stores the gradient of its input `x` in `out`. `dy` is the
+   gradient of the output. */
+void preamble_activation_backward(const uint16_t *x, const uint16_t *dy, uint16_t *out,
+                                  int64_t count, int64_t activation, int64_t threads)
+{
+    Activation tensors = {x, dy, out, count, activation};
+    const int64_t vectors = (count + LANES - 1) / LANES;
+    parallel_for(vectors, items_per_chunk(vectors, threads), threads, STEALING,
+                 activation_backward_range, &tensors);
 }
 
 typedef struct {
@@ -58,8 +103,8 @@ TARGET_AVX512_BF16 static void gated_silu_range(void *context, int64_t first, in
         const uint16_t *gate = p->x + 2 * row * p->width, *up = gate + p->width;
         for (int64_t c = 0; c < p->width; c += LANES) {
             __mmask16 mask = lane_mask(p->width - c);
-            Floats g = (Floats)load_bf16(gate + c, mask), u = (Floats)load_bf16(up + c, mask);
-            store_lanes(p->out + row * p->width + c, mask, (__m512)(g * sigmoid(g) * u));
+            __m512 g = load_bf16(gate + c, mask), u = load_bf16(up + c, mask);
+            store_lanes(p->out + row * p->width + c, mask, g * sigmoid_avx512(g) * u);
         }
     }
 }
@@ -72,10 +117,10 @@ TARGET_AVX512_BF16 static void gated_silu_backward_range(void *context, int64_t 
         uint16_t *to = p->out + 2 * row * p->width;
         for (int64_t c = 0; c < p->width; c += LANES) {
             __mmask16 mask = lane_mask(p->width - c);
-            Floats g = (Floats)load_bf16(gate + c, mask), u = (Floats)load_bf16(up + c, mask);
-            Floats dy = (Floats)load_bf16(p->dy + row * p->width + c, mask), s = sigmoid(g);
-            store_lanes(to + c, mask, (__m512)(dy * u * s * (g * (s * -1.0f + 1.0f) + 1.0f)));
-            store_lanes(to + p->width + c, mask, (__m512)(dy * g * s));
+            __m512 g = load_bf16(gate + c, mask), u = load_bf16(up + c, mask);
+            __m512 dy = load_bf16(p->dy + row * p->width + c, mask), s = sigmoid_avx512(g);
+            store_lanes(to + c, mask, dy * u * s * (g * (1.0f - s) + 1.0f));
+            store_lanes(to + p->width + c, mask, dy * g * s);
         }
     }
 }
@@ -175,48 +220,56 @@ void preamble_rms_norm_backward(const uint16_t *x, const uint16_t *weight, const
 }
 
 typedef struct {
-    const uint16_t *dy, *y, *factor;
+    const uint16_t *dy, *y, *late_bias;
+    const float *factors;
     uint16_t *out;
-    float *sums;
-    int64_t rows, columns;
+    float *sums; /* (threads, columns) */
+    int64_t rows, columns, activation, threads;
 } ScaleBackward;
 
-/* The items are blocks of columns. */
+/* The items are the shares of the threads, which are equal numbers of rows. */
 TARGET_AVX512_BF16 static void scale_backward_range(void *context, int64_t first, int64_t end)
 {
     const ScaleBackward *p = context;
-    for (int64_t block = first; block < end; block++) {
-        const int64_t begin = block * BLOCK_COLUMNS;
-        __m512 sums[4], factor[4];
-        __mmask16 mask[4];
-        for (int i = 0; i < 4; i++) {
-            int64_t left = p->columns - begin - i * LANES;
-            mask[i] = left > 0 ? lane_mask(left) : 0;
-            sums[i] = _mm512_setzero_ps();
-            factor[i] = load_bf16(p->factor + begin + i * LANES, mask[i]);
-        }
-        for (int64_t row = 0; row < p->rows; row++) {
-            const int64_t at = row * p->columns + begin;
-            for (int i = 0; i < 4; i++) {
-                __m512 dy = load_bf16(p->dy + at + i * LANES, mask[i]);
-                sums[i] += dy * load_bf16(p->y + at + i * LANES, mask[i]);
-                store_lanes(p->out + at + i * LANES, mask[i], dy * factor[i]);
+    for (int64_t share = first; share < end; share++) {
+        float *sums = p->sums + share * p->columns;
+        memset(sums, 0, p->columns * sizeof *sums);
+        const int64_t end_row = (share + 1) * p->rows / p->threads;
+        for (int64_t row = share * p->rows / p->threads; row < end_row; row++)
+            for (int64_t c = 0; c < p->columns; c += LANES) {
+                const __mmask16 mask = lane_mask(p->columns - c);
+                const int64_t at = row * p->columns + c;
+                const __m512 factors = _mm512_maskz_loadu_ps(mask, p->factors + c);
+                const __m512 y = load_bf16(p->y + at, mask);
+                __m512 dy = load_bf16(p->dy + at, mask);
+                if (p->activation) {
+                    __m512 x = y * factors;
+                    if (p->late_bias)
+                        x += load_bf16(p->late_bias + c, mask);
+                    dy *= gelu_grad(x, p->activation == GELU_TANH);
+                }
+                const __m512 sum = _mm512_maskz_loadu_ps(mask, sums + c) + dy * y;
+                _mm512_mask_storeu_ps(sums + c, mask, sum);
+                store_lanes(p->out + at, mask, dy * factors);
             }
-        }
-        for (int i = 0; i < 4; i++)
-            _mm512_mask_storeu_ps(p->sums + begin + i * LANES, mask[i], sums[i]);
     }
 }
 
-/* Backward pass of factor * y for a factor of each column: stores factor * dy in `out`, and the
-   gradient of the factor, the sums of dy * y over the rows, in `sums`. */
-void preamble_scale_backward(const uint16_t *dy, const uint16_t *y, const uint16_t *factor,
-                             uint16_t *out, float *sums, int64_t rows, int64_t columns,
-                             int64_t threads)
+/* Backward pass of activation(factors * y + late_bias), with a factor for each column: stores the
+   gradient of y in `out`, and that of the factors, a sum over the rows, in `sums` (columns). There
+   may be no activation and no late bias. */
+void preamble_scale_backward(const uint16_t *dy, const uint16_t *y, const float *factors,
+                             const uint16_t *late_bias, int64_t activation, uint16_t *out,
+                             float *sums, int64_t rows, int64_t columns, int64_t threads)
 {
-    ScaleBackward tensors = {dy, y, factor, out, sums, rows, columns};
-    const int64_t blocks = (columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
-    parallel_for(blocks, 1, threads, STEALING, scale_backward_range, &tensors);
+    float *shares = thread_scratch(threads * columns * sizeof *shares);
+    ScaleBackward tensors = {dy, y, late_bias, factors, out, shares, rows, columns, activation, threads};
+    parallel_for(threads, 1, threads, IN_ORDER, scale_backward_range, &tensors);
+    for (int64_t c = 0; c < columns; c++) {
+        sums[c] = 0;
+        for (int64_t share = 0; share < threads; share++)
+            sums[c] += shares[share * columns + c];
+    }
 }
 
 #endif

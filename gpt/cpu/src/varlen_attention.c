@@ -85,10 +85,6 @@ TARGET_AVX512_BF16 INLINE void gemm_accumulate_tile(float *out, int64_t stride, 
     }
 }
 
-#define FOR_EACH_TILE_ROWS(CASE)                                                                   \
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)                                                \
-    CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-
 /* The number of keys, from `key` on, that are contiguous in memory; at most TILE. */
 INLINE int64_t contiguous_keys(const SequenceView *s, int64_t key, int64_t keys)
 {
@@ -225,7 +221,7 @@ TARGET_AVX512_BF16 static void softmax_tile(float *scores, int64_t keys, int64_t
             row_max = (Floats)_mm512_max_ps((__m512)row_max, (__m512)y);
         }
         for (int64_t key = 0; key < keys; key++) {
-            Floats y = exp_nonpositive(*(Floats *)(x + key * COLUMNS) - row_max);
+            Floats y = (Floats)exp_avx512((__m512)(*(Floats *)(x + key * COLUMNS) - row_max));
             if (key > own)
                 y = select_lanes(masked_lanes(key - own, half), zero, y);
             *(Floats *)(x + key * COLUMNS) = y;

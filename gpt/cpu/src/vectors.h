@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define ABI 26 /* Must equal ABI in gpt/cpu/kernels.py. */
+#define ABI 27 /* Must equal ABI in gpt/cpu/kernels.py. */
 #define LANES 16
 #define SEGMENT 256      /* Keys per segment. The scores of a segment are computed at once. */
 #define QUERIES 8        /* Maximum query heads of a KV head that decode computes at once. */

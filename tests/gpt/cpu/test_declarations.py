@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from gpt.cpu import exact_argmax, kernels, packed_experts, packed_linear, training_kernels
+from gpt.cpu import (
+    exact_argmax,
+    kernels,
+    packed_experts,
+    packed_linear,
+    training_kernels,
+    training_linear,
+)
 from gpt.cpu_inference import fused_decoder
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -18,6 +25,7 @@ MODULES = (
     packed_experts,
     packed_linear,
     training_kernels,
+    training_linear,
 )
 STRUCTURES = sorted(
     {

@@ -19,15 +19,15 @@ from gpt.model.activation import ACTIVATIONS
 from gpt.model.activation_checkpointing import RecomputePolicy
 from gpt.model.gpt_model import GPT
 from gpt.model.loading import load_model
+from gpt.model.rotary_embedding import apply_rotary_embedding
 from gpt.parallel.mesh import Mesh
 from ptuning.training.pipeline import micro_batch_prefix
+from tests.support.gradients import ERROR_MAX, output_and_gradients, relative_error
 
 if shutil.which("cc") is None or kernels.isa_level() != kernels.ISA_LEVELS[-1]:
     pytest.skip("no C compiler, or no AVX512-bf16", allow_module_level=True)
 
 BF16 = torch.bfloat16
-# Limit of the relative error against fp64: a few bf16 roundings of 2^-9 each.
-ERROR_MAX = 5e-3
 SMALL = GPTConfig(
     num_layers=2,
     hidden_size=64,
@@ -44,14 +44,6 @@ def _single_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def relative_error(tensor: Tensor, exact: Tensor) -> float:
-    return float((tensor.double() - exact).norm() / exact.norm())
-
-
-def output_and_gradients(y: Tensor, dy: Tensor, *inputs: Tensor) -> list[Tensor]:
-    return [y.detach(), *torch.autograd.grad(y, inputs, dy.to(y.dtype))]
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "gated_silu"])
@@ -84,80 +76,49 @@ def test_rms_norm_equals_torch(shape: tuple[int, ...]) -> None:
         assert relative_error(value, reference) < ERROR_MAX
 
 
+@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", [(1, 16), (5, 100), (70, 192)])
-def test_scale_backward_equals_torch(shape: tuple[int, int]) -> None:
+def test_scale_backward_equals_torch(shape: tuple[int, int], activation: str | None) -> None:
     draw = torch.Generator().manual_seed(3)
     dy, y = (torch.randn(shape, generator=draw).to(BF16) for _ in range(2))
-    factor = torch.randn(shape[1], generator=draw).to(BF16)
-    scaled, sums = training_kernels.scale_backward(dy, y, factor)
-    assert relative_error(scaled, dy.double() * factor.double()) < ERROR_MAX
+    factor, bias = (torch.randn(shape[1], generator=draw).to(BF16) for _ in range(2))
+    late_bias = None if activation is None else bias
+    scaled, sums = training_kernels.scale_backward(
+        dy, y, factor, late_bias=late_bias, activation=activation
+    )
+    wide_y, wide_factor = (tensor.double().requires_grad_() for tensor in (y, factor))
+    product = wide_y * wide_factor
+    if activation is not None:
+        product = ACTIVATIONS[activation](product + bias.double())
+    _, *expected = output_and_gradients(product, dy, wide_y, wide_factor)
+    assert relative_error(scaled, expected[0]) < ERROR_MAX
     assert sums.dtype == torch.float32
-    assert relative_error(sums, (dy.double() * y.double()).sum(0)) < 1e-5
+    assert relative_error(sums, expected[1]) < 1e-5
 
 
-@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
-@pytest.mark.parametrize(
-    ("rows", "channels", "columns"), [(64, 32, 96), (65, 96, 32), (131, 128, 64), (300, 64, 160)]
-)
-@pytest.mark.parametrize("has_bias_and_residual", [True, False])
-def test_linear_and_its_gradient_equal_torch(
-    rows: int, channels: int, columns: int, activation: str | None, has_bias_and_residual: bool
-) -> None:
-    torch.manual_seed(0)
-    x, weight = torch.randn(rows, channels), torch.randn(columns, channels) * channels**-0.5
-    bias, residual = torch.randn(columns), torch.randn(rows, columns)
-    tensors = [tensor.to(BF16) for tensor in (x, weight, bias, residual)]
-    dy = torch.randn(rows, columns).to(BF16)
+@pytest.mark.parametrize("rotary_channels", [0, 8, 32, 48])
+@pytest.mark.parametrize("shape", [(5, 1, 4, 48), (70, 2, 3, 64)])
+def test_split_qkv_equals_torch(shape: tuple[int, int, int, int], rotary_channels: int) -> None:
+    draw = torch.Generator().manual_seed(6)
+    tokens, groups, heads, d = shape
+    qkv = torch.randn(shape, generator=draw).to(BF16).requires_grad_()
+    dy = [torch.randn(tokens, n, d, generator=draw) for n in (groups * (heads - 2), groups, groups)]
+    angles = torch.randn(tokens, rotary_channels // 2, generator=draw)
+    cos_sin = (angles.cos().to(BF16), angles.sin().to(BF16)) if rotary_channels else None
+    assert training_kernels.supports_split_qkv(qkv)
+    q, k, v = training_kernels.split_qkv(qkv, cos_sin)
+    (actual,) = torch.autograd.grad((q, k, v), qkv, [grad.to(BF16) for grad in dy])
 
-    def by_torch(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> list[Tensor]:
-        x, residual = x.clone().requires_grad_(), residual.clone().requires_grad_()
-        y = F.linear(x, weight, bias if has_bias_and_residual else None)
-        y = y if activation is None else ACTIVATIONS[activation](y)
-        if has_bias_and_residual:
-            return output_and_gradients(y + residual, dy, x, residual)
-        return output_and_gradients(y, dy, x)
-
-    def by_kernels() -> list[Tensor]:
-        x, weight, bias, residual = tensors
-        x, residual = x.clone().requires_grad_(), residual.clone().requires_grad_()
-        assert training_kernels.supports_linear(x, weight)
-        if has_bias_and_residual:
-            y = training_kernels.linear(x, weight, bias, activation, residual)
-            return output_and_gradients(y, dy, x, residual)
-        return output_and_gradients(
-            training_kernels.linear(x, weight, None, activation, None), dy, x
-        )
-
-    exact_tensors = by_torch(*(tensor.double() for tensor in tensors))
-    outputs = by_kernels()
-    for output, torch_output, exact in zip(outputs, by_torch(*tensors), exact_tensors, strict=True):
-        error = relative_error(output, exact)
-        assert error <= max(1.1 * relative_error(torch_output, exact), 1e-9)
-        assert error < ERROR_MAX
-    torch.set_num_threads(2)
-    try:
-        assert all(map(torch.equal, outputs, by_kernels()))
-    finally:
-        torch.set_num_threads(1)
-
-
-def test_only_frozen_bf16_weights_in_full_panels_are_supported() -> None:
-    x, weight = torch.zeros(64, 32, dtype=BF16, requires_grad=True), torch.zeros(32, 32, dtype=BF16)
-    supports = training_kernels.supports_linear
-    assert supports(x, weight)
-    assert not supports(x.detach(), weight)
-    assert not supports(x[:63], weight)
-    assert not supports(x.float(), weight.float())
-    assert not supports(x, weight.clone().requires_grad_())
-    assert not supports(x, weight[:16])
-    assert not supports(x, weight.t()[:, :31].t())
-    with torch.no_grad():
-        assert not supports(x, weight)
-    kernels.force_isa_level("avx2")
-    try:
-        assert not supports(x, weight)
-    finally:
-        kernels.force_isa_level(None)
+    wide = qkv.detach().double().requires_grad_()
+    parts = [wide[:, :, :-2].reshape(tokens, -1, d), wide[:, :, -2], wide[:, :, -1]]
+    if cos_sin is not None:
+        wide_cos_sin = cos_sin[0].double(), cos_sin[1].double()
+        parts[:2] = [apply_rotary_embedding(y, wide_cos_sin, False) for y in parts[:2]]
+    (expected,) = torch.autograd.grad(parts, wide, [grad.to(BF16).double() for grad in dy])
+    for value, exact in zip((q, k, v, actual), (*parts, expected), strict=True):
+        assert relative_error(value.detach(), exact.detach()) < ERROR_MAX
+    if not rotary_channels:
+        assert torch.equal(q.double(), parts[0]) and torch.equal(actual.double(), expected)
 
 
 # Lengths of sequences, and the parents of the sequences.

@@ -12,6 +12,7 @@ from gpt.linear_adapter import LinearAdapter, LinearTerm
 from gpt.linear_parts import split_key
 from gpt.model.adapted_linear import adapted_product
 from gpt.model.adapted_linear_training import adapted_linear, supports_terms
+from gpt.model.linear import TrainingLinear
 from gpt.parallel.adaptable_linears import adaptable_linears
 from gpt.parallel.adapter_sharding import shard_linear_adapter
 from tests.support.linear_adapters import METHODS, random_linears
@@ -124,14 +125,18 @@ def test_rows_with_different_adapters_equal_the_reference(
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("by_parts", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_tensors_of_a_term_get_gradients_in_their_own_dtype(method: str) -> None:
+@pytest.mark.parametrize("linear", ["self_attention.linear_qkv", "mlp.linear_fc1"])
+def test_the_tensors_of_a_term_get_gradients_in_their_own_dtype(
+    linear: str, method: str, by_parts: bool
+) -> None:
     """In bf16, with as many rows as the C library needs; the reference is fp32."""
-    config = MODERN.with_fields(hidden_size=64, kv_channels=32)
-    name = LAYER + "self_attention.linear_qkv"
+    config = MODERN.with_fields(hidden_size=64, kv_channels=32, ffn_hidden_size=96)
+    name = LAYER + linear
     terms = [
         trainable(term, torch.float32)
-        for term in terms_of(config, random_linears(config, method), name)
+        for term in terms_of(config, random_linears(config, method, by_parts=by_parts), name)
     ]
     adaptable = adaptable_linears(config)[name]
     draw = torch.Generator().manual_seed(1)
@@ -143,14 +148,18 @@ def test_the_tensors_of_a_term_get_gradients_in_their_own_dtype(method: str) -> 
         wide_x, [(None, terms)], lambda rows: rows @ weight.float().T, None
     )
     expected = gradients(wide, wide_x, wide_residual, terms)
-    actual = gradients(
-        adapted_linear(x, weight, None, residual, [(None, terms)]), x, residual, terms
+    rows_and_terms = [(None, terms)]
+    outputs = (
+        TrainingLinear(weight).forward_adapted(x, None, None, residual, rows_and_terms),
+        adapted_linear(x, weight, None, residual, rows_and_terms),
     )
-    assert {y.dtype for y in actual[:3]} == {torch.bfloat16}
-    assert {grad.dtype for grad in actual[3:]} == {torch.float32}
-    for value, reference in zip(actual, expected, strict=True):
-        error = (value.detach().float() - reference.detach()).norm() / reference.detach().norm()
-        assert float(error) < 2e-2
+    for output in outputs:
+        actual = gradients(output, x, residual, terms)
+        assert {y.dtype for y in actual[:3]} == {torch.bfloat16}
+        assert {grad.dtype for grad in actual[3:]} == {torch.float32}
+        for value, reference in zip(actual, expected, strict=True):
+            error = (value.detach().float() - reference.detach()).norm() / reference.detach().norm()
+            assert float(error) < 2e-2
 
 
 def test_the_gradient_of_an_input_that_needs_none_is_not_computed() -> None:
