@@ -172,6 +172,11 @@ class LinearTerm:
     # Without any of the other tensors. It is whole on each rank: it acts after the sum over ranks.
     bottleneck: Bottleneck | None = None
 
+    @property
+    def column_factor(self) -> Tensor | None:
+        """The output scale or the factor of the product; a term has one of them at most."""
+        return self.output_scale if self.output_factor is None else self.output_factor
+
     def tensors(self) -> Iterator[Tensor]:
         """Yield each tensor that is set."""
         values = list(vars(self).values())

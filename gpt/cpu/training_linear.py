@@ -9,7 +9,7 @@ gpt/model/linear.py and gpt/model/adapted_linear_training.py.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -129,13 +129,11 @@ def linear(
         if term.input_scale is not None:
             x = scale_columns(x, term.input_scale)
     layout = _LinearLayout.create(activation, terms, len(weight))
-    tensors = [tensor for term in terms for tensor in (term.lora_a, term.lora_b, _factor(term))]
+    tensors = [
+        tensor for term in terms for tensor in (term.lora_a, term.lora_b, term.column_factor)
+    ]
     arguments = x, weight, bias, residual, layout, *tensors
     return cast(Tensor, _Linear.apply(*arguments))  # type: ignore[no-untyped-call]
-
-
-def _factor(term: LinearTerm) -> Tensor | None:
-    return term.output_scale if term.output_factor is None else term.output_factor
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ class _LinearLayout:
             activation,
             tuple(term.columns for term in terms),
             tuple(0 if term.lora_a is None else len(term.lora_a) for term in terms),
-            any(_factor(term) is not None for term in terms),
+            any(term.column_factor is not None for term in terms),
             all(term.output_factor is None for term in terms),
             next((term.scale for term in terms if term.lora_a is not None), 1.0),
             linear_columns,
@@ -215,24 +213,25 @@ class _LinearLayout:
             ]
         return views
 
-    @cached_property
-    def panel_ranks(self) -> Tensor | None:
-        """For each panel of columns: its first rank with nonzero B, and the number of ranks.
 
-        Both are multiples of RANK_MULTIPLE. None: each panel has all ranks.
-        """
-        if len(self.ranks) <= 1:
-            return None
-        has_rank = torch.zeros(self.linear_columns, self.rank, dtype=torch.bool)
-        for view in self.views(None, has_rank, None):
-            if view is not None:
-                view.fill_(True)
-        blocks = has_rank.view(-1, PANEL_COLUMNS, self.rank // RANK_MULTIPLE, RANK_MULTIPLE)
-        indices = blocks.any(3).any(1).int()
-        first = indices.argmax(1)
-        last = indices.shape[1] - indices.flip(1).argmax(1)
-        count = torch.where(indices.any(1), last - first, 0)
-        return torch.stack([first, count], dim=1) * RANK_MULTIPLE
+@lru_cache(maxsize=1024)  # By linear shape, activation and terms: a few for each model.
+def _panel_ranks(layout: _LinearLayout) -> Tensor | None:
+    """Return for each panel of columns: its first rank with nonzero B, and the number of ranks.
+
+    Both are multiples of RANK_MULTIPLE. None: each panel has all ranks.
+    """
+    if len(layout.ranks) <= 1 or not layout.rank:
+        return None
+    has_rank = torch.zeros(layout.linear_columns, layout.rank, dtype=torch.bool)
+    for view in layout.views(None, has_rank, None):
+        if view is not None:
+            view.fill_(True)
+    blocks = has_rank.view(-1, PANEL_COLUMNS, layout.rank // RANK_MULTIPLE, RANK_MULTIPLE)
+    indices = blocks.any(3).any(1).int()
+    first = indices.argmax(1)
+    last = indices.shape[1] - indices.flip(1).argmax(1)
+    count = torch.where(indices.any(1), last - first, 0)
+    return torch.stack([first, count], dim=1) * RANK_MULTIPLE
 
 
 def _row_runs(matrix: Tensor, columns: OutputColumns | None) -> Tensor:
@@ -265,10 +264,11 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         x = x.contiguous()
         a = b = u = unscaled = low_rank = None
+        panel_ranks = _panel_ranks(layout)
         if layout.rank:
             a, b = layout.matrices(tensors, x)
             u = x.new_empty(len(x), layout.rank)
-            low_rank = _LowRankProduct.create(a, b, layout, u, layout.panel_ranks)
+            low_rank = _LowRankProduct.create(a, b, layout, u, panel_ranks)
         factors = layout.factors(tensors)
         late_bias = None if layout.scales_bias else bias
         early_bias = bias if layout.scales_bias else None
@@ -312,7 +312,7 @@ class _Linear(torch.autograd.Function):
             needed_weight = weight if needs_dx else weight[:, :0]
             dx = _gemm(dy, needed_weight, transposed=True, low_rank=low_rank)
             da = _row_products(du, x, None, transposed=False)
-            db = _row_products(u, dy, layout.panel_ranks, transposed=True)
+            db = _row_products(u, dy, _panel_ranks(layout), transposed=True)
         elif needs_dx:
             dx = _gemm(dy, weight, transposed=True)
         dresidual = grads[0] if ctx.needs_input_grad[3] else None

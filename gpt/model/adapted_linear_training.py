@@ -283,7 +283,7 @@ def _low_rank_terms(terms: Sequence[LinearTerm]) -> list[LinearTerm]:
 
 def _column_factor(terms: Sequence[LinearTerm], columns: int, like: Tensor) -> Tensor | None:
     """Return the factor of each output column; None if no term has a factor."""
-    factors = [(term, _factor(term)) for term in terms]
+    factors = [(term, term.column_factor) for term in terms]
     if all(factor is None for _, factor in factors):
         return None
     merged = like.new_ones(1, columns)
@@ -294,16 +294,12 @@ def _column_factor(terms: Sequence[LinearTerm], columns: int, like: Tensor) -> T
     return merged.flatten()
 
 
-def _factor(term: LinearTerm) -> Tensor | None:
-    return term.output_scale if term.output_factor is None else term.output_factor
-
-
 def _store_factor_grads(
     terms: Sequence[LinearTerm], sums: Tensor, term_grads: Sequence[dict[str, Tensor]]
 ) -> None:
     """Store the gradients of the terms' factors, from those of all columns."""
     for term, named_grads in zip(terms, term_grads, strict=True):
-        factor = _factor(term)
+        factor = term.column_factor
         if factor is not None:
             name = "output_scale" if term.output_factor is None else "output_factor"
             grad = _column_view(sums.unsqueeze(0), term.columns).flatten()

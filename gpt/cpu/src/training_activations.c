@@ -9,6 +9,10 @@
 
 #if defined(__x86_64__)
 
+/* Shares of the rows whose sums `preamble_scale_backward` computes apart. Their number does not
+   depend on that of the threads, so the sums are the same with any number of threads. */
+#define SHARES 32
+
 TARGET_AVX512_BF16 INLINE void store_lanes(uint16_t *to, __mmask16 mask, __m512 x)
 {
     _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(x));
@@ -29,7 +33,9 @@ TARGET_AVX512_BF16 INLINE __m512 sigmoid_avx512(__m512 x)
 /* The derivative of GELU: its factor of x, plus x times the derivative of this factor. */
 TARGET_AVX512_BF16 INLINE __m512 gelu_grad(__m512 x, int tanh_form)
 {
-    if (tanh_form) { /* The factor is the sigmoid of a polynomial. */
+    if (tanh_form) { /* The factor is the sigmoid of a polynomial. From 20 on it is 0 or 1. */
+        /* If an operand is NaN, max and min return the second operand, so a NaN in x stays NaN. */
+        x = _mm512_max_ps(_mm512_set1_ps(-20.0f), _mm512_min_ps(_mm512_set1_ps(20.0f), x));
         const __m512 squares = x * x;
         const __m512 y = sigmoid_avx512((squares * 0.044715f + 1.0f) * x * 1.59576912160573072f);
         const __m512 slope = squares * (3.0f * 0.044715f * 1.59576912160573072f) + 1.59576912160573072f;
@@ -223,19 +229,19 @@ typedef struct {
     const uint16_t *dy, *y, *late_bias;
     const float *factors;
     uint16_t *out;
-    float *sums; /* (threads, columns) */
-    int64_t rows, columns, activation, threads;
+    float *sums; /* (SHARES, columns) */
+    int64_t rows, columns, activation;
 } ScaleBackward;
 
-/* The items are the shares of the threads, which are equal numbers of rows. */
+/* The items are shares of the rows. */
 TARGET_AVX512_BF16 static void scale_backward_range(void *context, int64_t first, int64_t end)
 {
     const ScaleBackward *p = context;
     for (int64_t share = first; share < end; share++) {
         float *sums = p->sums + share * p->columns;
         memset(sums, 0, p->columns * sizeof *sums);
-        const int64_t end_row = (share + 1) * p->rows / p->threads;
-        for (int64_t row = share * p->rows / p->threads; row < end_row; row++)
+        const int64_t end_row = (share + 1) * p->rows / SHARES;
+        for (int64_t row = share * p->rows / SHARES; row < end_row; row++)
             for (int64_t c = 0; c < p->columns; c += LANES) {
                 const __mmask16 mask = lane_mask(p->columns - c);
                 const int64_t at = row * p->columns + c;
@@ -262,12 +268,13 @@ void preamble_scale_backward(const uint16_t *dy, const uint16_t *y, const float 
                              const uint16_t *late_bias, int64_t activation, uint16_t *out,
                              float *sums, int64_t rows, int64_t columns, int64_t threads)
 {
-    float *shares = thread_scratch(threads * columns * sizeof *shares);
-    ScaleBackward tensors = {dy, y, late_bias, factors, out, shares, rows, columns, activation, threads};
-    parallel_for(threads, 1, threads, IN_ORDER, scale_backward_range, &tensors);
+    float *shares = thread_scratch(SHARES * columns * sizeof *shares);
+    ScaleBackward tensors = {dy, y, late_bias, factors, out, shares, rows, columns, activation};
+    parallel_for(SHARES, items_per_chunk(SHARES, threads), threads, STEALING, scale_backward_range,
+                 &tensors);
     for (int64_t c = 0; c < columns; c++) {
         sums[c] = 0;
-        for (int64_t share = 0; share < threads; share++)
+        for (int64_t share = 0; share < SHARES; share++)
             sums[c] += shares[share * columns + c];
     }
 }

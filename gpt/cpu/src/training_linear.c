@@ -14,7 +14,7 @@
 /* Pairs of rows that `sum_products` interleaves at once. They stay in the L1 cache. */
 #define INTERLEAVED_PAIRS 128
 
-/* The ranks of which a panel of 32 columns has nonzero numbers; multiples of 16. */
+/* The ranks in which B is not zero for the 32 columns of a panel; multiples of 16. */
 typedef struct {
     int64_t first, count;
 } PanelRanks;

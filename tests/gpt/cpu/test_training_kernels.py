@@ -23,6 +23,7 @@ from gpt.model.rotary_embedding import apply_rotary_embedding
 from gpt.parallel.mesh import Mesh
 from ptuning.training.pipeline import micro_batch_prefix
 from tests.support.gradients import ERROR_MAX, output_and_gradients, relative_error
+from tests.support.threads import num_threads
 
 if shutil.which("cc") is None or kernels.isa_level() != kernels.ISA_LEVELS[-1]:
     pytest.skip("no C compiler, or no AVX512-bf16", allow_module_level=True)
@@ -40,10 +41,8 @@ SMALL = GPTConfig(
 
 @pytest.fixture(autouse=True, scope="module")
 def _single_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with num_threads(1):
+        yield
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "gated_silu"])
@@ -59,6 +58,17 @@ def test_activation_equals_torch(activation: str, shape: tuple[int, int]) -> Non
     actual = output_and_gradients(training_kernels.apply_activation(x, activation), dy, x)
     for value, exact in zip(actual, expected, strict=True):
         assert relative_error(value, exact) < ERROR_MAX
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "gated_silu"])
+def test_activation_gradients_of_large_numbers_are_finite(activation: str) -> None:
+    large = torch.tensor([-1e18, -1e14, -300.0, -20.0, 20.0, 300.0, 1e14, 1e18])
+    x = torch.cat([large, torch.ones(8)]).to(BF16).view(1, -1).requires_grad_()
+    y = training_kernels.apply_activation(x, activation)
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.isfinite(y).all() and torch.isfinite(grad).all()
+    slopes = grad[0, :8].tolist()
+    assert slopes == pytest.approx([0.0] * 4 + [1.0] * 4, abs=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (5, 3, 20), (70, 192)])

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,7 @@ from gpt.linear_adapter import LinearTerm, OutputColumns
 from gpt.model.activation import ACTIVATIONS
 from gpt.model.adapted_linear import adapted_product
 from tests.support.gradients import ERROR_MAX, output_and_gradients, relative_error
+from tests.support.threads import num_threads
 
 if shutil.which("cc") is None or kernels.isa_level() != kernels.ISA_LEVELS[-1]:
     pytest.skip("no C compiler, or no AVX512-bf16", allow_module_level=True)
@@ -24,20 +24,8 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True, scope="module")
 def _single_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@contextmanager
-def num_threads(threads: int) -> Iterator[None]:
-    previous = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with num_threads(1):
         yield
-    finally:
-        torch.set_num_threads(previous)
 
 
 @pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh"])
@@ -198,3 +186,23 @@ def test_terms_that_one_product_and_one_factor_cannot_express_are_not_supported(
     assert not supports([term, replace(term, scale=0.25)])
     assert not supports([replace(term, input_scale=columns)])
     assert not supports([replace(term, output_scale=columns), replace(term, output_factor=columns)])
+
+
+@pytest.mark.parametrize("kind", ["dora", "lora and output scales"])
+def test_the_number_of_threads_changes_no_bit(kind: str) -> None:
+    draw = torch.Generator().manual_seed(7)
+    x, weight, dy = (
+        torch.randn(size, generator=draw).to(BF16) for size in ((301, 96), (64, 96), (301, 64))
+    )
+    a, b, factor = (torch.randn(size, generator=draw) for size in ((16, 96), (64, 16), (64,)))
+    results = []
+    for threads in (1, 2, 3):
+        inputs = [tensor.detach().requires_grad_() for tensor in (x, a, b, factor)]
+        own_factor = inputs[3] if kind == "dora" else None
+        own_scale = None if kind == "dora" else inputs[3]
+        term = LinearTerm(None, inputs[1], inputs[2], 0.5, own_factor, own_scale)
+        with num_threads(threads):
+            y = training_linear.linear(inputs[0], weight, None, "gelu", None, [term])
+            results.append(output_and_gradients(y, dy, *inputs))
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
