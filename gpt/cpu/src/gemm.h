@@ -73,6 +73,7 @@ typedef struct {
     RowArgmax *argmaxes; /* One for each thread and row. */
     Bounds *bounds;
     const RowAdapters *adapters; /* NULL: no adapter changes the linear. */
+    const LowRankTerm *common_term; /* All that the adapters of all rows add; NULL: they differ. */
     uint16_t *u;                 /* For each row, scale * A x of its adapter (low_rank.c). */
     int64_t u_stride;            /* Elements from one row of u to the next. */
     /* Not NULL: a thread stores u while others multiply panels. It is nonzero when u is stored. */

@@ -130,6 +130,7 @@ static void plan_staging(Gemm *p, const uint16_t *x, const NormArgs *norm, int64
     const int64_t tile_scratch = (norm || scaled) && interleave ? threads * TILE * width : 0;
     const int64_t staged_numel = (copied || interleave ? p->rows * p->x_stride : 0) + tile_scratch;
     p->u_stride = p->adapters ? adapters_rank_max(p->adapters) : 0;
+    p->common_term = p->adapters ? common_term(p->adapters, p->rows) : NULL;
     p->groups = thread_scratch(int8_rows * group_count(width) * sizeof(QuantizedGroup) +
                                (staged_numel + p->rows * p->u_stride) * sizeof *x);
     p->staged = (uint16_t *)(p->groups + int8_rows * group_count(width));

@@ -53,6 +53,15 @@ static int64_t equal_adapters(const RowAdapters *adapters, int64_t row, int64_t 
     return count;
 }
 
+const LowRankTerm *common_term(const RowAdapters *adapters, int64_t rows)
+{
+    const AdaptedLinear *linear = row_adapter(adapters, 0);
+    if (!linear || linear->terms != 1 || linear->term_array->positions || linear->factors ||
+        linear->output_scales || equal_adapters(adapters, 0, rows) != rows)
+        return NULL;
+    return linear->term_array;
+}
+
 int64_t adapter_groups(const RowAdapters *adapters, int64_t rows)
 {
     int64_t groups = 0;
@@ -218,8 +227,8 @@ TARGET_AVX512_BF16 INLINE int is_uniform(const RowAdapters *adapters, int64_t fi
              _mm512_mask_cmpneq_epi64_mask(tile >> 8, high, adapter));
 }
 
-TARGET_AVX512_BF16 void plan_tile_terms(const Gemm *p, int64_t column, int64_t first, int rows,
-                                        TileTerms *to)
+TARGET_AVX512_BF16 void plan_different_terms(const Gemm *p, int64_t column, int64_t first, int rows,
+                                             TileTerms *to)
 {
     const RowAdapters *adapters = p->adapters;
     int is_simple = 1;

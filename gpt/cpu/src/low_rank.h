@@ -14,6 +14,10 @@ HIDDEN int adapters_scale_inputs(const RowAdapters *adapters);
 /* Whether an adapter changes this linear. */
 HIDDEN int adapters_change_linear(const RowAdapters *adapters);
 
+/* The only term of the linear if it is the same for all rows, has all columns, and if no factors or
+   scales follow; else NULL. */
+HIDDEN const LowRankTerm *common_term(const RowAdapters *adapters, int64_t rows);
+
 /* The number of groups of adjacent rows with the same adapter. */
 HIDDEN int64_t adapter_groups(const RowAdapters *adapters, int64_t rows);
 
@@ -61,7 +65,26 @@ typedef struct {
 } TileTerms;
 
 /* Finds the terms of the rows from `first` on, and prefetches their panels of B. */
-HIDDEN void plan_tile_terms(const Gemm *p, int64_t column, int64_t first, int rows, TileTerms *to);
+HIDDEN void plan_different_terms(const Gemm *p, int64_t column, int64_t first, int rows,
+                                 TileTerms *to);
+TARGET_AVX512_BF16 INLINE void plan_tile_terms(const Gemm *p, int64_t column, int64_t first,
+                                               int rows, TileTerms *to)
+{
+    const LowRankTerm *term = p->common_term;
+    if (!term) {
+        plan_different_terms(p, column, first, rows, to);
+        return;
+    }
+    const uint16_t *b = term->b + column * term->pairs * 2;
+    for (int64_t k = 0; k < term->pairs * 2; k++)
+        _mm_prefetch((const char *)(b + k * COLUMNS), _MM_HINT_T0);
+    to->is_general = 0, to->is_uniform = 1;
+    to->u_stride = p->u_stride;
+    to->pairs[0] = term->pairs;
+    to->b[0] = b;
+    to->u[0] = p->u + first * p->u_stride + term->first;
+    to->second_half[0] = term->first_of_second_half - term->first;
+}
 
 /* A pair of numbers of u in each 32-bit word. */
 TARGET_AVX512_BF16 INLINE __m512bh load_pair(const uint16_t *u)
