@@ -13,8 +13,10 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -51,8 +53,6 @@ SLOW_PRELOAD = (
     "megatron.core.dist_checkpointing",
 )
 FORKSERVER.set_forkserver_preload(list(PRELOAD))
-# Starts a new interpreter for each rank.
-SPAWN = multiprocessing.get_context("spawn")
 
 
 def preload_slow_modules() -> None:
@@ -65,24 +65,27 @@ def ranks(
     function: Callable[..., R],
     *args: object,
     timeout_s: float = 240.0,
-    is_preloaded: bool = True,
+    preload: Sequence[str] = (),
 ) -> list[R]:
     """`[function(rank, *args) for rank in range(n)]`, each in its own process, all at once.
 
     `function` is a module's own (not nested), so that a process can import it. Arguments and
     results are pickled. An exception in a rank is raised here, with that rank's stack as a note.
-    Without `is_preloaded`, a rank begins without the preloaded modules, and imports torch itself.
+    `preload` names modules that the ranks have in place of PRELOAD: they are forked from another
+    server, which the calls with the same modules share.
     """
+    if preload:
+        starter = _other_process(tuple(preload))
+        return starter.submit(ranks, n, function, *args, timeout_s=timeout_s).result()
     call = pickle.dumps((function, args))
-    context = FORKSERVER if is_preloaded else SPAWN
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         pipes: list[Connection] = []
         processes: list[BaseProcess] = []
         try:
             for rank in range(n):
-                parent_end, child_end = context.Pipe()
+                parent_end, child_end = FORKSERVER.Pipe()
                 arguments = (child_end, call, rank, n, folder, timeout_s)
-                process: BaseProcess = context.Process(target=_run, args=arguments, daemon=True)
+                process: BaseProcess = FORKSERVER.Process(target=_run, args=arguments, daemon=True)
                 process.start()
                 child_end.close()  # Otherwise the pipe would stay open after the process.
                 pipes.append(parent_end)
@@ -94,6 +97,17 @@ def ranks(
                 process.join()
             for pipe in pipes:
                 pipe.close()
+
+
+@cache
+def _other_process(preload: tuple[str, ...]) -> ProcessPoolExecutor:
+    """A process that starts ranks with other preloaded modules: a process has only one server."""
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, spawn, initializer=_set_preload, initargs=(preload,))
+
+
+def _set_preload(modules: tuple[str, ...]) -> None:
+    FORKSERVER.set_forkserver_preload(list(modules))
 
 
 def _collect(

@@ -220,7 +220,7 @@ def test_megatron_core_loads_distributed_checkpoints_with_the_same_logits(tmp_pa
             pattern = "*E*E|*E*E" if name == "experts" else "*-*-|*-*-"
             loadings.append((name, Loading(root / "release", (1, 2, 1), pattern)))
     arguments = [loading for _, loading in loadings]
-    results = ranks(2, mcore_hybrid.load_and_run, arguments, is_preloaded=False)[-1]
+    results = ranks(2, mcore_hybrid.load_and_run, arguments, preload=mcore_hybrid.PRELOAD)[-1]
     for (name, loading), (run, absent_keys) in zip(loadings, results, strict=True):
         assert absent_keys == set(), loading
         check_logits(models[name], run)
@@ -235,7 +235,7 @@ def test_megatron_core_loads_rank_files_with_the_same_logits(tmp_path: Path) -> 
         write(lively(config), split, tmp_path / name, distributed=False, model="hybrid")
     roots = [tmp_path / name for name in models]
     load = mcore_hybrid.load_rank_files_and_run
-    runs = ranks(4, load, Case(2, 2, 2), roots, is_preloaded=False)[-1]
+    runs = ranks(4, load, Case(2, 2, 2), roots, preload=mcore_hybrid.PRELOAD)[-1]
     for config, run in zip(models.values(), runs, strict=True):
         assert run is not None
         check_logits(config, run)

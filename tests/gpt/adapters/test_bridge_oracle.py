@@ -49,7 +49,7 @@ def runs(folder: Path) -> dict[str, Run]:
     results: dict[str, Run] = {}
     for count in (1, 2, 4):
         names = [name for name, adapter_case in ALL.items() if adapter_case.case.ranks == count]
-        results |= ranks(count, mcore_adapters.save_and_run, names, folder, is_preloaded=False)[-1]
+        results |= ranks(count, mcore_adapters.save_and_run, names, folder)[-1]
     return results
 
 
@@ -90,7 +90,7 @@ def reloaded(folder: Path, runs: dict[str, Run]) -> Callable[[str], torch.Tensor
             exported[name].mkdir()
             for file, content in convert_linears_to_bridge(adapter, base).files.items():
                 (exported[name] / file).write_bytes(content)
-        logits |= ranks(count, mcore_adapters.load_and_run, exported, is_preloaded=False)[-1]
+        logits |= ranks(count, mcore_adapters.load_and_run, exported)[-1]
     return logits.__getitem__
 
 

@@ -37,7 +37,7 @@ CASES: dict[str, tuple[Case, str]] = {
 
 def save_and_run(rank: int, root: Path) -> dict[str, Run]:
     """Save each case in the folders `ordinary` and `fsdp`; the last rank returns the logits."""
-    mcore_hybrid._use_version()
+    mcore_hybrid.import_core()
     mcore_models._without_cuda()
     mcore_dist._write_in_threads()
     core = mcore_models._core

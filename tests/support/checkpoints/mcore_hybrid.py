@@ -22,6 +22,7 @@ from tests.support.checkpoints import mcore_dist, mcore_models
 from tests.support.checkpoints.mcore_models import EXPERTS, MODERN, POSITIONS, Case
 
 FOLDER = Path(__file__).parents[3] / "build/megatron-core/0.19.2"
+PRELOAD = ("tests.support.checkpoints.preloaded_core",)
 # The rule by which Megatron-Core's plain layers get the key names of Transformer Engine's layers.
 NORM_KEYS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -93,7 +94,7 @@ Run = tuple[NDArray[Any], NDArray[Any]]
 
 def save_and_run(rank: int, names: Sequence[str], root: Path) -> dict[str, Run]:
     """On every rank, for each case: build, save under `root`, run; the last rank has the logits."""
-    _use_version()
+    import_core()
     runs = {}
     for name in names:
         hybrid = SAVED[name]
@@ -126,7 +127,7 @@ def load_and_run(rank: int, loadings: Sequence[Loading]) -> list[tuple[Run, set[
 
     The set has the keys of the model that the checkpoint lacks.
     """
-    _use_version()
+    import_core()
     mcore_models._without_cuda()
     results = []
     for loading in loadings:
@@ -162,7 +163,7 @@ def _load(loading: Loading) -> mcore_dist.Loaded:
 
 def load_rank_files_and_run(rank: int, split: Case, roots: Sequence[Path]) -> list[Run | None]:
     """On every rank, for each root: load the rank's file strictly, run; the last has the logits."""
-    _use_version()
+    import_core()
     runs: list[Run | None] = []
     for root in roots:
         mcore_models._build = _build_for_rank_file
@@ -192,11 +193,16 @@ def _build_for_rank_file(case: Case, chunk: int) -> Any:
     return model
 
 
-def _use_version() -> None:
-    assert "megatron.core" not in sys.modules
+def import_core() -> None:
+    """Import this version of Megatron-Core, and those of its modules that take long.
+
+    A server of ranks imports them for all of them, and ignores errors; so each rank checks.
+    """
     sys.path.insert(0, str(FOLDER))
     version = import_module("megatron.core").__version__
     assert version.partition("+")[0] == FOLDER.name, version
+    for name in ("models.gpt.gpt_model", "models.gpt.gpt_layer_specs", "dist_checkpointing"):
+        import_module(f"megatron.core.{name}")
 
 
 _build_gpt = mcore_models._build

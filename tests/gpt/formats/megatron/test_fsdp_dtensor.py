@@ -21,7 +21,7 @@ from gpt.errors import CheckpointError
 from gpt.formats.registry import open_checkpoint
 from gpt.model.loading import load_model
 from gpt.parallel.mesh import Mesh
-from tests.support.checkpoints import mcore_fsdp
+from tests.support.checkpoints import mcore_fsdp, mcore_hybrid
 from tests.support.checkpoints.megatron_writer import DENSE, GATED, MIXED, Layout, args_of
 from tests.support.models import lively
 from tests.support.ranks import ranks
@@ -128,7 +128,8 @@ def test_args_that_run_code_are_refused(tmp_path: Path) -> None:
     reason="megatron-core 0.19 or einops, the oracle, is absent; `make tools` installs it",
 )
 def test_a_save_of_megatron_fsdp_equals_an_ordinary_one(tmp_path: Path) -> None:
-    runs = ranks(mcore_fsdp.RANKS, mcore_fsdp.save_and_run, tmp_path, is_preloaded=False)[-1]
+    save_and_run, preload = mcore_fsdp.save_and_run, mcore_hybrid.PRELOAD
+    runs = ranks(mcore_fsdp.RANKS, save_and_run, tmp_path, preload=preload)[-1]
     assert set(runs) == set(mcore_fsdp.CASES)
     for name, (ids, megatron_logits) in runs.items():
         ordinary = open_checkpoint(tmp_path / name / "ordinary")

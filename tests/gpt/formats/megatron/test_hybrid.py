@@ -309,7 +309,7 @@ def test_other_configs_of_megatron_bridge_are_refused(
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_logits_equal_those_of_megatron_core(size: int, tmp_path: Path) -> None:
     names = [name for name, hybrid in mcore_hybrid.SAVED.items() if hybrid.case.ranks == size]
-    runs = ranks(size, mcore_hybrid.save_and_run, names, tmp_path, is_preloaded=False)[-1]
+    runs = ranks(size, mcore_hybrid.save_and_run, names, tmp_path, preload=mcore_hybrid.PRELOAD)[-1]
     assert set(runs) == set(names)
     for name, (ids, megatron_logits) in runs.items():
         checkpoint = open_checkpoint(tmp_path / name)
