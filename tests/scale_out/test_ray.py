@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,15 +86,34 @@ def expected(checkpoint: Path) -> list[list[int]]:
         return [client.generate(prompt, ANSWER).token_ids for prompt in PROMPTS]
 
 
-@contextmanager
-def nodes(cluster: RayCluster, count: int, **resources: float) -> Iterator[list[str]]:
-    """Nodes with these resources, removed after the block."""
-    names = [cluster.add_node(**resources) for _ in range(count)]
-    try:
-        yield names
-    finally:
-        for name in names:
-            cluster.remove_node(name)
+@dataclass
+class Nodes:
+    """The cluster's nodes for ranks, each with one CPU.
+
+    The next test uses the nodes of the last one: each start takes seconds of CPU time. Therefore
+    tests that need more nodes come later.
+    """
+
+    cluster: RayCluster
+    names: list[str] = field(default_factory=list)
+
+    def resize(self, count: int) -> None:
+        while len(self.names) < count:
+            self.add()
+        while len(self.names) > count:
+            self.remove()
+
+    def add(self) -> None:
+        self.names.append(self.cluster.add_node(CPU=1))
+
+    def remove(self) -> None:
+        """Kill all processes of the oldest node."""
+        self.cluster.remove_node(self.names.pop(0))
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster: RayCluster) -> Nodes:
+    return Nodes(cluster)
 
 
 @contextmanager
@@ -223,103 +242,6 @@ def test_deployments_at_the_same_time_keep_each_other(
     assert removals == [0, 0, 0]
 
 
-def test_ranks_on_four_nodes_give_the_tokens_of_one_process(
-    cluster: RayCluster, ports: Ports, checkpoint: Path, expected: list[list[int]]
-) -> None:
-    flags = ("--tp", "2", "--pp", "2", "--node-ranks", "1")
-    with nodes(cluster, 4, CPU=1):
-        started = time.monotonic()
-        with deployed(cluster, ports, checkpoint, *flags) as process:
-            ready_s = time.monotonic() - started
-            assert process.returncode == 0, process.stdout + process.stderr
-            pids = rank_pids(cluster)
-            assert len(pids) == 4
-            with client_of(ports.head) as client:
-                answers = [client.generate(prompt, ANSWER).token_ids for prompt in PROMPTS]
-                assert answers == expected
-                parents = {pid: parent_of(pid) for pid in pids}
-                assert len(set(parents.values())) == 4  # An actor on each node.
-                restarts = []
-                for kills_actor in (False, True):
-                    # The rank that started last is not the replica's own.
-                    victim = parent_of(pids[-1]) if kills_actor else pids[-1]
-                    # Clients resume the streams, and repeat the calls that are refused meanwhile.
-                    callers = Callers(ports.head, expected, attempts=8)
-                    with callers.running(2):
-                        callers.wait_for_calls(4)
-                        os.kill(victim, signal.SIGKILL)
-                        began = time.monotonic()
-                        eventually(lambda: answers_again(client, expected[0]), BUSY * RESTART_S)
-                        restarts.append(time.monotonic() - began)
-                        callers.wait_for_calls(4)
-                    assert not callers.failures, callers.failures
-                    assert not set(pids) & set(rank_pids(cluster))  # All were started again.
-                    pids = rank_pids(cluster)
-    print(f"ready after {ready_s:.1f} s, serving again after {restarts} s")
-    assert ready_s < BUSY * READY_S
-
-
-def answers_again(client: Client, tokens: list[int]) -> bool:
-    try:
-        return client.generate(PROMPTS[0], ANSWER).token_ids == tokens
-    except CallError:
-        return False
-
-
-def test_a_replica_without_a_place_waits_and_says_what_it_lacks(
-    cluster: RayCluster, ports: Ports, checkpoint: Path, expected: list[list[int]]
-) -> None:
-    """Space for one replica and a half, then for two; then a node is lost."""
-    flags = ("--tp", "2", "--node-ranks", "1", "--replicas", "2")
-    with nodes(cluster, 3, CPU=1) as names, ExitStack() as stack:
-        process = stack.enter_context(deployed(cluster, ports, checkpoint, *flags, "--wait", "25"))
-        assert process.returncode == 1, process.stdout + process.stderr
-        assert "lacks 1 x (CPU 1) of its 2 bundles" in process.stdout, process.stdout
-        # On a busy machine the start of the first replica takes longer than `--wait`.
-        eventually(lambda: len(cluster.replicas().get("RUNNING", [])) == 1, BUSY * WAIT_S)
-        status = cluster.run("status").stdout
-        assert "1 of 2 replicas run" in status and "lacks 1 x (CPU 1)" in status, status
-        with client_of(ports.head) as client:
-            assert client.generate(PROMPTS[0], ANSWER).token_ids == expected[0]
-        names.append(cluster.add_node(CPU=1))
-        eventually(lambda: len(cluster.replicas().get("RUNNING", [])) == 2, BUSY * WAIT_S)
-        # A node with a rank of one replica: the other one answers. Calls in progress fail, and
-        # clients repeat them.
-        callers = Callers(ports.head, expected, attempts=8)
-        with callers.running(4):
-            callers.wait_for_calls(20)
-            cluster.remove_node(names.pop(0))
-            callers.wait_for_calls(40)
-        assert not callers.failures, callers.failures
-
-
-def test_calls_name_one_of_several_deployments(
-    cluster: RayCluster, ports: Ports, checkpoint: Path, expected: list[list[int]]
-) -> None:
-    """The second one has no replica."""
-    settings = cluster.folder / "short_drain.yaml"
-    settings.write_text(yaml.safe_dump({"drain_s": 1.0}))
-    second: tuple[str | Path, ...] = ("--config", settings, "--insecure", "--name", "second")
-    second += ("--later", "--wait", "0", "--rank-cpus", "64")
-    with nodes(cluster, 1, CPU=1), deployed(cluster, ports, checkpoint) as process:
-        assert process.returncode == 0, process.stdout + process.stderr
-        process = deploy(cluster, ports, checkpoint, *second)
-        assert process.returncode == 0, process.stdout + process.stderr
-        with client_of(ports.head) as client:
-            eventually(lambda: code_of_call(client) == "NOT_FOUND", BUSY * WAIT_S)
-        with client_of(ports.head, application="preamble") as client:
-            assert client.generate(PROMPTS[0], ANSWER).token_ids == expected[0]
-        assert cluster.run("remove", "second").returncode == 0
-
-
-def code_of_call(client: Client) -> str:
-    try:
-        client.info()
-    except CallError as error:
-        return error.code
-    return "OK"
-
-
 def test_a_model_that_fits_nowhere_is_refused(
     cluster: RayCluster, ports: Ports, checkpoint: Path
 ) -> None:
@@ -360,15 +282,51 @@ def test_a_killed_deployment_does_not_block_others(
     assert cluster.run("remove", "later").returncode == 0
 
 
+def test_calls_name_one_of_several_deployments(
+    cluster: RayCluster,
+    nodes: Nodes,
+    ports: Ports,
+    checkpoint: Path,
+    expected: list[list[int]],
+) -> None:
+    """The second one has no replica."""
+    settings = cluster.folder / "short_drain.yaml"
+    settings.write_text(yaml.safe_dump({"drain_s": 1.0}))
+    second: tuple[str | Path, ...] = ("--config", settings, "--insecure", "--name", "second")
+    second += ("--later", "--wait", "0", "--rank-cpus", "64")
+    nodes.resize(1)
+    with deployed(cluster, ports, checkpoint) as process:
+        assert process.returncode == 0, process.stdout + process.stderr
+        process = deploy(cluster, ports, checkpoint, *second)
+        assert process.returncode == 0, process.stdout + process.stderr
+        with client_of(ports.head) as client:
+            eventually(lambda: code_of_call(client) == "NOT_FOUND", BUSY * WAIT_S)
+        with client_of(ports.head, application="preamble") as client:
+            assert client.generate(PROMPTS[0], ANSWER).token_ids == expected[0]
+        assert cluster.run("remove", "second").returncode == 0
+
+
+def code_of_call(client: Client) -> str:
+    try:
+        client.info()
+    except CallError as error:
+        return error.code
+    return "OK"
+
+
 def test_changes_of_a_deployment_lose_no_call(
-    cluster: RayCluster, ports: Ports, checkpoint: Path, expected: list[list[int]]
+    cluster: RayCluster,
+    nodes: Nodes,
+    ports: Ports,
+    checkpoint: Path,
+    expected: list[list[int]],
 ) -> None:
     """Another version beside the first, other settings without a restart, a node drained.
 
     Then each replica is terminated, which loses no call of a client that repeats calls.
     """
-    with nodes(cluster, 2, CPU=1) as names, ExitStack() as stack:
-        process = stack.enter_context(deployed(cluster, ports, checkpoint, "--replicas", "2"))
+    nodes.resize(2)
+    with deployed(cluster, ports, checkpoint, "--replicas", "2") as process:
         assert process.returncode == 0, process.stdout + process.stderr
         first = cluster.replicas()["RUNNING"]
         callers = Callers(ports.head, expected)
@@ -389,10 +347,11 @@ def test_changes_of_a_deployment_lose_no_call(
             assert set(cluster.replicas()["RUNNING"]) == set(second)
             callers.wait_for_calls(20)
             # A node goes away for maintenance.
-            names.append(cluster.add_node(CPU=1))
-            assert cluster.run("drain", names[0], "--deadline", "300").returncode == 0
+            nodes.add()
+            assert cluster.run("drain", nodes.names[0], "--deadline", "300").returncode == 0
             eventually(lambda: _has_moved(cluster, second), BUSY * WAIT_S)
             callers.wait_for_calls(20)
+        nodes.remove()
         with client_of(ports.head) as client:
             assert client.info().model.name == "renamed"
         assert not callers.failures, callers.failures
@@ -419,40 +378,8 @@ def _has_moved(cluster: RayCluster, old: list[str]) -> bool:
     return set(states) == {"RUNNING"} and len(running) == 2 and len(running & set(old)) == 1
 
 
-def test_the_number_of_replicas_follows_the_load(
-    cluster: RayCluster, ports: Ports, checkpoint: Path, expected: list[list[int]]
-) -> None:
-    """From 1 to 3 replicas, to 1, to none, and back to 1 for the first call."""
-    settings = cluster.folder / "small.yaml"
-    # Two requests fill a replica.
-    settings.write_text(
-        yaml.safe_dump({"step_timeout_s": 60.0, "drain_s": 60.0, "running_requests_max": 2})
-    )
-    flags: tuple[str | Path, ...]
-    flags = ("--config", settings, "--insecure", "--min", "0", "--max", "3", "--replicas", "1")
-    flags += ("--scale-up-after", "1", "--scale-down-after", "3")
-    with nodes(cluster, 3, CPU=1), deployed(cluster, ports, checkpoint, *flags) as process:
-        assert process.returncode == 0, process.stdout + process.stderr
-        callers = Callers(ports.head, expected, pause_s=0.0)
-        with callers.running(8):
-            began = time.monotonic()
-            eventually(lambda: len(cluster.replicas().get("RUNNING", [])) == 3, BUSY * 60)
-            print(f"3 replicas after {time.monotonic() - began:.1f} s")
-        assert not callers.failures, callers.failures
-        few = Callers(ports.head, expected)
-        with few.running(1):
-            eventually(lambda: len(cluster.replicas().get("RUNNING", [])) == 1, BUSY * 60)
-        assert not few.failures, few.failures
-        eventually(lambda: not cluster.replicas(), BUSY * 60)
-        with client_of(ports.head) as client:
-            began = time.monotonic()
-            assert client.generate(PROMPTS[0], ANSWER).token_ids == expected[0]
-            print(f"the first call waited {time.monotonic() - began:.1f} s")
-        assert len(cluster.replicas()["RUNNING"]) == 1
-
-
 def test_replicas_check_tokens_and_keep_adapters_apart(
-    cluster: RayCluster, ports: Ports, checkpoint: Path, tmp_path: Path
+    cluster: RayCluster, nodes: Nodes, ports: Ports, checkpoint: Path, tmp_path: Path
 ) -> None:
     """A wrong token and a missing role are refused by a replica; an adapter stays on a replica."""
     adapters = tmp_path / "adapters"
@@ -471,7 +398,8 @@ def test_replicas_check_tokens_and_keep_adapters_apart(
         yaml.safe_dump({"step_timeout_s": 60.0, "tokens": str(tokens), "adapters": str(adapters)})
     )
     flags = ("--config", settings, "--replicas", "2")
-    with nodes(cluster, 2, CPU=1), deployed(cluster, ports, checkpoint, *flags) as process:
+    nodes.resize(2)
+    with deployed(cluster, ports, checkpoint, *flags) as process:
         assert process.returncode == 0, process.stdout + process.stderr
         with client_of(ports.head, token="wrong") as client:
             with pytest.raises(CallError) as refusal:
@@ -514,12 +442,132 @@ def _residents(client: Client) -> list[int]:
     return sorted({client.load().adapters_resident for _ in range(40)})
 
 
+def test_the_number_of_replicas_follows_the_load(
+    cluster: RayCluster,
+    nodes: Nodes,
+    ports: Ports,
+    checkpoint: Path,
+    expected: list[list[int]],
+) -> None:
+    """From 1 to 3 replicas, to 1, to none, and back to 1 for the first call."""
+    settings = cluster.folder / "small.yaml"
+    # Two requests fill a replica.
+    settings.write_text(
+        yaml.safe_dump({"step_timeout_s": 60.0, "drain_s": 60.0, "running_requests_max": 2})
+    )
+    flags: tuple[str | Path, ...]
+    flags = ("--config", settings, "--insecure", "--min", "0", "--max", "3", "--replicas", "1")
+    flags += ("--scale-up-after", "1", "--scale-down-after", "3")
+    nodes.resize(3)
+    with deployed(cluster, ports, checkpoint, *flags) as process:
+        assert process.returncode == 0, process.stdout + process.stderr
+        callers = Callers(ports.head, expected, pause_s=0.0)
+        with callers.running(8):
+            began = time.monotonic()
+            eventually(lambda: len(cluster.replicas().get("RUNNING", [])) == 3, BUSY * 60)
+            print(f"3 replicas after {time.monotonic() - began:.1f} s")
+        assert not callers.failures, callers.failures
+        few = Callers(ports.head, expected)
+        with few.running(1):
+            eventually(lambda: len(cluster.replicas().get("RUNNING", [])) == 1, BUSY * 60)
+        assert not few.failures, few.failures
+        eventually(lambda: not cluster.replicas(), BUSY * 60)
+        with client_of(ports.head) as client:
+            began = time.monotonic()
+            assert client.generate(PROMPTS[0], ANSWER).token_ids == expected[0]
+            print(f"the first call waited {time.monotonic() - began:.1f} s")
+        assert len(cluster.replicas()["RUNNING"]) == 1
+
+
+def test_a_replica_without_a_place_waits_and_says_what_it_lacks(
+    cluster: RayCluster,
+    nodes: Nodes,
+    ports: Ports,
+    checkpoint: Path,
+    expected: list[list[int]],
+) -> None:
+    """Space for one replica and a half, then for two; then a node is lost."""
+    flags = ("--tp", "2", "--node-ranks", "1", "--replicas", "2")
+    nodes.resize(3)
+    with deployed(cluster, ports, checkpoint, *flags, "--wait", "25") as process:
+        assert process.returncode == 1, process.stdout + process.stderr
+        assert "lacks 1 x (CPU 1) of its 2 bundles" in process.stdout, process.stdout
+        # On a busy machine the start of the first replica takes longer than `--wait`.
+        eventually(lambda: len(cluster.replicas().get("RUNNING", [])) == 1, BUSY * WAIT_S)
+        status = cluster.run("status").stdout
+        assert "1 of 2 replicas run" in status and "lacks 1 x (CPU 1)" in status, status
+        with client_of(ports.head) as client:
+            assert client.generate(PROMPTS[0], ANSWER).token_ids == expected[0]
+        nodes.add()
+        eventually(lambda: len(cluster.replicas().get("RUNNING", [])) == 2, BUSY * WAIT_S)
+        # A node with a rank of one replica: the other one answers. Calls in progress fail, and
+        # clients repeat them.
+        callers = Callers(ports.head, expected, attempts=8)
+        with callers.running(4):
+            callers.wait_for_calls(20)
+            nodes.remove()
+            callers.wait_for_calls(40)
+        assert not callers.failures, callers.failures
+
+
+def test_ranks_on_four_nodes_give_the_tokens_of_one_process(
+    cluster: RayCluster,
+    nodes: Nodes,
+    ports: Ports,
+    checkpoint: Path,
+    expected: list[list[int]],
+) -> None:
+    flags = ("--tp", "2", "--pp", "2", "--node-ranks", "1")
+    nodes.resize(4)
+    started = time.monotonic()
+    with deployed(cluster, ports, checkpoint, *flags) as process:
+        ready_s = time.monotonic() - started
+        assert process.returncode == 0, process.stdout + process.stderr
+        pids = rank_pids(cluster)
+        assert len(pids) == 4
+        with client_of(ports.head) as client:
+            answers = [client.generate(prompt, ANSWER).token_ids for prompt in PROMPTS]
+            assert answers == expected
+            parents = {pid: parent_of(pid) for pid in pids}
+            assert len(set(parents.values())) == 4  # An actor on each node.
+            restarts = []
+            for kills_actor in (False, True):
+                # The rank that started last is not the replica's own.
+                victim = parent_of(pids[-1]) if kills_actor else pids[-1]
+                # Clients resume the streams, and repeat the calls that are refused meanwhile.
+                callers = Callers(ports.head, expected, attempts=8)
+                with callers.running(2):
+                    callers.wait_for_calls(4)
+                    os.kill(victim, signal.SIGKILL)
+                    began = time.monotonic()
+                    eventually(lambda: answers_again(client, expected[0]), BUSY * RESTART_S)
+                    restarts.append(time.monotonic() - began)
+                    callers.wait_for_calls(4)
+                assert not callers.failures, callers.failures
+                assert not set(pids) & set(rank_pids(cluster))  # All were started again.
+                pids = rank_pids(cluster)
+    print(f"ready after {ready_s:.1f} s, serving again after {restarts} s")
+    assert ready_s < BUSY * READY_S
+
+
+def answers_again(client: Client, tokens: list[int]) -> bool:
+    try:
+        return client.generate(PROMPTS[0], ANSWER).token_ids == tokens
+    except CallError:
+        return False
+
+
 def test_replicas_answer_while_the_head_is_lost(
-    cluster: RayCluster, ports: Ports, checkpoint: Path, expected: list[list[int]]
+    cluster: RayCluster,
+    nodes: Nodes,
+    ports: Ports,
+    checkpoint: Path,
+    expected: list[list[int]],
 ) -> None:
     if HAPROXY_VARIABLE in cluster.environment:
         pytest.skip("only one node of a machine can have HAProxy: its metrics have a fixed port")
-    with nodes(cluster, 1, CPU=1), deployed(cluster, ports, checkpoint) as process:
+    nodes.resize(1)
+    with deployed(cluster, ports, checkpoint) as process:
         assert process.returncode == 0, process.stdout + process.stderr
         replicas = cluster.replicas()["RUNNING"]
         callers = Callers(ports.worker, expected)
