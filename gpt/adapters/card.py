@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from gpt.adapters.linear_check import LINEARS_MAX, all_finite, copy_linears
+from gpt.adapters.linear_check import LINEARS_MAX, all_finite, copy_as_fp32, copy_linears
 from gpt.adapters.prompt_template import PromptTemplate
 from gpt.errors import AdapterError, ConfigError, RequestError
 from gpt.linear_adapter import LinearAdapter
@@ -326,7 +326,7 @@ def build_adapter(
             "an adapter of the kind prefix requires: begin the template with the markers "
             "<|VIRTUAL_PROMPT_0|>, <|VIRTUAL_PROMPT_1|>, ... in order, and set bos to none or text"
         )
-    fp32_table = torch.empty(rows, hidden, dtype=torch.float32).copy_(table.detach())
+    fp32_table = copy_as_fp32(table.detach())
     if not all_finite(fp32_table):
         raise AdapterError(
             f"the table of {card.name!r} has values that are not finite, probably because training "
