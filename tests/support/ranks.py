@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -76,7 +76,7 @@ def ranks(
     """
     if preload:
         starter = _other_process(tuple(preload))
-        return starter.submit(ranks, n, function, *args, timeout_s=timeout_s).result()
+        return starter.submit(partial(ranks, n, function, *args, timeout_s=timeout_s)).result()
     call = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         pipes: list[Connection] = []
