@@ -28,6 +28,7 @@ LINEARS_BYTES_MAX = 8 << 30  # Size of all tensors in fp32.
 # Limit of changed linears and parts. 128 experts in each of 80 layers have 30,720 of them.
 LINEARS_MAX = 32768
 TENSORS_MAX = 4 * LINEARS_MAX  # Of DoRA.
+NUMPY_DTYPES = (torch.float16, torch.float32, torch.float64)  # Dtypes that numpy has, too.
 
 
 def copy_linears(name: str, linears: Mapping[str, LinearAdapter]) -> dict[str, LinearAdapter]:
@@ -156,8 +157,9 @@ def _fp32_copy(name: str, key: str, linear: LinearAdapter) -> LinearAdapter:
 def copy_as_fp32(x: Tensor) -> Tensor:
     # A thread reads adapters while a step computes on all cores. An operation of torch would be
     # divided among as many threads, and each part would wait for a core; numpy uses this thread.
-    if x.device.type == "cpu" and x.dtype != torch.bfloat16:  # numpy has no bf16.
-        return torch.from_numpy(x.numpy().astype(np.float32, order="C"))
+    if x.device.type == "cpu" and x.dtype in NUMPY_DTYPES:
+        with np.errstate(over="ignore", invalid="ignore"):  # The caller refuses infinite values.
+            return torch.from_numpy(x.numpy().astype(np.float32, order="C"))
     return torch.empty(x.shape, dtype=torch.float32).copy_(x)
 
 

@@ -120,6 +120,10 @@ INVALID_CHANGES: dict[str, tuple[Changes, str]] = {
         "over the limit",
     ),
     "NaN": ({QKV: LinearAdapter(A * torch.nan, B)}, "that are not finite"),
+    "too large for fp32": (
+        {QKV: LinearAdapter(torch.full_like(A, 1e300, dtype=torch.float64), B)},
+        "that are not finite",
+    ),
     "integers": ({QKV: LinearAdapter(A.long(), B.long())}, "must be floating-point"),
     "an infinite scale": ({QKV: LinearAdapter(A, B, scale=float("inf"))}, "it must be finite"),
     "a short magnitude": (
@@ -158,6 +162,23 @@ INVALID_CHANGES: dict[str, tuple[Changes, str]] = {
         "changes both",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn],
+)
+def test_matrices_of_any_dtype_and_layout_are_copied_in_fp32(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(32, 4, generator=generator).to(dtype).T
+    b = torch.randn(60, 8, generator=generator).to(dtype)[:, ::2]
+    for x in (a, b):
+        x.requires_grad_(dtype != torch.float8_e4m3fn)
+    copy = build_adapter(CARD, None, {QKV: LinearAdapter(a, b)}).linears[QKV]
+    for matrix, source in ((copy.lora_a, a), (copy.lora_b, b)):
+        assert matrix is not None and matrix.is_contiguous() and not matrix.requires_grad
+        assert torch.equal(matrix, source.detach().float())
+        assert matrix.data_ptr() != source.data_ptr()
 
 
 @pytest.mark.parametrize("case", INVALID_CHANGES)
