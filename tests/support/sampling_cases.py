@@ -29,7 +29,7 @@ VOCABULARIES = (1, 7, 300, 9001) if IS_INTERPRETED else (300, 50257, 151936)
 DTYPES = (torch.bfloat16, torch.float32)
 # Bound of the error of a cumulative probability: fp32 rounds a distance of d to d * 2^-22 or so.
 ROUNDING = 4e-6
-STEPS = 1 if IS_INTERPRETED else 2
+STEPS = 2
 PROMPT = (3, 1, 4)
 
 RULES = [

@@ -25,12 +25,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("count", by_suite(3, 20))
+@pytest.mark.parametrize("count", by_suite(3, 30))
 def test_random_steps_in_the_interpreter_equal_the_reference(count: int) -> None:
     run_interpreted("tests.support.attention_cases", count)
 
 
-@pytest.mark.parametrize("count", by_suite(2, 14))
+@pytest.mark.parametrize("count", by_suite(2, 20))
 def test_random_rotary_steps_in_the_interpreter_equal_the_reference(count: int) -> None:
     run_interpreted("tests.support.rotary_cases", count)
 
