@@ -155,10 +155,11 @@ def _fp32_copy(name: str, key: str, linear: LinearAdapter) -> LinearAdapter:
 
 
 def copy_as_fp32(x: Tensor) -> Tensor:
+    """Return a contiguous copy in fp32; values beyond fp32 become infinite."""
     # A thread reads adapters while a step computes on all cores. An operation of torch would be
     # divided among as many threads, and each part would wait for a core; numpy uses this thread.
     if x.device.type == "cpu" and x.dtype in NUMPY_DTYPES:
-        with np.errstate(over="ignore", invalid="ignore"):  # The caller refuses infinite values.
+        with np.errstate(over="ignore", invalid="ignore"):
             return torch.from_numpy(x.numpy().astype(np.float32, order="C"))
     return torch.empty(x.shape, dtype=torch.float32).copy_(x)
 

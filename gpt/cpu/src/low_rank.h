@@ -64,9 +64,11 @@ typedef struct {
     int64_t second_half[TILE];
 } TileTerms;
 
-/* Finds the terms of the rows from `first` on, and prefetches their panels of B. */
+/* `plan_tile_terms` without a common term. */
 HIDDEN void plan_different_terms(const Gemm *p, int64_t column, int64_t first, int rows,
                                  TileTerms *to);
+
+/* Finds the terms of the rows from `first` on, and prefetches their panels of B. */
 TARGET_AVX512_BF16 INLINE void plan_tile_terms(const Gemm *p, int64_t column, int64_t first,
                                                int rows, TileTerms *to)
 {
@@ -76,7 +78,7 @@ TARGET_AVX512_BF16 INLINE void plan_tile_terms(const Gemm *p, int64_t column, in
         return;
     }
     const uint16_t *b = term->b + column * term->pairs * 2;
-    for (int64_t k = 0; k < term->pairs * 2; k++)
+    for (int64_t k = 0; !first && k < term->pairs * 2; k++) /* Later tiles read the same panel. */
         _mm_prefetch((const char *)(b + k * COLUMNS), _MM_HINT_T0);
     to->is_general = 0, to->is_uniform = 1;
     to->u_stride = p->u_stride;
