@@ -22,6 +22,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar
 
+from gpt.child_processes import die_with_parent
+
 R = TypeVar("R")
 
 # A rank that exceeds its time limit dumps its stack and ends. The caller waits this much longer for
@@ -103,10 +105,12 @@ def ranks(
 def _other_process(preload: tuple[str, ...]) -> ProcessPoolExecutor:
     """A process that starts ranks with other preloaded modules: a process has only one server."""
     spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, spawn, initializer=_set_preload, initargs=(preload,))
+    arguments = preload, os.getpid()
+    return ProcessPoolExecutor(1, spawn, initializer=_begin_other_process, initargs=arguments)
 
 
-def _set_preload(modules: tuple[str, ...]) -> None:
+def _begin_other_process(modules: tuple[str, ...], parent_pid: int) -> None:
+    die_with_parent(parent_pid)  # It has both ends of the executor's queue, which so never ends.
     FORKSERVER.set_forkserver_preload(list(modules))
 
 
