@@ -15,7 +15,7 @@ from gpt.batch import Batch
 from gpt.cpu.kernels import ISA_LEVELS, isa_level, library
 from gpt.cpu.packed_linear import PANEL_COLUMNS
 
-# The activations that a linear can compute, too; the index is the library's number.
+# The activations that the epilogue of a GEMM can compute; the index is the library's number.
 ACTIVATIONS = (None, "gelu", "gelu_tanh")
 GATED_SILU = "gated_silu"  # A gated activation with a backward pass in the library.
 
@@ -65,16 +65,45 @@ def apply_activation(x: Tensor, activation: str) -> Tensor:
 
 def activation_backward(x: Tensor, dy: Tensor, activation: str) -> Tensor:
     """Return the gradient of the input of `apply_activation`, from that of its output."""
+    if activation == GATED_SILU:
+        return gated_silu_backward(x, dy)[0]
     dy, dx = dy.contiguous(), torch.empty_like(x)
     lib, threads = library(), torch.get_num_threads()
     assert lib is not None, "call supports_activation() first"
     addresses = x.data_ptr(), dy.data_ptr(), dx.data_ptr()
-    if activation == GATED_SILU:
-        lib.preamble_gated_silu_backward(*addresses, *dy.shape, threads)
-    else:
-        number = ACTIVATIONS.index(activation)
-        lib.preamble_activation_backward(*addresses, x.numel(), number, threads)
+    number = ACTIVATIONS.index(activation)
+    lib.preamble_activation_backward(*addresses, x.numel(), number, threads)
     return dx
+
+
+def gated_silu(x: Tensor, factors: Tensor | None = None, late_bias: Tensor | None = None) -> Tensor:
+    """Return silu(gate) * up of the columns of factors * x + late_bias: gates, then ups.
+
+    The factors are in fp32. The call has no backward pass; callers must check
+    `supports_activation` first.
+    """
+    x, y = x.contiguous(), x.new_empty(len(x), x.shape[1] // 2)
+    lib = library()
+    assert lib is not None, "call supports_activation() first"
+    addresses = (data_ptr(tensor) for tensor in (x, factors, late_bias, y))
+    lib.preamble_gated_silu(*addresses, *y.shape, torch.get_num_threads())
+    return y
+
+
+def gated_silu_backward(
+    x: Tensor, dy: Tensor, factors: Tensor | None = None, late_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of `x` and of the factors, from that of the output of `gated_silu`.
+
+    The gradient of the factors is in fp32; None: there are no factors.
+    """
+    dy, dx = dy.contiguous(), torch.empty_like(x)
+    dfactors = None if factors is None else torch.empty_like(factors)
+    lib = library()
+    assert lib is not None, "call supports_activation() first"
+    addresses = (data_ptr(tensor) for tensor in (x, factors, late_bias, dy, dx, dfactors))
+    lib.preamble_gated_silu_backward(*addresses, *dy.shape, torch.get_num_threads())
+    return dx, dfactors
 
 
 class _Activation(torch.autograd.Function):
@@ -83,12 +112,10 @@ class _Activation(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x)
         ctx.activation = activation
+        if activation == GATED_SILU:
+            return gated_silu(x)
         lib, threads = library(), torch.get_num_threads()
         assert lib is not None, "call supports_activation() first"
-        if activation == GATED_SILU:
-            y = x.new_empty(len(x), x.shape[1] // 2)
-            lib.preamble_gated_silu(x.data_ptr(), y.data_ptr(), *y.shape, threads)
-            return y
         y = torch.empty_like(x)
         number = ACTIVATIONS.index(activation)
         lib.preamble_activation(x.data_ptr(), y.data_ptr(), x.numel(), number, threads)
@@ -132,23 +159,6 @@ def _call_rms_norm(function: str, x: Tensor, *inputs: Tensor) -> Tensor:
     rows = x.numel() // x.shape[-1]
     getattr(lib, function)(*addresses, rows, x.shape[-1], torch.get_num_threads())
     return y
-
-
-def scale_columns(x: Tensor, factor: Tensor) -> Tensor:
-    """Return x times a factor of each column. Callers must check `supports_rows` first."""
-    return cast(Tensor, _ScaleColumns.apply(x, factor))  # type: ignore[no-untyped-call]
-
-
-class _ScaleColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
-        ctx.save_for_backward(x, factor)
-        return x * factor.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, factor = ctx.saved_tensors
-        return scale_backward(grads[0], x, factor)
 
 
 def scale_backward(

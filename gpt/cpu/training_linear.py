@@ -9,7 +9,7 @@ gpt/model/linear.py and gpt/model/adapted_linear_training.py.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
@@ -19,10 +19,12 @@ from gpt.cpu.kernels import library
 from gpt.cpu.packed_linear import PANEL_COLUMNS
 from gpt.cpu.training_kernels import (
     ACTIVATIONS,
+    GATED_SILU,
     activation_backward,
     data_ptr,
+    gated_silu,
+    gated_silu_backward,
     scale_backward,
-    scale_columns,
     supports_rows,
 )
 from gpt.linear_adapter import LinearTerm, OutputColumns
@@ -33,13 +35,21 @@ RANK_MULTIPLE = 16
 ROWS_MIN = 64
 
 
+class _ColumnScaling(ctypes.Structure):
+    """The struct ColumnScaling in gpt/cpu/src/gemm.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("factors", "late_bias", "unscaled")),
+        *((name, ctypes.c_void_p) for name in ("multiplied", "sums")),
+    )
+
+
 class _LinearEpilogue(ctypes.Structure):
     """The struct LinearEpilogue in gpt/cpu/src/training_linear.c."""
 
     _fields_ = (
         ("activation", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("bias", "residual", "late_bias", "factors")),
-        ("unscaled", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("bias", "residual", "scaling")),
     )
 
 
@@ -122,17 +132,15 @@ def linear(
 ) -> Tensor:
     """Return activation(x @ weight.T + bias) + residual, with the terms of an adapter of all rows.
 
-    `activation`: one of ACTIVATIONS. The tensors of the terms get gradients. Callers must check
-    `supports_matmul` and `supports_terms` first.
+    `activation`: one of ACTIVATIONS, or GATED_SILU. The tensors of the terms get gradients. Callers
+    must check `supports_matmul` and `supports_terms` first.
     """
-    for term in terms:
-        if term.input_scale is not None:
-            x = scale_columns(x, term.input_scale)
+    input_scale = next((term.input_scale for term in terms if term.input_scale is not None), None)
     layout = _LinearLayout.create(activation, terms, len(weight))
     tensors = [
         tensor for term in terms for tensor in (term.lora_a, term.lora_b, term.column_factor)
     ]
-    arguments = x, weight, bias, residual, layout, *tensors
+    arguments = x, weight, bias, residual, layout, input_scale, *tensors
     return cast(Tensor, _Linear.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
@@ -248,8 +256,8 @@ def _row_runs(matrix: Tensor, columns: OutputColumns | None) -> Tensor:
 class _Linear(torch.autograd.Function):
     """Autograd function of `linear`: the gradients of x, of the residual, and of the terms.
 
-    It saves x, which the gradient of A needs, u = scale * A x, and the product before the factors
-    and the activation, if there are any of these.
+    It saves x if the gradient of A or of the input scale needs it, u = scale * A x, and the product
+    before the factors and the activation, if there are any of these.
     """
 
     @staticmethod
@@ -260,51 +268,55 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         residual: Tensor | None,
         layout: _LinearLayout,
-        *tensors: Tensor | None,
+        *input_scale_and_tensors: Tensor | None,
     ) -> Tensor:
         x = x.contiguous()
-        a = b = u = unscaled = low_rank = None
-        panel_ranks = _panel_ranks(layout)
+        input_scale, *tensors = input_scale_and_tensors
+        a = b = u = low_rank = None
         if layout.rank:
             a, b = layout.matrices(tensors, x)
             u = x.new_empty(len(x), layout.rank)
-            low_rank = _LowRankProduct.create(a, b, layout, u, panel_ranks)
+            low_rank = _LowRankProduct.create(a, b, layout, u, _panel_ranks(layout))
+        if input_scale is not None:
+            input_scale = input_scale.float().contiguous()
         factors = layout.factors(tensors)
         late_bias = None if layout.scales_bias else bias
         early_bias = bias if layout.scales_bias else None
-        saves_input = layout.activation is not None and any(ctx.needs_input_grad)
-        if factors is not None or saves_input:
-            unscaled = x.new_empty(len(x), len(weight))
-        y = _gemm(
-            x,
-            weight,
-            early_bias,
-            residual,
-            layout.activation,
-            late_bias=late_bias,
-            factors=factors,
-            unscaled=unscaled,
-            low_rank=low_rank,
-        )
+        multiply = partial(_gemm, x, weight, early_bias, input_scale=input_scale, low_rank=low_rank)
+        if layout.activation == GATED_SILU:
+            unscaled = multiply()
+            y = gated_silu(unscaled, factors, late_bias)
+            y = y if residual is None else y.add_(residual)
+        else:
+            unscaled = None
+            saves_input = layout.activation is not None and any(ctx.needs_input_grad)
+            if factors is not None or saves_input:
+                unscaled = x.new_empty(len(x), len(weight))
+            scaling = _column_scaling(factors=factors, late_bias=late_bias, unscaled=unscaled)
+            y = multiply(residual, layout.activation, scaling=scaling)
         ctx.layout = layout
         ctx.shapes = [None if tensor is None else tensor.shape for tensor in tensors]
-        saved_x = None if u is None else x
-        ctx.save_for_backward(saved_x, weight, a, b, u, unscaled, factors, late_bias)
+        saved_x = x if u is not None or ctx.needs_input_grad[5] else None
+        saved = saved_x, weight, input_scale, a, b, u, unscaled, factors, late_bias
+        ctx.save_for_backward(*saved)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, a, b, u, unscaled, factors, late_bias = ctx.saved_tensors
+        x, weight, input_scale, a, b, u, unscaled, factors, late_bias = ctx.saved_tensors
         layout: _LinearLayout = ctx.layout
         dy, dfactors, da, db = grads[0].contiguous(), None, None, None
-        if factors is not None:
+        if layout.activation == GATED_SILU:
+            dy, dfactors = gated_silu_backward(unscaled, dy, factors, late_bias)
+        elif factors is not None:
             dy, dfactors = scale_backward(
                 dy, unscaled, factors, late_bias=late_bias, activation=layout.activation
             )
         elif layout.activation is not None:
             dy = activation_backward(unscaled, dy, layout.activation)
         dx: Tensor | None = None
-        needs_dx = ctx.needs_input_grad[0]
+        dinput_scale: Tensor | None = None
+        needs_dx, needs_dinput_scale = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
         if u is not None:
             du = torch.empty_like(u)
             low_rank = _LowRankProduct.create(b, a, layout, du, None)
@@ -313,14 +325,19 @@ class _Linear(torch.autograd.Function):
             dx = _gemm(dy, needed_weight, transposed=True, low_rank=low_rank)
             da = _row_products(du, x, None, transposed=False)
             db = _row_products(u, dy, _panel_ranks(layout), transposed=True)
-        elif needs_dx:
-            dx = _gemm(dy, weight, transposed=True)
+        elif needs_dx or needs_dinput_scale:
+            if needs_dinput_scale:
+                dinput_scale = torch.zeros_like(input_scale)
+            multiplied = x if needs_dinput_scale else None
+            scaling = _column_scaling(factors=input_scale, multiplied=multiplied, sums=dinput_scale)
+            dx = _gemm(dy, weight, scaling=scaling, transposed=True)
         dresidual = grads[0] if ctx.needs_input_grad[3] else None
         term_grads = [
             None if grad is None or shape is None else grad.reshape(shape)
             for grad, shape in zip(layout.views(da, db, dfactors), ctx.shapes, strict=True)
         ]
-        return dx if needs_dx else None, None, None, dresidual, None, *term_grads
+        dx = dx if needs_dx else None
+        return dx, None, None, dresidual, None, dinput_scale, *term_grads
 
 
 def _row_products(u: Tensor, y: Tensor, panel_ranks: Tensor | None, *, transposed: bool) -> Tensor:
@@ -346,6 +363,12 @@ def _row_products(u: Tensor, y: Tensor, panel_ranks: Tensor | None, *, transpose
     return grad
 
 
+def _column_scaling(**tensors: Tensor | None) -> _ColumnScaling | None:
+    """Return the addresses of the tensors of a scaling, by name; None: there are no tensors."""
+    addresses = {name: data_ptr(tensor) for name, tensor in tensors.items() if tensor is not None}
+    return _ColumnScaling(**addresses) if addresses else None
+
+
 def _gemm(
     x: Tensor,
     weight: Tensor,
@@ -353,17 +376,15 @@ def _gemm(
     residual: Tensor | None = None,
     activation: str | None = None,
     *,
-    late_bias: Tensor | None = None,
-    factors: Tensor | None = None,
-    unscaled: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    scaling: _ColumnScaling | None = None,
     transposed: bool = False,
     low_rank: _LowRankProduct | None = None,
 ) -> Tensor:
-    """Return activation(factors * (x @ weight.T + bias) + late_bias) + residual.
+    """Return activation(scaling((input_scale * x) @ weight.T + bias)) + residual.
 
     `transposed`: compute x @ weight instead of x @ weight.T, for the gradient of the input.
-    `low_rank` is added to the product. `unscaled` receives the numbers before the factors, and is
-    needed for factors.
+    `low_rank` is added to the product.
     """
     lib = library()
     assert lib is not None, "call supports_matmul() first"
@@ -375,7 +396,9 @@ def _gemm(
     y = x.new_empty(len(x), columns)
     epilogue = _LinearEpilogue(
         ACTIVATIONS.index(activation),
-        *(data_ptr(tensor) for tensor in (bias, residual, late_bias, factors, unscaled)),
+        data_ptr(bias),
+        data_ptr(residual),
+        None if scaling is None else ctypes.addressof(scaling),
     )
     lib.preamble_gemm_unpacked(
         weight.data_ptr(),
@@ -383,6 +406,7 @@ def _gemm(
         columns,
         transposed,
         x.data_ptr(),
+        data_ptr(input_scale),
         len(x),
         ctypes.byref(epilogue),
         y.data_ptr(),

@@ -186,7 +186,7 @@ class TrainingLinear(TorchLinear):
         residual: Tensor | None,
         terms: Sequence[LinearTerm],
     ) -> Tensor:
-        if activation is None or activation in training_kernels.ACTIVATIONS:
+        if activation in (*training_kernels.ACTIVATIONS, training_kernels.GATED_SILU):
             return training_linear.linear(x, self.weight, bias, activation, residual, terms)
         y = training_linear.linear(x, self.weight, bias, None, None, terms)
         y = self.activate(y, activation)

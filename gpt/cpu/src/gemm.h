@@ -47,6 +47,18 @@ typedef struct {
 
 typedef struct Bounds Bounds; /* Defined in exact_argmax.c. */
 
+/* The scaling of the outputs of a linear in training: factors * y + late_bias. NULL omits an
+   operation. */
+typedef struct {
+    const float *factors;      /* One for each column. */
+    const uint16_t *late_bias; /* Added after the factors. */
+    uint16_t *unscaled;        /* Receives y, rounded to bf16; the rounded numbers are scaled. */
+    /* The sums over the rows of `multiplied` (rows, columns) * y are added to `sums`. If y is the
+       gradient of the scaled input of a linear, they are the gradients of the input scale. */
+    const uint16_t *multiplied;
+    float *sums;
+} ColumnScaling;
+
 /* A GEMM of bf16 rows with a packed weight, and its epilogue. For an fp32 weight, `x`, `bias` and
    `staged` are addresses of fp32 numbers, and there is no residual. */
 typedef struct {
@@ -54,11 +66,7 @@ typedef struct {
     const uint16_t *x, *bias, *residual;
     void *out;
     int64_t rows, activation;
-    /* Receives the outputs before the factors and the activation, rounded to bf16; the epilogue
-       then reads the rounded numbers. NULL: they are not stored, and there are no factors. */
-    uint16_t *unscaled;
-    const float *factors;      /* The factor of each column, or NULL. */
-    const uint16_t *late_bias; /* Added after the factors, or NULL. */
+    const ColumnScaling *scaling; /* Before the activation. NULL: none. */
     QuantizedGroup *groups;   /* The quantized rows, if the weight is int8. */
     int64_t x_stride;         /* 16-bit words from one row of x to the next. */
     /* Memory for rows that are normed, padded or interleaved before the GEMM reads them. The first
@@ -221,6 +229,31 @@ TARGET_AVX512_BF16 INLINE __m512 load_bias(const Gemm *p, int64_t at, __mmask16 
     return load_bf16(p->bias + at, mask);
 }
 
+/* Adds up to 16 numbers to those of an array. */
+TARGET_AVX512_BF16 INLINE void add_to_array(float *array, __mmask16 mask, __m512 x)
+{
+    _mm512_mask_storeu_ps(array, mask, _mm512_maskz_loadu_ps(mask, array) + x);
+}
+
+/* Scales the outputs y of one row, from column `begin` on; they are numbers `offset` and following of
+   the output. Adds their products to `sums`, if the scaling has sums. */
+TARGET_AVX512_BF16 INLINE __m512 scale_output(const ColumnScaling *s, __m512 y, int64_t offset,
+                                              int64_t begin, __mmask16 mask, __m512 *sums)
+{
+    if (s->unscaled) {
+        const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(y);
+        _mm256_mask_storeu_epi16(s->unscaled + offset, mask, rounded);
+        y = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
+    }
+    if (s->multiplied)
+        *sums += load_bf16(s->multiplied + offset, mask) * y;
+    if (s->factors)
+        y *= _mm512_maskz_loadu_ps(mask, s->factors + begin);
+    if (s->late_bias)
+        y += load_bf16(s->late_bias + begin, mask);
+    return y;
+}
+
 /* Applies the epilogue to the sums of `rows` rows, from `first` on, for one panel's columns. If
    `adapts` is nonzero, `add_terms` applies the adapters. */
 TARGET_AVX512_BF16 INLINE void epilogue(const Gemm *p, __m512 (*sum)[2], int64_t first,
@@ -273,21 +306,17 @@ TARGET_AVX512_BF16 INLINE void epilogue(const Gemm *p, __m512 (*sum)[2], int64_t
             break;
         __mmask16 mask = lane_mask(left);
         const __m512 bias = load_bias(p, begin, mask, adapts);
+        __m512 sums = _mm512_setzero_ps();
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++) {
             int64_t offset = (first + i) * w->columns + begin;
             __m512 y = sum[i][half] + bias;
-            if (p->unscaled) {
-                __m256bh rounded = _mm512_cvtneps_pbh(y);
-                _mm256_mask_storeu_epi16(p->unscaled + offset, mask, (__m256i)rounded);
-                y = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)rounded), 16);
-                if (p->factors)
-                    y *= _mm512_maskz_loadu_ps(mask, p->factors + begin);
-                if (p->late_bias)
-                    y += load_bf16(p->late_bias + begin, mask);
-            }
+            if (p->scaling)
+                y = scale_output(p->scaling, y, offset, begin, mask, &sums);
             store_output(p, offset, mask, activate_avx512(y, p->activation));
         }
+        if (p->scaling && p->scaling->multiplied)
+            add_to_array(p->scaling->sums + begin, mask, sums);
     }
 }
 

@@ -12,6 +12,20 @@
 /* For fewer elements, starting a parallel loop takes longer than staging the rows. */
 #define PARALLEL_STAGING_ELEMENTS_MIN (8 << 10)
 
+/* Prefetches the numbers of other tensors that the epilogue of a tile reads. Each row has its own
+   cache line. */
+INLINE void prefetch_for_epilogue(const Gemm *p, int64_t first, int64_t column, int rows)
+{
+    const uint16_t *multiplied = p->scaling ? p->scaling->multiplied : NULL;
+    for (int i = 0; i < rows; i++) {
+        const int64_t offset = (first + i) * p->weight->columns + column;
+        if (p->residual)
+            __builtin_prefetch(p->residual + offset);
+        if (multiplied)
+            __builtin_prefetch(multiplied + offset);
+    }
+}
+
 /* Computes one panel's columns for `rows` rows. Each sum adds its channels in the same order for
    any number of rows. */
 TARGET_AVX512_BF16 INLINE void gemm_tile(const Gemm *p, const uint16_t *panel, Prefetch prefetch,
@@ -24,6 +38,7 @@ TARGET_AVX512_BF16 INLINE void gemm_tile(const Gemm *p, const uint16_t *panel, P
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++)
         sum[i][0] = sum[i][1] = _mm512_setzero_ps();
+    prefetch_for_epilogue(p, first, column, rows);
     TileTerms terms;
     terms.is_general = 0;
     if (p->adapters)

@@ -9,8 +9,8 @@
 
 #if defined(__x86_64__)
 
-/* Shares of the rows whose sums `preamble_scale_backward` computes apart. Their number does not
-   depend on that of the threads, so the sums are the same with any number of threads. */
+/* Shares of the rows whose sums of gradients are computed apart. Their number does not depend on that
+   of the threads, so the sums are the same with any number of threads. */
 #define SHARES 32
 
 TARGET_AVX512_BF16 INLINE void store_lanes(uint16_t *to, __mmask16 mask, __m512 x)
@@ -95,58 +95,110 @@ void preamble_activation_backward(const uint16_t *x, const uint16_t *dy, uint16_
                  activation_backward_range, &tensors);
 }
 
+/* Stores in `sums` the sums over the shares (SHARES, columns). */
+static void sum_shares(const float *shares, int64_t columns, float *sums)
+{
+    for (int64_t c = 0; c < columns; c++) {
+        sums[c] = 0;
+        for (int64_t share = 0; share < SHARES; share++)
+            sums[c] += shares[share * columns + c];
+    }
+}
+
+/* silu(gate) * up of the scaled rows of x. A row has `width` gates, then the ups. */
 typedef struct {
     const uint16_t *x, *dy;
+    const float *factors;      /* Of each column of x; NULL: the rows are not scaled. */
+    const uint16_t *late_bias; /* Added after the factors, or NULL. */
     uint16_t *out;
-    int64_t width;
+    float *sums; /* (SHARES, 2 * width) */
+    int64_t rows, width;
 } GatedSilu;
 
-/* The items are rows: gates, then ups. */
+/* Loads up to 16 numbers of a row of x, from `column` on, and scales them. */
+TARGET_AVX512_BF16 INLINE __m512 load_scaled(const GatedSilu *p, const uint16_t *row,
+                                             int64_t column, __mmask16 mask)
+{
+    __m512 x = load_bf16(row + column, mask);
+    if (p->factors)
+        x *= _mm512_maskz_loadu_ps(mask, p->factors + column);
+    if (p->late_bias)
+        x += load_bf16(p->late_bias + column, mask);
+    return x;
+}
+
+/* The items are rows. */
 TARGET_AVX512_BF16 static void gated_silu_range(void *context, int64_t first, int64_t end)
 {
     const GatedSilu *p = context;
     for (int64_t row = first; row < end; row++) {
-        const uint16_t *gate = p->x + 2 * row * p->width, *up = gate + p->width;
+        const uint16_t *x = p->x + 2 * row * p->width;
         for (int64_t c = 0; c < p->width; c += LANES) {
             __mmask16 mask = lane_mask(p->width - c);
-            __m512 g = load_bf16(gate + c, mask), u = load_bf16(up + c, mask);
+            __m512 g = load_scaled(p, x, c, mask), u = load_scaled(p, x, p->width + c, mask);
             store_lanes(p->out + row * p->width + c, mask, g * sigmoid_avx512(g) * u);
         }
     }
 }
 
+/* Stores the gradient of up to 16 numbers of a row of x, from `column` on, and adds the products
+   with these numbers to the sums. `dx` is the gradient of the scaled numbers. */
+TARGET_AVX512_BF16 INLINE void store_gradient(const GatedSilu *p, float *sums, int64_t row,
+                                              int64_t column, __mmask16 mask, __m512 dx)
+{
+    const int64_t at = 2 * row * p->width + column;
+    if (p->factors) {
+        add_to_array(sums + column, mask, dx * load_bf16(p->x + at, mask));
+        dx *= _mm512_maskz_loadu_ps(mask, p->factors + column);
+    }
+    store_lanes(p->out + at, mask, dx);
+}
+
+/* The items are shares of the rows. */
 TARGET_AVX512_BF16 static void gated_silu_backward_range(void *context, int64_t first, int64_t end)
 {
     const GatedSilu *p = context;
-    for (int64_t row = first; row < end; row++) {
-        const uint16_t *gate = p->x + 2 * row * p->width, *up = gate + p->width;
-        uint16_t *to = p->out + 2 * row * p->width;
-        for (int64_t c = 0; c < p->width; c += LANES) {
-            __mmask16 mask = lane_mask(p->width - c);
-            __m512 g = load_bf16(gate + c, mask), u = load_bf16(up + c, mask);
-            __m512 dy = load_bf16(p->dy + row * p->width + c, mask), s = sigmoid_avx512(g);
-            store_lanes(to + c, mask, dy * u * s * (g * (1.0f - s) + 1.0f));
-            store_lanes(to + p->width + c, mask, dy * g * s);
+    for (int64_t share = first; share < end; share++) {
+        float *sums = p->sums + share * 2 * p->width;
+        if (p->factors)
+            memset(sums, 0, 2 * p->width * sizeof *sums);
+        const int64_t end_row = (share + 1) * p->rows / SHARES;
+        for (int64_t row = share * p->rows / SHARES; row < end_row; row++) {
+            const uint16_t *x = p->x + 2 * row * p->width;
+            for (int64_t c = 0; c < p->width; c += LANES) {
+                __mmask16 mask = lane_mask(p->width - c);
+                __m512 g = load_scaled(p, x, c, mask), u = load_scaled(p, x, p->width + c, mask);
+                __m512 dy = load_bf16(p->dy + row * p->width + c, mask), s = sigmoid_avx512(g);
+                store_gradient(p, sums, row, c, mask, dy * u * s * (g * (1.0f - s) + 1.0f));
+                store_gradient(p, sums, row, p->width + c, mask, dy * g * s);
+            }
         }
     }
 }
 
-/* Stores silu(gate) * up in `out` (rows, width). `x` (rows, 2 * width) has gates, then ups. */
-void preamble_gated_silu(const uint16_t *x, uint16_t *out, int64_t rows, int64_t width,
-                         int64_t threads)
+/* Stores silu(gate) * up in `out` (rows, width), where the gates and the ups are the columns of
+   factors * x + late_bias. NULL omits an operation. */
+void preamble_gated_silu(const uint16_t *x, const float *factors, const uint16_t *late_bias,
+                         uint16_t *out, int64_t rows, int64_t width, int64_t threads)
 {
-    GatedSilu tensors = {x, NULL, out, width};
+    GatedSilu tensors = {x, NULL, factors, late_bias, out, NULL, rows, width};
     parallel_for(rows, items_per_chunk(rows, threads), threads, STEALING, gated_silu_range,
                  &tensors);
 }
 
-/* Backward pass of `preamble_gated_silu`: stores the gradient of `x` in `out`. */
-void preamble_gated_silu_backward(const uint16_t *x, const uint16_t *dy, uint16_t *out,
-                                  int64_t rows, int64_t width, int64_t threads)
+/* Backward pass of `preamble_gated_silu`: stores the gradient of `x` in `out`, and if there are
+   factors, their gradient in `factor_grads` (2 * width). */
+void preamble_gated_silu_backward(const uint16_t *x, const float *factors,
+                                  const uint16_t *late_bias, const uint16_t *dy, uint16_t *out,
+                                  float *factor_grads, int64_t rows, int64_t width,
+                                  int64_t threads)
 {
-    GatedSilu tensors = {x, dy, out, width};
-    parallel_for(rows, items_per_chunk(rows, threads), threads, STEALING,
+    float *shares = thread_scratch(factors ? SHARES * 2 * width * sizeof *shares : 0);
+    GatedSilu tensors = {x, dy, factors, late_bias, out, shares, rows, width};
+    parallel_for(SHARES, items_per_chunk(SHARES, threads), threads, STEALING,
                  gated_silu_backward_range, &tensors);
+    if (factors)
+        sum_shares(shares, 2 * width, factor_grads);
 }
 
 typedef struct {
@@ -254,8 +306,7 @@ TARGET_AVX512_BF16 static void scale_backward_range(void *context, int64_t first
                         x += load_bf16(p->late_bias + c, mask);
                     dy *= gelu_grad(x, p->activation == GELU_TANH);
                 }
-                const __m512 sum = _mm512_maskz_loadu_ps(mask, sums + c) + dy * y;
-                _mm512_mask_storeu_ps(sums + c, mask, sum);
+                add_to_array(sums + c, mask, dy * y);
                 store_lanes(p->out + at, mask, dy * factors);
             }
     }
@@ -272,11 +323,7 @@ void preamble_scale_backward(const uint16_t *dy, const uint16_t *y, const float 
     ScaleBackward tensors = {dy, y, late_bias, factors, out, shares, rows, columns, activation};
     parallel_for(SHARES, items_per_chunk(SHARES, threads), threads, STEALING, scale_backward_range,
                  &tensors);
-    for (int64_t c = 0; c < columns; c++) {
-        sums[c] = 0;
-        for (int64_t share = 0; share < SHARES; share++)
-            sums[c] += shares[share * columns + c];
-    }
+    sum_shares(shares, columns, sums);
 }
 
 #endif

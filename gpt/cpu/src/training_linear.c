@@ -4,7 +4,8 @@
    packed copy is kept: each thread packs one panel at a time. The low-rank product of an adapter
    has no pass of its own over the rows. While the rows are staged, they are projected to the rank,
    and the projected rows u follow the channels of x; the panels have the rows of the other matrix
-   behind those of the weight. The GEMM therefore adds the low-rank product as further channels. */
+   behind those of the weight. The GEMM therefore adds the low-rank product as further channels. A
+   scale of the input channels is applied while the rows are staged, too. */
 
 #include "gemm.h"
 #include "thread_pool.h"
@@ -35,9 +36,11 @@ typedef struct {
     Gemm product;
     const uint16_t *x, *weight;
     int64_t channels, transposed; /* `channels`: those of x, without u. */
+    const float *input_scale;     /* Of each channel of x, or NULL. */
     LowRankProduct low_rank;      /* The rank is 0 without a low-rank product. */
     uint16_t *projection;         /* Packed in blocks of 16 columns. */
     uint16_t *panels;             /* For one panel of each thread. */
+    uint16_t *scaled_tiles;       /* For the scaled rows of one tile of each thread. */
 } UnpackedLinear;
 
 /* Packs the panel of 32 rows, `stride` elements apart, of a number of channels that is a multiple of
@@ -116,6 +119,21 @@ TARGET_AVX512_BF16 INLINE void project_block(const UnpackedLinear *l, const uint
 #define PROJECT_CASE(n)                                                                            \
     case n: project_block(l, x, stride, step, block, u, n); break;
 
+/* Returns the scaled rows of a tile, in this thread's memory. */
+TARGET_AVX512_BF16 static const uint16_t *scale_tile(const UnpackedLinear *l, const uint16_t *rows,
+                                                     int64_t count)
+{
+    uint16_t *tile = l->scaled_tiles + worker_index() * TILE * l->channels;
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t c = 0; c < l->channels; c += LANES) {
+            const int64_t at = i * l->channels + c;
+            const __m512 x = load_bf16(rows + at, lane_mask(LANES));
+            const __m512 scaled = x * _mm512_loadu_ps(l->input_scale + c);
+            _mm256_storeu_si256((__m256i_u *)(tile + at), (__m256i)_mm512_cvtneps_pbh(scaled));
+        }
+    return tile;
+}
+
 /* Stages up to TILE rows from `row` on, and projects them. A full tile is interleaved. */
 TARGET_AVX512_BF16 static void stage_tile(const UnpackedLinear *l, int64_t row)
 {
@@ -124,10 +142,13 @@ TARGET_AVX512_BF16 static void stage_tile(const UnpackedLinear *l, int64_t row)
     const int64_t rows = left < TILE ? left : TILE, interleaved = rows == TILE;
     const int64_t stride = interleaved ? 2 : p->x_stride, step = interleaved ? 2 * TILE : 2;
     uint16_t *x = p->staged + row * p->x_stride, *u = l->low_rank.u + row * rank;
+    const uint16_t *from = l->x + row * channels;
+    if (l->input_scale)
+        from = scale_tile(l, from, rows);
     if (interleaved)
-        interleave_tile(l->x + row * channels, channels, x);
+        interleave_tile(from, channels, x);
     for (int64_t i = 0; !interleaved && i < rows; i++)
-        memcpy(x + i * stride, l->x + (row + i) * channels, channels * sizeof *x);
+        memcpy(x + i * stride, from + i * channels, channels * sizeof *x);
     for (int64_t block = 0; block < rank; block += LANES)
         switch (rows) {
             FOR_EACH_TILE_ROWS(PROJECT_CASE)
@@ -184,23 +205,22 @@ static void multiply_range(void *context, int64_t first, int64_t end)
     }
 }
 
-/* The epilogue of a linear: out = activation(factors * (product + bias) + late_bias) + residual. NULL
-   omits an operation. `unscaled` receives product + bias, rounded to bf16; it is needed for factors
-   and a late bias. */
+/* The epilogue of a linear: out = activation(scaling(product + bias)) + residual. NULL omits an
+   operation. */
 typedef struct {
     int64_t activation;
-    const uint16_t *bias, *residual, *late_bias;
-    const float *factors;
-    uint16_t *unscaled;
+    const uint16_t *bias, *residual;
+    const ColumnScaling *scaling;
 } LinearEpilogue;
 
 /* Multiplies the rows of x with an unpacked weight, whose dimensions are multiples of 32. The shape
    of the weight is (channels, columns) if `transposed` is nonzero, else (columns, channels).
-   `low_rank` is added to the product; NULL: none. If `columns` is 0, only its u is computed. */
+   `input_scale` multiplies the channels of x, which are then rounded to bf16; NULL: none. `low_rank`
+   is added to the product; NULL: none. If `columns` is 0, only its u is computed. */
 void preamble_gemm_unpacked(const uint16_t *weight, int64_t channels, int64_t columns,
-                            int64_t transposed, const uint16_t *x, int64_t rows,
-                            const LinearEpilogue *epilogue, uint16_t *out, int64_t threads,
-                            const LowRankProduct *low_rank)
+                            int64_t transposed, const uint16_t *x, const float *input_scale,
+                            int64_t rows, const LinearEpilogue *epilogue, uint16_t *out,
+                            int64_t threads, const LowRankProduct *low_rank)
 {
     const int64_t rank = low_rank ? low_rank->rank : 0;
     const PackedWeight shape = {.channels = channels, .columns = columns};
@@ -210,21 +230,22 @@ void preamble_gemm_unpacked(const uint16_t *weight, int64_t channels, int64_t co
                          .out = out,
                          .rows = rows,
                          .activation = epilogue->activation,
-                         .unscaled = epilogue->unscaled,
-                         .factors = epilogue->factors,
-                         .late_bias = epilogue->late_bias,
+                         .scaling = epilogue->scaling,
                          .x_stride = padded_stride(channels + rank),
                          .interleaved_rows = rows / TILE * TILE},
                         x,
                         weight,
                         channels,
                         transposed,
+                        input_scale,
                         {0},
+                        NULL,
                         NULL,
                         NULL};
     const int64_t staged_numel = rows * l.product.x_stride, tiles = (rows + TILE - 1) / TILE;
-    const int64_t numel =
-        staged_numel + rank * channels + threads * (channels + rank) * COLUMNS;
+    const int64_t panels_numel = threads * (channels + rank) * COLUMNS;
+    const int64_t tiles_numel = input_scale ? threads * TILE * channels : 0;
+    const int64_t numel = staged_numel + rank * channels + panels_numel + tiles_numel;
     const int64_t panels_per_chunk = columns / COLUMNS / (threads * 8) + 1;
     if (!rows)
         return;
@@ -232,6 +253,7 @@ void preamble_gemm_unpacked(const uint16_t *weight, int64_t channels, int64_t co
     l.product.x = l.product.staged;
     l.projection = l.product.staged + staged_numel;
     l.panels = l.projection + rank * channels;
+    l.scaled_tiles = l.panels + panels_numel;
     if (rank) {
         l.low_rank = *low_rank;
         pack_projection(&l);

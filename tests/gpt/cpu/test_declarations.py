@@ -38,7 +38,7 @@ STRUCTURES = sorted(
 )
 KINDS = {"int64_t": ctypes.c_int64, "int": ctypes.c_int, "double": ctypes.c_double}
 # A type with an optional `const`, and the declared names with the asterisks of pointers.
-DECLARATION = re.compile(r"(?:const )?(\w+) (\**\w+(?:, \**\w+)*)")
+DECLARATION = re.compile(r"(?:const )?(?:_Atomic )?(\w+) (\**\w+(?:, \**\w+)*)")
 # Functions for which the defaults of ctypes are correct: at most one int argument, and an int or no
 # return value.
 UNDECLARED = {
