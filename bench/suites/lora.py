@@ -68,7 +68,6 @@ class LoraSizes:
     registered: int = 10_000  # Adapters in the folder.
     turns: int = 1000  # Those that take turns in the memory.
     resident: int = 32  # Adapters that the memory has space for.
-    cache_turns: int = 128  # More adapters than the server's cache has space for.
     streams: int = 8  # Streams of the base model that run beside them.
     stream_tokens: int = 400  # New tokens of each request of a stream.
     alone_s: float = 10.0  # Seconds in which the streams are measured alone.
@@ -318,12 +317,6 @@ def turns(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
     A first token may take 1.5 times the sum of two times: that of a resident adapter, and that of
     reading an adapter's file. The streams' inter-token latencies are compared with those beside as
     many requests of a resident adapter: the difference is what loading adapters costs.
-
-    Both times to read are those of files in the page cache: all files are read before. If the
-    system removes some of them in the meantime, the result says how much was read from the disk.
-
-    The first adapters fill the server's cache, and are not measured: their reads use new memory,
-    which a virtual machine may have to request from its host (20 ms for 10 MB).
     """
     digests = {fixture.new_adapter().digest for _ in range(sizes.turns)}
     for _ in range(sizes.registered - sizes.turns):
@@ -339,8 +332,6 @@ def turns(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
     gc.collect()
     gc.freeze()
     gaps_alone_s = asyncio.run(_stream_gaps(fixture, sizes, []))
-    read_s = _read_s(references)
-    asyncio.run(_stream_gaps(fixture, sizes, references[-sizes.cache_turns :]))
     first_tokens_s: list[float] = []
     disk_bytes = _disk_bytes_read()
     gaps_s = asyncio.run(_stream_gaps(fixture, sizes, references, first_tokens_s))
@@ -348,6 +339,7 @@ def turns(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
     resident_s: list[float] = []
     resident = [references[0]] * (sizes.turns // 2)
     resident_gaps_s = asyncio.run(_stream_gaps(fixture, sizes, resident, resident_s))
+    read_s = _read_s(references[: sizes.resident])
     limit_s = quantile(resident_s[10:], 0.95) + read_s
     p95_s = quantile(first_tokens_s, 0.95)
     yield measured_row(

@@ -174,8 +174,10 @@ def test_linear_with_terms_and_its_gradients_equal_torch(
             without_grad = by_kernels(x)
     for value, torch_value, exact in zip(actual, torch_values, expected, strict=True):
         error = relative_error(value, exact)
-        # The terms of a gradient may cancel each other; the rounding errors then are larger.
-        assert error < ERROR_MAX or error <= relative_error(torch_value, exact)
+        # With gates, the terms of a gradient may cancel each other: torch's error is larger, too.
+        has_limit_of_torch = activation == "gated_silu"
+        limit = relative_error(torch_value, exact) if has_limit_of_torch else 0.0
+        assert error < max(ERROR_MAX, limit)
     assert all(map(torch.equal, frozen_x, [actual[0], *actual[2:]]))
     assert relative_error(without_grad, expected[0]) < ERROR_MAX
 
