@@ -52,6 +52,7 @@ from gpt.linear_adapter import TENSOR_NAMES, LinearAdapter
 from gpt.settings import short_repr
 
 __all__ = [
+    "BUFFERS",
     "Adapter",
     "AdapterName",
     "Card",

@@ -1,12 +1,10 @@
 """Zeroed memory in huge pages, for the KV cache, packed weights and adapters on a CPU.
 
-An anonymous mapping reads as zeros and takes no memory until it is written; huge pages reduce TLB
-misses. On other devices the memory comes from `torch.zeros`.
+It is an anonymous mapping. On other devices the memory comes from `torch.zeros`.
 """
 
 import ctypes
 import math
-import mmap
 import os
 import threading
 import weakref
@@ -15,6 +13,8 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor
+
+from gpt.anonymous_mapping import map_anonymous
 
 _PREFAULT_CHUNK_BYTES = 1 << 23  # Bytes per madvise() call of a prefault thread.
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later; Python's mmap module does not define it.
@@ -26,9 +26,7 @@ def huge_page_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch.zeros would write, and so allocate, all of the memory at once.
     size_bytes = math.prod(shape) * dtype.itemsize
-    pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    pages = map_anonymous(size_bytes)
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
 
 

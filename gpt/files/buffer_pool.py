@@ -10,6 +10,8 @@ import threading
 import weakref
 from contextlib import suppress
 
+from gpt.anonymous_mapping import map_anonymous
+
 # The allocator of the C library uses smaller blocks again by itself.
 POOLED_BYTES_MIN = 1 << 20
 
@@ -20,6 +22,8 @@ class BufferPool:
     def __init__(self, free_bytes_max: int) -> None:
         self._free_bytes_max = free_bytes_max
         self._free: list[mmap.mmap] = []
+        self._last_size = 0  # Of the pooled buffer that was allocated last.
+        self._prefaulting: threading.Thread | None = None
         # A garbage collection in `_take` may call `_release`.
         self._lock = threading.RLock()
 
@@ -34,11 +38,38 @@ class BufferPool:
         """
         if size < POOLED_BYTES_MIN:
             return memoryview(bytearray(size))
-        buffer = self._take(size) or _map_huge_pages(size)
+        self._last_size = size
+        buffer = self._take(size) or map_anonymous(size)
         # The view, and a tensor from it, own the array.
         array = (ctypes.c_ubyte * size).from_buffer(buffer)
         weakref.finalize(array, self._release, buffer).atexit = False
         return memoryview(array).cast("B")
+
+    def prefault_next(self) -> threading.Thread | None:
+        """Let a thread add a free buffer of the size of the last one, if no free buffer fits.
+
+        The page faults then do not delay the next `allocate`. Returns the thread, if one started.
+        """
+        with self._lock:
+            size = self._last_size
+            is_prefaulting = self._prefaulting is not None and self._prefaulting.is_alive()
+            has_space = 0 < size <= self._free_bytes_max - self.free_bytes
+            if is_prefaulting or not has_space or self._fitting(size):
+                return None
+            thread = threading.Thread(target=self._add, args=(size,), daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # The process may start no more threads.
+                return None
+            self._prefaulting = thread
+            return thread
+
+    def _add(self, size: int) -> None:
+        """Add a free buffer whose pages are in memory."""
+        with suppress(OSError):  # There is no memory: `allocate` reports it.
+            buffer = map_anonymous(size)
+            ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), 0, size)
+            self._release(buffer)
 
     def _take(self, size: int) -> mmap.mmap | None:
         """Remove and return the smallest free buffer for `size` bytes.
@@ -46,20 +77,16 @@ class BufferPool:
         A much larger one stays free, because its memory would be wasted.
         """
         with self._lock:
-            sizes = [len(buffer) for buffer in self._free]
-            fitting = [index for index, n in enumerate(sizes) if size <= n <= 2 * size]
-            return self._free.pop(min(fitting, key=sizes.__getitem__)) if fitting else None
+            fitting = self._fitting(size)
+            return self._free.pop(fitting[0]) if fitting else None
+
+    def _fitting(self, size: int) -> list[int]:
+        """Return the indices of the free buffers for `size` bytes, the smallest buffer first."""
+        sizes = [len(buffer) for buffer in self._free]
+        fitting = [index for index, n in enumerate(sizes) if size <= n <= 2 * size]
+        return sorted(fitting, key=sizes.__getitem__)
 
     def _release(self, buffer: mmap.mmap) -> None:
         with self._lock:
             if self.free_bytes + len(buffer) <= self._free_bytes_max:
                 self._free.append(buffer)
-
-
-def _map_huge_pages(size: int) -> mmap.mmap:
-    """Return new memory, in huge pages where the system has them: it has fewer page faults."""
-    buffer = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # A kernel may have no huge pages.
-            buffer.madvise(mmap.MADV_HUGEPAGE)
-    return buffer

@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from gpt.adapters.adapter_file import Adapter, open_adapter, open_verified_adapter, table_width
+from gpt.adapters.adapter_file import (
+    BUFFERS,
+    Adapter,
+    open_adapter,
+    open_verified_adapter,
+    table_width,
+)
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError, PreambleError
 from gpt.files.file_identity import file_identity
@@ -183,7 +189,10 @@ class AdapterCache:
 
     def _read(self, adapter_ref: AdapterRef) -> AdapterReadResult:
         try:
-            return self._read_unchanged(adapter_ref) or self._read_and_check(adapter_ref)
+            read_result = self._read_unchanged(adapter_ref) or self._read_and_check(adapter_ref)
+            # Until the cache is full, each read needs new memory.
+            BUFFERS.prefault_next()
+            return read_result
         except PreambleError as error:
             # The client receives this text. The client may see the file's name, which is the
             # adapter's name, but not the folder.

@@ -40,6 +40,26 @@ def test_a_buffer_is_not_used_for_much_less() -> None:
     assert pool.allocate(POOLED_BYTES_MIN - 1).nbytes == POOLED_BYTES_MIN - 1
 
 
+def test_the_next_buffer_is_prefaulted_once() -> None:
+    pool = BufferPool(free_bytes_max=2 * SIZE)
+    assert pool.prefault_next() is None, "no buffer was allocated yet"
+    memory = allocate(pool, SIZE)
+    thread = pool.prefault_next()
+    assert thread is not None
+    thread.join()
+    assert pool.free_bytes == SIZE
+    assert pool.prefault_next() is None, "a free buffer fits"
+    second = allocate(pool, SIZE)
+    assert second.data_ptr() != memory.data_ptr()
+    assert pool.free_bytes == 0, "the second tensor has the buffer"
+
+
+def test_no_buffer_beyond_the_limit_is_prefaulted() -> None:
+    pool = BufferPool(free_bytes_max=SIZE - 1)
+    allocate(pool, SIZE)
+    assert pool.prefault_next() is None
+
+
 def test_the_free_bytes_are_limited() -> None:
     pool = BufferPool(free_bytes_max=2 * SIZE)
     tensors = [pool.allocate(SIZE) for _ in range(5)]
