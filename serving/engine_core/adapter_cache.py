@@ -4,9 +4,9 @@ A step must not wait for a disk, so a request whose adapter is not in the cache 
 of the adapter reader has read the adapter. Adapters of live requests are pinned. The other adapters
 stay in the cache until it exceeds its limit in bytes; then the least recently used ones are
 evicted. The digest is checked when an adapter is read, unless its file is the one that was checked
-when it was loaded. Rows are embeddings, or the keys and values
-of prefix adapters. The scheduler, not this module, decides where adapters are stored on the device:
-in the adapter pool or in KV blocks.
+when it was loaded. Rows are embeddings, or the keys and values of prefix adapters. The scheduler,
+not this module, decides where adapters are stored on the device: in the adapter pool or in KV
+blocks.
 """
 
 import logging
@@ -57,7 +57,7 @@ def prefix_write_tokens_max(model_config: GPTConfig) -> int:
 @dataclass
 class _CachedRows:
     data: bytes
-    linears: tuple[LinearWrite, ...]
+    linears: tuple[tuple[str, LinearAdapter], ...]
     nbytes: int
     pins: int = 0
 
@@ -161,7 +161,12 @@ class AdapterCache:
 
     def pinned_linears(self, digest: str, first: int, count: int) -> list[LinearWrite]:
         """`count` adapter weights of a pinned adapter, from the change `first` on."""
-        return list(self._cache[digest].linears[first : first + count])
+        # The cache does not keep these objects: a full garbage collection would scan hundreds for
+        # each adapter, while no step runs.
+        return [
+            LinearWrite(key, linear.scale, _tensor_bytes(linear))
+            for key, linear in self._cache[digest].linears[first : first + count]
+        ]
 
     def pinned_prefix_rows(self, digest: str, start: int, count: int) -> bytes:
         """`count` rows of a pinned prefix adapter, from row `start` on."""
@@ -246,10 +251,7 @@ class AdapterCache:
 
 
 def _copy(adapter_ref: AdapterRef, adapter: Adapter) -> AdapterReadResult:
-    linears = tuple(
-        LinearWrite(key, linear.scale, _tensor_bytes(linear))
-        for key, linear in sorted(adapter.linears.items())
-    )
+    linears = tuple(sorted(adapter.linears.items()))
     return AdapterReadResult(adapter_ref, adapter.table.numpy().tobytes(), linears)
 
 

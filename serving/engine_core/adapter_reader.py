@@ -14,7 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from serving.messages import AdapterRef, LinearWrite
+from gpt.linear_adapter import LinearAdapter
+from serving.messages import AdapterRef
 
 # A thread whose file takes longer than this is replaced by another thread.
 STALL_S = 1.0
@@ -27,7 +28,7 @@ class AdapterReadResult:
 
     adapter_ref: AdapterRef
     data: bytes = b""  # The rows in fp32, contiguous.
-    linears: tuple[LinearWrite, ...] = ()  # The adapter weights, in the order of their keys.
+    linears: tuple[tuple[str, LinearAdapter], ...] = ()  # In the order of their keys.
     reason: str = ""  # Empty: the adapter was read.
 
 
