@@ -5,16 +5,15 @@ It is an anonymous mapping. On other devices the memory comes from `torch.zeros`
 
 import ctypes
 import math
-import os
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from gpt.anonymous_mapping import map_anonymous
+from gpt.thread_priority import use_lowest_priority
 
 _PREFAULT_CHUNK_BYTES = 1 << 23  # Bytes per madvise() call of a prefault thread.
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later; Python's mmap module does not define it.
@@ -43,9 +42,7 @@ def prefault(memory: Tensor, free_bytes: Callable[[], int], thread_name: str) ->
 
 
 def _prefault(memory_ref: "weakref.ref[Tensor]", free_bytes: Callable[[], int]) -> None:
-    with suppress(OSError):
-        # With a native thread id, Linux changes the priority of this thread only.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    use_lowest_priority()
     start, has_more = 0, True
     while has_more:
         memory = memory_ref()

@@ -11,9 +11,12 @@ import weakref
 from contextlib import suppress
 
 from gpt.anonymous_mapping import map_anonymous
+from gpt.thread_priority import use_lowest_priority
 
 # The allocator of the C library uses smaller blocks again by itself.
 POOLED_BYTES_MIN = 1 << 20
+# `prefault_next` prepares the next buffer, and one more for a user that keeps the next one.
+PREFAULTED_MAX = 2
 
 
 class BufferPool:
@@ -45,18 +48,22 @@ class BufferPool:
         weakref.finalize(array, self._release, buffer).atexit = False
         return memoryview(array).cast("B")
 
+    def lacks(self, size: int) -> bool:
+        """Whether the pool has no buffer for `size` bytes, although it may have one."""
+        with self._lock:
+            return POOLED_BYTES_MIN <= size <= self._free_bytes_max and not self._fitting(size)
+
     def prefault_next(self) -> threading.Thread | None:
-        """Let a thread add a free buffer of the size of the last one, if no free buffer fits.
+        """Let a thread add free buffers of the size of the last one, until `PREFAULTED_MAX` fit.
 
         The page faults then do not delay the next `allocate`. Returns the thread, if one started.
         """
         with self._lock:
             size = self._last_size
             is_prefaulting = self._prefaulting is not None and self._prefaulting.is_alive()
-            has_space = 0 < size <= self._free_bytes_max - self.free_bytes
-            if is_prefaulting or not has_space or self._fitting(size):
+            if is_prefaulting or not self._has_space(size):
                 return None
-            thread = threading.Thread(target=self._add, args=(size,), daemon=True)
+            thread = threading.Thread(target=self._prefault, args=(size,), daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # The process may start no more threads.
@@ -64,12 +71,24 @@ class BufferPool:
             self._prefaulting = thread
             return thread
 
-    def _add(self, size: int) -> None:
-        """Add a free buffer whose pages are in memory."""
+    def _prefault(self, size: int) -> None:
+        """Add free buffers whose pages are in memory."""
+        # At normal priority, the page faults would delay the steps, which use all cores.
+        use_lowest_priority()
         with suppress(OSError):  # There is no memory: `allocate` reports it.
-            buffer = map_anonymous(size)
-            ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), 0, size)
-            self._release(buffer)
+            for _ in range(PREFAULTED_MAX):
+                if self._has_space(size):
+                    buffer = map_anonymous(size)
+                    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), 0, size)
+                    self._release(buffer)
+
+    def _has_space(self, size: int) -> bool:
+        """Whether one more buffer of `size` bytes may be prefaulted."""
+        with self._lock:
+            return (
+                0 < size <= self._free_bytes_max - self.free_bytes
+                and len(self._fitting(size)) < PREFAULTED_MAX
+            )
 
     def _take(self, size: int) -> mmap.mmap | None:
         """Remove and return the smallest free buffer for `size` bytes.

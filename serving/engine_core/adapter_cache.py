@@ -27,6 +27,7 @@ from gpt.adapters.adapter_file import (
 )
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError, PreambleError
+from gpt.files.buffer_pool import POOLED_BYTES_MIN
 from gpt.files.file_identity import file_identity
 from gpt.linear_adapter import LinearAdapter
 from serving.adapters.directory_layout import unloaded_path
@@ -154,6 +155,8 @@ class AdapterCache:
             )
             self._cached_bytes += nbytes
             self._evict(protected_digest=read_result.adapter_ref.digest)
+            if BUFFERS.lacks(read_result.adapter_ref.linear_bytes):
+                self._evict_for_buffer(read_result.adapter_ref.digest)
 
     def pinned_rows(self, digest: str) -> bytes:
         """The rows of a pinned adapter."""
@@ -192,10 +195,22 @@ class AdapterCache:
             if not self._cache[digest].pins and digest != protected_digest:
                 self._cached_bytes -= self._cache.pop(digest).nbytes
 
+    def _evict_for_buffer(self, protected_digest: str) -> None:
+        """Evict the least recently used adapter with a buffer, for the next read.
+
+        Until the cache is full, each adapter needs new memory, in which a thread prefaults the
+        next buffers. When it is late, a read would wait for page faults, and so would the steps
+        beside it. The caller must hold the lock.
+        """
+        for digest, cached_rows in self._cache.items():
+            has_buffer = cached_rows.nbytes - len(cached_rows.data) >= POOLED_BYTES_MIN
+            if has_buffer and not cached_rows.pins and digest != protected_digest:
+                self._cached_bytes -= self._cache.pop(digest).nbytes
+                return
+
     def _read(self, adapter_ref: AdapterRef) -> AdapterReadResult:
         try:
             read_result = self._read_unchanged(adapter_ref) or self._read_and_check(adapter_ref)
-            # Until the cache is full, each read needs new memory.
             BUFFERS.prefault_next()
             return read_result
         except PreambleError as error:

@@ -1,12 +1,14 @@
 """Buffer pool: memory returns with the last view, and is limited."""
 
 import gc
+import os
 import threading
 
+import pytest
 import torch
 from torch import Tensor
 
-from gpt.files.buffer_pool import POOLED_BYTES_MIN, BufferPool
+from gpt.files.buffer_pool import POOLED_BYTES_MIN, PREFAULTED_MAX, BufferPool
 
 SIZE = 3 * POOLED_BYTES_MIN
 
@@ -40,24 +42,44 @@ def test_a_buffer_is_not_used_for_much_less() -> None:
     assert pool.allocate(POOLED_BYTES_MIN - 1).nbytes == POOLED_BYTES_MIN - 1
 
 
-def test_the_next_buffer_is_prefaulted_once() -> None:
-    pool = BufferPool(free_bytes_max=2 * SIZE)
+def test_the_next_buffers_are_prefaulted_at_the_lowest_priority(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    priorities: list[int] = []
+    monkeypatch.setattr(os, "setpriority", lambda *arguments: priorities.append(arguments[-1]))
+    pool = BufferPool(free_bytes_max=4 * SIZE)
     assert pool.prefault_next() is None, "no buffer was allocated yet"
     memory = allocate(pool, SIZE)
     thread = pool.prefault_next()
     assert thread is not None
     thread.join()
-    assert pool.free_bytes == SIZE
-    assert pool.prefault_next() is None, "a free buffer fits"
-    second = allocate(pool, SIZE)
-    assert second.data_ptr() != memory.data_ptr()
-    assert pool.free_bytes == 0, "the second tensor has the buffer"
+    assert pool.free_bytes == PREFAULTED_MAX * SIZE
+    assert priorities == [19]
+    assert pool.prefault_next() is None, "enough free buffers fit"
+    others = [allocate(pool, SIZE) for _ in range(PREFAULTED_MAX)]
+    assert memory.data_ptr() not in [other.data_ptr() for other in others]
+    assert pool.free_bytes == 0, "the other tensors have the buffers"
 
 
 def test_no_buffer_beyond_the_limit_is_prefaulted() -> None:
     pool = BufferPool(free_bytes_max=SIZE - 1)
-    allocate(pool, SIZE)
+    memory = allocate(pool, SIZE)
     assert pool.prefault_next() is None
+    pool = BufferPool(free_bytes_max=2 * SIZE - 1)
+    memory = allocate(pool, SIZE)
+    thread = pool.prefault_next()
+    assert thread is not None
+    thread.join()
+    assert pool.free_bytes == memory.nbytes == SIZE
+
+
+def test_a_buffer_is_lacking_only_if_the_pool_may_have_it() -> None:
+    pool = BufferPool(free_bytes_max=SIZE)
+    assert pool.lacks(SIZE) and pool.lacks(POOLED_BYTES_MIN)
+    assert not pool.lacks(SIZE + 1), "the pool may not keep it"
+    assert not pool.lacks(POOLED_BYTES_MIN - 1), "the C library allocates it"
+    allocate(pool, SIZE)
+    assert not pool.lacks(SIZE)
 
 
 def test_the_free_bytes_are_limited() -> None:

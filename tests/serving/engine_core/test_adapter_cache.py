@@ -7,10 +7,13 @@ import msgspec
 import pytest
 import torch
 
+from gpt.adapters import adapter_file as adapter_file_module
 from gpt.adapters.adapter_file import Adapter, Card, build_adapter, save_adapter, table_width
 from gpt.config import GPTConfig
 from gpt.files import file_identity as file_identity_module
+from gpt.files.buffer_pool import POOLED_BYTES_MIN, BufferPool
 from gpt.files.file_identity import UNKNOWN, file_identity
+from gpt.linear_adapter import LinearAdapter
 from serving.engine_core import adapter_cache as adapter_cache_module
 from serving.engine_core.adapter_cache import (
     PREFIX_WRITE_BYTES_MAX,
@@ -46,6 +49,29 @@ class CachedAdapters:
         path = self.folder / f"{name}.safetensors"
         save_adapter(adapter, path)
         return adapter, AdapterRef(adapter.digest, ROWS, str(path), kind)
+
+    def save_linears(self, name: str, seed: int) -> AdapterRef:
+        """Save an adapter whose weights have more bytes than the smallest buffer of a pool."""
+        rank = 64
+        width = POOLED_BYTES_MIN // (4 * rank)
+        generator = torch.Generator().manual_seed(seed)
+        change = LinearAdapter(
+            torch.randn(rank, width, generator=generator),
+            torch.randn(width, rank, generator=generator),
+        )
+        linears = {"decoder.layers.0.self_attention.linear_proj": change}
+        adapter = build_adapter(Card(name), None, linears)
+        path = self.folder / f"{name}.safetensors"
+        save_adapter(adapter, path)
+        return AdapterRef(
+            adapter.digest,
+            0,
+            str(path),
+            "linears",
+            linear_count=1,
+            linear_bytes=adapter.nbytes,
+            identity=file_identity(path),
+        )
 
     def take(self) -> AdapterReadResult:
         read_result = self.read_results.get(timeout=WAIT_S)
@@ -117,6 +143,34 @@ def test_eviction_is_lru_and_spares_pinned_adapters(tmp_path: Path) -> None:
     assert adapters.cache.pin(adapter_refs[1]) == "full"  # All of the cache is pinned now.
     adapters.cache.unpin(adapter_refs[2].digest)
     assert adapters.cache.pin(adapter_refs[1]) == "reading"
+    adapters.cache.close()
+
+
+def test_an_adapter_is_evicted_if_the_next_read_would_need_new_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that prefaults buffers is late; an adapter's weights take more than a MiB."""
+    buffers = BufferPool(free_bytes_max=64 << 20)
+    monkeypatch.setattr(buffers, "prefault_next", lambda: None)
+    for module in (adapter_file_module, adapter_cache_module):
+        monkeypatch.setattr(module, "BUFFERS", buffers)
+    monkeypatch.setattr(file_identity_module, "TIME_RESOLUTION_NS", 0)
+    adapters = CachedAdapters(tmp_path, 64 << 20)
+    first, second, third, fourth = (adapters.save_linears(f"task{seed}", seed) for seed in range(4))
+    _, rows = adapters.save("rows", 9)
+    adapters.fetch(rows)
+    adapters.cache.unpin(rows.digest)
+    adapters.fetch(first)
+    adapters.fetch(second)  # No other adapter may be evicted: the first one is pinned.
+    assert adapters.has(first) and buffers.lacks(second.linear_bytes)
+    adapters.cache.unpin(first.digest)
+    adapters.fetch(third)
+    assert not adapters.has(first) and adapters.has(second) and adapters.has(third)
+    assert not buffers.lacks(second.linear_bytes)
+    adapters.cache.unpin(second.digest)
+    adapters.fetch(fourth)
+    assert not adapters.has(second) and adapters.has(third)
+    assert adapters.has(rows), "without it, the next read would still need new memory"
     adapters.cache.close()
 
 
