@@ -194,7 +194,7 @@ class CacheConfig:
     # Size of the adapter pool on the device, in rows (virtual tokens).
     adapter_rows_max: int = ADAPTER_ROWS_MAX
     # Size of the memory for adapters' weights (LoRA, DoRA, IA3) on each rank's device,
-    # in MB. A rank on a CPU uses only the pages that adapters have needed.
+    # in MB. On a CPU, it takes no memory if the server has no directory of adapters.
     adapter_memory_mb: int = ADAPTER_MEMORY_MB
     adapter_bytes_max: int = 1 << 30  # Bytes of the adapters that are cached in host memory.
 

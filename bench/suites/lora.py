@@ -125,7 +125,7 @@ class LoraFixture:
 def lora_fixture(model: GPT, config: ServerConfig) -> Iterator[LoraFixture]:
     with (
         tempfile.TemporaryDirectory(prefix="bench-") as folder,
-        running_engine(model, config) as engine,
+        running_engine(model, config.with_fields(adapters=folder)) as engine,
     ):
         yield LoraFixture(engine, model, Path(folder))
 

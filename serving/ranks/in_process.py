@@ -59,6 +59,7 @@ class InProcessTransport:
                 "`preamble serve`, or load it with tp = pp = ep = 1"
             )
         self._warm_up = warm_up
+        self._has_adapters = config.adapter_config.adapters is not None
         self._device = with_index(mesh.device)
         self._report = report or measure_model(model, config.scheduler_config, config.cache_config)
         self._model_runner = ModelRunner(
@@ -103,7 +104,7 @@ class InProcessTransport:
             if self._warm_up:
                 self._engine_loop.warm_up()
             self._receiver.ready(self._engine_loop.ready_message(self._report))
-            self._model_runner.prefault_kv_pool()
+            self._model_runner.prefault_memory(has_adapters=self._has_adapters)
         except Exception as error:
             log.exception("event=not_ready")
             self._report_loss(f"{type(error).__name__}: {error}")

@@ -112,7 +112,8 @@ class Rank:
         # The objects of the start-up live until the process ends. If they were not frozen, the
         # garbage collector would scan them again, which would delay a step by 0.1 s.
         gc.freeze()
-        model_runner.prefault_kv_pool()  # Returns at once: a background thread does the work.
+        # Returns at once: background threads do the work.
+        model_runner.prefault_memory(has_adapters=self._config.adapter_config.adapters is not None)
         if self._position.rank > 0:
             return self._run_follower(model_runner)
         assert self._engine_loop is not None

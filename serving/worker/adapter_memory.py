@@ -76,13 +76,16 @@ class AdapterMemory:
         if nbytes and self._memory is None:
             self._host_memory = huge_page_zeros((nbytes,), torch.uint8, model.mesh.device)
 
+    def prefault(self) -> None:
+        """Pre-fault the memory's pages in a background thread, if it is on a CPU."""
+        if self._host_memory is not None and not self._is_prefaulted:
+            prefault(self._host_memory, available_memory_bytes, "adapters")
+            self._is_prefaulted = True
+
     def write(self, linears_write: AdapterLinearsWrite) -> None:
         """Write this rank's shards of some changes of an adapter."""
         start = linears_write.start
-        if self._host_memory is not None and not self._is_prefaulted:
-            # A server without such adapters needs no memory for them.
-            prefault(self._host_memory, available_memory_bytes, "adapters")
-            self._is_prefaulted = True
+        self.prefault()
         if not linears_write.first:
             self._adapters[start] = _ResidentAdapter(start, start + linears_write.nbytes)
             self._remove_evicted(start)

@@ -154,9 +154,14 @@ class ModelRunner:
         """Whether a step without sequences can capture a CUDA graph."""
         return self._graphs is not None and self._graphs.has_missing_graphs
 
-    def prefault_kv_pool(self) -> None:
-        """Pre-fault the KV pool's pages in a background thread."""
+    def prefault_memory(self, *, has_adapters: bool) -> None:
+        """Pre-fault the pages of the KV pool and of the adapter memory in background threads.
+
+        The adapter memory of a server without adapters takes no pages.
+        """
         self.pool.prefault(available_memory_bytes)
+        if has_adapters:
+            self._adapter_memory.prefault()
 
     def run_step(self, step: Step) -> Outcome | None:
         """Run a step and wait for it; return None except on the last stage's first tensor rank."""

@@ -6,6 +6,8 @@ allocators keep for reasons of their own.
 
 import ctypes
 import gc
+import mmap
+import platform
 import sys
 import threading
 from dataclasses import dataclass
@@ -13,12 +15,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+KERNEL_RELEASE = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdecimal())
+CAN_PREFAULT = KERNEL_RELEASE >= (5, 14)
+
 
 def anonymous_bytes(pid: int | str = "self") -> int:
     """RssAnon + RssShmem of a process. Pages of mapped files are not counted."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+
+
+def resident_bytes(address: int, size: int) -> int | None:
+    """Resident bytes of an address range; None if a part of the range is not mapped."""
+    pages = (ctypes.c_ubyte * (-(-size // mmap.PAGESIZE)))()
+    if ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages):
+        return None
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
 class _MallocInfo(ctypes.Structure):

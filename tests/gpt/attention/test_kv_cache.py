@@ -3,11 +3,8 @@
 The contents of blocks are tested with the functions that write them.
 """
 
-import ctypes
 import gc
-import mmap
 import os
-import platform
 import threading
 
 import pytest
@@ -16,12 +13,12 @@ import torch
 from gpt.attention.kv_cache import KVPool
 from gpt.kv_groups import kv_groups
 from tests.support.models import CLASSIC
+from tests.support.process_memory import CAN_PREFAULT, resident_bytes
 from tests.support.servers import eventually
 
 BLOCKS = 4_000
 # Threads of the pools of earlier tests. They may still run, because their priority is low.
 EARLIER_THREADS: list[threading.Thread] = []
-KERNEL_RELEASE = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdecimal())
 
 
 def build_pool(blocks: int) -> KVPool:
@@ -30,14 +27,6 @@ def build_pool(blocks: int) -> KVPool:
 
 def pool_bytes(pool: KVPool) -> int:
     return pool.layer(0).nbytes * CLASSIC.num_layers
-
-
-def resident_bytes(address: int, size: int) -> int | None:
-    """Resident bytes of an address range; None if a part of the range is not mapped."""
-    pages = (ctypes.c_ubyte * (-(-size // mmap.PAGESIZE)))()
-    if ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages):
-        return None
-    return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +47,7 @@ def prefault_threads() -> list[threading.Thread]:
     return [thread for thread in threads if thread not in EARLIER_THREADS]
 
 
-@pytest.mark.skipif(KERNEL_RELEASE < (5, 14), reason="this kernel cannot prefault memory")
+@pytest.mark.skipif(not CAN_PREFAULT, reason="this kernel cannot prefault memory")
 def test_prefault_allocates_all_memory_and_keeps_written_values(
     priority_calls: list[tuple[int, int, int]],
 ) -> None:

@@ -1,5 +1,7 @@
 """Adapter memory on a CPU: adapters written in several pieces, with packed and plain weights."""
 
+import os
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from tests.support.adapter_steps import linears_write
 from tests.support.linear_adapters import random_linears
 from tests.support.models import CONFIGS, build
 from tests.support.packed_models import packed_model, run_step
+from tests.support.process_memory import CAN_PREFAULT, resident_bytes
+from tests.support.servers import eventually
 
 LENGTHS, PAST = [1, 13, 1, 2], [9, 0, 30, 4]
 
@@ -26,6 +30,18 @@ def output(model: GPT, adapter: AdaptedRows) -> Tensor:
 
 def resident_adapter(memory: AdapterMemory, start: int) -> AdaptedRows:
     return AdaptedRows(memory._terms(start), None)
+
+
+@pytest.mark.skipif(not CAN_PREFAULT, reason="this kernel cannot prefault memory")
+def test_memory_may_be_prefaulted_before_the_first_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a busy machine, a thread of the lowest priority would get almost no CPU time.
+    monkeypatch.setattr(os, "setpriority", lambda *_: None)
+    memory = AdapterMemory(build(CONFIGS["modern"]), size := 8 << 20, adapters_max=4)
+    assert memory._host_memory is not None
+    address = memory._host_memory.data_ptr()
+    assert resident_bytes(address, size) == 0
+    memory.prefault()
+    eventually(lambda: resident_bytes(address, size) == size)
 
 
 @pytest.mark.parametrize("packed", [False, True])
