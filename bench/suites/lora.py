@@ -7,7 +7,6 @@ small for all of them.
 """
 
 import asyncio
-import gc
 import os
 import random
 import statistics
@@ -38,6 +37,7 @@ from gpt.adapters.linear_check import check_linears
 from gpt.checkpoint.random_init import random_init_checkpoint
 from gpt.config import GPTConfig
 from gpt.files.file_identity import TIME_RESOLUTION_NS
+from gpt.garbage_collection import freeze_startup_objects, make_full_collections_rare
 from gpt.linear_adapter import LinearAdapter
 from gpt.model.gpt_model import GPT
 from gpt.parallel.adaptable_linears import adaptable_linears
@@ -328,9 +328,9 @@ def turns(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
         f"{memory_bytes / len(registered) / 1000:.1f} kB of memory each"
     )
     references = [ref for ref in registered if ref.digest in digests]
-    # A server does this at its start. Otherwise, full collections would interrupt the steps.
-    gc.collect()
-    gc.freeze()
+    # As a rank of a server does at its start: full collections interrupt the steps.
+    freeze_startup_objects()
+    make_full_collections_rare()
     gaps_alone_s = asyncio.run(_stream_gaps(fixture, sizes, []))
     first_tokens_s: list[float] = []
     disk_bytes = _disk_bytes_read()
