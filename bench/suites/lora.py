@@ -52,6 +52,7 @@ RANK = 16
 INVOCATION = (11, 12, 13)
 # (requests in a batch, distinct adapters): the rows "lora/REQUESTS-ADAPTERS".
 BATCHES = ((1, 1), (8, 1), (32, 1), (8, 8), (32, 32))
+TURNS_BLOCK = 50  # Adapters that are loaded between two blocks of requests of a resident adapter.
 NETWORK = GPT2_SMALL.with_fields(max_position_embeddings=1280)
 
 
@@ -311,12 +312,27 @@ def activated(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
 # -------------------------------------------------------------------------------------------- turns
 
 
+@dataclass
+class _Times:
+    """Times that were measured beside streams of the base model."""
+
+    gaps_s: list[float] = field(default_factory=list)  # Inter-token latencies of the streams.
+    first_tokens_s: list[float] = field(default_factory=list)  # Of the other requests.
+
+
+@dataclass
+class _TurnsTimes:
+    alone: _Times = field(default_factory=_Times)  # Only the streams ran.
+    loading: _Times = field(default_factory=_Times)  # Beside requests that load adapters.
+    resident: _Times = field(default_factory=_Times)  # Beside requests of a resident adapter.
+
+
 def turns(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
     """Send many adapters in turn through a memory for a few, beside streams of the base model.
 
     A first token may take 1.5 times the sum of two times: that of a resident adapter, and that of
-    reading an adapter's file. The streams' inter-token latencies are compared with those beside as
-    many requests of a resident adapter: the difference is what loading adapters costs.
+    reading an adapter's file. The streams' inter-token latencies are compared with those beside
+    requests of a resident adapter: the difference is what loading adapters costs.
     """
     digests = {fixture.new_adapter().digest for _ in range(sizes.turns)}
     for _ in range(sizes.registered - sizes.turns):
@@ -331,34 +347,30 @@ def turns(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
     # As a rank of a server does at its start: full collections interrupt the steps.
     freeze_startup_objects()
     make_full_collections_rare()
-    gaps_alone_s = asyncio.run(_stream_gaps(fixture, sizes, []))
-    first_tokens_s: list[float] = []
     disk_bytes = _disk_bytes_read()
-    gaps_s = asyncio.run(_stream_gaps(fixture, sizes, references, first_tokens_s))
+    times = asyncio.run(_measure_turns(fixture, sizes, references))
     disk_bytes = _disk_bytes_read() - disk_bytes
-    resident_s: list[float] = []
-    resident = [references[0]] * (sizes.turns // 2)
-    resident_gaps_s = asyncio.run(_stream_gaps(fixture, sizes, resident, resident_s))
     read_s = _read_s(references[: sizes.resident])
-    limit_s = quantile(resident_s[10:], 0.95) + read_s
-    p95_s = quantile(first_tokens_s, 0.95)
+    limit_s = quantile(times.resident.first_tokens_s, 0.95) + read_s
+    p95_s = quantile(times.loading.first_tokens_s, 0.95)
     yield measured_row(
         "lora/turns-first",
         p95_s / limit_s,
         f"{sizes.turns} adapters in turn through memory for {sizes.resident}: first token "
         f"p95 {1e3 * p95_s:.0f} ms; resident {1e3 * (limit_s - read_s):.0f} ms, reading "
         f"{1e3 * read_s:.0f} ms; {disk_bytes / 1e6:.0f} MB were not in the page cache",
-        samples={"ms": [1e3 * seconds for seconds in first_tokens_s]},
+        samples={"ms": [1e3 * seconds for seconds in times.loading.first_tokens_s]},
     )
-    resident_ms, alone_ms = (1e3 * quantile(gaps, 0.99) for gaps in (resident_gaps_s, gaps_alone_s))
-    increase_ms = 1e3 * quantile(gaps_s, 0.99) - resident_ms
+    loading_ms, resident_ms, alone_ms = (
+        1e3 * quantile(each.gaps_s, 0.99) for each in (times.loading, times.resident, times.alone)
+    )
     yield measured_row(
         "lora/turns-itl",
-        increase_ms,
-        f"ITL p99 of {sizes.streams} streams of the base model {increase_ms:+.1f} ms beside "
-        f"requests that load adapters ({resident_ms:.1f} ms beside requests of a resident adapter, "
-        f"{alone_ms:.1f} ms alone)",
-        samples={"ms": [1e3 * gap for gap in gaps_s]},
+        loading_ms - resident_ms,
+        f"ITL p99 of {sizes.streams} streams of the base model {loading_ms - resident_ms:+.1f} ms "
+        f"beside requests that load adapters ({resident_ms:.1f} ms beside requests of a resident "
+        f"adapter, {alone_ms:.1f} ms alone)",
+        samples={"ms": [1e3 * gap for gap in times.loading.gaps_s]},
     )
 
 
@@ -403,18 +415,16 @@ def _read_s(references: Sequence[AdapterRef]) -> float:
     return statistics.median(seconds)
 
 
-async def _stream_gaps(
-    fixture: LoraFixture,
-    sizes: LoraSizes,
-    references: Sequence[AdapterRef],
-    first_tokens_s: list[float] | None = None,
-) -> list[float]:
+async def _measure_turns(
+    fixture: LoraFixture, sizes: LoraSizes, references: Sequence[AdapterRef]
+) -> _TurnsTimes:
     """Run streams of the base model, and a request of each adapter, one after another.
 
-    Returns the inter-token latencies of the streams, and adds the times to the first tokens of the
-    requests to `first_tokens_s`.
+    After each block of requests, half as many use a resident adapter, so that changes of the
+    machine's speed do not count as the cost of loading.
     """
-    gaps: list[float] = []
+    times = _TurnsTimes()
+    measured = _Times()  # Of the requests that run now.
     has_ended = asyncio.Event()
 
     async def stream() -> None:
@@ -424,28 +434,37 @@ async def _stream_gaps(
             async for _ in fixture.engine.submit(Request((answer,))):
                 now = time.perf_counter()
                 if last is not None:
-                    gaps.append(now - last)
+                    measured.gaps_s.append(now - last)
                 last = now
                 if has_ended.is_set():
                     return
 
-    tasks = [asyncio.create_task(stream()) for _ in range(sizes.streams)]
-    await asyncio.sleep(1.0)
-    gaps.clear()
-    for ref in references:
+    async def send(ref: AdapterRef) -> None:
         answer = fixture.answer(fixture.new_text(16), 2, ref)
         start, first = time.perf_counter(), 0.0
         async for event in fixture.engine.submit(Request((answer,))):
             if event.error is not None:
                 raise event.error
             first = first or time.perf_counter() - start
-        if first_tokens_s is not None:
-            first_tokens_s.append(first)
-    if not references:
-        await asyncio.sleep(sizes.alone_s)
+        measured.first_tokens_s.append(first)
+
+    tasks = [asyncio.create_task(stream()) for _ in range(sizes.streams)]
+    await asyncio.sleep(1.0)
+    measured = times.alone
+    await asyncio.sleep(sizes.alone_s)
+    for first_index in range(0, len(references), TURNS_BLOCK):
+        block = references[first_index : first_index + TURNS_BLOCK]
+        measured = times.loading
+        for ref in block:
+            await send(ref)
+        measured = _Times()
+        await send(references[0])  # It was evicted.
+        measured = times.resident
+        for _ in range(len(block) // 2):
+            await send(references[0])
     has_ended.set()
     await asyncio.gather(*tasks)
-    return gaps
+    return times
 
 
 MEASUREMENTS: dict[str, Callable[[LoraFixture, LoraSizes], Iterator[SuiteOutput]]] = {
