@@ -153,7 +153,15 @@ SUITES: Mapping[str, Suite] = {
         _lora_suite, ("batches", "unused", "prefill", "activated", "turns"), ("batches", "prefill")
     ),
     "tuning": Suite(_prompt_tuning_suite, ("speed", "memory", "losses")),
-    "linear-tuning": Suite(_linear_tuning_suite, ("gpt2", "llama"), on_request=True),
+    "linear-tuning": Suite(
+        _linear_tuning_suite,
+        tuple(
+            f"{family}-{method}"
+            for family in ("gpt2", "llama")
+            for method in ("lora", "dora", "ia3", "alora")
+        ),
+        on_request=True,
+    ),
     "contention": Suite(_contention_suite, ("serving", "tuning")),
     "proxy": Suite(_proxy_suite, ("gpt2", "demo", "ray"), on_request=True),
     "gpu": Suite(_gpu_suite),
