@@ -125,8 +125,8 @@ def mixed_scenario(name: str, adapters: dict[str, AdapterRef], **settings: objec
         for number in range(2 * len(references) + 3)
     ]
     # When the batch has ended: requests of the base model, for which there is too little memory,
-    # and one with the same prompt. Their preemption and cached blocks do not depend on the time that
-    # adapters were read.
+    # and one with the same prompt. Their preemption and cached blocks do not depend on the times at
+    # which adapters were read.
     long = replace(RULE, max_new_tokens=40)
     submissions += [(1000, submission_of(number, None, config, long)) for number in (35, 53)]
     submissions += [(2000, submission_of(71, None, config))]

@@ -88,7 +88,7 @@ def mixed_adapters_scenario(name: str, adapters: list[AdapterRef], **settings: o
         text = TEXT[: 1 + 3 * (number % 3)] + [number % 2] * (number // 6)
         submission = build_submission(name, number, adapter, text, sampling)
         submissions.append((WHEN_IDLE + number // 6 * 4, submission))
-    # The same prompt twice, one after the other: the second one uses the cached blocks of the first.
+    # The same prompt twice, one after the other: the second uses the cached blocks of the first.
     submissions += [
         (when * WHEN_IDLE, build_submission(name, 100 + when, None, TEXT)) for when in (2, 3)
     ]
