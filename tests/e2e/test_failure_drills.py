@@ -392,13 +392,18 @@ async def stop_under_load(server: Server) -> None:
 
 
 def send_until_refused(server: Server, refusals: "Counter[tuple[str, str]]") -> None:
-    """Send requests until the server is gone."""
+    """Send requests until the server is gone.
+
+    It may accept some before it handles its signal, but none after the first refusal.
+    """
     with grpc.insecure_channel(server.address, [OWN_CONNECTION]) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         while server.process.poll() is None:
+            has_refused = bool(refusals)
             try:
                 stub.Generate(pb.GenerateRequest(text="one", max_new_tokens=1), timeout=WAIT_S)
-                refusals["OK", ""] += 1
+                if has_refused:
+                    refusals["OK", ""] += 1
             except grpc.RpcError as error:
                 failure = read_call_error(error)
                 refusals[failure.code, failure.reason] += 1
