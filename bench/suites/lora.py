@@ -313,18 +313,20 @@ def activated(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
 
 
 @dataclass
-class _Times:
-    """Times that were measured beside streams of the base model."""
+class _Latencies:
+    """Latencies of requests that ran at the same time, in seconds."""
 
-    gaps_s: list[float] = field(default_factory=list)  # Inter-token latencies of the streams.
-    first_tokens_s: list[float] = field(default_factory=list)  # Of the other requests.
+    itl_s: list[float] = field(default_factory=list)  # Of the streams of the base model.
+    ttft_s: list[float] = field(default_factory=list)  # Of the other requests.
 
 
 @dataclass
-class _TurnsTimes:
-    alone: _Times = field(default_factory=_Times)  # Only the streams ran.
-    loading: _Times = field(default_factory=_Times)  # Beside requests that load adapters.
-    resident: _Times = field(default_factory=_Times)  # Beside requests of a resident adapter.
+class _TurnsLatencies:
+    alone: _Latencies = field(default_factory=_Latencies)  # Only the streams ran.
+    loading: _Latencies = field(default_factory=_Latencies)  # Beside requests that load adapters.
+    resident: _Latencies = field(
+        default_factory=_Latencies
+    )  # Beside requests of a resident adapter.
 
 
 def turns(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
@@ -351,18 +353,18 @@ def turns(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
     times = asyncio.run(_measure_turns(fixture, sizes, references))
     disk_bytes = _disk_bytes_read() - disk_bytes
     read_s = _read_s(references[: sizes.resident])
-    limit_s = quantile(times.resident.first_tokens_s, 0.95) + read_s
-    p95_s = quantile(times.loading.first_tokens_s, 0.95)
+    limit_s = quantile(times.resident.ttft_s, 0.95) + read_s
+    p95_s = quantile(times.loading.ttft_s, 0.95)
     yield measured_row(
         "lora/turns-first",
         p95_s / limit_s,
         f"{sizes.turns} adapters in turn through memory for {sizes.resident}: first token "
         f"p95 {1e3 * p95_s:.0f} ms; resident {1e3 * (limit_s - read_s):.0f} ms, reading "
         f"{1e3 * read_s:.0f} ms; {disk_bytes / 1e6:.0f} MB were not in the page cache",
-        samples={"ms": [1e3 * seconds for seconds in times.loading.first_tokens_s]},
+        samples={"ms": [1e3 * seconds for seconds in times.loading.ttft_s]},
     )
     loading_ms, resident_ms, alone_ms = (
-        1e3 * quantile(each.gaps_s, 0.99) for each in (times.loading, times.resident, times.alone)
+        1e3 * quantile(each.itl_s, 0.99) for each in (times.loading, times.resident, times.alone)
     )
     yield measured_row(
         "lora/turns-itl",
@@ -370,7 +372,7 @@ def turns(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
         f"ITL p99 of {sizes.streams} streams of the base model {loading_ms - resident_ms:+.1f} ms "
         f"beside requests that load adapters ({resident_ms:.1f} ms beside requests of a resident "
         f"adapter, {alone_ms:.1f} ms alone)",
-        samples={"ms": [1e3 * gap for gap in times.loading.gaps_s]},
+        samples={"ms": [1e3 * seconds for seconds in times.loading.itl_s]},
     )
 
 
@@ -417,14 +419,14 @@ def _read_s(references: Sequence[AdapterRef]) -> float:
 
 async def _measure_turns(
     fixture: LoraFixture, sizes: LoraSizes, references: Sequence[AdapterRef]
-) -> _TurnsTimes:
+) -> _TurnsLatencies:
     """Run streams of the base model, and a request of each adapter, one after another.
 
     After each block of requests, half as many use a resident adapter, so that changes of the
     machine's speed do not count as the cost of loading.
     """
-    times = _TurnsTimes()
-    measured = _Times()  # Of the requests that run now.
+    times = _TurnsLatencies()
+    measured = _Latencies()  # Of the requests that run now.
     has_ended = asyncio.Event()
 
     async def stream() -> None:
@@ -434,7 +436,7 @@ async def _measure_turns(
             async for _ in fixture.engine.submit(Request((answer,))):
                 now = time.perf_counter()
                 if last is not None:
-                    measured.gaps_s.append(now - last)
+                    measured.itl_s.append(now - last)
                 last = now
                 if has_ended.is_set():
                     return
@@ -446,7 +448,7 @@ async def _measure_turns(
             if event.error is not None:
                 raise event.error
             first = first or time.perf_counter() - start
-        measured.first_tokens_s.append(first)
+        measured.ttft_s.append(first)
 
     tasks = [asyncio.create_task(stream()) for _ in range(sizes.streams)]
     await asyncio.sleep(1.0)
@@ -457,7 +459,7 @@ async def _measure_turns(
         measured = times.loading
         for ref in block:
             await send(ref)
-        measured = _Times()
+        measured = _Latencies()
         await send(references[0])  # It was evicted.
         measured = times.resident
         for _ in range(len(block) // 2):

@@ -19,6 +19,11 @@ POOLED_BYTES_MIN = 1 << 20
 PREFAULTED_MAX = 2
 
 
+def fits(buffer_bytes: int, size: int) -> bool:
+    """Whether a buffer is used for `size` bytes; most of a much larger one would be wasted."""
+    return size <= buffer_bytes <= 2 * size
+
+
 class BufferPool:
     """Free buffers, of at most `free_bytes_max` together, for any thread."""
 
@@ -72,7 +77,7 @@ class BufferPool:
             return thread
 
     def _prefault(self, size: int) -> None:
-        """Add free buffers whose pages are in memory."""
+        """Add prefaulted buffers."""
         # At normal priority, the page faults would delay the steps, which use all cores.
         use_lowest_priority()
         with suppress(OSError):  # There is no memory: `allocate` reports it.
@@ -91,10 +96,7 @@ class BufferPool:
             )
 
     def _take(self, size: int) -> mmap.mmap | None:
-        """Remove and return the smallest free buffer for `size` bytes.
-
-        A much larger one stays free, because its memory would be wasted.
-        """
+        """Remove and return the smallest free buffer for `size` bytes."""
         with self._lock:
             fitting = self._fitting(size)
             return self._free.pop(fitting[0]) if fitting else None
@@ -102,7 +104,7 @@ class BufferPool:
     def _fitting(self, size: int) -> list[int]:
         """Return the indices of the free buffers for `size` bytes, the smallest buffer first."""
         sizes = [len(buffer) for buffer in self._free]
-        fitting = [index for index, n in enumerate(sizes) if size <= n <= 2 * size]
+        fitting = [index for index, n in enumerate(sizes) if fits(n, size)]
         return sorted(fitting, key=sizes.__getitem__)
 
     def _release(self, buffer: mmap.mmap) -> None:

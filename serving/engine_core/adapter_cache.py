@@ -27,7 +27,7 @@ from gpt.adapters.adapter_file import (
 )
 from gpt.config import GPTConfig
 from gpt.errors import AdapterError, PreambleError
-from gpt.files.buffer_pool import POOLED_BYTES_MIN
+from gpt.files.buffer_pool import fits
 from gpt.files.file_identity import file_identity
 from gpt.linear_adapter import LinearAdapter
 from serving.adapters.directory_layout import unloaded_path
@@ -156,7 +156,7 @@ class AdapterCache:
             self._cached_bytes += nbytes
             self._evict(protected_digest=read_result.adapter_ref.digest)
             if BUFFERS.lacks(read_result.adapter_ref.linear_bytes):
-                self._evict_for_buffer(read_result.adapter_ref.digest)
+                self._evict_for_buffer(read_result.adapter_ref)
 
     def pinned_rows(self, digest: str) -> bytes:
         """The rows of a pinned adapter."""
@@ -195,16 +195,17 @@ class AdapterCache:
             if not self._cache[digest].pins and digest != protected_digest:
                 self._cached_bytes -= self._cache.pop(digest).nbytes
 
-    def _evict_for_buffer(self, protected_digest: str) -> None:
-        """Evict the least recently used adapter with a buffer, for the next read.
+    def _evict_for_buffer(self, protected: AdapterRef) -> None:
+        """Evict the least recently used adapter whose buffer fits the next adapter of this size.
 
         Until the cache is full, each adapter needs new memory, in which a thread prefaults the
         next buffers. When it is late, a read would wait for page faults, and so would the steps
         beside it. The caller must hold the lock.
         """
         for digest, cached_rows in self._cache.items():
-            has_buffer = cached_rows.nbytes - len(cached_rows.data) >= POOLED_BYTES_MIN
-            if has_buffer and not cached_rows.pins and digest != protected_digest:
+            linear_bytes = cached_rows.nbytes - len(cached_rows.data)
+            is_evictable = not cached_rows.pins and digest != protected.digest
+            if is_evictable and fits(linear_bytes, protected.linear_bytes):
                 self._cached_bytes -= self._cache.pop(digest).nbytes
                 return
 

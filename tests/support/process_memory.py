@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 KERNEL_RELEASE = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdecimal())
-CAN_PREFAULT = KERNEL_RELEASE >= (5, 14)
+CAN_PREFAULT = KERNEL_RELEASE >= (5, 14)  # It has MADV_POPULATE_WRITE.
 
 
 def anonymous_bytes(pid: int | str = "self") -> int:

@@ -50,10 +50,9 @@ class CachedAdapters:
         save_adapter(adapter, path)
         return adapter, AdapterRef(adapter.digest, ROWS, str(path), kind)
 
-    def save_linears(self, name: str, seed: int) -> AdapterRef:
-        """Save an adapter whose weights have more bytes than the smallest buffer of a pool."""
-        rank = 64
-        width = POOLED_BYTES_MIN // (4 * rank)
+    def save_linears(self, name: str, seed: int, rank: int = 64) -> AdapterRef:
+        """Save an adapter whose weights are read into a pooled buffer, of 2 MiB for rank 64."""
+        width = POOLED_BYTES_MIN // (4 * 64)
         generator = torch.Generator().manual_seed(seed)
         change = LinearAdapter(
             torch.randn(rank, width, generator=generator),
@@ -171,6 +170,10 @@ def test_an_adapter_is_evicted_if_the_next_read_would_need_new_memory(
     adapters.fetch(fourth)
     assert not adapters.has(second) and adapters.has(third)
     assert adapters.has(rows), "without it, the next read would still need new memory"
+    adapters.cache.unpin(third.digest)
+    adapters.cache.unpin(fourth.digest)
+    adapters.fetch(adapters.save_linears("large", 4, rank=256))
+    assert adapters.has(third) and adapters.has(fourth), "their buffers are too small"
     adapters.cache.close()
 
 
