@@ -322,11 +322,11 @@ class _Latencies:
 
 @dataclass
 class _TurnsLatencies:
-    alone: _Latencies = field(default_factory=_Latencies)  # Only the streams ran.
-    loading: _Latencies = field(default_factory=_Latencies)  # Beside requests that load adapters.
-    resident: _Latencies = field(
-        default_factory=_Latencies
-    )  # Beside requests of a resident adapter.
+    """Latencies by what runs beside the streams of the base model."""
+
+    alone: _Latencies = field(default_factory=_Latencies)  # Nothing.
+    loading: _Latencies = field(default_factory=_Latencies)  # Requests that load adapters.
+    resident: _Latencies = field(default_factory=_Latencies)  # Requests of a resident adapter.
 
 
 def turns(fixture: LoraFixture, sizes: LoraSizes) -> Iterator[SuiteOutput]:
