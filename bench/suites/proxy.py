@@ -1,14 +1,15 @@
 """Proxy benchmark: the requests per second of replicas behind a proxy, and without one.
 
-Envoy distributes the calls to four replicas of `preamble serve`. The load is the same on both
-sides: generators, one for each replica, whose streaming calls go to the replicas themselves, or all
-to Envoy. A replica in Ray is compared with a server of its own, through both proxies of Ray Serve,
-the Python proxy and HAProxy. The sides run in turn. All processes share the machine, so that the
-CPU time of a proxy is part of the result. The demo model is so small that the front ends, the
-generators and the proxy use most of the CPU time: it shows the worst case.
+A generator sends streaming calls to four replicas of `preamble serve` directly, by the round robin
+of its gRPC channel, or to Envoy, which distributes them by round robin as well. The distribution
+must be the same on both sides: with a fixed number of calls for each replica, the requests of a
+replica start and end together, and its batches are larger. A replica in Ray is compared with a
+server of its own, through both proxies of Ray Serve, the Python proxy and HAProxy. The sides run in
+turn. All processes share the machine, so that the CPU time of a proxy is part of the result. The
+demo model is so small that the front ends, the generator and the proxy use most of the CPU time: it
+shows the worst case.
 """
 
-import asyncio
 import os
 import socket
 import statistics
@@ -28,7 +29,7 @@ from bench.harness.record import SuiteOutput
 from bench.harness.server_process import running_server, saved_random_checkpoint
 from bench.harness.targets import Row, measured_row, not_run_row
 from clients.client import CallError, Client
-from clients.load.generator import LengthSampler, LoadSpec, ServerEndpoint, run_load_async
+from clients.load.generator import LengthSampler, LoadSpec, ServerEndpoint, run_load
 from clients.load.percentiles import quantile
 from gpt.config import GPTConfig
 
@@ -55,9 +56,9 @@ class ProxySizes:
     calls: int = 4  # In flight for each replica.
     prompt_tokens: int = 32
     new_tokens: int = 32
-    # Requests of a round for each replica, by model.
+    # Requests of a round, by model.
     requests: Mapping[str, int] = field(
-        default_factory=lambda: {"gpt2": 24, "demo": 150, "ray": 400}
+        default_factory=lambda: {"gpt2": 96, "demo": 600, "ray": 400}
     )
     ray_calls: int = 32  # In flight for the replica in Ray.
 
@@ -102,8 +103,8 @@ def _envoy_part(name: str, model: Path, binary: Path, sizes: ProxySizes) -> Iter
         config = yaml.safe_load(CONFIG.read_text())
         set_endpoints(config, {"grpc": addresses, "http": addresses}, "ROUND_ROBIN")
         address = stack.enter_context(envoy_process(binary, config, folder, _free_port()))
-        sides = {"direct": addresses, "Envoy": [address] * sizes.replicas}
-        rounds = yield from _run_rounds(name, sides, sizes, sizes.calls)
+        sides = {"direct": "ipv4:" + ",".join(addresses), "Envoy": address}
+        rounds = yield from _run_rounds(name, sides, sizes, sizes.replicas * sizes.calls)
     yield _ratio_row(name, rounds, "Envoy")
 
 
@@ -114,9 +115,9 @@ def _ray_part(sizes: ProxySizes) -> Iterator[SuiteOutput]:
         return
     with ExitStack() as stack:
         stack.enter_context(_limited_threads())
-        sides = {"direct": [stack.enter_context(running_server(DEMO_MODEL)).address]}
+        sides = {"direct": stack.enter_context(running_server(DEMO_MODEL)).address}
         for proxy, (variables, flags) in RAY_PROXIES.items():
-            sides[proxy] = [stack.enter_context(_ray_replica(python, variables, flags))]
+            sides[proxy] = stack.enter_context(_ray_replica(python, variables, flags))
         rounds = yield from _run_rounds("ray", sides, sizes, sizes.ray_calls)
     yield f"ray, Python proxy: {_ratio(rounds, 'Python proxy'):.2f} x direct"
     yield _ratio_row("ray-haproxy", rounds, "HAProxy")
@@ -140,18 +141,15 @@ def _ray_replica(
 
 
 def _run_rounds(
-    name: str, sides: Mapping[str, Sequence[str]], sizes: ProxySizes, concurrency: int
+    name: str, sides: Mapping[str, str], sizes: ProxySizes, concurrency: int
 ) -> Generator[SuiteOutput, None, dict[str, list[Round]]]:
-    """Load the addresses of each side in turn; return the rounds of each side."""
+    """Load the gRPC target of each side in turn; return the rounds of each side."""
     rounds: dict[str, list[Round]] = {side: [] for side in sides}
-    for addresses in sides.values():
-        for address in addresses:
-            _wait_until_ready(address)
+    for target in sides.values():
+        _wait_until_ready(target)
     for number in range(sizes.rounds + 1):
-        for side, addresses in sides.items():
-            figures = asyncio.run(
-                _run_round(addresses, sizes, concurrency, sizes.requests[name], number)
-            )
+        for side, target in sides.items():
+            figures = _run_round(target, sizes, concurrency, sizes.requests[name], number)
             if number:  # The first round is for warm-up.
                 rounds[side].append(figures)
                 yield f"{name}, {side}: {figures}"
@@ -178,32 +176,20 @@ def _ratio(rounds: Mapping[str, Sequence[Round]], proxied: str) -> float:
     )
 
 
-async def _run_round(
-    addresses: Sequence[str], sizes: ProxySizes, concurrency: int, requests: int, seed: int
-) -> Round:
-    start = time.monotonic()
-    runs = await asyncio.gather(
-        *(
-            run_load_async(
-                ServerEndpoint(address),
-                LoadSpec(
-                    concurrency=concurrency,
-                    requests_max=requests,
-                    warmup_requests=0,
-                    prompt_length=LengthSampler.parse(str(sizes.prompt_tokens)),
-                    output_length=LengthSampler.parse(str(sizes.new_tokens)),
-                    seed=seed * len(addresses) + index,
-                ),
-            )
-            for index, address in enumerate(addresses)
-        )
+def _run_round(target: str, sizes: ProxySizes, concurrency: int, requests: int, seed: int) -> Round:
+    spec = LoadSpec(
+        concurrency=concurrency,
+        requests_max=requests,
+        warmup_requests=0,
+        prompt_length=LengthSampler.parse(str(sizes.prompt_tokens)),
+        output_length=LengthSampler.parse(str(sizes.new_tokens)),
+        seed=seed,
     )
-    seconds = time.monotonic() - start
-    calls = [call for run in runs for call in run.calls]
-    failed = [call for call in calls if call.code != "OK" or call.first_token_s is None]
+    load = run_load(ServerEndpoint(target), spec)
+    failed = [call for call in load.calls if call.code != "OK" or call.first_token_s is None]
     assert not failed, f"{len(failed)} calls failed: {failed[0]}"
-    ttfts_s = [(call.first_token_s or 0.0) - call.due_s for call in calls]
-    return Round(len(calls) / seconds, 1000 * quantile(ttfts_s, 0.5))
+    ttfts_s = [call.ttft_s for call in load.calls if call.ttft_s is not None]
+    return Round(len(load.calls) / load.seconds, 1000 * quantile(ttfts_s, 0.5))
 
 
 @contextmanager
@@ -220,9 +206,9 @@ def _limited_threads() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = former
 
 
-def _wait_until_ready(address: str) -> None:
+def _wait_until_ready(target: str) -> None:
     end = time.monotonic() + READY_S
-    with Client(address, 1.0) as client:
+    with Client(target, 1.0) as client:
         while True:
             try:
                 client.info()
