@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import isfinite, log
-from typing import Any, Literal, Self, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from gpt.errors import ConfigError
+from gpt.settings import type_hints
 
 PositionEmbeddingType = Literal[
     "learned_absolute", "rope", "learned_absolute+rope", "alibi", "none"
@@ -589,7 +590,7 @@ def _check_types(config: Any, prefix: str = "") -> None:
     Fields of all other types must be text. Damaged and malicious files can have wrong values.
     `prefix` is added to the names in messages.
     """
-    for name, annotation in get_type_hints(type(config)).items():
+    for name, annotation in type_hints(type(config)).items():
         is_valid, requirement = _TYPE_CHECKS.get(
             annotation, (lambda x: isinstance(x, str), "a text")
         )

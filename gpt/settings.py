@@ -179,7 +179,7 @@ def setting_fields(settings_type: type[Any]) -> dict[str, "Field[Any]"]:
     return {field.name: field for field in fields(settings_type)}
 
 
-def setting_types(settings_type: type[Any]) -> dict[str, Any]:
+def setting_types(settings_type: type[Any]) -> Mapping[str, Any]:
     """Return the type of each key's value. `ComposedSettings` has the keys of all its parts."""
     if issubclass(settings_type, ComposedSettings):
         return {
@@ -187,11 +187,27 @@ def setting_types(settings_type: type[Any]) -> dict[str, Any]:
             for part_type in _part_types(settings_type).values()
             for key, key_type in setting_types(part_type).items()
         }
-    return get_type_hints(settings_type)
+    return type_hints(settings_type)
 
 
-def _part_types(settings_type: type[ComposedSettings]) -> dict[str, type[Any]]:
-    return get_type_hints(settings_type)
+def _part_types(settings_type: type[ComposedSettings]) -> Mapping[str, type[Any]]:
+    return type_hints(settings_type)
+
+
+# The results of `type_hints`. mypy rejects a class as an argument of a `functools.cache`.
+_TYPE_HINTS: dict[type[Any], Mapping[str, Any]] = {}
+
+
+def type_hints(settings_type: type[Any]) -> Mapping[str, Any]:
+    """Return the types of the fields of a dataclass.
+
+    `get_type_hints` takes as long as the rest of reading a card, and a server reads ten thousand
+    cards when it starts.
+    """
+    hints = _TYPE_HINTS.get(settings_type)
+    if hints is None:
+        hints = _TYPE_HINTS[settings_type] = get_type_hints(settings_type)
+    return hints
 
 
 def parse_settings(settings_type: type[S], values: Mapping[str, object], source: str) -> S:

@@ -166,10 +166,10 @@ class Card:
                 f"{GOLDEN_EXAMPLES_MAX} are allowed: remove some"
             )
         try:
-            text = self.to_json()
-            is_reversible = json.loads(text) == self.to_dict()
+            record, text = self.to_dict(), self.to_json()
+            is_reversible = json.loads(text) == record
             # JSON can contain a lone surrogate, but UTF-8 cannot.
-            json.dumps(self.to_dict(), ensure_ascii=False).encode()
+            json.dumps(record, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise AdapterError(
                 f"the card of {self.name!r} has {error.object[error.start]!r}, a lone surrogate, "
@@ -339,7 +339,9 @@ def build_adapter(
             "remove the invocation"
         )
     scales = {key: linear.scale for key, linear in checked_linears.items() if linear.rank}
-    card = replace(card, virtual_tokens=rows, hidden_size=hidden, scales=scales)
+    sizes: dict[str, Any] = {"virtual_tokens": rows, "hidden_size": hidden, "scales": scales}
+    if any(getattr(card, name) != value for name, value in sizes.items()):
+        card = replace(card, **sizes)
     digest = _digest(card, fp32_table, checked_linears)
     return Adapter(card, fp32_table, digest, checked_linears)
 
@@ -368,7 +370,7 @@ def _check_table(card: Card, table: Tensor) -> None:
             f"the table of {card.name!r} has {rows} rows of {hidden} values: {rows * hidden * 4} "
             f"bytes, over the limit of {TABLE_BYTES_MAX}; give fewer rows"
         )
-    sizes = {"virtual_tokens": rows, "hidden_size": hidden}
+    sizes: dict[str, Any] = {"virtual_tokens": rows, "hidden_size": hidden}
     for name, size in sizes.items():
         if getattr(card, name) not in (0, size):
             raise AdapterError(

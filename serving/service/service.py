@@ -24,6 +24,7 @@ from gpt.adapters.adapter_file import Adapter, check_adapter
 from gpt.adapters.change_log import OBJECTS_FOLDER
 from gpt.checkpoint.digest import identify, lookup_identity
 from gpt.checkpoint.logical_tensor import ModelIdentity
+from gpt.config import GPTConfig
 from gpt.dtypes import FLOAT_DTYPES
 from gpt.errors import AdapterError, ConfigError, RequestError
 from gpt.files.abandoned_files import temporary_folder
@@ -291,6 +292,11 @@ class Service:
         """The compute dtype."""
         return self.config.model_config.dtype or self.checkpoint.config.dtype
 
+    @cached_property
+    def _served_config(self) -> GPTConfig:
+        """The model's configuration with the dtype of this server."""
+        return self.checkpoint.config.with_fields(dtype=self.dtype)
+
     @property
     def digest(self) -> str:
         """The digest of the base model; empty if no check of an adapter has read it yet."""
@@ -468,7 +474,7 @@ class Service:
                 # the whole checkpoint.
                 identity = identify(self.checkpoint)
             self._identity = identity
-        config = self.checkpoint.config.with_fields(dtype=self.dtype)
+        config = self._served_config
         rows_max = config.max_position_embeddings // 2
         if card.kind == "rows":  # All rows of the adapter must fit on the device at once.
             rows_max = min(rows_max, self.config.cache_config.adapter_rows_max)
