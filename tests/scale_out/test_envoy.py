@@ -27,7 +27,7 @@ CALLERS = 8  # Of unary calls, and of streams.
 HTTP_CALLERS = 2
 ADAPTERS = 200
 ROWS = 64
-PAUSE_S = 0.02  # Of callers while replicas start, which need the cores too.
+START_PAUSE_S = 1.0  # Before each call while a replica starts, which needs the cores too.
 TEXT_TOKENS = 48  # Of a prompt; no two prompts are equal.
 ADAPTER_CALLERS = 32
 # With so many, Envoy's bound of 1.5 times the mean allows 25 of the calls on one replica.
@@ -72,7 +72,7 @@ class Callers:
 
     address: str
     expected: list[list[int]]
-    pause_s: float  # Before each call.
+    pause_s: float = 0.0  # Before each call.
     stopped: threading.Event = field(default_factory=threading.Event)
     calls: int = 0
     resumed: int = 0
@@ -129,12 +129,12 @@ def _options(number: int) -> Options:
 
 
 def _call_while(
-    address: str, replicas: Replicas, events: int, number: int, pause_s: float = PAUSE_S
+    address: str, replicas: Replicas, events: int, number: int, start_pause_s: float = START_PAUSE_S
 ) -> Callers:
     """Send a signal to a replica and start it again, `events` times, under all callers."""
     with replicas.servers[0].client() as client:
         answers = [client.generate(f"prompt {n}", _options(n)) for n in range(PROMPTS)]
-    callers = Callers(address, [answer.token_ids for answer in answers], pause_s)
+    callers = Callers(address, [answer.token_ids for answer in answers])
     rng = random.Random(0)
     with ThreadPoolExecutor(2 * CALLERS + HTTP_CALLERS) as pool:
         running = [pool.submit(callers.generate) for _ in range(CALLERS)]
@@ -142,12 +142,14 @@ def _call_while(
         running += [pool.submit(callers.generate_http) for _ in range(HTTP_CALLERS)]
         try:
             for event in range(events):
-                time.sleep(rng.uniform(0.5, 1.5))
+                time.sleep(rng.uniform(1.0, 2.0))
                 index = event % len(replicas.servers) if number == signal.SIGTERM else None
                 index = rng.randrange(len(replicas.servers)) if index is None else index
                 replicas.servers[index].stop(number)
+                callers.pause_s = start_pause_s
                 replicas.restart(index)
                 time.sleep(3.0)  # Envoy finds it healthy again.
+                callers.pause_s = 0.0
         finally:
             callers.stopped.set()
         for call in running:
@@ -189,7 +191,7 @@ def test_kill_9_of_a_replica_loses_no_call(replicas: Replicas, tmp_path: Path) -
 @pytest.mark.soak
 def test_ten_times_kill_9_loses_no_call(replicas: Replicas, tmp_path: Path) -> None:
     with envoy(replicas.servers, tmp_path) as address:
-        callers = _call_while(address, replicas, 10, signal.SIGKILL, pause_s=0.0)
+        callers = _call_while(address, replicas, 10, signal.SIGKILL, start_pause_s=0.0)
     print(f"{callers.calls} calls, {callers.resumed} resumed")
     assert not callers.failures and callers.resumed > 0
 
