@@ -34,7 +34,7 @@ PROMPTS = ["hello", "a second prompt", "one more"]
 ANSWER = Options(max_new_tokens=24, temperature=1.0, seed=7, ignore_ends=True)
 # Times on a quiet machine, and the factor by which a busy one may exceed them.
 READY_S, RESTART_S, BUSY = 40.0, 15.0, 5.0
-PAUSE_S = 0.05  # Of callers while replicas start, which need the cores too.
+PAUSE_S = 0.2  # Of callers while replicas start, which need the cores too.
 HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"  # Of the nodes; `deploy` has the flag --haproxy.
 ADAPTERS = 15  # Odd: two replicas do not have the same number of them.
 
