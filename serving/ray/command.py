@@ -4,20 +4,24 @@ It imports Ray only if it needs a cluster: `deploy --print` works without Ray.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import yaml
 
 from gpt.errors import ConfigError
-from gpt.settings import setting_fields
+from gpt.settings import setting_fields, short_repr
 from serving.config import ServerConfig
 from serving.ray.application import Ports, Scale, application_config, cluster_config
 from serving.ray.placement import choose_node_ranks, replica_bundles
 
 # Settings of the server of `preamble serve`, which a replica does not have.
 SERVER_SETTINGS = ("host", "port", "http_port")
+# A name is a part of routes and of the names of placement groups.
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
 def ray_parser(serve_parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -130,6 +134,8 @@ def run(argv: Sequence[str], serve_parser: argparse.ArgumentParser) -> int:
     args = parser.parse_args(argv)
     if args.action == "deploy":
         return _deploy(args, parser)
+    if args.action == "drain":
+        _check_number(args, "deadline")
     cluster = _import_cluster()
     cluster.connect(args.address)
     if args.action == "drain":
@@ -151,6 +157,7 @@ def run(argv: Sequence[str], serve_parser: argparse.ArgumentParser) -> int:
 def _deploy(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if args.host is not None:
         parser.error("--host: Serve's proxies listen on all addresses of their nodes")
+    _check_flags(args)
     settings = {
         key: value
         for key, value in vars(args).items()
@@ -161,6 +168,11 @@ def _deploy(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     scale = _scale(args)
     resources = {"CPU": args.rank_cpus, "GPU": _rank_gpus(args, config)}
     resources = {name: amount for name, amount in resources.items() if amount}
+    if not resources:
+        raise ConfigError(
+            "--rank-cpus and --rank-gpus are 0, so a rank would need no resource and Ray could not "
+            "place it; give at least one of them"
+        )
     ports = Ports(args.port, args.http_port)
     parallel = config.parallel_config
     if args.print:
@@ -190,6 +202,37 @@ def _deploy(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         for line in state.lines():
             _write(line)
     return 0 if state is not None and state.is_complete else 1
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that Ray or Serve would refuse, or never finish, later."""
+    if not NAME_PATTERN.fullmatch(args.name):
+        raise ConfigError(
+            f"--name is {short_repr(args.name)}; it must have 1 to 63 letters, digits, dots, "
+            "dashes and underscores, and begin with a letter or digit"
+        )
+    for name in ("scale_up_after", "scale_down_after", "wait", "rank_cpus", "rank_gpus"):
+        _check_number(args, name)
+    if not 0 <= args.surge <= 100:
+        raise ConfigError(f"--surge is {args.surge}; it must be from 0 to 100")
+    if args.node_ranks is not None and args.node_ranks < 1:
+        raise ConfigError(f"--node-ranks is {args.node_ranks}; it must be at least 1")
+    for name in ("port", "http_port"):
+        port = getattr(args, name)
+        if not 1 <= port <= 65535:
+            raise ConfigError(f"{_flag(name)} is {port}; it must be from 1 to 65535")
+    if args.port == args.http_port:
+        raise ConfigError(f"--port and --http-port are both {args.port}; give different ports")
+
+
+def _check_number(args: argparse.Namespace, name: str) -> None:
+    number = getattr(args, name)
+    if number is not None and not 0 <= number < inf:
+        raise ConfigError(f"{_flag(name)} is {number:g}; it must be a number of at least 0")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _scale(args: argparse.Namespace) -> Scale:
