@@ -339,9 +339,9 @@ def build_adapter(
             "remove the invocation"
         )
     scales = {key: linear.scale for key, linear in checked_linears.items() if linear.rank}
-    sizes: dict[str, Any] = {"virtual_tokens": rows, "hidden_size": hidden, "scales": scales}
-    if any(getattr(card, name) != value for name, value in sizes.items()):
-        card = replace(card, **sizes)
+    # A saved card of rows has its sizes already; a new one would be checked again.
+    if scales or card.scales or (card.virtual_tokens, card.hidden_size) != (rows, hidden):
+        card = replace(card, virtual_tokens=rows, hidden_size=hidden, scales=scales)
     digest = _digest(card, fp32_table, checked_linears)
     return Adapter(card, fp32_table, digest, checked_linears)
 
@@ -370,7 +370,7 @@ def _check_table(card: Card, table: Tensor) -> None:
             f"the table of {card.name!r} has {rows} rows of {hidden} values: {rows * hidden * 4} "
             f"bytes, over the limit of {TABLE_BYTES_MAX}; give fewer rows"
         )
-    sizes: dict[str, Any] = {"virtual_tokens": rows, "hidden_size": hidden}
+    sizes = {"virtual_tokens": rows, "hidden_size": hidden}
     for name, size in sizes.items():
         if getattr(card, name) not in (0, size):
             raise AdapterError(

@@ -234,8 +234,21 @@ def test_experts_may_have_adapters() -> None:
 
 @pytest.mark.parametrize("scale", ['"x"', "null", "true", "1" + "0" * 400, '"2.0"'])
 def test_a_scale_that_is_no_number_is_refused(scale: str, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="scale"):
+        open_adapter(save_with_scale(make_adapter(), scale, tmp_path))
+
+
+def test_a_scale_may_be_written_as_a_whole_number(tmp_path: Path) -> None:
     adapter = make_adapter()
-    path = tmp_path / "task.safetensors"
+    linears = {key: replace(linear, scale=2.0) for key, linear in adapter.linears.items()}
+    adapter = build_adapter(CARD, None, linears)
+    opened = open_adapter(save_with_scale(adapter, "2", tmp_path))
+    assert opened.digest == adapter.digest and opened.card == adapter.card
+
+
+def save_with_scale(adapter: Adapter, scale: str, folder: Path) -> Path:
+    """Save an adapter with this JSON text as its first scale, and the digest of the adapter."""
+    path = folder / "task.safetensors"
     save_adapter(adapter, path)
     with safetensors.safe_open(path, "pt") as file:
         metadata = file.metadata()
@@ -246,8 +259,7 @@ def test_a_scale_that_is_no_number_is_refused(scale: str, tmp_path: Path) -> Non
     text = json.dumps(card | {"scales": card["scales"] | {key: "SCALE"}})
     metadata[field] = text.replace('"SCALE"', scale)
     safetensors.torch.save_file(tensors, path, metadata)
-    with pytest.raises(AdapterError, match="scale"):
-        open_adapter(path)
+    return path
 
 
 def test_cards_of_many_experts_may_have_more_bytes() -> None:
