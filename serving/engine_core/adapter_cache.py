@@ -196,7 +196,7 @@ class AdapterCache:
                 self._cached_bytes -= self._cache.pop(digest).nbytes
 
     def _evict_for_buffer(self, protected: AdapterRef) -> None:
-        """Evict the least recently used adapter whose buffer fits the next adapter of this size.
+        """Evict the least recently used adapter whose buffer fits an adapter like `protected`.
 
         Until the cache is full, each adapter needs new memory, in which a thread prefaults the
         next buffers. When it is late, a read would wait for page faults, and so would the steps

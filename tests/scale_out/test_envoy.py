@@ -148,8 +148,8 @@ def _call_while(
                 replicas.servers[index].stop(number)
                 callers.pause_s = start_pause_s
                 replicas.restart(index)
-                time.sleep(3.0)  # Envoy finds it healthy again.
                 callers.pause_s = 0.0
+                time.sleep(3.0)  # Envoy finds it healthy again.
         finally:
             callers.stopped.set()
         for call in running:

@@ -51,7 +51,7 @@ class CachedAdapters:
         return adapter, AdapterRef(adapter.digest, ROWS, str(path), kind)
 
     def save_linears(self, name: str, seed: int, rank: int = 64) -> AdapterRef:
-        """Save an adapter whose weights are read into a pooled buffer, of 2 MiB for rank 64."""
+        """Save a LoRA adapter. With rank 64, its weights take 2 MiB, which a pooled buffer has."""
         width = POOLED_BYTES_MIN // (4 * 64)
         generator = torch.Generator().manual_seed(seed)
         change = LinearAdapter(
